@@ -1,0 +1,22 @@
+"""What gossipgrad raises. Bad arguments are a plain `ValueError`; these are for a run gone wrong."""
+
+__all__ = ["AgreementError", "GossipError", "ReplicaChangedError"]
+
+
+class GossipError(RuntimeError):
+    """A run cannot go on as asked; the message names what happened and the way out."""
+
+
+class AgreementError(GossipError):
+    """The ranks do not train the same model with the same settings.
+
+    Raised on every rank before anything is sent, and names the first difference.
+    """
+
+
+class ReplicaChangedError(GossipError):
+    """A replica was changed behind the session's back (`load_state_dict`, `add_param_group`, ...).
+
+    Nothing was sent since the change. `session.broadcast_()` on every rank makes the replicas one
+    again; `session.accept_changes()` on this rank says that the change was meant.
+    """
