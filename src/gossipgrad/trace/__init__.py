@@ -1,0 +1,5 @@
+"""What a run did and when: spans, a Chrome trace of all ranks, and a report in one HTML page."""
+
+from ._chrome import merge_traces as merge_traces
+from ._report import write_report as write_report
+from ._trace import Trace as Trace

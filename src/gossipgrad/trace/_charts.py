@@ -1,0 +1,144 @@
+"""The curves of a run, thinned to what a screen can show."""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any, Literal
+
+from ._format import is_number, number, percent
+from ._runs import Record, Run
+
+Point = tuple[float, float]
+
+_MAX_POINTS = 500
+_MAX_TABLE_ROWS = 40
+_MAX_TABLE_RANKS = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Series:
+    """One curve: a rank's own, the mean of all, or points measured exactly."""
+
+    label: str
+    role: Literal["rank", "mean", "exact"]
+    points: list[Point]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chart:
+    """Curves over a common x, and how their values are written."""
+
+    id: str
+    title: str
+    description: str
+    x_label: str
+    y_format: Literal["number", "percent"]
+    series: list[Series]
+
+    def payload(self) -> dict[str, Any]:
+        """The chart as the page's script takes it."""
+        return {
+            "id": self.id,
+            "xLabel": self.x_label,
+            "yFormat": self.y_format,
+            "series": [{"label": s.label, "role": s.role, "points": s.points} for s in self.series],
+        }
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """Head and rows with the same values, but no more than a reader would go through."""
+        shown = [series for series in self.series if series.role != "rank"]
+        if len(self.series) - len(shown) <= _MAX_TABLE_RANKS:
+            shown = self.series
+        write = percent if self.y_format == "percent" else number
+        columns = [dict(series.points) for series in shown]
+        xs = sorted({x for column in columns for x in column})
+        stride = -(-len(xs) // _MAX_TABLE_ROWS) or 1
+        kept = [x for i, x in enumerate(xs) if i % stride == 0 or i == len(xs) - 1]
+        head = [self.x_label.capitalize(), *(series.label for series in shown)]
+        return head, [
+            [number(x), *(write(column[x]) if x in column else "" for column in columns)]
+            for x in kept
+        ]
+
+
+def charts(run: Run) -> list[Chart]:
+    """The curves that the run has values for."""
+    drawn = [
+        Chart(
+            id="loss",
+            title="Training loss",
+            description="Each worker's loss on its own batches (thin) and their mean (bold).",
+            x_label="step",
+            y_format="number",
+            series=_by_rank(run.steps, "step", "loss"),
+        ),
+        Chart(
+            id="accuracy",
+            title="Accuracy",
+            description="Of the average of all replicas, after each epoch.",
+            x_label="epoch",
+            y_format="percent",
+            series=_exact(run.epochs, "epoch", "accuracy", "average of all replicas"),
+        ),
+        Chart(
+            id="consensus",
+            title="Consensus distance",
+            description=(
+                "How far the replicas are from their mean: each worker's estimate from its "
+                "exchanges (thin), their mean (bold), and the exact distance (dots)."
+            ),
+            x_label="step",
+            y_format="number",
+            series=[
+                *_by_rank(run.steps, "step", "consensus_distance_estimate"),
+                *_exact(run.epochs, "step", "consensus_distance", "exact"),
+            ],
+        ),
+    ]
+    return [chart for chart in drawn if chart.series]
+
+
+def _by_rank(records_of_rank: dict[int, list[Record]], x: str, y: str) -> list[Series]:
+    """A curve a rank and the mean over the ranks that have a value at that x."""
+    curves = {
+        rank: points
+        for rank, records in records_of_rank.items()
+        if (points := _points(records, x, y))
+    }
+    group = -(-max(map(len, curves.values()), default=0) // _MAX_POINTS) or 1
+    together = defaultdict(list)
+    for points in curves.values():
+        for at, value in points:
+            together[at].append(value)
+    mean = [(at, fmean(values)) for at, values in sorted(together.items())]
+    series = [
+        Series(label=f"rank {rank}", role="rank", points=_thin(points, group))
+        for rank, points in curves.items()
+    ]
+    if mean:
+        series.append(Series(label="mean", role="mean", points=_thin(mean, group)))
+    return series
+
+
+def _exact(records_of_rank: dict[int, list[Record]], x: str, y: str, label: str) -> list[Series]:
+    """What all ranks agree on, from whichever rank wrote it."""
+    agreed: dict[float, float] = {}
+    for records in records_of_rank.values():
+        agreed = dict(_points(records, x, y)) | agreed
+    return [Series(label=label, role="exact", points=sorted(agreed.items()))] if agreed else []
+
+
+def _points(records: list[Record], x: str, y: str) -> list[Point]:
+    return [
+        (record[x], record[y])
+        for record in records
+        if is_number(record.get(x)) and is_number(record.get(y))
+    ]
+
+
+def _thin(points: list[Point], group: int) -> list[Point]:
+    """The mean of every `group` points in a row, so that a curve keeps its level and its trend."""
+    if group == 1:
+        return points
+    groups = [points[i : i + group] for i in range(0, len(points), group)]
+    return [(fmean(x for x, _ in part), fmean(y for _, y in part)) for part in groups]

@@ -1,0 +1,239 @@
+"""The spans of all ranks in one Chrome trace, as Perfetto and chrome://tracing open it."""
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+from ._json import dumps, read_json_lines
+from ._lanes import assign_lanes, kind_of
+from ._trace import TRACE_FORMAT, TRACE_VERSION
+
+# Lanes a track may have before its thread ids would meet those of the next track.
+_LANES_PER_TRACK = 1000
+
+
+class _Span(NamedTuple):
+    name: str
+    start_us: float
+    end_us: float
+    attributes: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Source:
+    """One rank's file and what its first line says."""
+
+    path: Path
+    rank: int
+    wall_clock_ns: int
+    perf_counter_seconds: float
+    earliest_seconds: float | None
+    dropped: int
+
+    def wall_ns(self, seconds: float) -> int:
+        """The wall clock at a reading of this rank's span clock."""
+        return self.wall_clock_ns + round((seconds - self.perf_counter_seconds) * 1e9)
+
+
+@dataclass(frozen=True, slots=True)
+class _Messages:
+    """Where messages left and arrived, so that an arrow can join the two ends."""
+
+    sent: dict[tuple[Any, ...], tuple[int, _Span]] = field(default_factory=dict)
+    arrived: dict[tuple[Any, ...], tuple[int, _Span]] = field(default_factory=dict)
+
+    def note(self, rank: int, thread: int, span: _Span) -> None:
+        get = span.attributes.get
+        what = (get("round"), get("bucket"))
+        if get("send_to") is not None:
+            self.sent[rank, get("send_to"), *what] = (thread, span)
+        if get("recv_from") is not None and get("outcome") == "delivered":
+            self.arrived[get("recv_from"), rank, *what] = (thread, span)
+
+    def arrows(self) -> Iterator[dict[str, Any]]:
+        """Pairs of flow events, each within its slice, never backwards in time."""
+        for number, (edge, (from_thread, sent)) in enumerate(self.sent.items()):
+            if edge not in self.arrived:
+                continue
+            to_thread, arrived = self.arrived[edge]
+            # A viewer closes a slice before it looks at what happens at its very end.
+            arrival_us = arrived.end_us - min(1.0, (arrived.end_us - arrived.start_us) / 2)
+            if arrival_us < sent.start_us:
+                continue  # the clocks of two hosts differ by more than the message took
+            common = {"cat": "message", "name": "message", "id": number}
+            tail = {"ts": sent.start_us, "pid": edge[0], "tid": from_thread}
+            head = {"ts": round(arrival_us, 3), "pid": edge[1], "tid": to_thread}
+            yield {"ph": "s", **common, **tail}
+            yield {"ph": "f", "bp": "e", **common, **head}
+
+
+def merge_traces(paths: Iterable[str | os.PathLike[str]], out: str | os.PathLike[str]) -> Path:
+    """Put the traces that the ranks saved on one time axis, in one Chrome trace JSON file.
+
+    A process a rank, and in it a track for computing, one for the communication that the rank
+    itself works at or waits for, and one a bucket for exchanges in flight. Spans of a track that
+    overlap without lying one inside the other get further lanes, so that nothing is drawn as the
+    child of what it only met. Arrows lead from the exchange that sent a message to the one that
+    took it. Times are microseconds from the earliest span. The ranks' clocks are aligned by their
+    hosts' wall clocks; between hosts this is as good as their NTP.
+
+    Local: reads and writes files only, with the memory of one rank's trace at a time and of the
+    ends of the messages of all.
+
+    Args:
+        paths: One file of `Trace.save` a rank, in any order. A rank that died has none: leave it
+            out.
+        out: The file to write, by custom `trace.json`.
+
+    Returns:
+        The path written.
+
+    Raises:
+        ValueError: There is no path, a file is no trace, or two are of the same rank.
+    """
+    sources: dict[int, _Source] = {}
+    for path in paths:
+        source = _read_header(Path(path))
+        other = sources.setdefault(source.rank, source)
+        if other is not source:
+            raise ValueError(
+                f"{other.path} and {source.path} are both of rank {source.rank}; "
+                "merge the traces of one run, one file a rank"
+            )
+    if not sources:
+        raise ValueError("there is no trace to merge: paths is empty; Trace.save() writes them")
+    origin_ns = min(
+        (s.wall_ns(s.earliest_seconds) for s in sources.values() if s.earliest_seconds is not None),
+        default=0,
+    )
+    messages = _Messages()
+    skipped_lines: dict[int, int] = {}
+    out = Path(out)
+    partial = out.with_name(out.name + ".partial")
+    with partial.open("w", encoding="ascii") as file:
+        events = _EventWriter(file)
+        for rank in sorted(sources):
+            spans, skipped_lines[rank] = _read_spans(sources[rank], origin_ns)
+            for event in _rank_events(rank, spans, messages):
+                events.write(event)
+        for event in messages.arrows():
+            events.write(event)
+        events.close(
+            {
+                "source": "gossipgrad",
+                "origin_unix_ns": origin_ns,
+                "ranks": sorted(sources),
+                "dropped_spans": {str(rank): s.dropped for rank, s in sorted(sources.items())},
+                "skipped_lines": {str(rank): n for rank, n in skipped_lines.items()},
+            }
+        )
+    partial.replace(out)
+    return out
+
+
+class _EventWriter:
+    """Writes the object form of a Chrome trace, an event a line, without holding the events."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self._separator = "\n"
+        file.write('{"displayTimeUnit":"ms","traceEvents":[')
+
+    def write(self, event: dict[str, Any]) -> None:
+        self._file.write(self._separator + dumps(event))
+        self._separator = ",\n"
+
+    def close(self, metadata: dict[str, Any]) -> None:
+        self._file.write(f'\n],"metadata":{dumps(metadata)}}}\n')
+
+
+def _read_header(path: Path) -> _Source:
+    """Read and check the first line of a file of `Trace.save`."""
+    with path.open("rb") as file:
+        first = file.readline()
+    try:
+        header = json.loads(first)
+        if header["format"] != TRACE_FORMAT or header["version"] != TRACE_VERSION:
+            raise ValueError(header["format"], header["version"])
+        return _Source(
+            path=path,
+            rank=header["rank"],
+            wall_clock_ns=header["wall_clock_ns"],
+            perf_counter_seconds=header["perf_counter_seconds"],
+            earliest_seconds=header["earliest_seconds"],
+            dropped=header["dropped"],
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} does not begin as a trace of version {TRACE_VERSION}; "
+            "merge only files written by Trace.save() of this gossipgrad"
+        ) from error
+
+
+def _read_spans(source: _Source, origin_ns: int) -> tuple[list[_Span], int]:
+    """A rank's spans on the common axis, by start and then the longest first; lines left out."""
+    lines, skipped = read_json_lines(source.path)
+    spans = []
+    for line in lines[1:]:
+        if not {"name", "start", "end"} <= line.keys():
+            skipped += 1
+            continue
+        start_us, end_us = (
+            (source.wall_ns(line[key]) - origin_ns) / 1000 for key in ("start", "end")
+        )
+        spans.append(_Span(line["name"], start_us, end_us, line.get("attributes", {})))
+    spans.sort(key=lambda span: (span.start_us, -span.end_us))
+    return spans, skipped
+
+
+def _rank_events(rank: int, spans: list[_Span], messages: _Messages) -> Iterator[dict[str, Any]]:
+    """The names of a rank's process and tracks, then its spans as complete events."""
+    yield _metadata("process_name", rank, {"name": f"rank {rank}"})
+    yield _metadata("process_sort_index", rank, {"sort_index": rank})
+    tracks: dict[str, list[_Span]] = defaultdict(list)
+    for span in spans:
+        tracks[_track_of(span)].append(span)
+    for position, track in enumerate(sorted(tracks, key=_track_order)):
+        lanes = assign_lanes(
+            [(span.start_us, span.end_us) for span in tracks[track]],
+            nest=not track.startswith("exchange"),
+        )
+        first_thread = position * _LANES_PER_TRACK
+        for lane in range(max(lanes) + 1):
+            thread = first_thread + lane
+            name = track if lane == 0 else f"{track} ({lane + 1})"
+            yield _metadata("thread_name", rank, {"name": name}, thread)
+            yield _metadata("thread_sort_index", rank, {"sort_index": thread}, thread)
+        for span, lane in zip(tracks[track], lanes, strict=True):
+            kind = kind_of(span.name)
+            if kind == "exchange":
+                messages.note(rank, first_thread + lane, span)
+            yield {
+                "ph": "X",
+                "name": span.name,
+                "cat": kind,
+                "ts": span.start_us,
+                "dur": round(span.end_us - span.start_us, 3),
+                "pid": rank,
+                "tid": first_thread + lane,
+                "args": span.attributes,
+            }
+
+
+def _track_of(span: _Span) -> str:
+    kind = kind_of(span.name)
+    bucket = span.attributes.get("bucket")
+    return kind if kind != "exchange" or bucket is None else f"exchange, bucket {bucket}"
+
+
+def _track_order(track: str) -> tuple[int, str]:
+    """Compute first, then communication, then the buckets by number and not by their text."""
+    return {"compute": 0, "communication": 1}.get(track, 2), track.rjust(40)
+
+
+def _metadata(name: str, rank: int, arguments: dict[str, Any], thread: int = 0) -> dict[str, Any]:
+    return {"ph": "M", "name": name, "ts": 0, "pid": rank, "tid": thread, "args": arguments}

@@ -1,0 +1,71 @@
+"""Numbers as people read them; "n/a" for what is not known."""
+
+import math
+from typing import TypeGuard
+
+UNKNOWN = "n/a"
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Whether `value` is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def number(value: object) -> str:
+    """Four significant digits, thousands grouped, an exponent only where it must be.
+
+    Example:
+        >>> number(12345.6), number(0.00123456), number(1e-9), number(20), number(None)
+        ('12,346', '0.001235', '1e-09', '20', 'n/a')
+    """
+    if not is_number(value):
+        return UNKNOWN
+    if isinstance(value, int) or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
+
+
+def percent(share: object) -> str:
+    """A share of 1 in percent: one decimal, two below one percent.
+
+    Example:
+        >>> percent(0.9785), percent(0.00312), percent(0)
+        ('97.9 %', '0.31 %', '0.0 %')
+    """
+    if not is_number(share):
+        return UNKNOWN
+    return f"{100 * share:.{2 if 0 < abs(share) < 0.01 else 1}f} %"
+
+
+def byte_count(value: object) -> str:
+    """Bytes with a decimal prefix.
+
+    Example:
+        >>> byte_count(532), byte_count(1_048_576)
+        ('532 B', '1.05 MB')
+    """
+    if not is_number(value):
+        return UNKNOWN
+    for factor, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if abs(value) >= factor:
+            return f"{value / factor:.3g} {unit}"
+    return f"{value:.0f} B"
+
+
+def duration(seconds: object) -> str:
+    """A time in the units that fit it.
+
+    Example:
+        >>> duration(0.0123), duration(7.25), duration(125), duration(7380)
+        ('12.3 ms', '7.25 s', '2 min 5 s', '2 h 3 min')
+    """
+    if not is_number(seconds):
+        return UNKNOWN
+    if seconds < 1:
+        return f"{1e3 * seconds:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"

@@ -1,0 +1,66 @@
+"""HTML elements that escape what they hold."""
+
+from collections.abc import Iterable
+from html import escape
+
+
+class Markup(str):
+    """Text that is HTML already and is not escaped again."""
+
+    __slots__ = ()
+
+
+def element(tag: str, *children: str, **attributes: str) -> Markup:
+    """An element with escaped children and attributes.
+
+    Args:
+        tag: Its name.
+        children: What it holds: `Markup` as it is, other text escaped.
+        attributes: Its attributes; `_` stands for `-`, and a trailing `_` is dropped.
+
+    Example:
+        >>> element("td", "a < b", class_="number")
+        '<td class="number">a &lt; b</td>'
+    """
+    rendered = "".join(
+        f' {name.removesuffix("_").replace("_", "-")}="{escape(value)}"'
+        for name, value in attributes.items()
+    )
+    return Markup(f"<{tag}{rendered}>{join(children)}</{tag}>")
+
+
+def join(parts: Iterable[str]) -> Markup:
+    """Put parts one after the other, escaping those that are not HTML yet."""
+    return Markup("".join(part if isinstance(part, Markup) else escape(part) for part in parts))
+
+
+def table(caption: str, head: list[str], rows: list[list[str]]) -> Markup:
+    """A table whose first column names its rows, in a box that scrolls on a narrow screen."""
+    return element(
+        "div",
+        element(
+            "table",
+            element("caption", caption),
+            element("thead", element("tr", *(element("th", name, scope="col") for name in head))),
+            element(
+                "tbody",
+                *(
+                    element(
+                        "tr",
+                        element("th", row[0], scope="row"),
+                        *(element("td", cell) for cell in row[1:]),
+                    )
+                    for row in rows
+                ),
+            ),
+        ),
+        class_="scroll",
+        tabindex="0",
+        role="group",
+        aria_label=caption,
+    )
+
+
+def disclosure(summary: str, *children: str) -> Markup:
+    """Content that is folded away until it is asked for."""
+    return element("details", element("summary", summary), *children)

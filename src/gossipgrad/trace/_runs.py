@@ -1,0 +1,156 @@
+"""A run directory as `gossipgrad train` leaves it, finished, interrupted or killed."""
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ._json import read_json_lines
+
+Record = dict[str, Any]
+
+_METRICS_NAME = re.compile(r"metrics-rank(\d+)\.jsonl")
+# Past this a trace is left to Perfetto: to read it here would take gigabytes of memory.
+_MAX_TRACE_BYTES = 400_000_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """What could be read of one run.
+
+    Attributes:
+        name: The directory's own name.
+        world_size: How many workers it was started with, as far as is known.
+        config: The resolved options, empty when there are none.
+        summary: What the run said of itself at its end, empty when it did not come so far.
+        steps: The step records of each rank, in the order written.
+        epochs: The epoch records of each rank, in the order written.
+        trace_events: The Chrome trace events of all ranks.
+        problems: A sentence for each thing that was expected and could not be read.
+    """
+
+    name: str
+    world_size: int
+    config: Record
+    summary: Record
+    steps: dict[int, list[Record]]
+    epochs: dict[int, list[Record]]
+    trace_events: list[Record]
+    problems: tuple[str, ...]
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run came to its own end."""
+        return bool(self.summary) and not self.summary.get("interrupted")
+
+    @property
+    def ranks(self) -> list[int]:
+        """Every rank that the run had or left metrics of."""
+        return sorted({*range(self.world_size), *self.steps})
+
+
+def read_run(run_dir: str | os.PathLike[str]) -> Run:
+    """Read a run directory, however much of it there is.
+
+    Missing files and truncated lines are told in `Run.problems`, not raised: a run that was killed
+    is the one that its user wants to look at.
+
+    Raises:
+        ValueError: `run_dir` is no directory or holds nothing of a run.
+    """
+    directory = Path(run_dir)
+    if not directory.is_dir():
+        raise ValueError(
+            f"{directory} is no directory; pass the directory that `gossipgrad train` wrote to"
+        )
+    problems: list[str] = []
+    config = _read_object(directory / "config.json", problems)
+    summary = _read_object(directory / "summary.json", problems)
+    steps, epochs = _read_metrics(directory, problems)
+    if config is None and summary is None and not steps:
+        raise ValueError(
+            f"{directory} holds no run: there is neither config.json nor summary.json nor "
+            "metrics-rank*.jsonl; pass the directory that `gossipgrad train` wrote to"
+        )
+    if summary is None:
+        problems.append(
+            "The run left no summary.json, so it was killed or is still going on. The figures are "
+            "those of the metrics written so far."
+        )
+    told = (summary or {}).get("world_size") or find_key(config, "world_size")
+    world_size = told if isinstance(told, int) else max(steps, default=0) + 1
+    silent = [str(rank) for rank in range(world_size) if rank not in steps]
+    if silent:
+        noun = "rank" if len(silent) == 1 else "ranks"
+        problems.append(f"There are no metrics of {noun} {', '.join(silent)}.")
+    trace_events = _read_trace(directory / "trace.json", problems)
+    return Run(
+        name=directory.resolve().name,
+        world_size=world_size,
+        config=config or {},
+        summary=summary or {},
+        steps=steps,
+        epochs=epochs,
+        trace_events=trace_events,
+        problems=tuple(problems),
+    )
+
+
+def find_key(tree: object, key: str) -> object:
+    """The first value under `key` in nested dicts, level by level; None when there is none."""
+    level = [tree]
+    while level:
+        dicts = [node for node in level if isinstance(node, dict)]
+        for node in dicts:
+            if key in node:
+                return node[key]
+        level = [child for node in dicts for child in node.values()]
+    return None
+
+
+def _read_object(path: Path, problems: list[str]) -> Record | None:
+    """The JSON object in a file, or None when there is no file or no object in it."""
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        problems.append(f"{path.name} is no JSON object and was left out.")
+        return None
+    return value
+
+
+def _read_metrics(
+    directory: Path, problems: list[str]
+) -> tuple[dict[int, list[Record]], dict[int, list[Record]]]:
+    """The step and the epoch records of each rank that left a metrics file."""
+    steps: dict[int, list[Record]] = {}
+    epochs: dict[int, list[Record]] = {}
+    for path in sorted(directory.glob("metrics-rank*.jsonl")):
+        match = _METRICS_NAME.fullmatch(path.name)
+        if not match:
+            continue
+        rank = int(match[1])
+        records, skipped = read_json_lines(path)
+        steps[rank] = [record for record in records if record.get("event") == "step"]
+        epochs[rank] = [record for record in records if record.get("event") == "epoch"]
+        if skipped:
+            lines = "1 line of" if skipped == 1 else f"{skipped} lines of"
+            problems.append(
+                f"{lines} {path.name} could not be read and was left out: the worker was probably "
+                "killed while it wrote."
+            )
+    return dict(sorted(steps.items())), dict(sorted(epochs.items()))
+
+
+def _read_trace(path: Path, problems: list[str]) -> list[Record]:
+    """The events of a Chrome trace; none when there is no trace, or one too large to draw."""
+    if path.exists() and path.stat().st_size > _MAX_TRACE_BYTES:
+        problems.append(f"{path.name} is too large to draw here; open it in Perfetto.")
+        return []
+    events = (_read_object(path, problems) or {}).get("traceEvents", [])
+    return [event for event in events if isinstance(event, dict)]
