@@ -40,7 +40,7 @@ def headline(run: Run) -> list[Card]:
         Card("Throughput", *_throughput(run)),
         Card("Time", duration(run_seconds(run)), _progress_note(run)),
         Card("Sent per step", byte_count(bytes_per_step), _all_reduce_note(run, bytes_per_step)),
-        Card("Exposed communication", percent(share), share_note),
+        Card("Exposed share", percent(share), share_note),
     ]
 
 

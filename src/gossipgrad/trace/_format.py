@@ -30,11 +30,11 @@ def percent(share: object) -> str:
 
     Example:
         >>> percent(0.9785), percent(0.00312), percent(0)
-        ('97.9 %', '0.31 %', '0.0 %')
+        ('97.9%', '0.31%', '0.0%')
     """
     if not is_number(share):
         return UNKNOWN
-    return f"{100 * share:.{2 if 0 < abs(share) < 0.01 else 1}f} %"
+    return f"{100 * share:.{2 if 0 < abs(share) < 0.01 else 1}f}%"
 
 
 def byte_count(value: object) -> str:

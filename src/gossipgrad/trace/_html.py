@@ -1,6 +1,6 @@
 """HTML elements that escape what they hold."""
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from html import escape
 
 
@@ -34,25 +34,39 @@ def join(parts: Iterable[str]) -> Markup:
     return Markup("".join(part if isinstance(part, Markup) else escape(part) for part in parts))
 
 
-def table(caption: str, head: list[str], rows: list[list[str]]) -> Markup:
-    """A table whose first column names its rows, in a box that scrolls on a narrow screen."""
+def table(
+    caption: str, head: list[str], rows: list[list[str]], *, text_columns: Container[int] = ()
+) -> Markup:
+    """A table whose first column names its rows, in a box that scrolls on a narrow screen.
+
+    Args:
+        caption: What the table is of.
+        head: The names of the columns.
+        rows: The cells, as many a row as there are columns.
+        text_columns: The columns that hold prose and not numbers.
+    """
+
+    def cell(tag: str, column: int, text: str, **attributes: str) -> Markup:
+        if column in text_columns:
+            attributes["class_"] = "text"
+        return element(tag, text, **attributes)
+
+    header = [cell("th", i, name, scope="col") for i, name in enumerate(head)]
+    lines = [
+        element(
+            "tr",
+            element("th", row[0], scope="row"),
+            *(cell("td", i, text) for i, text in enumerate(row[1:], start=1)),
+        )
+        for row in rows
+    ]
     return element(
         "div",
         element(
             "table",
             element("caption", caption),
-            element("thead", element("tr", *(element("th", name, scope="col") for name in head))),
-            element(
-                "tbody",
-                *(
-                    element(
-                        "tr",
-                        element("th", row[0], scope="row"),
-                        *(element("td", cell) for cell in row[1:]),
-                    )
-                    for row in rows
-                ),
-            ),
+            element("thead", element("tr", *header)),
+            element("tbody", *lines),
         ),
         class_="scroll",
         tabindex="0",

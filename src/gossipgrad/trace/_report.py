@@ -4,15 +4,16 @@ import base64
 import hashlib
 import json
 import os
+from html import escape
 from importlib import resources
 from pathlib import Path
 from string import Template
-from typing import Any
 
 from ._charts import Chart, charts
 from ._figures import (
     OUTCOME_HEAD,
     RANK_HEAD,
+    Card,
     headline,
     notices,
     outcome_rows,
@@ -21,7 +22,9 @@ from ._figures import (
 from ._html import Markup, disclosure, element, join, table
 from ._json import dumps_for_script
 from ._runs import Run, find_key, read_run
-from ._timeline import timeline
+from ._timeline import Timeline, timeline
+
+_SUBTITLE_KEYS = ("model", "data", "optimizer")
 
 
 def write_report(run_dir: str | os.PathLike[str]) -> Path:
@@ -53,20 +56,21 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
 def _page(run: Run) -> str:
     drawn = charts(run)
     steps = timeline(run.trace_events)
-    data = {"charts": [chart.payload() for chart in drawn], "timeline": steps}
-    style, script = _asset("report.css"), _asset("report.js")
+    data = {"charts": [chart.payload() for chart in drawn], "timeline": steps and steps.payload()}
+    style = _asset("report.css")
+    script = "".join(_asset(name) for name in ("page.js", "charts.js", "timeline.js"))
     return Template(_asset("report.html")).substitute(
         style=style,
         style_hash=_content_hash(style),
         script=script,
         script_hash=_content_hash(script),
         data=dumps_for_script(data),
-        title=join([run.name]),
-        subtitle=join([_subtitle(run)]),
-        notices=join([element("p", text) for text in notices(run)]),
-        cards=join([_card(card.label, card.value, card.note) for card in headline(run)]),
-        charts=join([_figure(chart) for chart in drawn]),
-        timeline=_timeline_section(steps),
+        title=escape(run.name),
+        subtitle=_subtitle(run),
+        notices=_notices(run),
+        cards=join(_card(card) for card in headline(run)),
+        charts=_charts(drawn),
+        timeline=_timeline(steps),
         tables=_tables(run),
         details=_details(run),
     )
@@ -81,61 +85,72 @@ def _content_hash(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def _subtitle(run: Run) -> str:
-    parts = [
-        str(value)
-        for key in ("model", "data", "optimizer")
-        if isinstance(value := run.summary.get(key) or find_key(run.config, key), str)
-    ]
-    return ", ".join(parts)
-
-
-def _card(label: str, value: str, note: str) -> Markup:
+def _subtitle(run: Run) -> Markup:
+    """Model, data and optimizer, as far as the run names them."""
+    named = (run.summary.get(key) or find_key(run.config, key) for key in _SUBTITLE_KEYS)
     return element(
-        "div",
-        element("dt", label),
-        element("dd", element("span", value, class_="value"), element("span", note, class_="note")),
-        class_="card",
+        "p", ", ".join(name for name in named if isinstance(name, str)), class_="subtitle"
     )
 
 
-def _figure(chart: Chart) -> Markup:
+def _notices(run: Run) -> Markup:
+    items = [element("li", text) for text in notices(run)]
+    return element("ul", *items, class_="notices") if items else Markup()
+
+
+def _card(card: Card) -> Markup:
+    value = element("span", card.value, class_="value")
+    note = element("span", card.note, class_="note")
+    return element("div", element("dt", card.label), element("dd", value, note), class_="card")
+
+
+def _charts(drawn: list[Chart]) -> Markup:
+    figures = []
+    for position, chart in enumerate(drawn):
+        figures.append(
+            element(
+                "figure",
+                element("figcaption", element("h2", chart.title), element("p", chart.description)),
+                element("div", class_="chart", data_chart=chart.id),
+                disclosure("Values as a table", table(chart.title, *chart.table())),
+                class_="panel first" if position == 0 else "panel",
+            )
+        )
+    return element("div", *figures, class_="panels") if figures else Markup()
+
+
+def _timeline(steps: Timeline | None) -> Markup:
+    if steps is None:
+        return Markup()
+    caption = "Milliseconds in the time shown, by rank"
     return element(
-        "figure",
-        element("figcaption", element("h2", chart.title), element("p", chart.description)),
-        element("div", class_="chart", data_chart=chart.id),
-        disclosure("Values as a table", table(chart.title, *chart.table())),
+        "section",
+        element("h2", "Timeline"),
+        element("p", steps.description),
+        element("ul", class_="legend timeline-legend"),
+        element("div", class_="timeline"),
+        disclosure("Times as a table", table(caption, *steps.table())),
         class_="panel",
     )
 
 
-def _timeline_section(steps: dict[str, Any] | None) -> Markup:
-    if steps is None:
-        return Markup()
-    first = steps["firstStep"]
-    what = "the run" if first is None else f"rank 0's steps {first} to {first + 2}"
-    return element(
-        "section",
-        element("h2", "Timeline"),
-        element("p", what),
-        element("div", class_="timeline"),
-        class_="panel wide",
-    )
-
-
 def _tables(run: Run) -> Markup:
+    tables = [table("Ranks", RANK_HEAD, rank_rows(run), text_columns={1})]
     outcomes = outcome_rows(run)
-    parts = [element("section", table("Ranks", RANK_HEAD, rank_rows(run)), class_="panel")]
     if outcomes:
-        parts.append(element("section", table("Exchanges", OUTCOME_HEAD, outcomes), class_="panel"))
-    return join(parts)
+        tables.append(table("Exchanges", OUTCOME_HEAD, outcomes, text_columns={3}))
+    return join(element("section", content, class_="panel") for content in tables)
 
 
 def _details(run: Run) -> Markup:
     return join(
-        [
-            disclosure(name, element("pre", json.dumps(value, indent=2, default=str)))
-            for name, value in (("Configuration", run.config), ("Summary", run.summary))
-            if value
-        ]
+        element(
+            "section",
+            disclosure(
+                element("h2", name), element("pre", json.dumps(value, indent=2, default=str))
+            ),
+            class_="panel",
+        )
+        for name, value in (("Configuration", run.config), ("Summary", run.summary))
+        if value
     )
