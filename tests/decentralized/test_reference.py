@@ -1,0 +1,461 @@
+"""The reference keeps what its rules promise: means, bounds, counters, and the plain optimizer."""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gossipgrad.decentralized._reference import Reference
+from gossipgrad.topology import Schedule, by_name, from_matrix
+
+SCHEDULES = [
+    pytest.param(name, p, id=f"{name}-{p}")
+    for name in ("dissemination", "hypercube", "matching", "ring", "complete")
+    for p in range(2, 10)
+    if name != "hypercube" or p & (p - 1) == 0
+]
+
+
+class Vectors(nn.Module):
+    """Two parameters of unlike shape, drawn from the seed."""
+
+    def __init__(self, seed: int, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.matrix = nn.Parameter(torch.randn(5, 3, generator=generator).to(dtype))
+        self.vector = nn.Parameter(torch.randn(7, generator=generator).to(dtype))
+
+
+def replicas(p: int, dtype: torch.dtype = torch.float32, same: bool = False) -> list[nn.Module]:
+    return [Vectors(0 if same else rank, dtype) for rank in range(p)]
+
+
+def sgd(models: list[nn.Module], lr: float = 0.1, **options: float) -> list[torch.optim.Optimizer]:
+    return [torch.optim.SGD(model.parameters(), lr=lr, **options) for model in models]
+
+
+def fill_gradients(models: list[nn.Module], seed: int | None) -> None:
+    """Random gradients, other ones on each rank; zeros where the seed is None."""
+    for rank, model in enumerate(models):
+        generator = torch.Generator().manual_seed((seed or 0) * 100 + rank)
+        for w in model.parameters():
+            g = torch.randn(w.shape, generator=generator).to(w.dtype)
+            w.grad = torch.zeros_like(w) if seed is None else g
+
+
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([w.detach().double().flatten() for w in model.parameters()])
+
+
+def flat_gradient(model: nn.Module) -> Tensor:
+    return torch.cat([w.grad.double().flatten() for w in model.parameters()])
+
+
+def mean(models: list[nn.Module]) -> Tensor:
+    return torch.stack([flat(model) for model in models]).mean(0)
+
+
+def buffer(optimizer: torch.optim.Optimizer, w: Tensor, key: str = "momentum_buffer") -> Tensor:
+    return optimizer.state[w][key].clone()
+
+
+def assert_near(actual: Tensor, expected: Tensor, tolerance: float = 2e-6) -> None:
+    torch.testing.assert_close(actual, expected.to(actual.dtype), rtol=0, atol=tolerance)
+
+
+# The mean over ranks
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+@pytest.mark.parametrize(("name", "p"), SCHEDULES)
+def test_mean_moves_as_without_communication(name: str, p: int, mode: str) -> None:
+    models = replicas(p)
+    reference = Reference(models, sgd(models, lr=0.1), by_name(name, p), mode=mode)
+    expected = mean(models)
+    for step in range(12):
+        fill_gradients(models, step)
+        expected = expected - 0.1 * torch.stack([flat_gradient(m) for m in models]).mean(0)
+        reference.step()
+    assert_near(mean(models), expected)
+
+
+@pytest.mark.parametrize(("name", "p"), SCHEDULES)
+def test_lagged_halves_the_mean_step_of_ranks_that_meet(name: str, p: int) -> None:
+    models = replicas(p)
+    schedule = by_name(name, p)
+    reference = Reference(models, sgd(models, lr=0.1), schedule, mode="lagged")
+    for step in range(6):
+        fill_gradients(models, step)
+        before = mean(models)
+        share = [1.0 if schedule.peers(step, r).recv_from is None else 0.5 for r in range(p)]
+        dw = torch.stack([-0.1 * a * flat_gradient(m) for a, m in zip(share, models, strict=True)])
+        reference.step()
+        assert_near(mean(models), before + dw.mean(0))
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("name", ["dissemination", "hypercube"])
+@pytest.mark.parametrize("p", [2, 4, 8])
+def test_zero_gradients_reach_the_exact_average_in_one_period(p: int, name: str, seed: int) -> None:
+    models = replicas(p)
+    schedule = by_name(name, p, seed=seed)
+    reference = Reference(models, sgd(models), schedule, mode="sync")
+    expected = mean(models)
+    fill_gradients(models, None)
+    for _ in range(int(math.log2(p))):
+        assert reference.consensus_distance() > 0.1
+        reference.step()
+    for model in models:
+        assert_near(flat(model), expected)
+
+
+def test_the_schedules_weight_replaces_one_half() -> None:
+    models = replicas(2)
+    schedule = from_matrix(np.array([[0.8, 0.2], [0.2, 0.8]]))
+    first, second = flat(models[0]), flat(models[1])
+    fill_gradients(models, None)
+    Reference(models, sgd(models), schedule, mode="sync").step()
+    assert_near(flat(models[0]), 0.8 * first + 0.2 * second)
+    assert_near(flat(models[1]), 0.8 * second + 0.2 * first)
+
+
+# Narrow wires and narrow parameters
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+def test_narrow_wire_keeps_the_mean(mode: str) -> None:
+    models = replicas(4)
+    schedule = by_name("dissemination", 4)
+    reference = Reference(models, sgd(models), schedule, mode=mode, wire_dtype=torch.bfloat16)
+    expected = mean(models)
+    fill_gradients(models, None)
+    for _ in range(4):
+        reference.step()
+    assert_near(mean(models), expected)
+    assert reference.consensus_distance() > 1e-4  # bfloat16 is coarse: the wire was narrow
+
+
+def walk_in_bfloat16(residual: bool) -> float:
+    """Distance of the mean from the sum of all updates after 100 noisy rounds."""
+    models = replicas(4, torch.bfloat16)
+    reference = Reference(models, sgd(models), by_name("ring", 4), mode="sync")
+    if not residual:
+        reference.e = [[None for _ in replica] for replica in reference.w]
+    expected = mean(models)
+    fill_gradients(models, None)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(100):
+        before = mean(models)
+        with torch.no_grad():
+            for w in (w for model in models for w in model.parameters()):
+                w += (0.05 * torch.randn(w.shape, generator=generator)).bfloat16()
+        expected = expected + mean(models) - before
+        reference.step()
+    kept = torch.cat([v.flatten() for v in reference.consensus()])
+    return (kept - expected).norm().item()
+
+
+def test_residual_keeps_the_mean_of_bfloat16_parameters() -> None:
+    assert walk_in_bfloat16(residual=True) < 1e-4
+    assert walk_in_bfloat16(residual=False) > 1e-2
+
+
+# Rounds
+
+
+def test_a_round_of_three_steps_mixes_the_snapshot_of_its_start() -> None:
+    models = replicas(2)
+    reference = Reference(models, sgd(models), by_name("dissemination", 2), every=3)
+    for _ in range(2):
+        start = [flat(model) for model in models]
+        dw = [torch.zeros_like(w) for w in start]
+        for step in range(3):
+            fill_gradients(models, step)
+            dw = [u - 0.1 * flat_gradient(m) for u, m in zip(dw, models, strict=True)]
+            reference.step()
+            kept = torch.cat([v.flatten() for v in reference.consensus()])
+            assert_near(kept, (sum(start) + sum(dw)) / 2)
+            if step < 2:
+                assert_near(flat(models[0]), start[0] + dw[0])
+        assert_near(flat(models[0]), start[0] + dw[0] + 0.5 * (start[1] - start[0]))
+    assert reference.rounds == 2
+    assert reference.steps == 6
+
+
+def test_sync_and_overlap_are_the_same_without_updates() -> None:
+    ends = []
+    for mode in ("sync", "overlap"):
+        models = replicas(5)
+        fill_gradients(models, None)
+        reference = Reference(models, sgd(models), by_name("dissemination", 5), mode=mode)
+        for _ in range(4):
+            reference.step()
+        ends.append(torch.stack([flat(model) for model in models]))
+    assert torch.equal(*ends)
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+@pytest.mark.parametrize("every", [1, 2])
+def test_every_third_step_ends_in_the_exact_average(mode: str, every: int) -> None:
+    models = replicas(5)
+    reference = Reference(
+        models, sgd(models), by_name("dissemination", 5), mode=mode, every=every, average_every=3
+    )
+    expected = mean(models)
+    for step in range(1, 10):
+        fill_gradients(models, step)
+        expected = expected - 0.1 * torch.stack([flat_gradient(m) for m in models]).mean(0)
+        reference.step()
+        assert (reference.consensus_distance() == 0.0) == (step % 3 == 0)
+        assert reference.rounds == step // every
+    assert_near(mean(models), expected)
+
+
+@pytest.mark.parametrize(("p", "steps"), [(1, 1), (2, 1), (5, 3), (8, 3), (9, 4)])
+def test_log_p_averages_every_period(p: int, steps: int) -> None:
+    models = replicas(p)
+    schedule = by_name("dissemination", p)
+    assert Reference(models, sgd(models), schedule, average_every="log_p").average_every == steps
+
+
+# Optimizer state
+
+
+def test_momentum_follows_the_weights_rule_in_its_rounds() -> None:
+    models = replicas(2)
+    optimizers = sgd(models, momentum=0.9)
+    plain = replicas(2)
+    plain_optimizers = sgd(plain, momentum=0.9)
+    reference = Reference(
+        models, optimizers, by_name("ring", 2), mode="sync", payload="weights+state", state_every=2
+    )
+    mine = torch.zeros(7)
+    for step in range(2):
+        fill_gradients(models, step)
+        fill_gradients(plain, step)
+        before = mine
+        reference.step()
+        for optimizer in plain_optimizers:
+            optimizer.step()
+        mine = buffer(optimizers[0], models[0].vector)
+        if step == 0:
+            local = [buffer(o, m.vector) for o, m in zip(plain_optimizers, plain, strict=True)]
+            assert_near(mine, (local[0] + local[1]) / 2)
+        else:
+            assert_near(mine, 0.9 * before + models[0].vector.grad)
+
+
+def test_overlapped_state_that_did_not_exist_is_sent_as_zeros() -> None:
+    models = replicas(2)
+    optimizers = sgd(models, momentum=0.9)
+    reference = Reference(models, optimizers, by_name("ring", 2), payload="weights+state")
+    fill_gradients(models, 1)
+    reference.step()
+    for model, optimizer in zip(models, optimizers, strict=True):
+        assert torch.equal(buffer(optimizer, model.vector), model.vector.grad)
+
+
+def test_state_is_not_made_where_it_does_not_exist() -> None:
+    models = replicas(2)
+    optimizers = sgd(models, momentum=0.9)
+    schedule = by_name("ring", 2)
+    reference = Reference(models, optimizers, schedule, mode="sync", payload="weights+state")
+    fill_gradients(models, 1)
+    models[1].vector.grad = None
+    reference.step()
+    assert models[1].vector not in optimizers[1].state
+    assert_near(buffer(optimizers[0], models[0].vector), 0.5 * models[0].vector.grad)
+
+
+def test_second_moments_are_clamped_and_step_counters_stay() -> None:
+    models = replicas(2)
+    optimizers = [torch.optim.Adam(m.parameters(), betas=(0.9, 0.1)) for m in models]
+    reference = Reference(models, optimizers, by_name("ring", 2), payload="weights+state")
+    for step in range(4):
+        fill_gradients(models, None)
+        for w in models[0].parameters():
+            w.grad.fill_(10.0 if step == 0 else 0.0)
+        reference.step()
+        for model, optimizer in zip(models, optimizers, strict=True):
+            for w in model.parameters():
+                assert buffer(optimizer, w, "exp_avg_sq").min() >= 0.0
+                assert buffer(optimizer, w, "step") == step + 1
+    assert reference.clamps > 0
+
+
+def test_periodic_average_covers_mixed_state() -> None:
+    models = replicas(4)
+    optimizers = [torch.optim.Adam(m.parameters(), amsgrad=True) for m in models]
+    reference = Reference(
+        models, optimizers, by_name("dissemination", 4), payload="weights+state", average_every=2
+    )
+    for step in range(2):
+        fill_gradients(models, step)
+        reference.step()
+    for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
+        first, *others = [buffer(o, m.vector, key) for o, m in zip(optimizers, models, strict=True)]
+        assert first.abs().max() > 0
+        assert all(torch.equal(first, other) for other in others)
+
+
+# Gradients
+
+
+def test_gradients_are_averaged_before_the_update_and_weights_do_not_meet() -> None:
+    models = replicas(2)
+    reference = Reference(models, sgd(models), by_name("ring", 2), payload="gradients")
+    start = [flat(model) for model in models]
+    fill_gradients(models, 3)
+    average = sum(flat_gradient(model) for model in models) / 2
+    reference.step()
+    for model, w in zip(models, start, strict=True):
+        assert_near(flat(model), w - 0.1 * average)
+
+
+def test_gradients_and_weights_meet_in_the_same_round() -> None:
+    models = replicas(2)
+    reference = Reference(models, sgd(models), by_name("ring", 2), payload="gradients+weights")
+    start = mean(models)
+    fill_gradients(models, 3)
+    average = sum(flat_gradient(model) for model in models) / 2
+    reference.step()
+    for model in models:
+        assert_near(flat(model), start - 0.1 * average)
+
+
+# Long runs
+
+
+class Flat(nn.Module):
+    """A quadratic with as many flat directions as steep ones: nothing but gossip bounds those."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(20))
+
+
+def consensus_distances(payload: str, mode: str = "overlap", rounds: int = 2000) -> list[float]:
+    models: list[nn.Module] = [Flat() for _ in range(4)]
+    curvature = torch.tensor([1.0, 0.0]).repeat_interleave(10)
+    schedule = by_name("ring", 4)
+    reference = Reference(models, sgd(models, lr=0.05), schedule, mode=mode, payload=payload)
+    generator = torch.Generator().manual_seed(0)
+    distances = []
+    for step in range(rounds):
+        for model in models:
+            model.w.grad = curvature * model.w.detach() + torch.randn(20, generator=generator)
+        reference.step()
+        if step % 20 == 19:
+            distances.append(reference.consensus_distance())
+    return distances
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap", "lagged"])
+def test_consensus_distance_stays_bounded_over_2000_rounds(mode: str) -> None:
+    distances = consensus_distances("weights", mode)
+    assert max(distances[50:]) < 1.5 * max(distances[:50])
+    assert max(distances) < 1.0
+
+
+def test_gradients_alone_drift() -> None:
+    distances = consensus_distances("gradients")
+    assert distances[-1] > 10 * max(consensus_distances("weights", rounds=400))
+    assert distances[-1] > 2 * distances[len(distances) // 10]
+    assert max(consensus_distances("gradients+weights", rounds=400)) < 0.1 * distances[-1]
+
+
+def loss_at_step_50(mode: str, seed: int, lr: float = 0.2) -> float:
+    """Mean over ranks of the loss of a small net on a fixed teacher's labels."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(512, 16, generator=generator)
+    labels = (inputs @ torch.randn(16, 6, generator=generator)).argmax(1)
+    models: list[nn.Module] = []
+    for _ in range(4):
+        torch.manual_seed(seed)
+        models.append(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 6)))
+    loss = nn.CrossEntropyLoss()
+    reference = Reference(models, sgd(models, lr=lr), by_name("dissemination", 4), mode=mode)
+    for _ in range(50):
+        for rank, model in enumerate(models):
+            rows = rank * 128 + torch.randint(128, (16,), generator=generator)
+            model.zero_grad()
+            loss(model(inputs[rows]), labels[rows]).backward()
+        reference.step()
+    with torch.no_grad():
+        return sum(loss(model(inputs), labels).item() for model in models) / 4
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_overlap_learns_as_fast_as_sync_and_lagged_at_half_the_rate(seed: int) -> None:
+    sync = loss_at_step_50("sync", seed)
+    lagged = loss_at_step_50("lagged", seed)
+    assert loss_at_step_50("overlap", seed) == pytest.approx(sync, rel=0.02)
+    assert lagged > 1.4 * sync
+    assert lagged == pytest.approx(loss_at_step_50("sync", seed, lr=0.1), rel=0.02)
+
+
+# One rank, and bad settings
+
+
+@pytest.mark.parametrize("payload", ["weights", "weights+state", "gradients", "gradients+weights"])
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
+    ],
+    ids=["sgd", "adamw"],
+)
+def test_one_rank_is_the_plain_optimizer(
+    optimizer: Callable[..., torch.optim.Optimizer], mode: str, payload: str
+) -> None:
+    models, plain = replicas(1), replicas(1)
+    plain_optimizer = optimizer(plain[0].parameters())
+    reference = Reference(
+        models,
+        [optimizer(models[0].parameters())],
+        by_name("dissemination", 1),
+        mode=mode,
+        payload=payload,
+        average_every=2,
+        wire_dtype=torch.bfloat16,
+    )
+    for step in range(5):
+        fill_gradients(models, step)
+        fill_gradients(plain, step)
+        reference.step()
+        plain_optimizer.step()
+    assert torch.equal(flat(models[0]), flat(plain[0]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"mode": "stale"}, "mode='stale' is none of sync, overlap, lagged"),
+        ({"payload": "all"}, "payload='all' is none of weights, weights\\+state, gradients"),
+        (
+            {"mode": "lagged", "payload": "gradients"},
+            "payload='gradients' does not send: use payload='weights' or mode='sync'",
+        ),
+        ({"average_every": "log2"}, "average_every='log2': give steps, 'log_p' or None"),
+        ({"every": 0}, "every=0: it counts steps or rounds, so at least 1"),
+    ],
+)
+def test_bad_settings_say_what_is_wrong(settings: dict[str, object], message: str) -> None:
+    models = replicas(2)
+    with pytest.raises(ValueError, match=message):
+        Reference(models, sgd(models), by_name("ring", 2), **settings)
+
+
+def test_replicas_must_match_the_schedule_and_each_other() -> None:
+    schedule: Schedule = by_name("ring", 2)
+    models = replicas(3)
+    with pytest.raises(ValueError, match="3 models and 3 optimizers for a schedule of 2 ranks"):
+        Reference(models, sgd(models), schedule)
+    models = [Vectors(0), nn.Linear(2, 2)]
+    with pytest.raises(ValueError, match="replica 1 differs from replica 0"):
+        Reference(models, sgd(models), schedule)
