@@ -51,9 +51,7 @@ class Chart:
             shown = self.series
         write = percent if self.y_format == "percent" else number
         columns = [dict(series.points) for series in shown]
-        xs = sorted({x for column in columns for x in column})
-        stride = -(-len(xs) // _MAX_TABLE_ROWS) or 1
-        kept = [x for i, x in enumerate(xs) if i % stride == 0 or i == len(xs) - 1]
+        kept = sorted({x for series in shown if series.role != "rank" for x in _spread(series)})
         head = [self.x_label.capitalize(), *(series.label for series in shown)]
         return head, [
             [number(x), *(write(column[x]) if x in column else "" for column in columns)]
@@ -63,14 +61,19 @@ class Chart:
 
 def charts(run: Run) -> list[Chart]:
     """The curves that the run has values for."""
+    longest = max(map(len, run.steps.values()), default=0)
+    group = -(-longest // _MAX_POINTS) or 1
+    thinned = f" Every point is the mean of {group} records." if group > 1 else ""
     drawn = [
         Chart(
             id="loss",
             title="Training loss",
-            description="Each worker's loss on its own batches (thin) and their mean (bold).",
+            description=(
+                "Each worker's loss on its own batches (thin) and their mean (bold)." + thinned
+            ),
             x_label="step",
             y_format="number",
-            series=_by_rank(run.steps, "step", "loss"),
+            series=_by_rank(run.steps, "step", "loss", group),
         ),
         Chart(
             id="accuracy",
@@ -85,12 +88,12 @@ def charts(run: Run) -> list[Chart]:
             title="Consensus distance",
             description=(
                 "How far the replicas are from their mean: each worker's estimate from its "
-                "exchanges (thin), their mean (bold), and the exact distance (dots)."
+                "exchanges (thin), their mean (bold), and the exact distance (dots)." + thinned
             ),
             x_label="step",
             y_format="number",
             series=[
-                *_by_rank(run.steps, "step", "consensus_distance_estimate"),
+                *_by_rank(run.steps, "step", "consensus_distance_estimate", group),
                 *_exact(run.epochs, "step", "consensus_distance", "exact"),
             ],
         ),
@@ -98,14 +101,13 @@ def charts(run: Run) -> list[Chart]:
     return [chart for chart in drawn if chart.series]
 
 
-def _by_rank(records_of_rank: dict[int, list[Record]], x: str, y: str) -> list[Series]:
-    """A curve a rank and the mean over the ranks that have a value at that x."""
+def _by_rank(records_of_rank: dict[int, list[Record]], x: str, y: str, group: int) -> list[Series]:
+    """A curve a rank, and the mean over the ranks that have a value at that x; both thinned."""
     curves = {
         rank: points
         for rank, records in records_of_rank.items()
         if (points := _points(records, x, y))
     }
-    group = -(-max(map(len, curves.values()), default=0) // _MAX_POINTS) or 1
     together = defaultdict(list)
     for points in curves.values():
         for at, value in points:
@@ -130,7 +132,7 @@ def _exact(records_of_rank: dict[int, list[Record]], x: str, y: str, label: str)
 
 def _points(records: list[Record], x: str, y: str) -> list[Point]:
     return [
-        (record[x], record[y])
+        (float(record[x]), float(record[y]))
         for record in records
         if is_number(record.get(x)) and is_number(record.get(y))
     ]
@@ -142,3 +144,10 @@ def _thin(points: list[Point], group: int) -> list[Point]:
         return points
     groups = [points[i : i + group] for i in range(0, len(points), group)]
     return [(fmean(x for x, _ in part), fmean(y for _, y in part)) for part in groups]
+
+
+def _spread(series: Series) -> list[float]:
+    """Where a series has points, or some of these from its whole range, the last among them."""
+    xs = [x for x, _ in series.points]
+    stride = -(-len(xs) // _MAX_TABLE_ROWS) or 1
+    return [*xs[::stride], xs[-1]]

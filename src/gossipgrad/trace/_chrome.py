@@ -5,15 +5,13 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from ._json import dumps, read_json_lines
 from ._lanes import assign_lanes, kind_of
 from ._trace import TRACE_FORMAT, TRACE_VERSION
-
-# Lanes a track may have before its thread ids would meet those of the next track.
-_LANES_PER_TRACK = 1000
 
 
 class _Span(NamedTuple):
@@ -116,9 +114,11 @@ def merge_traces(paths: Iterable[str | os.PathLike[str]], out: str | os.PathLike
     partial = out.with_name(out.name + ".partial")
     with partial.open("w", encoding="ascii") as file:
         events = _EventWriter(file)
+        # Perfetto knows a thread by its number alone, whatever its process, and 0 is taken.
+        thread_numbers = count(1)
         for rank in sorted(sources):
             spans, skipped_lines[rank] = _read_spans(sources[rank], origin_ns)
-            for event in _rank_events(rank, spans, messages):
+            for event in _rank_events(rank, spans, thread_numbers, messages):
                 events.write(event)
         for event in messages.arrows():
             events.write(event)
@@ -190,28 +190,29 @@ def _read_spans(source: _Source, origin_ns: int) -> tuple[list[_Span], int]:
     return spans, skipped
 
 
-def _rank_events(rank: int, spans: list[_Span], messages: _Messages) -> Iterator[dict[str, Any]]:
+def _rank_events(
+    rank: int, spans: list[_Span], numbers: Iterator[int], messages: _Messages
+) -> Iterator[dict[str, Any]]:
     """The names of a rank's process and tracks, then its spans as complete events."""
     yield _metadata("process_name", rank, {"name": f"rank {rank}"})
     yield _metadata("process_sort_index", rank, {"sort_index": rank})
     tracks: dict[str, list[_Span]] = defaultdict(list)
     for span in spans:
         tracks[_track_of(span)].append(span)
-    for position, track in enumerate(sorted(tracks, key=_track_order)):
+    for track in sorted(tracks, key=_track_order):
         lanes = assign_lanes(
             [(span.start_us, span.end_us) for span in tracks[track]],
             nest=not track.startswith("exchange"),
         )
-        first_thread = position * _LANES_PER_TRACK
-        for lane in range(max(lanes) + 1):
-            thread = first_thread + lane
+        threads = list(islice(numbers, max(lanes) + 1))
+        for lane, thread in enumerate(threads):
             name = track if lane == 0 else f"{track} ({lane + 1})"
             yield _metadata("thread_name", rank, {"name": name}, thread)
             yield _metadata("thread_sort_index", rank, {"sort_index": thread}, thread)
         for span, lane in zip(tracks[track], lanes, strict=True):
             kind = kind_of(span.name)
             if kind == "exchange":
-                messages.note(rank, first_thread + lane, span)
+                messages.note(rank, threads[lane], span)
             yield {
                 "ph": "X",
                 "name": span.name,
@@ -219,7 +220,7 @@ def _rank_events(rank: int, spans: list[_Span], messages: _Messages) -> Iterator
                 "ts": span.start_us,
                 "dur": round(span.end_us - span.start_us, 3),
                 "pid": rank,
-                "tid": first_thread + lane,
+                "tid": threads[lane],
                 "args": span.attributes,
             }
 

@@ -53,9 +53,13 @@ def run_seconds(run: Run) -> float | None:
     """How long the run took, or how far its metrics reach."""
     told = run.summary.get("seconds")
     if is_number(told):
-        return told
+        return float(told)
     return max(
-        (record["seconds"] for record in _last_records(run) if is_number(record.get("seconds"))),
+        (
+            float(record["seconds"])
+            for record in _last_records(run)
+            if is_number(record.get("seconds"))
+        ),
         default=None,
     )
 
@@ -96,9 +100,10 @@ RANK_HEAD = [
 
 
 def outcome_rows(run: Run) -> list[list[str]]:
-    """How the exchanges went: outcome, count, share and meaning; from the summary or the trace."""
-    counts = _outcomes_told(run) or _outcomes_traced(run)
-    total = sum(counts.values())
+    """How the exchanges went: outcome, count, share and meaning, as the summary tells it."""
+    told = run.summary.get("outcomes")
+    counts = told if isinstance(told, dict) else {}
+    total = sum(count for count in counts.values() if is_number(count))
     names = [*_OUTCOMES, *sorted(counts.keys() - _OUTCOMES.keys())] if counts else []
     return [
         [
@@ -138,11 +143,10 @@ def lost_ranks(run: Run) -> list[int]:
 
 
 def _strategy_note(run: Run) -> str:
-    parts = [
-        _text(find_key(run.config, key))
-        for key in ("topology", "mode", "payload")
-        if isinstance(find_key(run.config, key), str)
-    ]
+    gossips = strategy(run) in ("gossip", UNKNOWN)  # others have no use for these options
+    options = ("topology", "mode", "payload") if gossips else ()
+    found = (find_key(run.config, option) for option in options)
+    parts = [value for value in found if isinstance(value, str)]
     return ", ".join([*parts, f"{run.world_size} worker{'s' * (run.world_size != 1)}"])
 
 
@@ -181,6 +185,9 @@ def _progress_note(run: Run) -> str:
 def _all_reduce_note(run: Run, bytes_per_step: object) -> str:
     """Compare with what ring all-reduce of the same gradients would send, where that is known."""
     ring = run.summary.get("all_reduce_bytes_per_step")
+    gradient_bytes = run.summary.get("gradient_bytes")
+    if ring is None and is_number(gradient_bytes):
+        ring = 2 * (run.world_size - 1) / run.world_size * gradient_bytes
     share = _ratio(bytes_per_step, ring)
     if share is None:
         return "by each worker"
@@ -207,23 +214,6 @@ def _exposed_share(run: Run) -> tuple[float | None, str]:
     if share is None:
         return None, ""
     return share, f"{duration(exposed)} of a step's {duration(step)} not hidden by compute"
-
-
-def _outcomes_told(run: Run) -> dict[str, int]:
-    told = run.summary.get("outcomes")
-    if not isinstance(told, dict):
-        return {}
-    return {name: count for name, count in told.items() if isinstance(count, int)}
-
-
-def _outcomes_traced(run: Run) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for event in run.trace_events:
-        if event.get("name") == "exchange" and event.get("ph") == "X":
-            outcome = event.get("args", {}).get("outcome")
-            if isinstance(outcome, str):
-                counts[outcome] = counts.get(outcome, 0) + 1
-    return counts
 
 
 def _last_records(run: Run) -> list[Record]:

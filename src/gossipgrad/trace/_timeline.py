@@ -139,7 +139,7 @@ def _describe(ranks: list[int], first_step: int | None) -> str:
         what = f"Steps {first_step} to {last_step} of rank {ranks[0]} and what went on meanwhile"
     if len(ranks) > _MAX_RANKS:
         what += f", the first {_MAX_RANKS} of {len(ranks)} ranks"
-    return f"{what}. All of the run is in trace.json, which Perfetto opens (ui.perfetto.dev)."
+    return f"{what}. Perfetto (ui.perfetto.dev) shows all of trace.json."
 
 
 def _end(span: Record) -> float:
