@@ -1,1 +1,22 @@
-"""gossipgrad."""
+"""Train one PyTorch model on many workers over slow, uneven or unreliable networks, by gossip."""
+
+from importlib.metadata import version as _version
+
+from gossipgrad import topology as topology
+from gossipgrad.comm import Group as Group
+from gossipgrad.comm import Outcome as Outcome
+from gossipgrad.decentralized import GossipSession as GossipSession
+from gossipgrad.decentralized import Gradients as Gradients
+from gossipgrad.decentralized import GradientsAndWeights as GradientsAndWeights
+from gossipgrad.decentralized import Lagged as Lagged
+from gossipgrad.decentralized import Overlap as Overlap
+from gossipgrad.decentralized import Stats as Stats
+from gossipgrad.decentralized import Sync as Sync
+from gossipgrad.decentralized import Weights as Weights
+from gossipgrad.decentralized import WeightsAndState as WeightsAndState
+from gossipgrad.decentralized import gossip as gossip
+from gossipgrad.errors import AgreementError as AgreementError
+from gossipgrad.errors import GossipError as GossipError
+from gossipgrad.errors import ReplicaChangedError as ReplicaChangedError
+
+__version__ = _version("gossipgrad")

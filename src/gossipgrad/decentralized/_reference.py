@@ -296,11 +296,12 @@ class Reference:
         return v.to(self.wire_dtype or v.dtype, copy=True)
 
     def _difference(self, exchange: Exchange, key: tuple[int, str], v: Tensor) -> Tensor:
-        """Give y - x in fp32, or y - w (R5); what was not sent counts as zeros (deviation 8)."""
+        """Give y - x, or y - w (R5), in fp32 or wider; what was not sent is zeros (deviation 8)."""
+        wide = torch.promote_types(v.dtype, torch.float32)
         zeros = torch.zeros_like(v)
         y = exchange.y.get(key, zeros)
         x = v if self.mode == "lagged" else exchange.x.get(key, zeros)
-        return y.float() - x.float()
+        return y.to(wide) - x.to(wide)
 
     def _settle(self) -> None:
         """Apply what is outstanding: v_r <- v_r + a (y_r - x_r) for all tensors of the round."""

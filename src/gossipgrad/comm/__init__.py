@@ -1,0 +1,32 @@
+"""How bytes move between ranks: channels, links, buckets and the private group."""
+
+from gossipgrad.comm._buckets import DEFAULT_BUCKET_BYTES as DEFAULT_BUCKET_BYTES
+from gossipgrad.comm._buckets import BucketPlan as BucketPlan
+from gossipgrad.comm._buckets import FlatBuffers as FlatBuffers
+from gossipgrad.comm._buckets import TensorSpec as TensorSpec
+from gossipgrad.comm._buckets import local as local
+from gossipgrad.comm._buckets import split as split
+from gossipgrad.comm._channel import Channel as Channel
+from gossipgrad.comm._channel import Part as Part
+from gossipgrad.comm._exchange import Exchange as Exchange
+from gossipgrad.comm._exchange import Outcome as Outcome
+from gossipgrad.comm._faults import Faults as Faults
+from gossipgrad.comm._faults import FaultyTransport as FaultyTransport
+from gossipgrad.comm._faults import ScriptedDeathError as ScriptedDeathError
+from gossipgrad.comm._gloo import GlooTransport as GlooTransport
+from gossipgrad.comm._group import Group as Group
+from gossipgrad.comm._in_process import Hub as Hub
+from gossipgrad.comm._in_process import InProcessTransport as InProcessTransport
+from gossipgrad.comm._recorder import Recorder as Recorder
+from gossipgrad.comm._staging import Snapshot as Snapshot
+from gossipgrad.comm._staging import SnapshotPool as SnapshotPool
+from gossipgrad.comm._staging import to_device as to_device
+from gossipgrad.comm._transport import Arrival as Arrival
+from gossipgrad.comm._transport import Lost as Lost
+from gossipgrad.comm._transport import Sent as Sent
+from gossipgrad.comm._transport import Ticket as Ticket
+from gossipgrad.comm._transport import Transport as Transport
+from gossipgrad.comm._wire import Header as Header
+from gossipgrad.comm._wire import Kind as Kind
+from gossipgrad.comm._wire import WireError as WireError
+from gossipgrad.comm._zeromq import ZeroMQTransport as ZeroMQTransport

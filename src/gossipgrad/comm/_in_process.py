@@ -1,0 +1,83 @@
+"""Links between threads of one process: for tests and virtual ranks."""
+
+import threading
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from gossipgrad.comm._transport import Arrival, Lost, Sent, Ticket
+
+__all__ = ["Hub", "InProcessTransport"]
+
+
+class Hub:
+    """Where the ranks of one process meet; each thread takes its own `hub.transport(rank)`."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._changed = threading.Condition()
+        self._boxes: list[deque[Arrival | Lost]] = [deque() for _ in range(world_size)]
+        self._gone: set[int] = set()
+
+    def transport(self, rank: int) -> "InProcessTransport":
+        """The transport of one rank."""
+        return InProcessTransport(self, rank)
+
+    def put(self, peer: int, event: Arrival) -> None:
+        """Lays a message into a rank's box; one for a rank that is gone is dropped."""
+        with self._changed:
+            if peer not in self._gone:
+                self._boxes[peer].append(event)
+                self._changed.notify_all()
+
+    def get(self, rank: int, timeout_seconds: float) -> list[Arrival | Lost]:
+        """Empties a rank's box; waits for the first message at most `timeout_seconds`."""
+        with self._changed:
+            if not self._boxes[rank] and timeout_seconds > 0:
+                self._changed.wait_for(lambda: bool(self._boxes[rank]), timeout_seconds)
+            events = list(self._boxes[rank])
+            self._boxes[rank].clear()
+            return events
+
+    def remove(self, rank: int) -> None:
+        """Lets a rank be gone; all others are told, once."""
+        with self._changed:
+            if rank in self._gone:
+                return
+            self._gone.add(rank)
+            for peer in range(self.world_size):
+                if peer != rank and peer not in self._gone:
+                    self._boxes[peer].append(Lost(rank))
+            self._changed.notify_all()
+
+
+class InProcessTransport:
+    """One rank's end of a `Hub`. Payloads are copied when sent, so tickets are done at once."""
+
+    def __init__(self, hub: Hub, rank: int) -> None:
+        if not 0 <= rank < hub.world_size:
+            raise ValueError(f"rank must lie in 0..{hub.world_size - 1}, got {rank}")
+        self.rank = rank
+        self.world_size = hub.world_size
+        self._hub = hub
+
+    def open(self, peer: int) -> None:
+        """Does nothing: all links of a hub are open."""
+
+    def send(self, peer: int, header: bytes, payload: Tensor | None = None) -> Ticket:
+        """Copies the payload into the peer's box."""
+        body = None if payload is None else payload.contiguous().view(torch.uint8).clone()
+        self._hub.put(peer, Arrival(header, body))
+        return Sent()
+
+    def receive(self, timeout_seconds: float) -> list[Arrival | Lost]:
+        """Empties this rank's box."""
+        return self._hub.get(self.rank, timeout_seconds)
+
+    def forget(self, peer: int) -> None:
+        """Does nothing: a rank that is gone has no box."""
+
+    def close(self, linger_seconds: float = 0.0) -> None:
+        """Lets this rank be gone for all others."""
+        self._hub.remove(self.rank)

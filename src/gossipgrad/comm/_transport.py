@@ -1,0 +1,75 @@
+"""The narrow waist under a channel: move one header and one payload to a rank, in order."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+__all__ = ["Arrival", "Lost", "Sent", "Ticket", "Transport"]
+
+
+class Ticket(Protocol):
+    """Tells when a payload has left, so that its memory may be written again."""
+
+    @property
+    def done(self) -> bool:
+        """Whether the transport has let go of the payload's memory."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A ticket that is done from the start: the bytes were copied, or nothing was sent."""
+
+    done: bool = True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Arrival:
+    """One message that came in.
+
+    Attributes:
+        header: The header's bytes, unchecked.
+        payload: The payload as bytes, shape `(size_bytes,)`, or None; memory is the receiver's.
+    """
+
+    header: bytes
+    payload: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The rank at the other end of a link is gone: its process died or closed its links."""
+
+    peer: int
+
+
+class Transport(Protocol):
+    """Moves messages between ranks over links: one queue a direction, made when first used.
+
+    Messages between two ranks arrive once and in order or, if the peer dies, not at all. `send`
+    may be called from any thread, `receive` from one at a time.
+    """
+
+    rank: int
+    world_size: int
+
+    def open(self, peer: int) -> None:
+        """Makes the link to `peer` ready and watches that it lives; idempotent."""
+        ...
+
+    def send(self, peer: int, header: bytes, payload: Tensor | None = None) -> Ticket:
+        """Queues a message and returns at once; `payload` is contiguous and in host memory."""
+        ...
+
+    def receive(self, timeout_seconds: float) -> list[Arrival | Lost]:
+        """What has come, in order; waits for the first at most `timeout_seconds`."""
+        ...
+
+    def forget(self, peer: int) -> None:
+        """Drops the link to a rank that is gone, and what was queued for it."""
+        ...
+
+    def close(self, linger_seconds: float = 0.0) -> None:
+        """Sends what is queued for at most `linger_seconds`, then closes every link."""
+        ...

@@ -1,0 +1,59 @@
+"""Before anything is sent: do all ranks train the same model with the same settings?"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from gossipgrad.comm import Group, local
+from gossipgrad.errors import AgreementError
+
+__all__ = ["agree", "fingerprint"]
+
+
+def fingerprint(
+    model: nn.Module, optimizers: Sequence[Optimizer], settings: dict[str, Any]
+) -> dict[str, str]:
+    """What must be equal on all ranks, as a flat table of plain words."""
+    table = {f"setting {name!r}": str(value) for name, value in settings.items()}
+    for kind, tensors in (
+        ("parameter", model.named_parameters()),
+        ("buffer", model.named_buffers()),
+    ):
+        for name, tensor in tensors:
+            frozen = "" if kind == "buffer" or tensor.requires_grad else ", frozen"
+            table[f"{kind} {name!r}"] = f"{tuple(local(tensor).shape)} {tensor.dtype}{frozen}"
+    for number, optimizer in enumerate(optimizers):
+        sizes = [[p.numel() for p in group["params"]] for group in optimizer.param_groups]
+        digest = hashlib.sha256(json.dumps(sizes).encode()).hexdigest()[:12]
+        counts = "+".join(str(len(group)) for group in sizes)
+        table[f"optimizer {number}"] = (
+            f"{type(optimizer).__name__} of {counts} parameters (sizes {digest})"
+        )
+    return table
+
+
+def agree(group: Group, table: dict[str, str]) -> None:
+    """Returns if all ranks have the same table; a collective.
+
+    Raises:
+        AgreementError: On every rank, with the first difference to rank 0.
+        GossipError: If a rank died before it came here.
+    """
+    digest = hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
+    if len(set(group.all_gather_object(digest))) == 1:
+        return
+    tables = group.all_gather_object(table)
+    for rank, other in enumerate(tables):
+        for key in [*tables[0], *other]:
+            here, there = tables[0].get(key), other.get(key)
+            if here != there:
+                raise AgreementError(
+                    f"the ranks do not agree: {key} is {there or 'missing'} on rank {rank}, but "
+                    f"{here or 'missing'} on rank 0. Build the same model, optimizer and settings "
+                    "on every rank; nothing was sent"
+                )
+    raise AssertionError("digests differ, tables do not")

@@ -1,0 +1,95 @@
+"""The exact average over all ranks: collectives that gossip does not need, but users do."""
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from gossipgrad.comm import Group
+from gossipgrad.decentralized._rounds import Rounds
+from gossipgrad.decentralized._section import Section
+from gossipgrad.errors import GossipError
+
+__all__ = ["Averaging"]
+
+Kind = Literal["consensus", "average", "distance", "periodic"]
+
+
+class Averaging:
+    """Brings all ranks together and averages sections.
+
+    Ranks may come with unequal step counts. Each says what it came for; a rank that came for the
+    periodic average while another is already at a collective of the user's goes on training
+    instead of waiting, and the other one waits on.
+
+    Args:
+        group: Where the collectives run.
+        rounds: Whose rounds are brought to the same number; None if there are no partners.
+    """
+
+    def __init__(self, group: Group, rounds: Rounds | None) -> None:
+        self._group = group
+        self._rounds = rounds
+
+    def meet(self, kind: Kind) -> bool:
+        """Waits for all ranks; False if the others came for something that this one must not.
+
+        Raises:
+            GossipError: If a rank has died or left, or the ranks came for different things.
+        """
+        rounds = self._rounds
+        if rounds is None:
+            return True
+        while True:
+            rounds.channel.settle()
+            mine = [kind, rounds.next_round, rounds.channel.last_round]
+            views = self._group.all_gather_object(mine)
+            rounds.next_round = max(view[1] for view in views)
+            rounds.channel.resume([view[2] for view in views], rounds.next_round)
+            kinds = [view[0] for view in views]
+            if len(set(kinds)) == 1:
+                return True
+            if kind == "periodic":
+                return False
+            if len({other for other in kinds if other != "periodic"}) > 1:
+                came = ", ".join(f"rank {rank} for {other}" for rank, other in enumerate(kinds))
+                raise GossipError(
+                    f"the ranks came together for different things: {came}. Call the same "
+                    "collective of the session on every rank, in the same order"
+                )
+
+    def mean(self, flats: Sequence[Tensor]) -> None:
+        """Replaces each flat tensor by its mean over the ranks."""
+        for flat in flats:
+            self._group.all_reduce_(flat).div_(self._group.world_size)
+
+    def mean_buffers(self, model: nn.Module) -> None:
+        """Replaces the model's floating buffers (BatchNorm's statistics) by their mean."""
+        for buffer in model.buffers():
+            if buffer.is_floating_point():
+                wide = buffer.detach().to(torch.promote_types(buffer.dtype, torch.float32))
+                buffer.copy_(self._group.all_reduce_(wide.clone()).div_(self._group.world_size))
+
+    def settled(self, section: Section) -> list[Tensor]:
+        """A section's totals with what is outstanding added, and nothing changed."""
+        flats = section.totals()
+        for transfer in self._rounds.under_way if self._rounds is not None else ():
+            if transfer.section is not section or self._rounds is None:
+                continue
+            self._rounds.await_parts(transfer)
+            for bucket in transfer.exchanges:
+                if bucket not in transfer.taken:
+                    delta = transfer.delta(bucket, keep=True)
+                    if delta is not None:
+                        flats[bucket].add_(delta, alpha=self._rounds.weight(transfer))
+        return flats
+
+    def distance(self, sections: Sequence[Section], means: Sequence[Sequence[Tensor]]) -> float:
+        """Root mean square over the ranks of the distance between weights and their mean."""
+        square = torch.zeros(1, dtype=torch.float64)
+        for section, flats in zip(sections, means, strict=True):
+            for total, mean in zip(section.totals(), flats, strict=True):
+                square += (total - mean).square().sum(dtype=torch.float64).cpu()
+        return math.sqrt(float(self._group.all_reduce_(square)) / self._group.world_size)

@@ -1,0 +1,214 @@
+"""The door: where `None` and strings become settings, and a session begins."""
+
+import os
+import warnings
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from gossipgrad.comm import (
+    DEFAULT_BUCKET_BYTES,
+    GlooTransport,
+    Group,
+    Recorder,
+    Transport,
+    ZeroMQTransport,
+)
+from gossipgrad.decentralized._session import GossipSession, Settings
+from gossipgrad.decentralized._settings import (
+    Gradients,
+    GradientsAndWeights,
+    Mode,
+    ModeName,
+    Payload,
+    PayloadName,
+    resolve_average_every,
+    resolve_mode,
+    resolve_payload,
+)
+from gossipgrad.topology import Schedule, by_name
+
+__all__ = ["gossip"]
+
+TransportFactory = Callable[[Group], Transport]
+_TRANSPORTS: dict[str, TransportFactory] = {"zeromq": ZeroMQTransport, "gloo": GlooTransport}
+
+
+def gossip(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    *,
+    topology: str | Schedule = "dissemination",
+    mode: ModeName | Mode = "overlap",
+    payload: PayloadName | Payload = "weights",
+    every: int = 1,
+    average_every: int | str | None = None,
+    process_group: dist.ProcessGroup | Group | None = None,
+    mesh: DeviceMesh | None = None,
+    wire_dtype: torch.dtype | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    seed: int = 0,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    transport: str | TransportFactory = "zeromq",
+    recorder: Recorder | None = None,
+) -> GossipSession:
+    """Trains `model` by gossip: from now on every `optimizer.step()` is a round with one partner.
+
+    A collective: all ranks call it, with the same model and settings. The replicas become that of
+    rank 0 (parameters, buffers, optimizer state). The training loop, scheduler, clipping and
+    scaler stay the user's: everything hangs on hooks and comes off at `close()`. With one rank,
+    training is the plain optimizer's, bit for bit.
+
+    A partner that is late holds the step up to the mode's deadline, after which the step goes on
+    and mixes when the message comes. A partner that died or left is skipped. Neither raises.
+
+    Args:
+        model: On any device; parameters of floating types, DTensors by their local shards.
+        optimizer: The optimizer, or several: a round ends when the last of them has stepped.
+        topology: `"dissemination"`, `"hypercube"`, `"matching"`, `"ring"`, `"complete"`, or a
+            schedule from `gossipgrad.topology`.
+        mode: `"overlap"` (a snapshot travels during the step and is mixed at its end), `"sync"`
+            (exchanged and mixed after the update) or `"lagged"` (the authors' published rule).
+        payload: `"weights"`, `"weights+state"` (momentum and moments too), or, for study,
+            `"gradients"` and `"gradients+weights"`.
+        every: Steps in a round.
+        average_every: Steps between exact averages over all ranks (Gossip-PGA); `"log_p"` for
+            `ceil(log2(world_size))`; None for never.
+        process_group: Whose ranks take part; by default all. Nothing is sent on it.
+        mesh: A one-dimensional mesh whose ranks take part, in place of `process_group`.
+        wire_dtype: What weights are sent as, for example `torch.bfloat16` to halve the bytes. The
+            mean over ranks is kept all the same.
+        scaler: The `torch.amp.GradScaler` that steps the optimizer, if one does.
+        seed: Of the rotation of partners.
+        bucket_bytes: Size of a message.
+        transport: `"zeromq"`, `"gloo"`, or a function from the session's group to a transport.
+        recorder: Gets spans of time, for example a `gossipgrad.trace.Trace`.
+
+    Returns:
+        The session; `close()` it, or use it in a `with` statement.
+
+    Raises:
+        ValueError: For settings that cannot be.
+        AgreementError: If the ranks differ in names, shapes, dtypes or settings.
+        GossipError: If a rank dies meanwhile.
+
+    Example:
+        >>> import torch, gossipgrad as gg
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> with gg.gossip(model, optimizer) as session:
+        ...     model(torch.ones(1, 2)).sum().backward()
+        ...     optimizer.step()
+        >>> session.world_size
+        1
+
+    References:
+        Daily et al., GossipGraD, arXiv:1803.05880; deviations are numbered in
+        `gossipgrad.decentralized._reference`.
+    """
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    _check_optimizers(optimizers)
+    group = _resolve_group(process_group, mesh)
+    try:
+        if every < 1:
+            raise ValueError(f"every counts steps in a round, so it is at least 1, got {every}")
+        resolved_mode = resolve_mode(mode)
+        resolved_payload = resolve_payload(payload, resolved_mode)
+        gradients = isinstance(resolved_payload, Gradients | GradientsAndWeights)
+        if gradients and scaler is not None:
+            raise ValueError(
+                f"payload {resolved_payload} sends gradients during backward, when each rank's "
+                "scaler has scaled them differently: use payload='weights'"
+            )
+        if isinstance(resolved_payload, Gradients):
+            warnings.warn(
+                "payload='gradients' never mixes weights: replicas drift apart. It is the wording "
+                "of the paper's abstract, kept for study; train with payload='weights'",
+                stacklevel=2,
+            )
+        if transport in _TRANSPORTS:
+            transport = _TRANSPORTS[transport]
+        if not callable(transport):
+            raise ValueError(
+                f"transport must be one of {', '.join(map(repr, _TRANSPORTS))} or a function from "
+                f"a group to a transport, got {transport!r}"
+            )
+        settings = Settings(
+            schedule=_resolve_schedule(topology, group.world_size, seed),
+            mode=resolved_mode,
+            payload=resolved_payload,
+            every=every,
+            average_every=resolve_average_every(average_every, group.world_size),
+            wire_dtype=wire_dtype,
+            bucket_bytes=bucket_bytes,
+        )
+        return GossipSession(
+            model,
+            optimizers,
+            settings,
+            group=group,
+            transport=transport,
+            scaler=scaler,
+            recorder=recorder,
+        )
+    except BaseException:
+        group.close()
+        raise
+
+
+def _check_optimizers(optimizers: Sequence[object]) -> None:
+    if not optimizers:
+        raise ValueError("no optimizer: give the one that trains the model, or a sequence")
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise ValueError(
+                f"{type(optimizer).__name__} is no torch.optim.Optimizer: pass the optimizer that "
+                "it wraps (often its `.optimizer`)"
+            )
+
+
+def _resolve_group(
+    process_group: dist.ProcessGroup | Group | None, mesh: DeviceMesh | None
+) -> Group:
+    if process_group is not None and mesh is not None:
+        raise ValueError("process_group and mesh name the same thing: give one of them")
+    if isinstance(process_group, Group):
+        return process_group
+    if mesh is not None:
+        if mesh.ndim != 1:
+            raise ValueError(
+                f"mesh has {mesh.ndim} axes {mesh.mesh_dim_names}: name the one to gossip along, "
+                "for example mesh=mesh['gossip']"
+            )
+        return Group.from_process_group(mesh.get_group())
+    if process_group is not None:
+        return Group.from_process_group(process_group)
+    if dist.is_initialized():
+        assert dist.group.WORLD is not None
+        return Group.from_process_group(dist.group.WORLD)
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched > 1:
+        raise ValueError(
+            f"WORLD_SIZE is {launched}, but torch.distributed is not initialised: call "
+            "torch.distributed.init_process_group('gloo') before gossip()"
+        )
+    return Group(dist.HashStore(), 0, 1)
+
+
+def _resolve_schedule(topology: str | Schedule, world_size: int, seed: int) -> Schedule:
+    if isinstance(topology, str):
+        return by_name(topology, world_size, seed=seed)
+    if topology.world_size != world_size:
+        raise ValueError(
+            f"the schedule {topology} is for {topology.world_size} ranks, the group has "
+            f"{world_size}: make it for world_size={world_size}"
+        )
+    if seed != 0:
+        warnings.warn(
+            f"seed={seed} is ignored: the schedule given as topology has its own", stacklevel=3
+        )
+    return topology

@@ -1,0 +1,48 @@
+"""The arithmetic of mixing: `v += weight * delta`, in fp32 where `v` is narrower."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["delta_of", "mix", "replace", "widened"]
+
+
+def widened(dtype: torch.dtype) -> torch.dtype:
+    """The type that tensors of `dtype` are mixed in: at least fp32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def delta_of(received: Tensor, snapshot: Tensor, dtype: torch.dtype, *, keep: bool) -> Tensor:
+    """`received - snapshot` in `dtype`, shape `(numel,)`; `keep` leaves `received` as it is."""
+    if received.dtype == dtype and not keep:
+        return received.sub_(snapshot)
+    delta = received.to(dtype, copy=True)
+    return delta.sub_(snapshot)
+
+
+def mix(
+    tensors: Sequence[Tensor],
+    deltas: Sequence[Tensor],
+    weight: float,
+    residuals: Sequence[Tensor | None],
+) -> None:
+    """`v += weight * delta` for every tensor, each of the shape of its delta.
+
+    A tensor narrower than fp32 is widened first, and what rounding it back takes away goes to its
+    residual, if it has one, so that the sum of both over ranks is kept.
+    """
+    wide = [i for i, v in enumerate(tensors) if v.dtype == deltas[i].dtype]
+    if wide:
+        torch._foreach_add_([tensors[i] for i in wide], [deltas[i] for i in wide], alpha=weight)
+    for v, delta, residual in zip(tensors, deltas, residuals, strict=True):
+        if v.dtype != delta.dtype:
+            total = v.to(delta.dtype) if residual is None else v.to(delta.dtype) + residual
+            replace(v, total.add_(delta, alpha=weight), residual)
+
+
+def replace(v: Tensor, total: Tensor, residual: Tensor | None) -> None:
+    """`v = total` in the type of `v`; the residual gets what that rounded away."""
+    v.copy_(total)
+    if residual is not None:
+        residual.copy_(total - v.to(total.dtype))

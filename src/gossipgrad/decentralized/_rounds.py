@@ -1,0 +1,191 @@
+"""Rounds: opening one sends snapshots to the partner, closing it mixes what came back."""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gossipgrad.comm import Channel, Outcome, Recorder
+from gossipgrad.decentralized._section import Section, Transfer
+from gossipgrad.topology import Peers, Schedule
+
+__all__ = ["Rounds"]
+
+logger = logging.getLogger(__name__)
+
+
+class Rounds:
+    """The rounds of one session: which is next, what is under way, what came late, what it cost.
+
+    All sections of a round share one partner. Nothing here is a collective, and no call raises for
+    a late, dead or departed partner: the outcome is counted and training goes on.
+
+    Args:
+        channel: Where exchanges are posted.
+        schedule: Who meets whom in which round.
+        deadline_seconds: How long closing a round waits for its partner.
+        lagged: Mix by the authors' rule instead of the delta of snapshots.
+        recorder: Gets the spans, if there is one.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        schedule: Schedule,
+        *,
+        deadline_seconds: float,
+        lagged: bool = False,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.channel = channel
+        self.schedule = schedule
+        self.next_round = 0
+        self.closed_rounds = 0
+        self.outcomes: Counter[Outcome] = Counter()
+        self.exposed_seconds = 0.0
+        self.mixing_seconds = 0.0
+        self._rank = channel.rank
+        self._deadline_seconds = deadline_seconds
+        self._lagged = lagged
+        self._recorder = recorder
+        self._under_way: list[Transfer] = []
+        self._late: list[Transfer] = []
+        self._squares: list[list[Tensor]] = []
+
+    @property
+    def partners(self) -> Peers:
+        """Whom this rank meets in the next round."""
+        return self.schedule.peers(self.next_round, self._rank)
+
+    @property
+    def under_way(self) -> Sequence[Transfer]:
+        """What was sent and is not mixed: of the open round, and late ones."""
+        return [*self._late, *self._under_way]
+
+    def open(self, sections: Sequence[Section]) -> None:
+        """Snapshots the sections and sends them to the next round's partner."""
+        peers, round = self.partners, self.next_round
+        self.next_round += 1
+        if peers.send_to is None and peers.recv_from is None:
+            return
+        start = time.perf_counter()
+        for section in sections:
+            transfer = section.begin(self.channel, round, peers, self._deadline_seconds)
+            if transfer is None:
+                self.outcomes[Outcome.VOID] += 1
+                continue
+            transfer.post_all()
+            self._under_way.append(transfer)
+        end = time.perf_counter()
+        self.mixing_seconds += end - start
+        self._span("snapshot", start, end, round=round)
+
+    def close(self) -> None:
+        """Takes what the partner sent and mixes it; a round that sat out closes all the same."""
+        self.settle()
+        self.closed_rounds += 1
+
+    def settle(self, wait_seconds: float | None = None) -> None:
+        """Takes and mixes whatever is outstanding; waits for it `wait_seconds`, or the deadline."""
+        transfers, self._under_way = self._under_way, []
+        late, self._late = self._late, []
+        squares: list[Tensor] = []
+        self.channel.poll()
+        for transfer in late:
+            self._finish(transfer, time.perf_counter(), squares, again=True)
+        wait = self._deadline_seconds if wait_seconds is None else wait_seconds
+        deadline = time.perf_counter() + min(wait, self._deadline_seconds)
+        for transfer in transfers:
+            self._finish(transfer, deadline, squares)
+        if squares:
+            self._squares = [*self._squares[1 - self.schedule.period :], squares]
+
+    def cancel(self) -> None:
+        """Gives up whatever is outstanding, waiting for nothing."""
+        for transfer in self.under_way:
+            transfer.cancel()
+        self._under_way, self._late = [], []
+
+    def await_parts(self, transfer: Transfer) -> None:
+        """Waits for the partner's parts of a transfer, up to the deadline, and mixes nothing."""
+        deadline = time.perf_counter() + self._deadline_seconds
+        for bucket in transfer.exchanges:
+            transfer.take(bucket, deadline)
+
+    def pair_distance_squared(self) -> float | None:
+        """Mean over the rounds of the last period of `|received - snapshot|^2`, None before any."""
+        if not self._squares:
+            return None
+        total = sum(float(square) for squares in self._squares for square in squares)
+        return total / len(self._squares)
+
+    def weight(self, transfer: Transfer) -> float:
+        """How much of the delta this rank takes."""
+        return self.schedule.weight(transfer.round, self._rank, default=0.5)
+
+    def _finish(
+        self, transfer: Transfer, deadline: float, squares: list[Tensor], *, again: bool = False
+    ) -> None:
+        weight = self.weight(transfer)
+        round = transfer.round
+        for bucket, exchange in sorted(transfer.exchanges.items()):
+            if bucket in transfer.taken:
+                continue
+            start = time.perf_counter()
+            outcome = transfer.take(bucket, deadline)
+            taken = time.perf_counter()
+            self.exposed_seconds += taken - start
+            self._span("wait", start, taken, round=round, bucket=exchange.bucket)
+            if outcome is Outcome.LATE:
+                if not again:
+                    self.outcomes[outcome] += 1
+                continue
+            transfer.taken.add(bucket)
+            self.outcomes[outcome] += 1
+            self._span(
+                "exchange",
+                exchange.posted_seconds,
+                exchange.finished_seconds or taken,
+                round=round,
+                bucket=exchange.bucket,
+                send_to=exchange.send_to,
+                recv_from=exchange.recv_from,
+                bytes=transfer.section.plan.parts[bucket].size_bytes,
+                outcome=outcome.value,
+            )
+            self._mix(transfer, bucket, weight, squares)
+            end = time.perf_counter()
+            self.mixing_seconds += end - taken
+            self._span("mix", taken, end, round=round, bucket=exchange.bucket)
+        if len(transfer.taken) == len(transfer.exchanges):
+            transfer.release()
+        else:
+            if not again:
+                logger.warning(
+                    "rank %d: rank %s is late by more than %.0f s in round %d; going on without it",
+                    self._rank,
+                    transfer.peers.recv_from,
+                    self._deadline_seconds,
+                    round,
+                )
+            self._late.append(transfer)
+
+    def _mix(self, transfer: Transfer, bucket: int, weight: float, squares: list[Tensor]) -> None:
+        section = transfer.section
+        if self._lagged:
+            delta = transfer.difference_to_live(bucket)
+        else:
+            delta = transfer.delta(bucket, keep=False)
+        if delta is None:
+            return
+        if section.measures_distance:
+            squares.append(torch.dot(delta, delta))
+        section.mix(bucket, delta, weight)
+        transfer.forget(bucket)
+
+    def _span(self, name: str, start: float, end: float, **attributes: object) -> None:
+        if self._recorder is not None:
+            self._recorder.span(name, start, end, **attributes)

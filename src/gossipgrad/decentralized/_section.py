@@ -1,0 +1,228 @@
+"""A section of the payload: tensors of one kind and device that travel in the same rounds."""
+
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gossipgrad.comm import (
+    BucketPlan,
+    Channel,
+    Exchange,
+    Outcome,
+    Snapshot,
+    SnapshotPool,
+    split,
+    to_device,
+)
+from gossipgrad.decentralized._mixing import delta_of, mix, replace, widened
+from gossipgrad.decentralized._tensors import Entry
+from gossipgrad.topology import Peers
+
+__all__ = ["Section", "Transfer"]
+
+
+class Section:
+    """Buckets over some entries, their snapshots, and the residuals of narrow weights.
+
+    Args:
+        entries: The tensors, all on one device, in the order of the forward pass.
+        first_bucket: Where this section's buckets begin in the channel's plan.
+        bucket_bytes: Bytes at which a bucket is full.
+        wire_dtype: What travels, None for each tensor's own type.
+        snapshots: How many snapshots may be held at once.
+        of_weights: Whether these are the weights: narrow ones get an fp32 residual, and their
+            deltas tell the consensus distance.
+    """
+
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        *,
+        first_bucket: int,
+        bucket_bytes: int,
+        wire_dtype: torch.dtype | None,
+        snapshots: int,
+        of_weights: bool,
+    ) -> None:
+        self.entries = list(entries)
+        self.device = entries[0].parameter.device
+        self.plan = BucketPlan.make(
+            [entry.spec for entry in entries], bucket_bytes=bucket_bytes, wire_dtype=wire_dtype
+        )
+        self.first_bucket = first_bucket
+        self.measures_distance = of_weights
+        self.pool = SnapshotPool(self.plan, self.device, snapshots)
+        self.clamped = torch.zeros((), dtype=torch.int64, device=self.device)
+        self._residuals: list[Tensor | None] = [None] * len(self.entries)
+        if of_weights:
+            for index, entry in enumerate(self.entries):
+                if widened(entry.spec.dtype) != entry.spec.dtype:
+                    self._residuals[index] = torch.zeros(
+                        entry.spec.shape, dtype=torch.float32, device=self.device
+                    )
+
+    @property
+    def memory_bytes(self) -> int:
+        """Snapshots and residuals held."""
+        residuals = sum(4 * r.numel() for r in self._residuals if r is not None)
+        return self.pool.size_bytes + residuals
+
+    def tensors(self, bucket: int) -> list[Tensor | None]:
+        """The live tensors of a bucket, None where there is none yet."""
+        return [self.entries[i].tensor() for i in self.plan.buckets[bucket].indices]
+
+    def residuals(self, bucket: int) -> list[Tensor | None]:
+        """The residuals of a bucket's tensors."""
+        return [self._residuals[i] for i in self.plan.buckets[bucket].indices]
+
+    def begin(
+        self, channel: Channel, round: int, peers: Peers, deadline_seconds: float
+    ) -> "Transfer | None":
+        """Starts a transfer; None if every snapshot is still being sent at the deadline."""
+        snapshot = self.pool.acquire(lambda: channel.poll(0.001), deadline_seconds)
+        if snapshot is None:
+            channel.void(round, peers.send_to)
+            return None
+        return Transfer(self, channel, round, peers, snapshot)
+
+    @torch.no_grad()
+    def mix(self, bucket: int, delta: Tensor, weight: float) -> None:
+        """Adds `weight * delta` to a bucket's tensors that exist; clamps what must not be < 0."""
+        layout = self.plan.buckets[bucket]
+        pieces = zip(
+            layout.indices,
+            self.tensors(bucket),
+            split(delta, self.plan, layout),
+            self.residuals(bucket),
+            strict=True,
+        )
+        there = [(i, v, d, e) for i, v, d, e in pieces if v is not None]
+        mix(
+            [v for _, v, _, _ in there], [d for _, _, d, _ in there], weight, [e for *_, e in there]
+        )
+        for index, v, _, _ in there:
+            if self.entries[index].non_negative:
+                self.clamped += (v < 0).sum()
+                v.clamp_(min=0)
+
+    @torch.no_grad()
+    def load(self, flats: Sequence[Tensor]) -> None:
+        """Overwrites all tensors that exist with those in `flats`, one flat tensor a bucket."""
+        for bucket, flat in enumerate(flats):
+            layout = self.plan.buckets[bucket]
+            pieces = split(flat, self.plan, layout)
+            for v, total, e in zip(
+                self.tensors(bucket), pieces, self.residuals(bucket), strict=True
+            ):
+                if v is not None:
+                    replace(v, total, e)
+
+    @torch.no_grad()
+    def show(self, flats: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Overwrites the tensors for a while; returns each with a copy of what it was."""
+        kept = []
+        for bucket, flat in enumerate(flats):
+            pieces = split(flat, self.plan, self.plan.buckets[bucket])
+            for v, shown in zip(self.tensors(bucket), pieces, strict=True):
+                if v is not None:
+                    kept.append((v, v.clone()))
+                    v.copy_(shown)
+        return kept
+
+    @torch.no_grad()
+    def totals(self) -> list[Tensor]:
+        """All tensors with their residuals, widened: one new flat tensor a bucket."""
+        flats = []
+        for bucket, layout in enumerate(self.plan.buckets):
+            flat = torch.empty(layout.part.numel, dtype=widened(layout.dtype), device=self.device)
+            pieces = split(flat, self.plan, layout)
+            for v, total, e in zip(
+                self.tensors(bucket), pieces, self.residuals(bucket), strict=True
+            ):
+                total.zero_() if v is None else total.copy_(v)
+                if e is not None:
+                    total.add_(e)
+            flats.append(flat)
+        return flats
+
+
+class Transfer:
+    """One round of a section under way: the snapshot that was sent, and the exchanges."""
+
+    def __init__(
+        self, section: Section, channel: Channel, round: int, peers: Peers, snapshot: Snapshot
+    ) -> None:
+        self.section = section
+        self.round = round
+        self.peers = peers
+        self.snapshot = snapshot
+        self.exchanges: dict[int, Exchange] = {}
+        self.taken: set[int] = set()
+        self._channel = channel
+
+    def post(self, bucket: int) -> None:
+        """Copies a bucket into the snapshot and sends it."""
+        payload, ready = self.snapshot.take(bucket, self.section.tensors(bucket))
+        exchange = self._channel.post(
+            self.round,
+            self.section.first_bucket + bucket,
+            payload,
+            send_to=self.peers.send_to,
+            recv_from=self.peers.recv_from,
+            ready=ready,
+        )
+        self.snapshot.hold(exchange.ticket)
+        self.exchanges[bucket] = exchange
+
+    def post_all(self) -> None:
+        """Sends every bucket that was not sent yet."""
+        for bucket in range(len(self.section.plan.buckets)):
+            if bucket not in self.exchanges:
+                self.post(bucket)
+
+    def take(self, bucket: int, deadline: float) -> Outcome:
+        """Waits for a bucket until `deadline` (`time.perf_counter`)."""
+        return self._channel.take(self.exchanges[bucket], max(0.0, deadline - time.perf_counter()))
+
+    def delta(self, bucket: int, *, keep: bool) -> Tensor | None:
+        """`received - snapshot` of a delivered bucket, None if there is nothing to mix."""
+        exchange = self.exchanges[bucket]
+        if exchange.received is None or exchange.outcome is not Outcome.DELIVERED:
+            return None
+        flat = self.snapshot.flats[bucket]
+        dtype = widened(self.section.plan.buckets[bucket].dtype)
+        return delta_of(to_device(exchange.received, flat), flat, dtype, keep=keep)
+
+    @torch.no_grad()
+    def difference_to_live(self, bucket: int) -> Tensor | None:
+        """`received - v` with the live tensors, for the authors' rule."""
+        exchange = self.exchanges[bucket]
+        if exchange.received is None or exchange.outcome is not Outcome.DELIVERED:
+            return None
+        layout = self.section.plan.buckets[bucket]
+        live = torch.zeros(
+            layout.part.numel, dtype=widened(layout.dtype), device=self.section.device
+        )
+        for v, place in zip(
+            self.section.tensors(bucket), split(live, self.section.plan, layout), strict=True
+        ):
+            if v is not None:
+                place.copy_(v)
+        received = to_device(exchange.received, live).to(live.dtype)
+        return torch.sub(received, live, out=live)
+
+    def forget(self, bucket: int) -> None:
+        """Lets go of what was received, once it is mixed."""
+        self.exchanges[bucket].received = None
+
+    def release(self) -> None:
+        """Gives the snapshot back."""
+        self.section.pool.release(self.snapshot)
+
+    def cancel(self) -> None:
+        """Gives up what has not come."""
+        for exchange in self.exchanges.values():
+            self._channel.cancel(exchange)
+        self.release()

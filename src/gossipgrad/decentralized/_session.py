@@ -1,0 +1,463 @@
+"""A gossip session: hangs on the user's model and optimizers, and comes off again."""
+
+import logging
+import math
+import secrets
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gossipgrad.comm import Channel, Group, Part, Recorder, Transport
+from gossipgrad.decentralized._agreement import agree, fingerprint
+from gossipgrad.decentralized._averaging import Averaging
+from gossipgrad.decentralized._gradients import GradientExchange
+from gossipgrad.decentralized._hooks import StepHooks
+from gossipgrad.decentralized._rounds import Rounds
+from gossipgrad.decentralized._section import Section
+from gossipgrad.decentralized._settings import (
+    Gradients,
+    GradientsAndWeights,
+    Lagged,
+    Mode,
+    Payload,
+    Sync,
+    WeightsAndState,
+)
+from gossipgrad.decentralized._start import broadcast_replica
+from gossipgrad.decentralized._stats import Stats
+from gossipgrad.decentralized._tensors import (
+    Entry,
+    gradient_entries,
+    state_entries,
+    trained_parameters,
+    weight_entries,
+)
+from gossipgrad.decentralized._watch import ReplicaWatch, changed_error
+from gossipgrad.errors import GossipError
+from gossipgrad.topology import Schedule
+
+__all__ = ["GossipSession", "Settings"]
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_SECONDS = 10.0  # how long a normal close waits for what is outstanding
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Everything that `gossip()` was asked for, resolved."""
+
+    schedule: Schedule
+    mode: Mode
+    payload: Payload
+    every: int
+    average_every: int | None
+    wire_dtype: torch.dtype | None
+    bucket_bytes: int
+
+    def describe(self) -> dict[str, Any]:
+        """What must be equal on all ranks."""
+        return {
+            "topology": self.schedule.describe(),
+            "mode": self.mode,
+            "payload": self.payload,
+            "every": self.every,
+            "average_every": self.average_every,
+            "wire_dtype": self.wire_dtype,
+            "bucket_bytes": self.bucket_bytes,
+        }
+
+
+class GossipSession:
+    """What `gossip()` returns: mixes replicas behind the user's own training loop.
+
+    Use it as a context manager or call `close()`. Leaving the context by an exception closes
+    without waiting for anyone.
+
+    Attributes:
+        group: Private collectives among the ranks of this session.
+        schedule: Who meets whom in which round.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        settings: Settings,
+        *,
+        group: Group,
+        transport: Callable[[Group], Transport],
+        scaler: torch.amp.GradScaler | None,
+        recorder: Recorder | None,
+    ) -> None:
+        self.group = group
+        self.schedule = settings.schedule
+        self._model = model
+        self._optimizers = list(optimizers)
+        self._settings = settings
+        self._recorder = recorder
+        self._steps = 0
+        self._mid_step = False
+        self._syncing = True
+        self._in_consensus = False
+        self._closed = False
+        self._averages_lost = False
+        self._distance: float | None = None
+        self._rounds: Rounds | None = None
+        self._gradients: GradientExchange | None = None
+        self._plan()
+        self._watch = ReplicaWatch(model, self._optimizers)
+        if group.world_size > 1:
+            run = bytes.fromhex(group.broadcast_object(secrets.token_hex(16)))
+            channel = Channel(transport(group), run=run, plan=self._parts())
+            self._rounds = Rounds(
+                channel,
+                settings.schedule,
+                deadline_seconds=settings.mode.deadline_seconds,
+                lagged=isinstance(settings.mode, Lagged),
+                recorder=recorder,
+            )
+            # At interpreter exit a session that nobody closed still says LEAVE.
+            self._farewell = weakref.finalize(self, channel.close, 0.5)
+            broadcast_replica(group, model, self._optimizers)
+        self._averaging = Averaging(group, self._rounds)
+        self._hooks = StepHooks(self._optimizers, scaler, self._before_step, self._after_step)
+        self._begin()
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.group.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks take part."""
+        return self.group.world_size
+
+    @contextmanager
+    def consensus(self) -> Iterator[None]:
+        """Inside, the model is the exact average of all replicas; outside, it is as it was.
+
+        A collective to enter, local to leave. Floating buffers (BatchNorm's statistics) are
+        averaged too. Training is not disturbed: what is outstanding counts in the average and is
+        mixed in when its time comes, so a run with evaluations equals one without, bit for bit.
+        Ranks may come with unequal step counts; partners that are ahead do not wait.
+
+        Raises:
+            GossipError: If a rank has died or left (an exact average needs all), or on a second
+                consensus inside the first. The model is unchanged then.
+        """
+        self._check_open()
+        if self._in_consensus:
+            raise GossipError("the model is the consensus already: consensus() does not nest")
+        self._averaging.meet("consensus")
+        means = self._measured_means()
+        kept = [(b, b.clone()) for b in self._model.buffers() if b.is_floating_point()]
+        try:
+            self._averaging.mean_buffers(self._model)
+            for section, flats in zip(self._weights, means, strict=True):
+                kept.extend(section.show(flats))
+            self._in_consensus = True
+            yield
+        finally:
+            self._in_consensus = False
+            with torch.no_grad():
+                for tensor, own in kept:
+                    tensor.copy_(own)
+            self._watch.note()
+
+    def average_(self) -> None:
+        """Makes every replica the exact average, optimizer state too if it is in the payload.
+
+        A collective. What is outstanding is mixed first.
+
+        Raises:
+            GossipError: If a rank has died or left; the replica is unchanged then.
+        """
+        self._check_open()
+        self._averaging.meet("average")
+        self._average()
+        self._begin()
+        self._watch.note()
+
+    def consensus_distance(self) -> float:
+        """Root mean square over ranks of the distance between weights and their mean, now.
+
+        A collective; changes nothing.
+
+        Raises:
+            GossipError: If a rank has died or left.
+        """
+        self._check_open()
+        self._averaging.meet("distance")
+        self._measured_means()
+        assert self._distance is not None
+        return self._distance
+
+    def broadcast_(self) -> None:
+        """Makes every replica that of rank 0 again: parameters, buffers and optimizer state.
+
+        A collective, for after `load_state_dict`, re-initialisation or `add_param_group` in the
+        middle of a session: the set of trained parameters is taken anew, and checked to be the
+        same on all ranks. What was outstanding is given up.
+
+        Raises:
+            AgreementError: If the ranks now differ in names, shapes or dtypes.
+            GossipError: If a rank has died or left.
+        """
+        self._check_open()
+        self._averaging.meet("average")
+        if self._gradients is not None:
+            self._gradients.remove()
+        if self._rounds is not None:
+            self._rounds.cancel()
+        self._plan()
+        if self._rounds is not None:
+            self._rounds.channel.replan(self._parts())
+            broadcast_replica(self.group, self._model, self._optimizers)
+            self.group.barrier()  # nobody sends by the new plan before all have it
+        self._watch.accept()
+        self._begin()
+
+    def accept_changes(self) -> None:
+        """Says that this rank's replica was changed on purpose and goes on from there; local.
+
+        The change is mixed into the others like any update.
+        """
+        self._watch.accept()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients of backward passes inside are not sent; for gradient accumulation.
+
+        Only payloads with gradients need it: weights travel at `optimizer.step()`.
+        """
+        before, self._syncing = self._syncing, False
+        self._arm()
+        try:
+            yield
+        finally:
+            self._syncing = before
+            self._arm()
+
+    def stats(self) -> Stats:
+        """What this rank has done so far; no communication."""
+        rounds = self._rounds
+        sections = [*self._weights, *self._state, *self._gradient_sections]
+        counted = {} if rounds is None else {o.value: n for o, n in rounds.outcomes.items()}
+        squared = None if rounds is None else rounds.pair_distance_squared()
+        p = self.world_size
+        return Stats(
+            rounds=0 if rounds is None else rounds.closed_rounds,
+            bytes_sent=0 if rounds is None else rounds.channel.bytes_sent,
+            bytes_received=0 if rounds is None else rounds.channel.bytes_received,
+            exposed_seconds=0.0 if rounds is None else rounds.exposed_seconds,
+            mixing_seconds=0.0 if rounds is None else rounds.mixing_seconds,
+            outcomes={"delivered": 0, "late": 0, "dead_peer": 0, "void": 0, **counted},
+            extra_memory_bytes=sum(section.memory_bytes for section in sections),
+            clamps=int(sum(int(section.clamped) for section in sections)),
+            refused_messages=0 if rounds is None else rounds.channel.refused,
+            consensus_distance_estimate=(
+                None if squared is None else math.sqrt(squared * (p - 1) / (2 * p))
+            ),
+            consensus_distance=self._distance,
+        )
+
+    def close(self) -> None:
+        """Ends the session: mixes what is outstanding, says LEAVE, takes all hooks off; local.
+
+        Waits for outstanding parts at most a few seconds, for no one else, and may be called
+        twice. Ranks that go on training see this one as gone and skip it.
+        """
+        self._close(wait_seconds=_CLOSE_SECONDS)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._close(wait_seconds=_CLOSE_SECONDS if kind is None else 0.0)
+
+    def _plan(self) -> None:
+        """Deals the tensors into sections and checks that all ranks do the same; a collective."""
+        settings, group = self._settings, self.group
+        with torch.no_grad():
+            parameters = trained_parameters(self._model, self._optimizers)
+            payload = settings.payload
+            self._first_bucket = 0
+            self._weights = self._sections(weight_entries(parameters), of_weights=True)
+            self._state: list[Section] = []
+            self._gradient_sections: list[Section] = []
+            if isinstance(payload, WeightsAndState):
+                self._state = self._sections(state_entries(parameters, self._optimizers))
+            if isinstance(payload, Gradients | GradientsAndWeights):
+                self._gradient_sections = self._sections(gradient_entries(parameters))
+        if group.world_size > 1:
+            agree(group, fingerprint(self._model, self._optimizers, settings.describe()))
+
+    def _sections(self, entries: Sequence[Entry], *, of_weights: bool = False) -> list[Section]:
+        by_device: dict[torch.device, list[Entry]] = {}
+        for entry in entries:
+            by_device.setdefault(entry.parameter.device, []).append(entry)
+        sections = []
+        for members in by_device.values():
+            section = Section(
+                members,
+                first_bucket=self._first_bucket,
+                bucket_bytes=self._settings.bucket_bytes,
+                wire_dtype=self._settings.wire_dtype,
+                snapshots=2,
+                of_weights=of_weights,
+            )
+            self._first_bucket += len(section.plan.buckets)
+            sections.append(section)
+        return sections
+
+    def _parts(self) -> list[Part]:
+        sections = [*self._weights, *self._state, *self._gradient_sections]
+        return [part for section in sections for part in section.plan.parts]
+
+    def _begin(self) -> None:
+        """Sends the first snapshot, or arms the gradients, at the beginning of a round."""
+        if self._rounds is None:
+            return
+        if self._gradient_sections and self._gradients is None:
+            self._gradients = GradientExchange(
+                self._gradient_sections, self._rounds, self._settings.mode.deadline_seconds
+            )
+        if self._sends_early and self._steps % self._settings.every == 0:
+            self._open_round()
+        self._arm()
+        self._watch.note()
+
+    @property
+    def _sends_early(self) -> bool:
+        return not self._gradient_sections and not isinstance(self._settings.mode, Sync)
+
+    def _open_round(self) -> None:
+        assert self._rounds is not None
+        payload = self._settings.payload
+        sections = list(self._weights)
+        if isinstance(payload, WeightsAndState) and self._rounds.next_round % payload.every == 0:
+            sections += self._state
+        self._rounds.open(sections)
+
+    def _arm(self) -> None:
+        if self._gradients is not None:
+            closes = (self._steps + 1) % self._settings.every == 0
+            self._gradients.enabled = self._syncing and closes
+
+    def _before_step(self) -> None:
+        if self._in_consensus:
+            raise GossipError(
+                "optimizer.step() inside consensus(): the weights are not this rank's"
+            )
+        if self._mid_step:
+            return
+        self._watch.check_set()
+        touched = self._watch.touched()
+        if touched and not self._is_as_sent():
+            raise changed_error(touched)
+        self._mid_step = True
+        if self._gradients is not None and (self._steps + 1) % self._settings.every == 0:
+            self._gradients.finish()
+
+    def _is_as_sent(self) -> bool:
+        """Whether the weights, though written, are still those of the open round's snapshot."""
+        if self._rounds is None:
+            return True
+        if self._steps % self._settings.every != 0 or self._settings.wire_dtype is not None:
+            return False
+        sent = {transfer.section: transfer for transfer in self._rounds.under_way}
+        return all(
+            section in sent
+            and all(
+                all(torch.equal(v, w) for v, w in zip(section.tensors(b), views, strict=True))
+                for b, views in enumerate(sent[section].snapshot.buffers.views)
+            )
+            for section in self._weights
+        )
+
+    def _after_step(self) -> None:
+        self._mid_step = False
+        self._steps += 1
+        settings, rounds = self._settings, self._rounds
+        if rounds is None:
+            self._watch.note()
+            return
+        closes = self._steps % settings.every == 0
+        if closes:
+            if isinstance(settings.payload, Gradients):
+                rounds.next_round += 1
+            elif not self._sends_early:
+                self._open_round()
+            rounds.close()
+        if settings.average_every is not None and self._steps % settings.average_every == 0:
+            self._average_periodically()
+        if closes and self._sends_early:
+            self._open_round()
+        self._arm()
+        self._watch.note()
+
+    def _average_periodically(self) -> None:
+        if self._averages_lost:
+            return
+        start = time.perf_counter()
+        try:
+            if self._averaging.meet("periodic"):
+                self._average()
+        except GossipError as error:
+            self._averages_lost = True
+            logger.warning("rank %d: no periodic average any more: %s", self.rank, error)
+        if self._recorder is not None:
+            self._recorder.span("average", start, time.perf_counter(), step=self._steps)
+
+    def _average(self) -> None:
+        if self._rounds is not None:
+            self._rounds.settle()
+        sections = [*self._weights, *self._state]
+        means = [section.totals() for section in sections]
+        for flats in means:
+            self._averaging.mean(flats)
+        self._distance = self._averaging.distance(self._weights, means[: len(self._weights)])
+        for section, flats in zip(sections, means, strict=True):
+            section.load(flats)
+
+    def _measured_means(self) -> list[list[Tensor]]:
+        means = [self._averaging.settled(section) for section in self._weights]
+        for flats in means:
+            self._averaging.mean(flats)
+        self._distance = self._averaging.distance(self._weights, means)
+        return means
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise GossipError("the session is closed: call gossip() for a new one")
+
+    def _close(self, wait_seconds: float) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._hooks.remove()
+        self._watch.remove()
+        if self._gradients is not None:
+            self._gradients.remove()
+        if self._rounds is not None:
+            if wait_seconds > 0:
+                self._rounds.settle(wait_seconds)
+            self._rounds.cancel()
+            self._farewell.detach()
+            self._rounds.channel.close()
+        self.group.close()

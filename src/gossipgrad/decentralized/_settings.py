@@ -1,0 +1,139 @@
+"""What the user chooses: modes and payloads, as values, with strings as shorthand."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = [
+    "Gradients",
+    "GradientsAndWeights",
+    "Lagged",
+    "Mode",
+    "ModeName",
+    "Overlap",
+    "Payload",
+    "PayloadName",
+    "Sync",
+    "Weights",
+    "WeightsAndState",
+]
+
+DEADLINE_SECONDS = 300.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Waits:
+    """A mode in which the step waits for its partner.
+
+    Attributes:
+        deadline_seconds: How long a step waits for a partner that is alive but late. The step then
+            goes on without it, and what the partner sent is mixed in when it comes.
+    """
+
+    deadline_seconds: float = DEADLINE_SECONDS
+
+    def __post_init__(self) -> None:
+        if not self.deadline_seconds > 0:
+            raise ValueError(
+                f"deadline_seconds must be positive, got {self.deadline_seconds}: it is how long "
+                "a step waits for a late partner"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Overlap(_Waits):
+    """A snapshot leaves at the start of the step and is mixed at its end: the whole step hides it.
+
+    `w += weight * (received - snapshot)`, which keeps the mean over ranks exactly (D-PSGD with one
+    partner). The default.
+    """
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sync(_Waits):
+    """Weights are exchanged after the update and mixed at once; nothing is hidden."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lagged(_Waits):
+    """The rule of GossipGraD's authors, for comparison.
+
+    Sent as in `Overlap`, then `w += weight * (received - w)` with the updated `w`: the mean over
+    ranks moves by half a step only (see the notes on the published rule in the docs).
+    """
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Weights:
+    """Weights alone: half of ring all-reduce's bytes. The default."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightsAndState:
+    """Weights every round; optimizer state (momentum, Adam's moments) every `every` rounds."""
+
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ValueError(f"every counts rounds between exchanges of state, got {self.every}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gradients:
+    """Gradients alone, each bucket as backward finishes it: for study, replicas drift apart."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GradientsAndWeights:
+    """Gradients as in `Gradients`, then weights as in `Sync`: the authors' first version."""
+
+
+Mode = Overlap | Sync | Lagged
+Payload = Weights | WeightsAndState | Gradients | GradientsAndWeights
+ModeName = Literal["overlap", "sync", "lagged"]
+PayloadName = Literal["weights", "weights+state", "gradients", "gradients+weights"]
+
+_MODES: dict[str, Mode] = {"overlap": Overlap(), "sync": Sync(), "lagged": Lagged()}
+_PAYLOADS: dict[str, Payload] = {
+    "weights": Weights(),
+    "weights+state": WeightsAndState(),
+    "gradients": Gradients(),
+    "gradients+weights": GradientsAndWeights(),
+}
+
+
+def resolve_mode(mode: Mode | str) -> Mode:
+    """A mode by name or value."""
+    if isinstance(mode, Mode):
+        return mode
+    if mode not in _MODES:
+        raise ValueError(f"mode must be one of {', '.join(map(repr, _MODES))}, got {mode!r}")
+    return _MODES[mode]
+
+
+def resolve_payload(payload: Payload | str, mode: Mode) -> Payload:
+    """A payload by name or value, checked against the mode."""
+    if not isinstance(payload, Payload):
+        if payload not in _PAYLOADS:
+            raise ValueError(
+                f"payload must be one of {', '.join(map(repr, _PAYLOADS))}, got {payload!r}"
+            )
+        payload = _PAYLOADS[payload]
+    if isinstance(payload, Gradients | GradientsAndWeights) and not isinstance(mode, Overlap):
+        raise ValueError(
+            f"payload {payload} has its own order (gradients during backward, weights after the "
+            f"update), mode {mode} would change nothing: leave mode='overlap'"
+        )
+    return payload
+
+
+def resolve_average_every(average_every: int | str | None, world_size: int) -> int | None:
+    """Steps between exact averages, None for never."""
+    if average_every == "log_p":
+        return max(1, math.ceil(math.log2(world_size)))
+    if average_every is None or (isinstance(average_every, int) and average_every >= 1):
+        return average_every
+    raise ValueError(
+        f"average_every must be a positive number of steps, 'log_p' or None, got {average_every!r}"
+    )

@@ -1,0 +1,77 @@
+"""Making all replicas that of rank 0."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from gossipgrad.comm import Group, local
+from gossipgrad.errors import GossipError
+
+__all__ = ["broadcast_replica"]
+
+
+@torch.no_grad()
+def broadcast_replica(group: Group, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Overwrites parameters, buffers and optimizer state with those of rank 0; a collective.
+
+    Hyper-parameters stay each rank's own. State that rank 0 does not have is dropped.
+
+    Raises:
+        GossipError: If a rank dies meanwhile, or rank 0's optimizer keeps something that is
+            neither a tensor nor a plain number, text or None.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        group.broadcast_(local(tensor))
+    for number, optimizer in enumerate(optimizers):
+        _broadcast_state(group, number, optimizer)
+
+
+def _broadcast_state(group: Group, number: int, optimizer: Optimizer) -> None:
+    parameters = [p for g in optimizer.param_groups for p in g["params"]]
+    outline = group.broadcast_object(_outline(group, number, optimizer, parameters))
+    if group.rank != 0:
+        optimizer.state.clear()
+    for place, key, kind, *rest in outline:
+        parameter = parameters[place]
+        if kind == "value":
+            optimizer.state[parameter][key] = rest[0]
+            continue
+        shape, dtype, device_type = rest
+        if group.rank != 0:
+            optimizer.state[parameter][key] = _empty(parameter, shape, dtype, device_type)
+        group.broadcast_(local(optimizer.state[parameter][key]))
+
+
+def _outline(
+    group: Group, number: int, optimizer: Optimizer, parameters: Sequence[Tensor]
+) -> list[list[Any]]:
+    """What rank 0's optimizer keeps: place of the parameter, key, kind, and what to make."""
+    outline: list[list[Any]] = []
+    if group.rank != 0:
+        return outline
+    for place, parameter in enumerate(parameters):
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                made = [list(value.shape), str(value.dtype).split(".")[1], value.device.type]
+                outline.append([place, key, "tensor", *made])
+            elif value is None or isinstance(value, bool | int | float | str):
+                outline.append([place, key, "value", value])
+            else:
+                raise GossipError(
+                    f"optimizer {number} ({type(optimizer).__name__}) keeps a "
+                    f"{type(value).__name__} as {key!r}, which cannot be sent to the other ranks: "
+                    "start gossip() before its first step, when it keeps nothing yet"
+                )
+    return outline
+
+
+def _empty(parameter: Tensor, shape: list[int], dtype: str, device_type: str) -> Tensor:
+    kind = getattr(torch, dtype)
+    if isinstance(parameter, DTensor) and tuple(shape) == tuple(parameter.shape):
+        return torch.empty_like(parameter, dtype=kind)
+    device = parameter.device if device_type == parameter.device.type else "cpu"
+    return torch.empty(shape, dtype=kind, device=device)

@@ -1,0 +1,150 @@
+"""Which tensors of the user's model and optimizers travel."""
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gossipgrad.comm import TensorSpec, local
+from gossipgrad.errors import GossipError
+
+__all__ = ["Entry", "gradient_entries", "state_entries", "trained_parameters", "weight_entries"]
+
+NON_NEGATIVE = frozenset({"exp_avg_sq", "max_exp_avg_sq", "sum"})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entry:
+    """One tensor that travels.
+
+    Attributes:
+        spec: Name, local shape and type.
+        parameter: The parameter itself, or the one that the state or gradient belongs to.
+        optimizer: Where the state is kept, None for weights and gradients.
+        key: The state's key; `"grad"` for gradients, None for weights.
+    """
+
+    spec: TensorSpec
+    parameter: nn.Parameter
+    optimizer: Optimizer | None = None
+    key: str | None = None
+
+    @property
+    def non_negative(self) -> bool:
+        """Whether mixing may not leave negative values behind."""
+        return self.optimizer is not None and self.key in NON_NEGATIVE
+
+    def tensor(self) -> Tensor | None:
+        """The live tensor (a DTensor's local shard), or None if it does not exist yet."""
+        if self.key is None:
+            return local(self.parameter)
+        if self.optimizer is None:
+            grad = self.parameter.grad
+            if grad is not None and grad.layout is not torch.strided:
+                TensorSpec.of(self.spec.name, grad)
+            return None if grad is None else local(grad)
+        held = self.optimizer.state.get(self.parameter, {}).get(self.key)
+        return None if held is None else local(held)
+
+
+def trained_parameters(
+    model: nn.Module, optimizers: Sequence[Optimizer]
+) -> dict[str, nn.Parameter]:
+    """The parameters that the optimizers train, by name, in the model's order; tied ones once.
+
+    Frozen parameters stay out: they are equal on all ranks after the start.
+    """
+    owned = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
+    named = {name: p for name, p in model.named_parameters() if id(p) in owned}
+    known = {id(p) for p in named.values()}
+    for number, optimizer in enumerate(optimizers):
+        for place, parameter in enumerate(_parameters(optimizer)):
+            if id(parameter) not in known:
+                known.add(id(parameter))
+                named[f"optimizer {number}, parameter {place}"] = parameter
+    return {name: p for name, p in named.items() if p.requires_grad}
+
+
+def weight_entries(parameters: dict[str, nn.Parameter]) -> list[Entry]:
+    """One entry a parameter.
+
+    Raises:
+        ValueError: If a parameter is complex, sparse or of a type that has no average.
+    """
+    return [Entry(TensorSpec.of(name, p), p) for name, p in parameters.items()]
+
+
+def gradient_entries(parameters: dict[str, nn.Parameter]) -> list[Entry]:
+    """One entry a parameter, for its `.grad`."""
+    return [Entry(TensorSpec.of(name, p), p, key="grad") for name, p in parameters.items()]
+
+
+def state_entries(
+    parameters: dict[str, nn.Parameter], optimizers: Sequence[Optimizer]
+) -> list[Entry]:
+    """One entry for each floating tensor of a parameter's shape that its optimizer keeps.
+
+    What an optimizer will keep is found before its first step, by letting a copy of it step on
+    small stand-ins.
+
+    Raises:
+        GossipError: If the copy cannot step.
+    """
+    names = {id(p): name for name, p in parameters.items()}
+    entries = []
+    for optimizer in optimizers:
+        for parameter, key, dtype in _kept(optimizer):
+            if id(parameter) in names:
+                name = f"{names[id(parameter)]}: {key}"
+                spec = TensorSpec(name, tuple(local(parameter).shape), dtype)
+                entries.append(Entry(spec, parameter, optimizer, key))
+    return entries
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[nn.Parameter]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
+    """A small parameter of as many dims, no two of one size, so that shapes tell what is what."""
+    shape = [min(size, 2 + dim) for dim, size in enumerate(parameter.shape)]
+    stand_in = nn.Parameter(torch.ones(shape, dtype=parameter.dtype, device=parameter.device))
+    stand_in.grad = torch.ones_like(stand_in)
+    return stand_in
+
+
+def _kept(optimizer: Optimizer) -> list[tuple[nn.Parameter, str, torch.dtype]]:
+    stand_ins = {id(p): _stand_in(p) for p in _parameters(optimizer) if p.requires_grad}
+    clone = object.__new__(type(optimizer))
+    clone.__dict__.update(
+        {name: value for name, value in vars(optimizer).items() if name != "step"}
+    )
+    for name, value in vars(optimizer).items():
+        if name.startswith("_optimizer_") and isinstance(value, OrderedDict):
+            clone.__dict__[name] = OrderedDict()
+    clone.state = defaultdict(dict)
+    clone.param_groups = [
+        {**group, "params": [stand_ins[id(p)] for p in group["params"] if p.requires_grad]}
+        for group in optimizer.param_groups
+    ]
+    try:
+        clone.step()
+    except Exception as error:
+        raise GossipError(
+            f"what state {type(optimizer).__name__} keeps could not be found by letting a copy of "
+            f"it step ({error}): use payload='weights', which leaves state alone"
+        ) from error
+    return [
+        (parameter, key, value.dtype)
+        for parameter in _parameters(optimizer)
+        if parameter.requires_grad
+        for key, value in clone.state.get(stand_ins[id(parameter)], {}).items()
+        if key != "step"
+        and isinstance(value, Tensor)
+        and value.is_floating_point()
+        and value.shape == stand_ins[id(parameter)].shape
+    ]

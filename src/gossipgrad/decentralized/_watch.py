@@ -1,0 +1,105 @@
+"""Seeing that a replica was changed behind the session's back."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from gossipgrad.comm import local
+from gossipgrad.decentralized._tensors import trained_parameters
+from gossipgrad.errors import ReplicaChangedError
+
+__all__ = ["ReplicaWatch"]
+
+
+class ReplicaWatch:
+    """Remembers the trained parameters as they are, and says what else has touched them.
+
+    In-place changes are seen by torch's version counters and new storage by its address; writes
+    through `.data` into the same storage are not seen.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self._model = model
+        self._optimizers = optimizers
+        self._loaded: list[str] = []
+        self._handles = [
+            o.register_load_state_dict_post_hook(lambda o: self._loaded.append(type(o).__name__))
+            for o in optimizers
+        ]
+        self.accept()
+
+    @torch.no_grad()
+    def accept(self) -> None:
+        """Takes the replica as it is now for the right one."""
+        self._loaded.clear()
+        self._parameters = trained_parameters(self._model, self._optimizers)
+        self._owned = self._count()
+        self.note()
+
+    @torch.no_grad()
+    def note(self) -> None:
+        """Remembers the versions after a change of our own."""
+        self._marks = [_mark(p) for p in self._parameters.values()]
+
+    @torch.no_grad()
+    def touched(self) -> list[str]:
+        """Names of parameters that changed since `note`."""
+        return [
+            name
+            for (name, p), mark in zip(self._parameters.items(), self._marks, strict=True)
+            if _mark(p) != mark
+        ]
+
+    def check_set(self) -> None:
+        """Checks that the optimizers still train the same parameters, from the same state.
+
+        Raises:
+            ReplicaChangedError: If not; it names what is new, gone, or was loaded.
+        """
+        if self._loaded:
+            raise ReplicaChangedError(
+                f"{self._loaded[0]}.load_state_dict was called inside a session. {_WAY_OUT}"
+            )
+        if self._owned == self._count():
+            return
+        now = trained_parameters(self._model, self._optimizers)
+        new = [name for name in now if name not in self._parameters]
+        gone = [name for name in self._parameters if name not in now]
+        what = [f"new: {', '.join(new)}"] if new else []
+        what += [f"gone: {', '.join(gone)}"] if gone else []
+        raise ReplicaChangedError(
+            "the parameters that the optimizers train have changed (add_param_group, "
+            f"requires_grad): {'; '.join(what) or 'in their order'}. Call session.broadcast_() on "
+            "every rank to go on with the new set"
+        )
+
+    def remove(self) -> None:
+        """Takes the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _count(self) -> tuple[int, int]:
+        parameters = [p for o in self._optimizers for g in o.param_groups for p in g["params"]]
+        return len(parameters), sum(p.requires_grad for p in parameters)
+
+
+_WAY_OUT = (
+    "Call session.broadcast_() on every rank to make all replicas rank 0's, or "
+    "session.accept_changes() on this rank if the change is meant to be mixed in"
+)
+
+
+def changed_error(names: Sequence[str]) -> ReplicaChangedError:
+    """The error for parameters that were written outside `optimizer.step()`."""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return ReplicaChangedError(
+        f"parameter {names[0]!r}{more} changed outside optimizer.step() (load_state_dict, "
+        f"re-initialisation, ...). {_WAY_OUT}"
+    )
+
+
+def _mark(parameter: nn.Parameter) -> tuple[int, int]:
+    held = local(parameter)
+    return held._version, held.data_ptr()
