@@ -1,0 +1,11 @@
+"""Data sets as tensors in memory, and how their samples are dealt to the ranks."""
+
+from ._dataset import Dataset as Dataset
+from ._dataset import DatasetInfo as DatasetInfo
+from ._idx import read_idx as read_idx
+from ._registry import NAMES as NAMES
+from ._registry import info as info
+from ._registry import load as load
+from ._registry import prepare as prepare
+from ._shards import ShardedBatches as ShardedBatches
+from ._shards import shard_bounds as shard_bounds

@@ -1,0 +1,101 @@
+"""Fashion-MNIST from its four IDX files, fetched once where they are missing.
+
+References:
+    Xiao, Rasul, Vollgraf, Fashion-MNIST, arXiv:1708.07747; MIT licence.
+"""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor
+
+from ._dataset import Dataset, DatasetInfo, normalised
+from ._fetch import fetch
+from ._idx import read_idx
+
+INFO = DatasetInfo(
+    name="fashion-mnist",
+    input_shape=(1, 28, 28),
+    num_classes=10,
+    train_samples=60_000,
+    test_samples=10_000,
+)
+# The publisher's address. It speaks no TLS; the digests below say whether the content is right.
+ADDRESS = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com"
+# SHA-256 of each file unpacked.
+DIGESTS = {
+    "train-images-idx3-ubyte.gz": (
+        "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888"
+    ),
+    "train-labels-idx1-ubyte.gz": (
+        "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9"
+    ),
+    "t10k-images-idx3-ubyte.gz": (
+        "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b"
+    ),
+    "t10k-labels-idx1-ubyte.gz": (
+        "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34"
+    ),
+}
+
+
+def prepare_fashion_mnist(data_dir: Path | None = None, *, address: str = ADDRESS) -> Path:
+    """Make sure that the four files are there; fetch them where no place has them all.
+
+    Looked at in this order: `data_dir`, the folder that `GOSSIPGRAD_DATA` names, the user's cache
+    (`$XDG_CACHE_HOME/gossipgrad`, `~/.cache/gossipgrad`), each time in its folder
+    `fashion-mnist`. Missing files go to `data_dir`, or to the cache when none is given.
+
+    Returns:
+        The folder with the four files.
+
+    Raises:
+        GossipError: A file could not be fetched, or is not the right one.
+    """
+    places = _places(data_dir)
+    for folder in places:
+        if all((folder / name).is_file() for name in DIGESTS):
+            return folder
+    folder = places[0] if data_dir is not None else places[-1]
+    for name, digest in DIGESTS.items():
+        if not (folder / name).is_file():
+            fetch(f"{address}/{name}", folder / name, lambda path: read_idx(path, sha256=digest))  # noqa: B023
+    return folder
+
+
+def load_fashion_mnist(data_dir: Path | None = None) -> Dataset:
+    """Fashion-MNIST: 60,000 training and 10,000 test images, 28x28 grey, ten classes.
+
+    Raises:
+        GossipError: A file is missing and could not be fetched.
+        ValueError: A file in place is not the right one; the message names it.
+    """
+    folder = prepare_fashion_mnist(data_dir)
+    arrays = {name: read_idx(folder / name, sha256=digest) for name, digest in DIGESTS.items()}
+    train_x, test_x = normalised(
+        _images(arrays["train-images-idx3-ubyte.gz"]), _images(arrays["t10k-images-idx3-ubyte.gz"])
+    )
+    return Dataset(
+        name=INFO.name,
+        train_x=train_x,
+        train_y=torch.from_numpy(arrays["train-labels-idx1-ubyte.gz"].astype(np.int64)),
+        test_x=test_x,
+        test_y=torch.from_numpy(arrays["t10k-labels-idx1-ubyte.gz"].astype(np.int64)),
+        num_classes=INFO.num_classes,
+    )
+
+
+def _places(data_dir: Path | None) -> list[Path]:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gossipgrad"
+    shared = os.environ.get("GOSSIPGRAD_DATA")
+    roots = [data_dir, Path(shared) if shared else None, cache]
+    return [root / INFO.name for root in roots if root is not None]
+
+
+def _images(
+    pixels: UInt8[np.ndarray, "sample height width"],
+) -> Float[Tensor, "sample channel height width"]:
+    return torch.from_numpy(pixels.astype(np.float32)).unsqueeze(1)
