@@ -1,0 +1,31 @@
+"""What can be known to be wrong before a process starts."""
+
+from importlib.util import find_spec
+
+import torch
+
+from gossipgrad import data, models, topology
+
+from ._config import TrainConfig
+
+
+def check(config: TrainConfig, world_size: int) -> None:
+    """Refuse a run that cannot work, and get its data ready.
+
+    Raises:
+        ValueError: Options do not fit each other, or a package is missing.
+        GossipError: The data set is missing and could not be fetched.
+    """
+    if find_spec("safetensors") is None:
+        raise ValueError("a run exports its model: pip install 'gossipgrad[train]'.")
+    info = data.info(config.data)
+    with torch.device("meta"):
+        models.build(config.model, info)
+    if config.strategy == "gossip":
+        topology.by_name(config.gossip.topology, world_size, seed=config.seed)
+    if info.train_samples < world_size:
+        raise ValueError(
+            f"{world_size} processes cannot share the {info.train_samples} samples of "
+            f"{config.data}; start fewer."
+        )
+    data.prepare(config.data, config.data_dir)

@@ -1,0 +1,211 @@
+"""What a training run is told: frozen dataclasses, checked when made, written as JSON."""
+
+import dataclasses
+import json
+import types
+import typing
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Self
+
+_DEFAULT_LR = {"sgd": 0.1, "adamw": 1e-3}
+_LR_RULES = {
+    "cosine": "lr * (1 + cos(pi * step / steps)) / 2, every step",
+    "constant": "lr",
+}
+# What config.json holds beside the options.
+_NOTES = ("lr_rule", "versions")
+
+
+def _check_choice(owner: object, name: str) -> None:
+    """The field `name` holds one of the values that its `Literal` annotation lists."""
+    annotation = typing.get_type_hints(type(owner))[name]
+    choices = [
+        choice
+        for part in (typing.get_args(annotation) if _is_union(annotation) else (annotation,))
+        for choice in (typing.get_args(part) or (None,))
+    ]
+    value = getattr(owner, name)
+    if value not in choices:
+        shown = ", ".join(str(choice) for choice in choices)
+        raise ValueError(f"{name} is {value!r}, but must be one of {shown}.")
+
+
+def _is_union(annotation: object) -> bool:
+    return typing.get_origin(annotation) in (typing.Union, types.UnionType)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GossipConfig:
+    """How replicas gossip; used by `strategy` gossip alone."""
+
+    topology: Literal["dissemination", "hypercube", "matching", "ring", "complete"] = (
+        "dissemination"
+    )
+    """Who meets whom. hypercube needs a power of two of processes; the others take any number."""
+    mode: Literal["overlap", "sync", "lagged"] = "overlap"
+    """overlap: exchange behind the step's compute. sync: exchange after the update and wait.
+    lagged: the published rule, one step late, for comparison."""
+    payload: Literal["weights", "weights+state", "gradients", "gradients+weights"] = "weights"
+    """What is sent: weights, weights with the optimizer's moments, or (for study) gradients."""
+    every: int = 1
+    """Exchange every so many steps."""
+    average_every: int | None = None
+    """Average all replicas exactly every so many steps; None: never while training."""
+    wire_dtype: Literal["float32", "bfloat16"] | None = None
+    """Number type on the wire; None: that of the parameters."""
+
+    def __post_init__(self) -> None:
+        for name in ("topology", "mode", "payload", "wire_dtype"):
+            _check_choice(self, name)
+        _check_at_least(self, 1, "every", "average_every")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """One training run."""
+
+    data: Literal["digits", "fashion-mnist"] = "digits"
+    """Data set. digits comes with scikit-learn; fashion-mnist is fetched once if missing."""
+    model: Literal["mlp", "lenet"] = "mlp"
+    """Model. lenet takes 28x28 images."""
+    strategy: Literal["gossip", "allreduce", "local"] = "gossip"
+    """How replicas are kept together. gossip: one partner a step. allreduce:
+    DistributedDataParallel. local: not at all."""
+    optimizer: Literal["sgd", "adamw"] = "sgd"
+    """Optimizer, the same on every rank."""
+    epochs: int = 10
+    """Passes over the training part, each rank over its share."""
+    batch_size: int = 32
+    """Samples a step on each rank."""
+    lr: float | None = None
+    """Learning rate at the start; None: 0.1 for sgd, 0.001 for adamw."""
+    lr_schedule: Literal["cosine", "constant"] = "cosine"
+    """cosine: the rate falls to 0 over the run, step by step. constant: it stays."""
+    momentum: float = 0.9
+    """Momentum of sgd; adamw does not use it."""
+    weight_decay: float = 5e-4
+    """Weight decay."""
+    seed: int = 0
+    """Decides initial weights, order of samples and partners."""
+    nproc: int | None = None
+    """Processes to start on this machine; None: 4. Under torchrun or Slurm the world is given,
+    and this is left out."""
+    out: Path | None = None
+    """Folder of the run; None: a new one under runs/."""
+    overwrite: bool = False
+    """Replace the run that `out` holds."""
+    data_dir: Path | None = None
+    """Folder of data sets; None: $GOSSIPGRAD_DATA, then the cache of the user."""
+    gossip: GossipConfig = field(default_factory=GossipConfig)
+    """How replicas gossip."""
+    log_every: int = 10
+    """Steps between two lines of the metrics files."""
+    trace: int = 50
+    """Steps whose spans go into trace.json; 0: no trace."""
+    quiet: bool = False
+    """Show no progress."""
+
+    def __post_init__(self) -> None:
+        for name in ("data", "model", "strategy", "optimizer", "lr_schedule"):
+            _check_choice(self, name)
+        _check_at_least(self, 1, "epochs", "batch_size", "nproc", "log_every")
+        _check_at_least(self, 0, "seed", "weight_decay", "trace")
+        if self.lr is not None and not self.lr > 0:
+            raise ValueError(f"lr is {self.lr}, but must be above 0.")
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum is {self.momentum}, but must be at least 0 and below 1.")
+
+    @property
+    def label(self) -> str:
+        """A name for the folder of the run."""
+        return f"{self.data}-{self.model}-{self.strategy}"
+
+    def resolved(self, *, nproc: int, out: Path) -> Self:
+        """The same run with nothing left to a default."""
+        lr = _DEFAULT_LR[self.optimizer] if self.lr is None else self.lr
+        return dataclasses.replace(self, nproc=nproc, out=out, lr=lr)
+
+    def warn_of_unused(self) -> None:
+        """Warn of options that differ from their defaults and that this run does not use."""
+        if self.strategy != "gossip":
+            for option in dataclasses.fields(GossipConfig):
+                value = getattr(self.gossip, option.name)
+                if value != option.default:
+                    warnings.warn(
+                        f"{option.name}={value} is not used: strategy is {self.strategy}.",
+                        stacklevel=2,
+                    )
+        momentum = type(self).__dataclass_fields__["momentum"].default
+        if self.optimizer != "sgd" and self.momentum != momentum:
+            warnings.warn(
+                f"momentum={self.momentum} is not used: optimizer is {self.optimizer}.",
+                stacklevel=2,
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, as `config.json` holds them."""
+        values = dataclasses.asdict(self)
+        for name in ("out", "data_dir"):
+            if values[name] is not None:
+                values[name] = str(values[name])
+        return values
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Self:
+        """The configuration that `to_json` wrote.
+
+        Raises:
+            ValueError: A name is not known, or a value is not allowed.
+        """
+        values = dict(values)
+        gossip = values.pop("gossip", {})
+        for name in ("out", "data_dir"):
+            if values.get(name) is not None:
+                values[name] = Path(values[name])
+        _check_names(cls, values)
+        _check_names(GossipConfig, gossip)
+        return cls(gossip=GossipConfig(**gossip), **values)
+
+    @classmethod
+    def from_file(cls, path: Path) -> Self:
+        """The configuration in a `config.json`, without the folder it was written to.
+
+        Raises:
+            ValueError: The file is missing or is no `config.json`; the message names it.
+        """
+        try:
+            values = json.loads(path.read_text())
+        except OSError as error:
+            raise ValueError(
+                f"cannot read {path}: {error.strerror}; name the config.json of a run."
+            ) from error
+        except ValueError as error:
+            raise ValueError(f"{path} is not JSON: {error}.") from error
+        if not isinstance(values, dict):
+            raise ValueError(f"{path} is no config.json of a run: it holds no options.")
+        for note in (*_NOTES, "out", "overwrite"):
+            values.pop(note, None)
+        try:
+            return cls.from_json(values)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}: {error}") from error
+
+    def write(self, path: Path, versions: dict[str, str]) -> None:
+        """Write `config.json`: the options, what the learning rate does, and the versions."""
+        notes = dict(zip(_NOTES, (_LR_RULES[self.lr_schedule], versions), strict=True))
+        path.write_text(json.dumps({**self.to_json(), **notes}, indent=2) + "\n")
+
+
+def _check_at_least(owner: object, least: int, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if value is not None and not value >= least:
+            raise ValueError(f"{name} is {value}, but must be at least {least}.")
+
+
+def _check_names(kind: type, values: dict[str, Any]) -> None:
+    known = {option.name for option in dataclasses.fields(kind)}
+    if unknown := sorted(set(values) - known):
+        raise ValueError(f"option {unknown[0]!r} is not known to {kind.__name__}.")

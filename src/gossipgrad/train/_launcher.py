@@ -1,0 +1,170 @@
+"""Starts workers on this machine, watches over them, and passes Ctrl-C on."""
+
+import multiprocessing
+import multiprocessing.forkserver
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from typing import TypeGuard
+
+import torch.distributed as dist
+
+from ._config import TrainConfig
+from ._layout import RunDir
+from ._progress import Progress
+from ._result import RankResult, RunFailedError
+from ._signals import Stops, catch_stops
+from ._worker import LOOPBACK, WorkerSpec, worker_main
+from ._worker_handle import Failure, WorkerHandle
+
+_POLL_SECONDS = 0.1
+# When one rank of an all-reduce is lost the others fail too; wait for the one that was first.
+_CAUSE_GRACE_SECONDS = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launched:
+    """How a run of local workers went.
+
+    Attributes:
+        results: Of the ranks that came to their end.
+        failures: Of those that were lost.
+        stopped_by: The signal that ended the run early, if one did.
+    """
+
+    results: dict[int, RankResult]
+    failures: dict[int, Failure]
+    stopped_by: signal.Signals | None
+
+
+def launch(config: TrainConfig, run_dir: RunDir, progress: Progress) -> Launched:
+    """Run `config.nproc` workers to their end, or to the stop by SIGINT or SIGTERM.
+
+    Workers come out of a fork server that has torch loaded, talk over loopback, and find each
+    other in a store that lives in this process, so that no worker is needed more than the others.
+    When one is lost, gossip and local runs go on without it; an all-reduce run ends. The first
+    signal asks the workers to stop at the next step and keeps what was reached; the second kills
+    them. No worker outlives this call.
+
+    Raises:
+        RunFailedError: A worker could not start, one of an all-reduce was lost, or all were.
+    """
+    with catch_stops() as stops, _hosted_store() as port:
+        workers: list[WorkerHandle] = []
+        try:
+            for worker in _start(config, run_dir, port):
+                workers.append(worker)  # noqa: PERF402  (those started are ended, come what may)
+            _supervise(workers, config, progress, stops)
+        finally:
+            for worker in workers:
+                worker.end()
+    launched = Launched(
+        results={worker.rank: worker.result for worker in workers if worker.result is not None},
+        failures={worker.rank: worker.failure for worker in workers if worker.failure is not None},
+        stopped_by=stops.first,
+    )
+    _check_end(launched, config, run_dir)
+    return launched
+
+
+def _start(config: TrainConfig, run_dir: RunDir, port: int) -> Iterator[WorkerHandle]:
+    assert config.nproc is not None, "resolve the configuration first"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        [
+            "gossipgrad.train._worker",
+            "torch._dynamo",  # the first optimizer of a process loads it, in a second
+            *(["sklearn.datasets"] if config.data == "digits" else []),
+        ]
+    )
+    # The fork server and its children inherit the blocked signal: Ctrl-C in a terminal reaches all
+    # processes of the group, and would end a worker that is just starting.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    for rank in range(config.nproc):
+        ours, theirs = context.Pipe()
+        spec = WorkerSpec(
+            config=config, run_dir=run_dir, rank=rank, world_size=config.nproc, store_port=port
+        )
+        process = context.Process(
+            target=worker_main, args=(spec, theirs), name=f"gossipgrad-rank{rank}"
+        )
+        process.start()
+        theirs.close()
+        yield WorkerHandle(process, ours, rank)
+
+
+@contextmanager
+def _hosted_store() -> Iterator[int]:
+    """A store on loopback, for as long as the block; gives its port."""
+    listener = socket.create_server((LOOPBACK, 0))
+    port = listener.getsockname()[1]
+    # The store closes the descriptor when it goes.
+    store = dist.TCPStore(
+        LOOPBACK,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    try:
+        yield port
+    finally:
+        del store
+
+
+def _supervise(
+    workers: list[WorkerHandle], config: TrainConfig, progress: Progress, stops: Stops
+) -> None:
+    """Listen to the workers until each is over or the run is."""
+    told = False
+    doomed_seconds: float | None = None
+    while running := [worker for worker in workers if not worker.over]:
+        wait([worker.pipe for worker in running], timeout=_POLL_SECONDS)
+        for worker in running:
+            worker.listen(progress)
+            if (lost := worker.failure) is not None and not _is_fatal(lost, config):
+                progress.notice(f"rank {lost.rank} {lost.cause}; the others go on")
+        if stops.first is not None:
+            if stops.insisted or not all(worker.ready for worker in workers):
+                return
+            if not told:
+                told = True
+                progress.notice("stopping at the next step; once more to stop at once")
+                for worker in running:
+                    worker.tell_to_stop()
+            continue
+        fatal = [lost for worker in workers if _is_fatal(lost := worker.failure, config)]
+        if fatal:
+            doomed_seconds = doomed_seconds or time.monotonic() + _CAUSE_GRACE_SECONDS
+            if not all(lost.is_consequence for lost in fatal) or time.monotonic() > doomed_seconds:
+                return
+
+
+def _is_fatal(failure: Failure | None, config: TrainConfig) -> TypeGuard[Failure]:
+    """Whether the run cannot go on without this worker."""
+    return failure is not None and (not failure.started or config.strategy == "allreduce")
+
+
+def _check_end(launched: Launched, config: TrainConfig, run_dir: RunDir) -> None:
+    """Raise if there is nothing to keep of the run, naming the worker that fell first."""
+    failures = sorted(launched.failures.values(), key=lambda lost: lost.is_consequence)
+    if launched.stopped_by is not None and (launched.results or not failures):
+        return
+    fatal = [lost for lost in failures if _is_fatal(lost, config)]
+    if not fatal and launched.results:
+        return
+    first = (fatal or failures)[0]
+    why = "" if first.started else " before its first step"
+    if first.started and config.strategy == "allreduce":
+        why = "; all-reduce needs every rank, so the run is over"
+    where = run_dir.errors(first.rank)
+    trace = f" (traceback in {where})" if where.exists() else ""
+    raise RunFailedError(f"rank {first.rank} {first.cause}{why}{trace}")

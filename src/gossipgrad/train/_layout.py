@@ -1,0 +1,105 @@
+"""Names of the files in the folder of a run."""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """The folder of one run and what lies where in it."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """All options."""
+        return self.path / "config.json"
+
+    @property
+    def summary(self) -> Path:
+        """Figures of the whole run."""
+        return self.path / "summary.json"
+
+    @property
+    def model(self) -> Path:
+        """The exported weights."""
+        return self.path / "model.safetensors"
+
+    @property
+    def trace(self) -> Path:
+        """Spans of all ranks as a Chrome trace."""
+        return self.path / "trace.json"
+
+    @property
+    def partial(self) -> Path:
+        """What ranks leave for the one that puts the run together; removed at the end."""
+        return self.path / "partial"
+
+    def metrics(self, rank: int) -> Path:
+        """Metrics of a rank, one JSON object a line."""
+        return self.path / f"metrics-rank{rank}.jsonl"
+
+    def errors(self, rank: int) -> Path:
+        """Traceback of a rank that failed."""
+        return self.path / f"errors-rank{rank}.txt"
+
+    def rank_model(self, rank: int) -> Path:
+        """What a rank has for export."""
+        return self.partial / f"model-rank{rank}.safetensors"
+
+    def rank_trace(self, rank: int) -> Path:
+        """Spans of a rank."""
+        return self.partial / f"trace-rank{rank}.jsonl"
+
+    def remove_partial(self) -> None:
+        """Remove what ranks left for whoever put the run together."""
+        shutil.rmtree(self.partial, ignore_errors=True)
+
+    def clear(self) -> None:
+        """Remove the files of an earlier run, and those alone."""
+        self.remove_partial()
+        for pattern in (
+            "config.json",
+            "summary.json",
+            "model.safetensors",
+            "trace.json",
+            "report.html",
+            "metrics-rank*.jsonl",
+            "errors-rank*.txt",
+        ):
+            for file in self.path.glob(pattern):
+                file.unlink()
+
+
+def claim(out: Path | None, *, name: str, overwrite: bool) -> RunDir:
+    """Make the folder of a run, or the next free `runs/NAME-N` when `out` is None.
+
+    Raises:
+        ValueError: `out` holds a run and `overwrite` is not set, or it cannot be written to.
+    """
+    try:
+        if out is None:
+            number = 1
+            while True:
+                folder = RunDir(Path("runs") / f"{name}-{number}")
+                try:
+                    folder.path.mkdir(parents=True)
+                    break
+                except FileExistsError:
+                    number += 1
+        else:
+            folder = RunDir(out)
+            folder.path.mkdir(parents=True, exist_ok=True)
+            if not overwrite and folder.config.exists():
+                raise ValueError(
+                    f"{out} holds a run already; name another folder with --out, or replace it "
+                    "with --overwrite."
+                )
+            folder.clear()
+        folder.partial.mkdir()
+    except OSError as error:
+        raise ValueError(
+            f"cannot write to {error.filename}: {error.strerror}; name another folder with --out."
+        ) from error
+    return folder

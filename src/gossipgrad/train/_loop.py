@@ -1,0 +1,146 @@
+"""The training loop: what a user's own loop does, with a clock and a stop."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from gossipgrad.data import ShardedBatches
+
+from ._evaluate import Evaluation, TestPart
+from ._metrics import Event, Metrics
+from ._result import RunStopped
+from ._spans import StepSpans
+from ._strategies import Strategy
+
+_PROGRESS_SECONDS = 0.1
+
+
+@dataclass(kw_only=True)
+class Loop:
+    """Trains for some epochs and evaluates after each.
+
+    Attributes:
+        strategy: Keeps the replicas together.
+        optimizer: Updates the replica.
+        scheduler: Sets the learning rate, step by step.
+        batches: Training samples of this rank.
+        test: The test part.
+        epochs: How many passes.
+        log_every: Steps between two step events in the metrics.
+        metrics: Where figures are counted and written.
+        spans: Where spans of time go.
+        stop: Set from outside to end at the next step boundary.
+        emit: Takes "progress" and "epoch" events for whoever watches.
+    """
+
+    strategy: Strategy
+    optimizer: Optimizer
+    scheduler: LRScheduler
+    batches: ShardedBatches
+    test: TestPart
+    epochs: int
+    log_every: int
+    metrics: Metrics
+    spans: StepSpans
+    stop: threading.Event
+    emit: Callable[[Event], None]
+    _last_progress: float = 0.0
+
+    def run(self) -> Evaluation:
+        """Train to the end or the stop; returns the last evaluation."""
+        for epoch in range(self.epochs):
+            finished = self._train_epoch(epoch)
+            evaluation = self._evaluate(epoch, final=not finished or epoch + 1 == self.epochs)
+            if finished:
+                self.metrics.epochs += 1
+            if evaluation.final:
+                return evaluation
+        raise AssertionError("the last epoch's evaluation is final")
+
+    def _train_epoch(self, epoch: int) -> bool:
+        """Whether the epoch was finished."""
+        self.metrics.begin_epoch()
+        batches = self.batches.epoch(epoch)
+        for _ in range(len(self.batches)):
+            if self.stop.is_set():
+                return False
+            step = self.metrics.steps
+            self.spans.begin(step)
+            start_seconds = perf_counter()
+            with self.spans.measure("data", step):
+                x, y = next(batches)
+            try:
+                loss = self._step(x, y, step)
+            except RunStopped:
+                return False
+            step_seconds = perf_counter() - start_seconds
+            self.metrics.count_step(loss, len(y), step_seconds)
+            self._log(epoch, loss, step_seconds)
+        return True
+
+    def _step(
+        self, x: Float[Tensor, "batch channel height width"], y: Int[Tensor, " batch"], step: int
+    ) -> float:
+        with self.spans.measure("forward", step):
+            loss = nn.functional.cross_entropy(self.strategy.model(x), y)
+        with self.spans.measure("backward", step):
+            self.strategy.backward(loss)
+        with self.spans.measure("optimizer", step):
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+        return loss.item()
+
+    def _log(self, epoch: int, loss: float, step_seconds: float) -> None:
+        metrics = self.metrics
+        traffic = None
+        if metrics.steps % self.log_every == 0:
+            traffic = self.strategy.traffic()
+            metrics.write(
+                "step",
+                step=metrics.steps,
+                epoch=epoch,
+                seconds=metrics.seconds,
+                loss=loss,
+                samples=metrics.samples,
+                consensus_distance_estimate=traffic.consensus_distance_estimate,
+                exposed_seconds=traffic.exposed_seconds,
+                step_seconds=step_seconds,
+            )
+        if metrics.seconds - self._last_progress >= _PROGRESS_SECONDS:
+            self._last_progress = metrics.seconds
+            traffic = traffic or self.strategy.traffic()
+            self.emit(
+                {
+                    "event": "progress",
+                    "epoch": epoch,
+                    "step": metrics.steps,
+                    "loss": metrics.epoch_loss,
+                    "samples_per_second": metrics.samples_per_second,
+                    "consensus_distance": traffic.consensus_distance_estimate,
+                    "exposed_share": traffic.exposed_seconds / metrics.train_seconds,
+                }
+            )
+
+    def _evaluate(self, epoch: int, *, final: bool) -> Evaluation:
+        metrics = self.metrics
+        with self.spans.measure("evaluate", metrics.steps):
+            evaluation = self.strategy.evaluate(self.test, final=final)
+        event = metrics.write(
+            "epoch",
+            epoch=epoch,
+            step=metrics.steps,
+            seconds=metrics.seconds,
+            accuracy=evaluation.accuracy,
+            loss=metrics.epoch_loss,
+            consensus_distance=evaluation.consensus_distance,
+            samples_per_second=metrics.samples_per_second,
+        )
+        self.emit(event)
+        return evaluation

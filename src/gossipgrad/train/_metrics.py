@@ -1,0 +1,82 @@
+"""Metrics of one rank: counted while it trains, written as one JSON object a line."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+from types import TracebackType
+from typing import Any, Self
+
+Event = dict[str, Any]
+
+
+class Metrics:
+    """Counts what a rank has done and writes it down as it happens.
+
+    Args:
+        path: The file; replaced.
+        now: The clock, in seconds.
+    """
+
+    def __init__(self, path: Path, *, now: Callable[[], float] = perf_counter) -> None:
+        self.steps = 0
+        self.samples = 0
+        self.epochs = 0
+        self.train_seconds = 0.0
+        self._now = now
+        self._start = now()
+        self._loss_sum = 0.0
+        self._epoch_samples = 0
+        self._epoch_seconds = 0.0
+        self._file = path.open("w", buffering=1)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._file.close()
+
+    @property
+    def seconds(self) -> float:
+        """Since the start."""
+        return self._now() - self._start
+
+    def count_step(self, loss: float, samples: int, step_seconds: float) -> None:
+        """Add a finished step of `samples` samples with mean loss `loss`."""
+        self.steps += 1
+        self.samples += samples
+        self.train_seconds += step_seconds
+        self._loss_sum += loss * samples
+        self._epoch_samples += samples
+        self._epoch_seconds += step_seconds
+
+    def begin_epoch(self) -> None:
+        """Forget the sums of the epoch before."""
+        self._loss_sum = self._epoch_seconds = 0.0
+        self._epoch_samples = 0
+
+    @property
+    def epoch_loss(self) -> float:
+        """Mean training loss of the epoch so far, NaN before its first step."""
+        return self._loss_sum / self._epoch_samples if self._epoch_samples else math.nan
+
+    @property
+    def samples_per_second(self) -> float:
+        """Of this rank, in the epoch so far, evaluations left out."""
+        return self._epoch_samples / self._epoch_seconds if self._epoch_seconds else 0.0
+
+    def write(self, event: str, **values: Any) -> Event:
+        """Write one event and return it; numbers that are not finite become null."""
+        record = {"event": event, **{name: _plain(value) for name, value in values.items()}}
+        self._file.write(json.dumps(record) + "\n")
+        return record
+
+
+def _plain(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,142 @@
+"""What a run shows while it goes on: a live line, a line an epoch, or nothing."""
+
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from ._config import TrainConfig
+from ._metrics import Event
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
+
+
+class Progress:
+    """Takes the events of all ranks and shows the lowest one that is alive; shows nothing itself.
+
+    Samples per second are summed over the ranks.
+    """
+
+    def __init__(self, config: TrainConfig, world_size: int) -> None:
+        self._epochs = config.epochs
+        self._latest: dict[int, Event] = {}
+        self._lost: set[int] = set()
+        self._world_size = world_size
+
+    def take(self, rank: int, event: Event) -> None:
+        """Take an event of a rank."""
+        kind = event["event"]
+        if kind == "failed":
+            self._lost.add(rank)
+            self._latest.pop(rank, None)
+        if kind in ("progress", "epoch"):
+            self._latest[rank] = event
+        if rank == min(set(range(self._world_size)) - self._lost, default=None):
+            if kind == "ready":
+                self._show_start(event["total_steps"])
+            elif kind == "progress":
+                self._show_step(event)
+            elif kind == "epoch":
+                self._show_epoch(event)
+
+    def notice(self, text: str) -> None:
+        """Tell the user something that happened, on stderr."""
+        print(f"gossipgrad: {text}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+
+    @property
+    def samples_per_second(self) -> float:
+        """Of all ranks together, as last heard."""
+        return sum(event["samples_per_second"] for event in self._latest.values())
+
+    def _show_start(self, total_steps: int) -> None:
+        pass
+
+    def _show_step(self, event: Event) -> None:
+        pass
+
+    def _show_epoch(self, event: Event) -> None:
+        pass
+
+    def _epoch_line(self, event: Event) -> str:
+        parts = [
+            f"epoch {event['epoch'] + 1}/{self._epochs}",
+            f"loss {_number(event['loss'], '.4f')}",
+            f"accuracy {event['accuracy']:.2%}",
+        ]
+        if event["consensus_distance"] is not None:
+            parts.append(f"consensus distance {event['consensus_distance']:.3g}")
+        parts.append(f"{self.samples_per_second:,.0f} samples/s")
+        return "  ".join(parts)
+
+
+class PlainProgress(Progress):
+    """One plain line an epoch, for logs."""
+
+    def _show_epoch(self, event: Event) -> None:
+        print(self._epoch_line(event), flush=True)
+
+
+class LiveProgress(Progress):
+    """A line an epoch above a bar that moves with the steps, for terminals."""
+
+    def __init__(self, config: TrainConfig, world_size: int) -> None:
+        from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as RichProgress
+
+        super().__init__(config, world_size)
+        self._bar = RichProgress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=20),
+            TextColumn("{task.fields[figures]}"),
+            TimeRemainingColumn(),
+            transient=True,
+        )
+        self._task: TaskID = self._bar.add_task("starting", total=None, figures="")
+        self._bar.start()
+
+    def notice(self, text: str) -> None:
+        """Tell the user something that happened, above the bar."""
+        self._bar.console.print(f"gossipgrad: {text}", markup=False, highlight=False)
+
+    def close(self) -> None:
+        """Take the bar away."""
+        self._bar.stop()
+
+    def _show_start(self, total_steps: int) -> None:
+        self._bar.update(self._task, total=total_steps)
+
+    def _show_step(self, event: Event) -> None:
+        figures = [f"loss {_number(event['loss'], '.4f')}"]
+        if event["consensus_distance"] is not None:
+            figures.append(f"distance ~{event['consensus_distance']:.3g}")
+        figures.append(f"{self.samples_per_second:,.0f} samples/s")
+        figures.append(f"exposed {event['exposed_share']:.0%}")
+        self._bar.update(
+            self._task,
+            completed=event["step"],
+            description=f"epoch {event['epoch'] + 1}/{self._epochs}",
+            figures="  ".join(figures),
+        )
+
+    def _show_epoch(self, event: Event) -> None:
+        self._bar.console.print(self._epoch_line(event), markup=False, highlight=False)
+        self._bar.update(self._task, completed=event["step"])
+
+
+def make_progress(config: TrainConfig, world_size: int) -> Progress:
+    """Live on a terminal, plain elsewhere and in CI, silent with `quiet`."""
+    if config.quiet:
+        return Progress(config, world_size)
+    if sys.stdout.isatty() and not os.environ.get("CI"):
+        try:
+            return LiveProgress(config, world_size)
+        except ModuleNotFoundError:
+            pass
+    return PlainProgress(config, world_size)
+
+
+def _number(value: Any, form: str) -> str:
+    return "nan" if value is None else format(value, form)

@@ -1,0 +1,134 @@
+"""What one rank does: the training loop and the evaluations around it."""
+
+import math
+import threading
+from collections.abc import Callable
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from gossipgrad import models
+from gossipgrad.data import Dataset, ShardedBatches
+
+from ._config import TrainConfig
+from ._evaluate import TestPart
+from ._layout import RunDir
+from ._loop import Loop
+from ._metrics import Event, Metrics
+from ._result import RankResult
+from ._spans import StepSpans
+from ._strategies import make_strategy
+
+
+def train_rank(
+    config: TrainConfig,
+    dataset: Dataset,
+    run_dir: RunDir,
+    *,
+    rank: int,
+    world_size: int,
+    stop: threading.Event,
+    emit: Callable[[Event], None],
+) -> RankResult:
+    """Train one replica to the end or the stop, and leave it in `run_dir` for export.
+
+    The default process group must be there, except for `strategy` local. Runs one thread of
+    compute. With the same `config` and as many ranks a run repeats bit for bit, for as long as no
+    rank dies.
+
+    Args:
+        config: The options; `lr` must be filled in.
+        dataset: What to learn.
+        run_dir: Where files go.
+        rank: This rank.
+        world_size: How many there are.
+        stop: Set from outside to end the run at the next step boundary.
+        emit: Takes events for whoever watches: "ready", "progress", "epoch".
+
+    Returns:
+        The figures of this rank.
+
+    Raises:
+        PeerLostError: An all-reduce found a rank gone.
+    """
+    torch.set_num_threads(1)
+    torch.manual_seed(config.seed)
+    model = models.build(config.model, dataset.info)
+    optimizer = make_optimizer(config, model)
+    batches = ShardedBatches(
+        x=dataset.train_x,
+        y=dataset.train_y,
+        batch_size=config.batch_size,
+        rank=rank,
+        world_size=world_size,
+        seed=config.seed,
+    )
+    total_steps = config.epochs * len(batches)
+    spans = StepSpans(rank, num_steps=config.trace, total_steps=total_steps)
+    test = TestPart.of(dataset, rank=rank, world_size=world_size)
+    strategy = make_strategy(config, model, optimizer, stop=stop, spans=spans)
+    with Metrics(run_dir.metrics(rank)) as metrics:
+        emit({"event": "ready", "total_steps": total_steps})
+        final = Loop(
+            strategy=strategy,
+            optimizer=optimizer,
+            scheduler=make_scheduler(config, optimizer, total_steps=total_steps),
+            batches=batches,
+            test=test,
+            epochs=config.epochs,
+            log_every=config.log_every,
+            metrics=metrics,
+            spans=spans,
+            stop=stop,
+            emit=emit,
+        ).run()
+        seconds = metrics.seconds
+    traffic = strategy.traffic()
+    own_accuracy = test.accuracy(model) if config.strategy == "gossip" else final.accuracy
+    strategy.close()
+    save_file(final.weights, run_dir.rank_model(rank))
+    spans.save(run_dir.rank_trace(rank))
+    return RankResult(
+        rank=rank,
+        steps=metrics.steps,
+        epochs=metrics.epochs,
+        samples=metrics.samples,
+        seconds=seconds,
+        train_seconds=metrics.train_seconds,
+        accuracy=final.accuracy,
+        own_accuracy=own_accuracy,
+        is_consensus=final.is_consensus,
+        consensus_distance=final.consensus_distance,
+        stopped=metrics.steps < total_steps,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        gradient_bytes=sum(parameter.nbytes for parameter in model.parameters()),
+        bytes_sent=traffic.bytes_sent,
+        exposed_seconds=traffic.exposed_seconds,
+        mixing_seconds=traffic.mixing_seconds,
+        extra_memory_bytes=traffic.extra_memory_bytes,
+        outcomes=traffic.outcomes,
+        notes=tuple(strategy.notes),
+    )
+
+
+def make_optimizer(config: TrainConfig, model: nn.Module) -> Optimizer:
+    """The optimizer that `config` names, over all parameters of `model`."""
+    assert config.lr is not None, "resolve the configuration first"
+    if config.optimizer == "sgd":
+        return SGD(
+            model.parameters(),
+            lr=config.lr,
+            momentum=config.momentum,
+            weight_decay=config.weight_decay,
+        )
+    return AdamW(model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
+
+
+def make_scheduler(config: TrainConfig, optimizer: Optimizer, *, total_steps: int) -> LRScheduler:
+    """The learning rate as a function of the step; see `TrainConfig.lr_schedule`."""
+    if config.lr_schedule == "constant":
+        return LambdaLR(optimizer, lambda step: 1.0)
+    return LambdaLR(optimizer, lambda step: 0.5 * (1 + math.cos(math.pi * step / total_steps)))

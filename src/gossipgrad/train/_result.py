@@ -1,0 +1,62 @@
+"""What one rank hands back at the end of its part."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Self
+
+from gossipgrad.errors import GossipError
+
+
+class RunFailedError(GossipError):
+    """A run ended before its end and left nothing to keep; the message names the rank and why."""
+
+
+class RunStopped(GossipError):  # noqa: N818  (a stop is no error)
+    """This rank was in a collective when the others left, all having been told to stop."""
+
+
+class PeerLostError(GossipError):
+    """This rank could not go on because another one is gone."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankResult:
+    """Figures of one rank, plain values that travel as JSON."""
+
+    rank: int
+    steps: int
+    epochs: int
+    """Epochs finished."""
+    samples: int
+    seconds: float
+    """From the first step to the end of the last evaluation."""
+    train_seconds: float
+    """`seconds` less the evaluations between epochs."""
+    accuracy: float
+    """Of the model this rank holds for export, on the whole test part; share of 1."""
+    own_accuracy: float
+    """Of this rank's replica, on the whole test part; share of 1."""
+    is_consensus: bool
+    """Whether the model for export stands for all ranks."""
+    consensus_distance: float | None
+    stopped: bool
+    """Whether the rank was told to stop before its last step."""
+    parameters: int
+    gradient_bytes: int
+    bytes_sent: int
+    exposed_seconds: float
+    mixing_seconds: float | None
+    extra_memory_bytes: int | None
+    outcomes: dict[str, int]
+    notes: tuple[str, ...] = ()
+    """What the user should know of this rank's end."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Self:
+        """The result that `to_json` wrote."""
+        arguments: dict[str, Any] = {**values, "notes": tuple(values["notes"])}
+        return cls(**arguments)

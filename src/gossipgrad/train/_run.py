@@ -1,0 +1,76 @@
+"""The front door: one call, one run."""
+
+import os
+
+from ._check import check
+from ._config import TrainConfig
+from ._launcher import launch
+from ._layout import claim
+from ._outcome import Outcome, exit_code_of
+from ._progress import make_progress
+from ._summary import compose, finish, versions
+from ._world import find_world, run_in_world
+
+_DEFAULT_NPROC = 4
+
+
+def run(config: TrainConfig) -> Outcome:
+    """Train as `config` says and leave the run in its folder.
+
+    Starts the workers on this machine and waits for them, or, inside a world that torchrun or
+    Slurm has started, takes part in it as one rank. What can be checked is checked before a process
+    starts.
+
+    A gossip run goes on when ranks die: the summary names them, and the exported model is then the
+    replica of the lowest rank that is left.
+
+    Like every program that starts processes with multiprocessing, a script that calls this keeps
+    the call under `if __name__ == "__main__":`.
+
+    Args:
+        config: The options.
+
+    Returns:
+        How it ended, and where the files are.
+
+    Raises:
+        ValueError: The options cannot work; nothing was started.
+        GossipError: The run failed and nothing can be kept of it, or its data cannot be fetched.
+    """
+    config.warn_of_unused()
+    if (world := find_world(os.environ)) is not None:
+        return run_in_world(config, world)
+    nproc = config.nproc or _DEFAULT_NPROC
+    check(config, nproc)
+    run_dir = claim(config.out, name=config.label, overwrite=config.overwrite)
+    config = config.resolved(nproc=nproc, out=run_dir.path)
+    config.write(run_dir.config, versions())
+    if not config.quiet:
+        print(run_dir.config.read_text(), end="", flush=True)
+    progress = make_progress(config, nproc)
+    try:
+        launched = launch(config, run_dir, progress)
+    except BaseException:
+        run_dir.remove_partial()
+        raise
+    finally:
+        progress.close()
+    if not launched.results:
+        run_dir.remove_partial()
+        return Outcome(exit_code=exit_code_of(launched.stopped_by), run_dir=run_dir.path)
+    exported = launched.results[min(launched.results)]
+    summary = compose(
+        config,
+        launched.results,
+        {rank: lost.cause for rank, lost in launched.failures.items()},
+        world_size=nproc,
+        exported=exported,
+        stopped_by=launched.stopped_by,
+    )
+    report = finish(run_dir, summary, exported)
+    return Outcome(
+        exit_code=exit_code_of(launched.stopped_by if summary["interrupted"] else None),
+        run_dir=run_dir.path,
+        summary=summary,
+        report=report,
+    )

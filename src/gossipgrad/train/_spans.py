@@ -1,0 +1,50 @@
+"""Spans of a few steps, from the loop and the session, for the trace."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import perf_counter
+
+from gossipgrad.trace import Trace
+
+# Links are made and caches filled in the first steps, which are no picture of the others.
+_WARM_UP_STEPS = 5
+
+
+class StepSpans:
+    """A recorder that keeps the spans of `num_steps` steps near the start and drops the rest.
+
+    Args:
+        rank: Whose spans.
+        num_steps: Steps to keep; 0 records nothing.
+        total_steps: Steps of the run. The first five are left out where that many remain.
+    """
+
+    def __init__(self, rank: int, *, num_steps: int, total_steps: int) -> None:
+        self._trace = Trace(rank) if num_steps else None
+        self._first = min(_WARM_UP_STEPS, max(total_steps - num_steps, 0))
+        self._end = self._first + num_steps
+        self._recording = False
+
+    def begin(self, step: int) -> None:
+        """Tell the step that starts now."""
+        self._recording = self._first <= step < self._end
+
+    def span(
+        self, name: str, start_seconds: float, end_seconds: float, **attributes: object
+    ) -> None:
+        """Keep a span if a step of interest is under way; the session calls this."""
+        if self._recording and self._trace is not None:
+            self._trace.span(name, start_seconds, end_seconds, **attributes)
+
+    @contextmanager
+    def measure(self, name: str, step: int) -> Iterator[None]:
+        """Record the time inside the block as a span of `step`."""
+        start_seconds = perf_counter()
+        yield
+        self.span(name, start_seconds, perf_counter(), step=step)
+
+    def save(self, path: Path) -> None:
+        """Write the spans to `path`, if any were asked for."""
+        if self._trace is not None:
+            self._trace.save(path)

@@ -1,0 +1,149 @@
+"""Puts a run together from what its ranks handed in."""
+
+import json
+import os
+import platform
+import signal
+from collections import Counter
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from gossipgrad.trace import merge_traces, write_report
+
+from ._config import TrainConfig
+from ._layout import RunDir
+from ._result import RankResult
+from ._ring_clock import ring_bytes
+
+_PACKAGES = ("gossipgrad", "torch", "numpy", "pyzmq", "scikit-learn", "safetensors")
+
+
+def compose(
+    config: TrainConfig,
+    results: Mapping[int, RankResult],
+    lost: Mapping[int, str],
+    *,
+    world_size: int,
+    exported: RankResult,
+    stopped_by: signal.Signals | None,
+) -> dict[str, Any]:
+    """The content of `summary.json`.
+
+    Figures a step are means over the ranks that came to their end. `accuracy` is that of the
+    exported model, whichever the strategy.
+
+    Args:
+        config: The resolved options.
+        results: Of the ranks that came to their end.
+        lost: Why each of the others did not.
+        world_size: How many ranks there were at the start.
+        exported: The rank whose model is exported.
+        stopped_by: The signal that ended the run early, if one did.
+    """
+    ranks = list(results.values())
+    outcomes: Counter[str] = Counter()
+    for result in ranks:
+        outcomes.update(result.outcomes)
+    notes = [
+        f"rank {result.rank}: {note}"
+        for result in ranks
+        for note in result.notes
+        if result is exported
+    ]
+    return {
+        "strategy": config.strategy,
+        "world_size": world_size,
+        "model": config.model,
+        "data": config.data,
+        "optimizer": config.optimizer,
+        "accuracy": exported.accuracy,
+        "accuracy_per_rank": [
+            results[rank].own_accuracy if rank in results else None for rank in range(world_size)
+        ],
+        "model_is_consensus": exported.is_consensus,
+        "model_from_rank": exported.rank,
+        "consensus_distance": exported.consensus_distance,
+        "steps": max(result.steps for result in ranks),
+        "steps_per_rank": [
+            results[rank].steps if rank in results else None for rank in range(world_size)
+        ],
+        "epochs": max(result.epochs for result in ranks),
+        "seconds": max(result.seconds for result in ranks),
+        "samples_per_second": sum(_ratio(r.samples, r.train_seconds) or 0.0 for r in ranks),
+        "step_seconds": _mean_ratio(ranks, "train_seconds", "steps"),
+        "bytes_sent_per_step": _mean_ratio(ranks, "bytes_sent", "steps"),
+        "bytes_sent_are": "computed: ring all-reduce, 2 (p - 1) / p of the gradient bytes"
+        if config.strategy == "allreduce"
+        else "counted",
+        "all_reduce_bytes_per_step": ring_bytes(exported.gradient_bytes, world_size),
+        "exposed_seconds_per_step": _mean_ratio(ranks, "exposed_seconds", "steps"),
+        "mixing_seconds_per_step": None
+        if exported.mixing_seconds is None
+        else _mean_ratio(ranks, "mixing_seconds", "steps"),
+        "extra_memory_bytes": exported.extra_memory_bytes,
+        "outcomes": dict(outcomes),
+        "interrupted": any(result.stopped for result in ranks),
+        "stopped_by": None if stopped_by is None else stopped_by.name,
+        "lost_ranks": sorted(lost),
+        "lost_because": {str(rank): lost[rank] for rank in sorted(lost)},
+        "notes": notes,
+        "parameters": exported.parameters,
+        "machine": machine(),
+        "versions": versions(),
+    }
+
+
+def finish(run_dir: RunDir, summary: dict[str, Any], exported: RankResult) -> Path:
+    """Write the exported model, the summary, the trace and the report; returns the report.
+
+    In this order, so that what matters most is there should a later one fail.
+    """
+    run_dir.rank_model(exported.rank).replace(run_dir.model)
+    write_json(run_dir.summary, summary)
+    if traces := sorted(run_dir.partial.glob("trace-rank*.jsonl")):
+        merge_traces(traces, run_dir.trace)
+    run_dir.remove_partial()
+    return write_report(run_dir.path)
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write JSON so that the file is whole or not there."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(value, indent=2) + "\n")
+    partial.replace(path)
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that decide the figures."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """The machine that the summary was written on."""
+    cpus = Path("/proc/cpuinfo")
+    lines = cpus.read_text().splitlines() if cpus.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return {
+        "system": platform.platform(),
+        "processor": names[0] if names else platform.processor(),
+        "cores": len(os.sched_getaffinity(0)),
+    }
+
+
+def _ratio(value: float, by: float) -> float | None:
+    return value / by if by else None
+
+
+def _mean_ratio(ranks: list[RankResult], value: str, by: str) -> float | None:
+    ratios = [_ratio(getattr(result, value), getattr(result, by)) for result in ranks]
+    known = [ratio for ratio in ratios if ratio is not None]
+    return fmean(known) if known else None

@@ -1,0 +1,109 @@
+"""A worker process of the launcher: joins the others, trains, reports over its pipe."""
+
+import contextlib
+import os
+import signal
+import threading
+import traceback
+import warnings
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+
+import torch.distributed as dist
+
+from gossipgrad import data
+from gossipgrad.errors import GossipError
+
+from ._config import TrainConfig
+from ._layout import RunDir
+from ._metrics import Event
+from ._rank import train_rank
+from ._result import PeerLostError
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerSpec:
+    """What a worker is told."""
+
+    config: TrainConfig
+    run_dir: RunDir
+    rank: int
+    world_size: int
+    store_port: int
+
+
+def worker_main(spec: WorkerSpec, pipe: Connection) -> None:
+    """Body of a worker process.
+
+    Whatever comes over `pipe` means stop; its end means that the launcher is gone, and the process
+    ends at once. Back go events: "ready", "progress", "epoch", and as the last "result" or
+    "failed". Ctrl-C reaches the launcher, which passes it on; here it is ignored.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if spec.rank != 0:
+        warnings.simplefilter("ignore")  # all ranks would warn of the same
+    stop = threading.Event()
+    threading.Thread(target=_listen, args=(pipe, stop), daemon=True).start()
+    started = False
+
+    def emit(event: Event) -> None:
+        nonlocal started
+        started = started or event["event"] == "ready"
+        pipe.send(event)
+
+    try:
+        dataset = data.load(spec.config.data, spec.config.data_dir)
+        if spec.config.strategy != "local":
+            _join(spec)
+        result = train_rank(
+            spec.config,
+            dataset,
+            spec.run_dir,
+            rank=spec.rank,
+            world_size=spec.world_size,
+            stop=stop,
+            emit=emit,
+        )
+        pipe.send({"event": "result", "result": result.to_json()})
+    except Exception as error:
+        with contextlib.suppress(OSError):
+            spec.run_dir.errors(spec.rank).write_text(traceback.format_exc())
+        pipe.send(
+            {
+                "event": "failed",
+                "started": started,
+                "cause": short_cause(error),
+                "is_consequence": isinstance(error, PeerLostError),
+            }
+        )
+        # A broken process group may hang in its own teardown; there is nothing left to save.
+        os._exit(1)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def short_cause(error: BaseException) -> str:
+    """An exception in one line; its type is left out where the message is meant for the user."""
+    lines = str(error).strip().splitlines() or ["no message"]
+    if isinstance(error, (ValueError, GossipError)):
+        return " ".join(lines)
+    return f"{type(error).__name__}: {lines[0]}"
+
+
+def _join(spec: WorkerSpec) -> None:
+    # Without this Gloo listens where the host name leads, which may be a public address.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = dist.TCPStore(LOOPBACK, spec.store_port, is_master=False, timeout=timedelta(minutes=5))
+    dist.init_process_group("gloo", store=store, rank=spec.rank, world_size=spec.world_size)
+
+
+def _listen(pipe: Connection, stop: threading.Event) -> None:
+    try:
+        while True:
+            pipe.recv()
+            stop.set()
+    except (EOFError, OSError):
+        os._exit(1)

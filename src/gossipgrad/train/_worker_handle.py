@@ -1,0 +1,98 @@
+"""The launcher's end of one worker process."""
+
+import contextlib
+import signal
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+
+from ._metrics import Event
+from ._progress import Progress
+from ._result import RankResult
+
+_EXIT_GRACE_SECONDS = 10.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """Why a worker was lost."""
+
+    rank: int
+    cause: str
+    """Goes on after "rank 3": "was killed by SIGKILL"."""
+    started: bool
+    """Whether it had begun to train."""
+    is_consequence: bool = False
+    """Whether it fell because another one had."""
+
+
+class WorkerHandle:
+    """One worker, as the launcher sees it.
+
+    Attributes:
+        rank: Its rank.
+        ready: Whether it has begun to train.
+        result: What it handed in, at its end.
+        failure: Why it was lost, if it was.
+    """
+
+    def __init__(self, process: ForkServerProcess, pipe: Connection, rank: int) -> None:
+        self.rank = rank
+        self.ready = False
+        self.result: RankResult | None = None
+        self.failure: Failure | None = None
+        self.pipe = pipe
+        self._process = process
+
+    @property
+    def over(self) -> bool:
+        """Whether it has handed in its result or was lost."""
+        return self.result is not None or self.failure is not None
+
+    def tell_to_stop(self) -> None:
+        """Ask it to stop at the next step; one that is gone has stopped."""
+        with contextlib.suppress(OSError):
+            self.pipe.send("stop")
+
+    def listen(self, progress: Progress) -> None:
+        """Take in what it has sent; the end of the pipe before a result is its end."""
+        try:
+            while not self.over and self.pipe.poll():
+                self._take(self.pipe.recv(), progress)
+        except (EOFError, OSError):
+            self._process.join(_EXIT_GRACE_SECONDS)
+            self.failure = Failure(
+                rank=self.rank, cause=_exit_cause(self._process.exitcode), started=self.ready
+            )
+
+    def _take(self, event: Event, progress: Progress) -> None:
+        if event["event"] == "ready":
+            self.ready = True
+        elif event["event"] == "result":
+            self.result = RankResult.from_json(event["result"])
+        elif event["event"] == "failed":
+            self.failure = Failure(
+                rank=self.rank,
+                cause=f"failed: {event['cause']}",
+                started=self.ready,
+                is_consequence=event["is_consequence"],
+            )
+        progress.take(self.rank, event)
+
+    def end(self) -> None:
+        """Wait a while for one that has handed in its result; kill it then, and any other now."""
+        if self.result is not None:
+            self._process.join(_EXIT_GRACE_SECONDS)
+        if self._process.is_alive():
+            self._process.kill()
+        self._process.join()
+        self.pipe.close()
+
+
+def _exit_cause(exit_code: int | None) -> str:
+    if exit_code is None:
+        return "closed its pipe and hangs"
+    if exit_code >= 0:
+        return f"exited with code {exit_code}"
+    name = signal.Signals(-exit_code).name
+    return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")

@@ -1,0 +1,211 @@
+"""A run inside a world that torchrun or Slurm has started: join it, train, hand in."""
+
+import json
+import os
+import re
+import threading
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from gossipgrad import data
+
+from ._check import check
+from ._config import TrainConfig
+from ._layout import RunDir, claim
+from ._metrics import Event
+from ._outcome import Outcome, exit_code_of
+from ._progress import make_progress
+from ._rank import train_rank
+from ._result import RankResult, RunFailedError
+from ._signals import catch_stops
+from ._summary import compose, finish, versions
+from ._worker import short_cause
+
+_REPORT_TIMEOUT = timedelta(minutes=2)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class World:
+    """The place of this process among those already started."""
+
+    rank: int
+    world_size: int
+    launcher: str
+
+
+def find_world(environ: Mapping[str, str]) -> World | None:
+    """The world that the environment describes, None outside of one.
+
+    torchrun sets `RANK` and `WORLD_SIZE`; Slurm sets `SLURM_PROCID` and `SLURM_NTASKS`, and means a
+    world where there is more than one task.
+
+    Example:
+        >>> find_world({"SLURM_PROCID": "3", "SLURM_NTASKS": "8"})
+        World(rank=3, world_size=8, launcher='Slurm')
+        >>> find_world({})
+    """
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        return World(
+            rank=int(environ["RANK"]), world_size=int(environ["WORLD_SIZE"]), launcher="torchrun"
+        )
+    if "SLURM_PROCID" in environ and int(environ.get("SLURM_NTASKS", "1")) > 1:
+        return World(
+            rank=int(environ["SLURM_PROCID"]),
+            world_size=int(environ["SLURM_NTASKS"]),
+            launcher="Slurm",
+        )
+    return None
+
+
+def slurm_rendezvous(environ: Mapping[str, str]) -> dict[str, str]:
+    """`MASTER_ADDR` and `MASTER_PORT` for a Slurm job: its first node, a port from its number.
+
+    What the environment has already is kept.
+
+    Example:
+        >>> slurm_rendezvous({"SLURM_JOB_NODELIST": "node[07-09,12]", "SLURM_JOB_ID": "42"})
+        {'MASTER_ADDR': 'node07', 'MASTER_PORT': '20042'}
+    """
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or "127.0.0.1"
+    match = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,]*))?", nodes)
+    first = "".join(part or "" for part in match.groups()) if match else nodes
+    port = 20_000 + int(environ.get("SLURM_JOB_ID", "0")) % 20_000
+    return {
+        "MASTER_ADDR": environ.get("MASTER_ADDR", first),
+        "MASTER_PORT": environ.get("MASTER_PORT", str(port)),
+    }
+
+
+def run_in_world(config: TrainConfig, world: World) -> Outcome:
+    """Take part in a run as one rank; rank 0 checks it first and puts it together last.
+
+    SIGINT and SIGTERM stop it at the next step. Whoever started the processes also ends those that
+    hang. The folder of the run should be the same on all nodes; where it is not, each keeps its own
+    files, and the trace has the ranks of rank 0's node alone.
+
+    Raises:
+        ValueError, GossipError: As by `run`; a mistake in the options is told by rank 0 alone.
+        RunFailedError: This rank failed.
+    """
+    if config.nproc not in (None, world.world_size):
+        raise ValueError(
+            f"nproc is {config.nproc}, but {world.launcher} has started {world.world_size} "
+            "processes; leave --nproc out."
+        )
+    if world.launcher == "Slurm":
+        os.environ.update(slurm_rendezvous(os.environ))
+    store, _, _ = next(dist.rendezvous("env://", world.rank, world.world_size))
+    mailbox = dist.PrefixStore("gossipgrad/train", store)
+    if world.rank == 0:
+        config, run_dir = _open(config, world, mailbox)
+    else:
+        opened = json.loads(mailbox.get("run"))
+        if opened is None:
+            return Outcome(exit_code=2)
+        config = TrainConfig.from_json(opened)
+        assert config.out is not None
+        run_dir = RunDir(config.out)
+        run_dir.partial.mkdir(parents=True, exist_ok=True)
+    return _take_part(config, run_dir, world, store, mailbox)
+
+
+def _open(config: TrainConfig, world: World, mailbox: dist.Store) -> tuple[TrainConfig, RunDir]:
+    """Rank 0: check the run, make its folder, tell the others."""
+    try:
+        check(config, world.world_size)
+        run_dir = claim(config.out, name=config.label, overwrite=config.overwrite)
+    except BaseException:
+        mailbox.set("run", json.dumps(None))
+        raise
+    config = config.resolved(nproc=world.world_size, out=run_dir.path.absolute())
+    config.write(run_dir.config, versions())
+    mailbox.set("run", json.dumps(config.to_json()))
+    return config, run_dir
+
+
+def _take_part(
+    config: TrainConfig, run_dir: RunDir, world: World, store: dist.Store, mailbox: dist.Store
+) -> Outcome:
+    stop = threading.Event()
+    progress = make_progress(config, 1)
+
+    def emit(event: Event) -> None:
+        if world.rank == 0:
+            # Only this rank is heard here; the others are taken to be as fast.
+            if "samples_per_second" in event:
+                event = {
+                    **event,
+                    "samples_per_second": event["samples_per_second"] * world.world_size,
+                }
+            progress.take(0, event)
+
+    with catch_stops(stop.set) as stops:
+        try:
+            dataset = data.load(config.data, config.data_dir)
+            dist.init_process_group(
+                "gloo", store=store, rank=world.rank, world_size=world.world_size
+            )
+            result = train_rank(
+                config,
+                dataset,
+                run_dir,
+                rank=world.rank,
+                world_size=world.world_size,
+                stop=stop,
+                emit=emit,
+            )
+        except Exception as error:
+            where = run_dir.errors(world.rank)
+            where.write_text(traceback.format_exc())
+            cause = f"failed: {short_cause(error)}"
+            mailbox.set(f"rank{world.rank}", json.dumps({"cause": cause}))
+            raise RunFailedError(f"rank {world.rank} {cause} (traceback in {where})") from error
+        finally:
+            progress.close()
+        mailbox.set(f"rank{world.rank}", json.dumps({"result": result.to_json()}))
+        if world.rank != 0:
+            return Outcome(exit_code=exit_code_of(stops.first if result.stopped else None))
+        results, lost = _collect(mailbox, world.world_size)
+    exported = min(
+        (result for result in results.values() if run_dir.rank_model(result.rank).exists()),
+        key=lambda result: result.rank,
+    )
+    summary = compose(
+        config,
+        results,
+        lost,
+        world_size=world.world_size,
+        exported=exported,
+        stopped_by=stops.first,
+    )
+    report = finish(run_dir, summary, exported)
+    return Outcome(
+        exit_code=exit_code_of(stops.first if summary["interrupted"] else None),
+        run_dir=run_dir.path,
+        summary=summary,
+        report=report,
+    )
+
+
+def _collect(mailbox: dist.Store, world_size: int) -> tuple[dict[int, RankResult], dict[int, str]]:
+    """Rank 0: what the ranks handed in, and why some did not."""
+    results: dict[int, RankResult] = {}
+    lost: dict[int, str] = {}
+    for rank in range(world_size):
+        key = f"rank{rank}"
+        try:
+            mailbox.wait([key], _REPORT_TIMEOUT)
+            handed_in: dict[str, Any] = json.loads(mailbox.get(key))
+        except RuntimeError:
+            lost[rank] = f"handed nothing in within {_REPORT_TIMEOUT.total_seconds():.0f} s"
+            continue
+        if "result" in handed_in:
+            results[rank] = RankResult.from_json(handed_in["result"])
+        else:
+            lost[rank] = handed_in["cause"]
+    return results, lost
