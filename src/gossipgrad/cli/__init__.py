@@ -1,0 +1,3 @@
+"""The command `gossipgrad`."""
+
+from ._main import main as main

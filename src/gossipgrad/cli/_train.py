@@ -1,0 +1,74 @@
+"""`gossipgrad train`: one run from options, a saved configuration, or both."""
+
+import argparse
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from gossipgrad.train import Outcome, TrainConfig, run
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainOptions:
+    """Train a model on several workers.
+
+    Starts the workers on this machine, or, inside torchrun or Slurm, takes part as one of them.
+    The run leaves in its folder config.json, metrics-rank*.jsonl, summary.json,
+    model.safetensors, trace.json and report.html.
+    """
+
+    config: Path | None = None
+    """Repeat the run of this config.json; other options replace what it says."""
+    train: Annotated[TrainConfig, tyro.conf.arg(name="")] = field(default_factory=TrainConfig)
+
+
+def main(arguments: list[str]) -> int:
+    """Parse, train, say where things are; returns the exit code."""
+    config = parse(arguments)
+    outcome = run(config)
+    if not config.quiet:
+        print_outcome(outcome)
+    return outcome.exit_code
+
+
+def parse(arguments: list[str]) -> TrainConfig:
+    """The configuration that a command line means.
+
+    Raises:
+        ValueError: A value is not allowed, or `--config` names no configuration.
+    """
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--config", type=Path)
+    path = first.parse_known_args(arguments)[0].config
+    default = TrainOptions(
+        config=path, train=TrainConfig() if path is None else TrainConfig.from_file(path)
+    )
+    options = tyro.cli(
+        TrainOptions,
+        args=arguments,
+        default=default,
+        prog="gossipgrad train",
+        config=(tyro.conf.OmitArgPrefixes,),
+    )
+    return options.train
+
+
+def print_outcome(outcome: Outcome) -> None:
+    """What a run came to, in a few lines; nothing on ranks that did not put it together."""
+    if outcome.run_dir is None:
+        return
+    if outcome.summary is None:
+        print("stopped before the first step; nothing was learned")
+        return
+    summary = outcome.summary
+    what = "consensus" if summary["model_is_consensus"] else f"rank {summary['model_from_rank']}"
+    print(f"accuracy {summary['accuracy']:.2%} ({what}) after {summary['steps']} steps")
+    if summary["interrupted"]:
+        print(f"stopped by {summary['stopped_by']}; what was reached is kept")
+    for rank, cause in summary["lost_because"].items():
+        print(f"rank {rank} {cause}")
+    for note in summary["notes"]:
+        print(note)
+    print(f"report {outcome.report}")
