@@ -91,10 +91,22 @@ def test_shows_the_headline_of_a_run(write_run):
     assert "mlp, digits" in page.contents["p"]
 
 
-def test_ring_all_reduce_is_reckoned_from_the_gradient(write_run):
+def test_says_whose_accuracy_it_is_when_there_is_no_average(write_run):
     directory = write_run()
-    change(directory / "summary.json", all_reduce_bytes_per_step=None, gradient_bytes=1000)
-    assert "67% of ring all-reduce (1.5 kB)" in report(directory).html
+    change(directory / "summary.json", model_is_consensus=False, model_from_rank=3)
+    notes = report(directory).contents["span"][1::2]
+    assert notes[1] == "of rank 3's replica; single replicas 90.0% to 90.3%"
+
+
+def test_ranks_that_disagree_on_the_accuracy_are_drawn_apart(write_run):
+    directory = write_run(world_size=2)
+    path = directory / "metrics-rank1.jsonl"
+    path.write_text(path.read_text().replace('"accuracy": 0.75', '"accuracy": 0.25'))
+    page = report(directory)
+    accuracy = page.data()["charts"][1]["series"]
+    assert [series["label"] for series in accuracy] == ["rank 0", "rank 1", "mean"]
+    assert accuracy[-1]["points"][-1] == [3, 0.5]
+    assert "as each worker found it" in page.html
 
 
 def test_embeds_the_curves(write_run):
@@ -118,7 +130,7 @@ def test_thins_long_curves_without_moving_them(write_run):
     points = page.data()["charts"][0]["series"][0]["points"]
     assert len(points) == 500
     assert all(x == y for x, y in points)
-    assert "Every point is the mean of 10 records." in page.html
+    assert "Each point of a line is the mean of 10 records." in page.html
 
 
 def test_curves_have_tables_with_the_same_values(write_run):
@@ -158,11 +170,19 @@ def test_shows_ranks_and_exchanges(write_run):
 
 def test_tells_of_lost_ranks_and_of_an_interruption(write_run):
     directory = write_run()
-    change(directory / "summary.json", lost_ranks=[2], interrupted=True)
+    change(
+        directory / "summary.json",
+        lost_ranks=[2],
+        interrupted=True,
+        lost_because={"2": "killed by SIGKILL"},
+        notes=["rank 0: waited for nobody"],
+    )
     page = report(directory)
     assert page.contents["li"] == [
-        "Rank 2 was lost during the run; the other workers went on without.",
+        "Rank 2 was lost during the run.",
+        "Rank 2: killed by SIGKILL",
         "The run was interrupted before its last step; the figures are those of that moment.",
+        "rank 0: waited for nobody",
     ]
     assert {row[0]: row[1] for row in page.rows if row[1:2] in (["lost"], ["unfinished"])} == {
         "rank 0": "unfinished",

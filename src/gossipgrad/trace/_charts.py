@@ -63,7 +63,12 @@ def charts(run: Run) -> list[Chart]:
     """The curves that the run has values for."""
     longest = max(map(len, run.steps.values()), default=0)
     group = -(-longest // _MAX_POINTS) or 1
-    thinned = f" Every point is the mean of {group} records." if group > 1 else ""
+    thinned = f" Each point of a line is the mean of {group} records." if group > 1 else ""
+    accuracy = _exact(run.epochs, "epoch", "accuracy", "average of all replicas")
+    accuracy_of = "Of the average of all replicas, after each epoch."
+    if not _agree(run.epochs, "epoch", "accuracy"):
+        accuracy = _by_rank(run.epochs, "epoch", "accuracy", group=1)
+        accuracy_of = "After each epoch, as each worker found it (thin), and the mean (bold)."
     drawn = [
         Chart(
             id="loss",
@@ -78,10 +83,10 @@ def charts(run: Run) -> list[Chart]:
         Chart(
             id="accuracy",
             title="Accuracy",
-            description="Of the average of all replicas, after each epoch.",
+            description=accuracy_of,
             x_label="epoch",
             y_format="percent",
-            series=_exact(run.epochs, "epoch", "accuracy", "average of all replicas"),
+            series=accuracy,
         ),
         Chart(
             id="consensus",
@@ -128,6 +133,16 @@ def _exact(records_of_rank: dict[int, list[Record]], x: str, y: str, label: str)
     for records in records_of_rank.values():
         agreed = dict(_points(records, x, y)) | agreed
     return [Series(label=label, role="exact", points=sorted(agreed.items()))] if agreed else []
+
+
+def _agree(records_of_rank: dict[int, list[Record]], x: str, y: str) -> bool:
+    """Whether no two ranks wrote different values at the same x."""
+    values: dict[float, float] = {}
+    return all(
+        values.setdefault(at, value) == value
+        for records in records_of_rank.values()
+        for at, value in _points(records, x, y)
+    )
 
 
 def _points(records: list[Record], x: str, y: str) -> list[Point]:

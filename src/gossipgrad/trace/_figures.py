@@ -1,5 +1,6 @@
 """The figures of a run that stand alone: its headline, its table of ranks, its exchanges."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -69,19 +70,19 @@ def rank_rows(run: Run) -> list[list[str]]:
     lost = lost_ranks(run)
     rows = []
     for rank in run.ranks:
-        steps = run.steps.get(rank, [])
-        last = steps[-1] if steps else {}
-        seconds, samples = last.get("seconds"), last.get("samples")
+        last = _last(run.steps, rank)
+        rate = _samples_per_second(run, rank)
+        counted = _of_rank(run.summary.get("steps_per_rank"), rank, run.world_size)
         rows.append(
             [
                 f"rank {rank}",
                 "lost" if rank in lost else "finished" if run.finished else "unfinished",
                 percent(_of_rank(run.summary.get("accuracy_per_rank"), rank, run.world_size)),
                 number(last.get("loss")),
-                number(last.get("step")),
-                number(samples),
-                number(_ratio(samples, seconds)),
-                percent(_ratio(last.get("exposed_seconds"), seconds)),
+                number(last.get("step") if counted is None else counted),
+                number(last.get("samples")),
+                number(rate and round(rate, 1)),
+                percent(_ratio(last.get("exposed_seconds"), _ratio(last.get("samples"), rate))),
             ]
         )
     return rows
@@ -125,15 +126,16 @@ def notices(run: Run) -> list[str]:
     lost = lost_ranks(run)
     if lost:
         who = f"{'Rank' if len(lost) == 1 else 'Ranks'} {', '.join(map(str, lost))}"
-        found.append(
-            f"{who} {'was' if len(lost) == 1 else 'were'} lost during the run; the other workers "
-            "went on without."
-        )
+        found.append(f"{who} {'was' if len(lost) == 1 else 'were'} lost during the run.")
+    reasons = run.summary.get("lost_because")
+    if isinstance(reasons, dict):
+        found += [f"Rank {rank}: {reason}" for rank, reason in reasons.items()]
     if run.summary.get("interrupted"):
         found.append(
             "The run was interrupted before its last step; the figures are those of that moment."
         )
-    return [*found, *run.problems]
+    notes = run.summary.get("notes")
+    return [*found, *(map(str, notes) if isinstance(notes, list) else []), *run.problems]
 
 
 def lost_ranks(run: Run) -> list[int]:
@@ -157,15 +159,18 @@ def _accuracy_note(run: Run) -> str:
         for value in (_of_rank(told, rank, run.world_size) for rank in run.ranks)
         if is_number(value)
     ]
+    owner = run.summary.get("model_from_rank")
+    alone = run.summary.get("model_is_consensus") is False and owner is not None
+    whose = f"of rank {owner}'s replica" if alone else "of the average"
     if not values:
-        return "of the average of all replicas"
-    return f"of the average; single replicas {percent(min(values))} to {percent(max(values))}"
+        return whose
+    return f"{whose}; single replicas {percent(min(values))} to {percent(max(values))}"
 
 
 def _throughput(run: Run) -> tuple[str, str]:
     told = run.summary.get("samples_per_second")
     if not is_number(told):
-        rates = [_ratio(r.get("samples"), r.get("seconds")) for r in _last_records(run)]
+        rates = [_samples_per_second(run, rank) for rank in run.ranks]
         told = sum(rate for rate in rates if rate is not None) or None
     if told is None:
         return UNKNOWN, ""
@@ -185,9 +190,6 @@ def _progress_note(run: Run) -> str:
 def _all_reduce_note(run: Run, bytes_per_step: object) -> str:
     """Compare with what ring all-reduce of the same gradients would send, where that is known."""
     ring = run.summary.get("all_reduce_bytes_per_step")
-    gradient_bytes = run.summary.get("gradient_bytes")
-    if ring is None and is_number(gradient_bytes):
-        ring = 2 * (run.world_size - 1) / run.world_size * gradient_bytes
     share = _ratio(bytes_per_step, ring)
     if share is None:
         return "by each worker"
@@ -196,24 +198,27 @@ def _all_reduce_note(run: Run, bytes_per_step: object) -> str:
 
 def _exposed_share(run: Run) -> tuple[float | None, str]:
     """The share of a step that communication is waited for, and the two times behind it."""
-    step_seconds = [
-        record["step_seconds"]
-        for records in run.steps.values()
-        for record in records
-        if is_number(record.get("step_seconds"))
-    ]
-    step = (
-        fmean(step_seconds) if step_seconds else _ratio(run_seconds(run), run.summary.get("steps"))
-    )
+    step = run.summary.get("step_seconds")
+    if not is_number(step):
+        every = (record.get("step_seconds") for records in run.steps.values() for record in records)
+        step = _mean(every)
     exposed = run.summary.get("exposed_seconds_per_step")
     if not is_number(exposed):
-        ratios = [_ratio(r.get("exposed_seconds"), r.get("step")) for r in _last_records(run)]
-        known = [ratio for ratio in ratios if ratio is not None]
-        exposed = fmean(known) if known else None
+        exposed = _mean(
+            _ratio(record.get("exposed_seconds"), record.get("step"))
+            for record in _last_records(run)
+        )
     share = _ratio(exposed, step)
     if share is None:
         return None, ""
     return share, f"{duration(exposed)} of a step's {duration(step)} not hidden by compute"
+
+
+def _samples_per_second(run: Run, rank: int) -> float | None:
+    """A rank's own rate, without the evaluations where it has ended an epoch."""
+    rate = _mean(record.get("samples_per_second") for record in run.epochs.get(rank, []))
+    last = _last(run.steps, rank)
+    return rate or _ratio(last.get("samples"), last.get("seconds"))
 
 
 def _last_records(run: Run) -> list[Record]:
@@ -231,6 +236,16 @@ def _of_rank(values: object, rank: int, world_size: int) -> object:
     if isinstance(values, list) and len(values) == world_size and rank < world_size:
         return values[rank]
     return values.get(str(rank)) if isinstance(values, dict) else None
+
+
+def _last(records_of_rank: dict[int, list[Record]], rank: int) -> Record:
+    return next(reversed(records_of_rank.get(rank, [])), {})
+
+
+def _mean(values: Iterable[object]) -> float | None:
+    """The mean of the values that are numbers, None when none is."""
+    known = [value for value in values if is_number(value)]
+    return fmean(known) if known else None
 
 
 def _ratio(part: object, whole: object) -> float | None:

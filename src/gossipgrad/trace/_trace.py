@@ -17,8 +17,8 @@ TRACE_VERSION = 1
 class Trace:
     """Records what one rank did, as named spans of time; a `gossipgrad.comm.Recorder`.
 
-    Local: nothing is ever sent. Recording is an append to a bounded queue under a lock, well below
-    a microsecond, and safe from any thread. When the queue is full the oldest span makes room, so
+    Local: nothing is ever sent. Recording is an append to a bounded queue under a lock, about a
+    microsecond, and safe from any thread. When the queue is full the oldest span makes room, so
     that the end of a run, where the trouble is, stays; `dropped` counts them and `save` writes the
     count down.
 
@@ -34,7 +34,7 @@ class Trace:
         >>> with trace.measure("forward", step=3):
         ...     pass
         >>> trace.span("mix", 10.0, 10.5, round=3)
-        >>> len(trace), trace.dropped
+        >>> trace.num_spans, trace.dropped
         (2, 0)
     """
 
@@ -95,7 +95,8 @@ class Trace:
         with self._lock:
             return self._recorded - len(self._spans)
 
-    def __len__(self) -> int:
+    @property
+    def num_spans(self) -> int:
         """How many spans are held."""
         return len(self._spans)
 

@@ -123,14 +123,14 @@ function mountChart(box, spec) {
     svg(layer, "path", { class: "cursor", d: `M${px} ${margin.top}V${scales.bottom}` });
     const found = valuesAt(spec, at, reach);
     const alone = spec.series.length === 1 ? "alone" : "";
-    for (const { role, point: [vx, vy] } of found) {
+    for (const { role, point: [vx, vy] } of [...found].reverse()) {
       const place = { cx: scales.x(vx), cy: scales.y(vy), r: role === "rank" ? 2.5 : 4 };
       svg(layer, "circle", { class: `dot ${role} ${alone}`, ...place });
     }
     const rows = found.slice(0, 12).map(({ label, point: [, value] }) => [label, scales.write(value)]);
     if (found.length > 12) rows.push([`and ${found.length - 12} more`, ""]);
     const frame = root.getBoundingClientRect();
-    showTooltip(`${spec.xLabel} ${words(Math.round(at))}`, rows, frame.left + px, frame.top + 60);
+    showTooltip(`${spec.xLabel} ${words(Math.round(at))}`, rows, frame.left + px, frame.top + chartHeight / 2);
   }
 
   function leave() {

@@ -70,7 +70,7 @@ function showTooltip(title, rows, x, y) {
   const { offsetWidth: width, offsetHeight: height } = tooltip;
   const room = document.documentElement.clientWidth;
   const left = x + 14 + width < room ? x + 14 : Math.max(4, x - 14 - width);
-  const top = y - height - 10 > 0 ? y - height - 10 : y + 16;
+  const top = Math.max(4, Math.min(y - height / 2, window.innerHeight - height - 4));
   tooltip.style.left = `${left + window.scrollX}px`;
   tooltip.style.top = `${top + window.scrollY}px`;
 }
