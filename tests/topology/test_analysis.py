@@ -39,6 +39,13 @@ def test_figures_are_those_of_the_dense_product(name, world_size, weight):
     assert spectral_gap(schedule, weight=weight, periods=2) == pytest.approx(expected, abs=1e-7)
 
 
+def test_the_gap_of_many_periods_is_not_lost_in_rounding():
+    schedule = topology.dissemination(12, rotate=False)
+    one = dense_product(schedule, schedule.period) - 1 / 12
+    radius = np.abs(np.linalg.eigvals(one)).max()
+    assert spectral_gap(schedule, periods=200) == pytest.approx(1 - radius, rel=1e-2)
+
+
 def test_contraction_predicts_the_consensus_distance():
     schedule = topology.matching(24)
     values = np.random.default_rng(1).normal(size=(24, 20_000))

@@ -69,7 +69,7 @@ def test_every_send_meets_its_receive(build, round):
 def test_one_rank_answers_like_all_together(build, round):
     schedule = build()
     together = schedule.round_peers(round)
-    for rank in range(schedule.world_size):
+    for rank in range(0, schedule.world_size, 1 + schedule.world_size // 10):
         send_to, recv_from = schedule.peers(round, rank)
         assert (-1 if send_to is None else send_to) == together.send_to[rank]
         assert (-1 if recv_from is None else recv_from) == together.recv_from[rank]
