@@ -179,8 +179,7 @@ def test_tells_of_lost_ranks_and_of_an_interruption(write_run):
     )
     page = report(directory)
     assert page.contents["li"] == [
-        "Rank 2 was lost during the run.",
-        "Rank 2: killed by SIGKILL",
+        "Rank 2 was lost during the run: killed by SIGKILL.",
         "The run was interrupted before its last step; the figures are those of that moment.",
         "rank 0: waited for nobody",
     ]

@@ -68,6 +68,7 @@ def run_seconds(run: Run) -> float | None:
 def rank_rows(run: Run) -> list[list[str]]:
     """A row for each rank: its state, its replica's accuracy, how much it did and how fast."""
     lost = lost_ranks(run)
+    end = "finished" if run.finished else "unfinished"
     rows = []
     for rank in run.ranks:
         last = _last(run.steps, rank)
@@ -76,7 +77,7 @@ def rank_rows(run: Run) -> list[list[str]]:
         rows.append(
             [
                 f"rank {rank}",
-                "lost" if rank in lost else "finished" if run.finished else "unfinished",
+                "lost" if rank in lost else end,
                 percent(_of_rank(run.summary.get("accuracy_per_rank"), rank, run.world_size)),
                 number(last.get("loss")),
                 number(last.get("step") if counted is None else counted),
@@ -123,13 +124,10 @@ OUTCOME_HEAD = ["Outcome", "Exchanges", "Share", "Meaning"]
 def notices(run: Run) -> list[str]:
     """What a reader must know before trusting the figures."""
     found = []
-    lost = lost_ranks(run)
-    if lost:
-        who = f"{'Rank' if len(lost) == 1 else 'Ranks'} {', '.join(map(str, lost))}"
-        found.append(f"{who} {'was' if len(lost) == 1 else 'were'} lost during the run.")
     reasons = run.summary.get("lost_because")
-    if isinstance(reasons, dict):
-        found += [f"Rank {rank}: {reason}" for rank, reason in reasons.items()]
+    for rank in lost_ranks(run):
+        reason = reasons.get(str(rank)) if isinstance(reasons, dict) else None
+        found.append(f"Rank {rank} was lost during the run{f': {reason}' if reason else ''}.")
     if run.summary.get("interrupted"):
         found.append(
             "The run was interrupted before its last step; the figures are those of that moment."
@@ -253,4 +251,4 @@ def _ratio(part: object, whole: object) -> float | None:
 
 
 def _text(value: object) -> str:
-    return value if isinstance(value, str) else UNKNOWN if value is None else str(value)
+    return UNKNOWN if value is None else str(value)
