@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -25,7 +25,7 @@ class GraphSchedule(Schedule):
 
     name: ClassVar[str] = "graph"
 
-    partners: tuple[tuple[int, ...], ...]
+    partners: tuple[tuple[int, ...], ...] = field(repr=False)
     """For each matching the partner of every rank, -1 for nobody."""
 
     @property
@@ -66,7 +66,7 @@ class MatrixSchedule(GraphSchedule):
 
     name: ClassVar[str] = "matrix"
 
-    weights: tuple[tuple[float, ...], ...]
+    weights: tuple[tuple[float, ...], ...] = field(repr=False)
     """For each matching the weight that every rank takes from its partner, 0 for nobody."""
 
     def _weights_of(
