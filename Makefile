@@ -26,7 +26,7 @@ format: $(READY)
 	$(BIN)/ruff check --fix --quiet
 
 types: $(READY)
-	$(BIN)/pyrefly check --summary=none
+	$(BIN)/pyrefly check --summary=none --python-interpreter-path $(BIN)/python
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks

@@ -1,4 +1,4 @@
-"""What gossipgrad raises. Bad arguments are a plain `ValueError`; these are for a run gone wrong."""
+"""What gossipgrad raises; bad arguments are a plain `ValueError`."""
 
 __all__ = ["AgreementError", "GossipError", "ReplicaChangedError"]
 

@@ -84,6 +84,8 @@ class SnapshotPool:
     def acquire(self, wait: Callable[[], None], timeout_seconds: float) -> Snapshot | None:
         """A snapshot that nobody reads any more; None if there is none in time.
 
+        It waits only for transports: with every snapshot in use by its owner there is none.
+
         Args:
             wait: Called while waiting, to let the channel make progress.
             timeout_seconds: How long to wait for a transport to let go.
@@ -96,7 +98,7 @@ class SnapshotPool:
                     return snapshot
             if len(self._all) < self._limit:
                 self._all.append(Snapshot(self._plan, self._device))
-            elif time.perf_counter() > deadline:
+            elif len(self._used) == self._limit or time.perf_counter() > deadline:
                 return None
             else:
                 wait()

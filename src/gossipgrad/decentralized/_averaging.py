@@ -14,7 +14,7 @@ from gossipgrad.errors import GossipError
 
 __all__ = ["Averaging"]
 
-Kind = Literal["consensus", "average", "distance", "periodic"]
+Kind = Literal["consensus", "average", "distance", "broadcast", "periodic"]
 
 
 class Averaging:

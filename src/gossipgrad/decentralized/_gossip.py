@@ -18,7 +18,7 @@ from gossipgrad.comm import (
     Transport,
     ZeroMQTransport,
 )
-from gossipgrad.decentralized._session import GossipSession, Settings
+from gossipgrad.decentralized._session import GossipSession
 from gossipgrad.decentralized._settings import (
     Gradients,
     GradientsAndWeights,
@@ -26,6 +26,7 @@ from gossipgrad.decentralized._settings import (
     ModeName,
     Payload,
     PayloadName,
+    Settings,
     resolve_average_every,
     resolve_mode,
     resolve_payload,

@@ -97,7 +97,7 @@ class Rounds:
         for transfer in late:
             self._finish(transfer, time.perf_counter(), squares, again=True)
         wait = self._deadline_seconds if wait_seconds is None else wait_seconds
-        deadline = time.perf_counter() + min(wait, self._deadline_seconds)
+        deadline = time.perf_counter() + wait
         for transfer in transfers:
             self._finish(transfer, deadline, squares)
         if squares:
@@ -165,10 +165,9 @@ class Rounds:
         else:
             if not again:
                 logger.warning(
-                    "rank %d: rank %s is late by more than %.0f s in round %d; going on without it",
+                    "rank %d: rank %s is too late in round %d; going on without it",
                     self._rank,
                     transfer.peers.recv_from,
-                    self._deadline_seconds,
                     round,
                 )
             self._late.append(transfer)

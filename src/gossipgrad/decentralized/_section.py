@@ -186,6 +186,15 @@ class Transfer:
         """Waits for a bucket until `deadline` (`time.perf_counter`)."""
         return self._channel.take(self.exchanges[bucket], max(0.0, deadline - time.perf_counter()))
 
+    def holds_live(self) -> bool:
+        """Whether the live tensors are, bit for bit, what was sent."""
+        return all(
+            torch.equal(v, sent)
+            for bucket, views in enumerate(self.snapshot.buffers.views)
+            for v, sent in zip(self.section.tensors(bucket), views, strict=True)
+            if v is not None
+        )
+
     def delta(self, bucket: int, *, keep: bool) -> Tensor | None:
         """`received - snapshot` of a delivered bucket, None if there is nothing to mix."""
         exchange = self.exchanges[bucket]

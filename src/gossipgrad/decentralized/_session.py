@@ -7,73 +7,31 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gossipgrad.comm import Channel, Group, Part, Recorder, Transport
+from gossipgrad.comm import Channel, Group, Recorder, Transport
 from gossipgrad.decentralized._agreement import agree, fingerprint
 from gossipgrad.decentralized._averaging import Averaging
 from gossipgrad.decentralized._gradients import GradientExchange
 from gossipgrad.decentralized._hooks import StepHooks
 from gossipgrad.decentralized._rounds import Rounds
-from gossipgrad.decentralized._section import Section
-from gossipgrad.decentralized._settings import (
-    Gradients,
-    GradientsAndWeights,
-    Lagged,
-    Mode,
-    Payload,
-    Sync,
-    WeightsAndState,
-)
+from gossipgrad.decentralized._sections import Sections
+from gossipgrad.decentralized._settings import Gradients, Lagged, Settings, Sync
 from gossipgrad.decentralized._start import broadcast_replica
 from gossipgrad.decentralized._stats import Stats
-from gossipgrad.decentralized._tensors import (
-    Entry,
-    gradient_entries,
-    state_entries,
-    trained_parameters,
-    weight_entries,
-)
 from gossipgrad.decentralized._watch import ReplicaWatch, changed_error
 from gossipgrad.errors import GossipError
-from gossipgrad.topology import Schedule
 
-__all__ = ["GossipSession", "Settings"]
+__all__ = ["GossipSession"]
 
 logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS = 10.0  # how long a normal close waits for what is outstanding
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Everything that `gossip()` was asked for, resolved."""
-
-    schedule: Schedule
-    mode: Mode
-    payload: Payload
-    every: int
-    average_every: int | None
-    wire_dtype: torch.dtype | None
-    bucket_bytes: int
-
-    def describe(self) -> dict[str, Any]:
-        """What must be equal on all ranks."""
-        return {
-            "topology": self.schedule.describe(),
-            "mode": self.mode,
-            "payload": self.payload,
-            "every": self.every,
-            "average_every": self.average_every,
-            "wire_dtype": self.wire_dtype,
-            "bucket_bytes": self.bucket_bytes,
-        }
 
 
 class GossipSession:
@@ -113,11 +71,11 @@ class GossipSession:
         self._distance: float | None = None
         self._rounds: Rounds | None = None
         self._gradients: GradientExchange | None = None
-        self._plan()
+        self._sections = self._deal()
         self._watch = ReplicaWatch(model, self._optimizers)
         if group.world_size > 1:
             run = bytes.fromhex(group.broadcast_object(secrets.token_hex(16)))
-            channel = Channel(transport(group), run=run, plan=self._parts())
+            channel = Channel(transport(group), run=run, plan=self._sections.parts)
             self._rounds = Rounds(
                 channel,
                 settings.schedule,
@@ -127,7 +85,11 @@ class GossipSession:
             )
             # At interpreter exit a session that nobody closed still says LEAVE.
             self._farewell = weakref.finalize(self, channel.close, 0.5)
-            broadcast_replica(group, model, self._optimizers)
+            try:
+                broadcast_replica(group, model, self._optimizers)
+            except BaseException:
+                self._farewell()
+                raise
         self._averaging = Averaging(group, self._rounds)
         self._hooks = StepHooks(self._optimizers, scaler, self._before_step, self._after_step)
         self._begin()
@@ -163,7 +125,7 @@ class GossipSession:
         kept = [(b, b.clone()) for b in self._model.buffers() if b.is_floating_point()]
         try:
             self._averaging.mean_buffers(self._model)
-            for section, flats in zip(self._weights, means, strict=True):
+            for section, flats in zip(self._sections.weights, means, strict=True):
                 kept.extend(section.show(flats))
             self._in_consensus = True
             yield
@@ -214,14 +176,14 @@ class GossipSession:
             GossipError: If a rank has died or left.
         """
         self._check_open()
-        self._averaging.meet("average")
+        self._averaging.meet("broadcast")
         if self._gradients is not None:
             self._gradients.remove()
         if self._rounds is not None:
             self._rounds.cancel()
-        self._plan()
+        self._sections = self._deal()
         if self._rounds is not None:
-            self._rounds.channel.replan(self._parts())
+            self._rounds.channel.replan(self._sections.parts)
             broadcast_replica(self.group, self._model, self._optimizers)
             self.group.barrier()  # nobody sends by the new plan before all have it
         self._watch.accept()
@@ -251,7 +213,7 @@ class GossipSession:
     def stats(self) -> Stats:
         """What this rank has done so far; no communication."""
         rounds = self._rounds
-        sections = [*self._weights, *self._state, *self._gradient_sections]
+        sections = self._sections.all
         counted = {} if rounds is None else {o.value: n for o, n in rounds.outcomes.items()}
         squared = None if rounds is None else rounds.pair_distance_squared()
         p = self.world_size
@@ -290,69 +252,31 @@ class GossipSession:
     ) -> None:
         self._close(wait_seconds=_CLOSE_SECONDS if kind is None else 0.0)
 
-    def _plan(self) -> None:
-        """Deals the tensors into sections and checks that all ranks do the same; a collective."""
-        settings, group = self._settings, self.group
-        with torch.no_grad():
-            parameters = trained_parameters(self._model, self._optimizers)
-            payload = settings.payload
-            self._first_bucket = 0
-            self._weights = self._sections(weight_entries(parameters), of_weights=True)
-            self._state: list[Section] = []
-            self._gradient_sections: list[Section] = []
-            if isinstance(payload, WeightsAndState):
-                self._state = self._sections(state_entries(parameters, self._optimizers))
-            if isinstance(payload, Gradients | GradientsAndWeights):
-                self._gradient_sections = self._sections(gradient_entries(parameters))
-        if group.world_size > 1:
-            agree(group, fingerprint(self._model, self._optimizers, settings.describe()))
-
-    def _sections(self, entries: Sequence[Entry], *, of_weights: bool = False) -> list[Section]:
-        by_device: dict[torch.device, list[Entry]] = {}
-        for entry in entries:
-            by_device.setdefault(entry.parameter.device, []).append(entry)
-        sections = []
-        for members in by_device.values():
-            section = Section(
-                members,
-                first_bucket=self._first_bucket,
-                bucket_bytes=self._settings.bucket_bytes,
-                wire_dtype=self._settings.wire_dtype,
-                snapshots=2,
-                of_weights=of_weights,
-            )
-            self._first_bucket += len(section.plan.buckets)
-            sections.append(section)
+    def _deal(self) -> Sections:
+        """Deals what travels into sections and checks that all ranks do the same; a collective."""
+        sections = Sections(self._model, self._optimizers, self._settings)
+        if self.world_size > 1:
+            settings = self._settings.describe()
+            agree(self.group, fingerprint(self._model, self._optimizers, settings))
         return sections
-
-    def _parts(self) -> list[Part]:
-        sections = [*self._weights, *self._state, *self._gradient_sections]
-        return [part for section in sections for part in section.plan.parts]
 
     def _begin(self) -> None:
         """Sends the first snapshot, or arms the gradients, at the beginning of a round."""
-        if self._rounds is None:
+        rounds = self._rounds
+        if rounds is None:
             return
-        if self._gradient_sections and self._gradients is None:
+        if self._sections.gradients and self._gradients is None:
             self._gradients = GradientExchange(
-                self._gradient_sections, self._rounds, self._settings.mode.deadline_seconds
+                self._sections.gradients, rounds, self._settings.mode.deadline_seconds
             )
         if self._sends_early and self._steps % self._settings.every == 0:
-            self._open_round()
+            rounds.open(self._sections.of_round(rounds.next_round))
         self._arm()
         self._watch.note()
 
     @property
     def _sends_early(self) -> bool:
-        return not self._gradient_sections and not isinstance(self._settings.mode, Sync)
-
-    def _open_round(self) -> None:
-        assert self._rounds is not None
-        payload = self._settings.payload
-        sections = list(self._weights)
-        if isinstance(payload, WeightsAndState) and self._rounds.next_round % payload.every == 0:
-            sections += self._state
-        self._rounds.open(sections)
+        return not self._sections.gradients and not isinstance(self._settings.mode, Sync)
 
     def _arm(self) -> None:
         if self._gradients is not None:
@@ -364,7 +288,7 @@ class GossipSession:
             raise GossipError(
                 "optimizer.step() inside consensus(): the weights are not this rank's"
             )
-        if self._mid_step:
+        if self._mid_step or self._rounds is None:
             return
         self._watch.check_set()
         touched = self._watch.touched()
@@ -376,38 +300,29 @@ class GossipSession:
 
     def _is_as_sent(self) -> bool:
         """Whether the weights, though written, are still those of the open round's snapshot."""
-        if self._rounds is None:
-            return True
+        assert self._rounds is not None
         if self._steps % self._settings.every != 0 or self._settings.wire_dtype is not None:
             return False
         sent = {transfer.section: transfer for transfer in self._rounds.under_way}
-        return all(
-            section in sent
-            and all(
-                all(torch.equal(v, w) for v, w in zip(section.tensors(b), views, strict=True))
-                for b, views in enumerate(sent[section].snapshot.buffers.views)
-            )
-            for section in self._weights
-        )
+        return all(s in sent and sent[s].holds_live() for s in self._sections.weights)
 
     def _after_step(self) -> None:
         self._mid_step = False
         self._steps += 1
         settings, rounds = self._settings, self._rounds
         if rounds is None:
-            self._watch.note()
             return
         closes = self._steps % settings.every == 0
         if closes:
             if isinstance(settings.payload, Gradients):
                 rounds.next_round += 1
             elif not self._sends_early:
-                self._open_round()
+                rounds.open(self._sections.of_round(rounds.next_round))
             rounds.close()
         if settings.average_every is not None and self._steps % settings.average_every == 0:
             self._average_periodically()
         if closes and self._sends_early:
-            self._open_round()
+            rounds.open(self._sections.of_round(rounds.next_round))
         self._arm()
         self._watch.note()
 
@@ -427,19 +342,21 @@ class GossipSession:
     def _average(self) -> None:
         if self._rounds is not None:
             self._rounds.settle()
-        sections = [*self._weights, *self._state]
+        sections = [*self._sections.weights, *self._sections.state]
         means = [section.totals() for section in sections]
         for flats in means:
             self._averaging.mean(flats)
-        self._distance = self._averaging.distance(self._weights, means[: len(self._weights)])
+        self._distance = self._averaging.distance(
+            self._sections.weights, means[: len(self._sections.weights)]
+        )
         for section, flats in zip(sections, means, strict=True):
             section.load(flats)
 
     def _measured_means(self) -> list[list[Tensor]]:
-        means = [self._averaging.settled(section) for section in self._weights]
+        means = [self._averaging.settled(section) for section in self._sections.weights]
         for flats in means:
             self._averaging.mean(flats)
-        self._distance = self._averaging.distance(self._weights, means)
+        self._distance = self._averaging.distance(self._sections.weights, means)
         return means
 
     def _check_open(self) -> None:

@@ -2,7 +2,11 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+import torch
+
+from gossipgrad.topology import Schedule
 
 __all__ = [
     "Gradients",
@@ -13,6 +17,7 @@ __all__ = [
     "Overlap",
     "Payload",
     "PayloadName",
+    "Settings",
     "Sync",
     "Weights",
     "WeightsAndState",
@@ -101,6 +106,31 @@ _PAYLOADS: dict[str, Payload] = {
     "gradients": Gradients(),
     "gradients+weights": GradientsAndWeights(),
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Everything that `gossip()` was asked for, resolved."""
+
+    schedule: Schedule
+    mode: Mode
+    payload: Payload
+    every: int
+    average_every: int | None
+    wire_dtype: torch.dtype | None
+    bucket_bytes: int
+
+    def describe(self) -> dict[str, Any]:
+        """What must be equal on all ranks."""
+        return {
+            "topology": self.schedule.describe(),
+            "mode": self.mode,
+            "payload": self.payload,
+            "every": self.every,
+            "average_every": self.average_every,
+            "wire_dtype": self.wire_dtype,
+            "bucket_bytes": self.bucket_bytes,
+        }
 
 
 def resolve_mode(mode: Mode | str) -> Mode:

@@ -1,0 +1,96 @@
+"""Dealing what travels into sections: weights, optimizer state, gradients; one a device."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from gossipgrad.comm import Part
+from gossipgrad.decentralized._section import Section
+from gossipgrad.decentralized._settings import (
+    Gradients,
+    GradientsAndWeights,
+    Settings,
+    WeightsAndState,
+)
+from gossipgrad.decentralized._tensors import (
+    Entry,
+    gradient_entries,
+    state_entries,
+    trained_parameters,
+    weight_entries,
+)
+
+__all__ = ["Sections"]
+
+_SNAPSHOTS = 2  # one that travels and one that is made: credits + 1
+
+
+class Sections:
+    """The sections of a session's payload, and the numbering of their buckets.
+
+    Attributes:
+        weights: The trained parameters; there even when only gradients travel, for averages.
+        state: The optimizers' state, if the payload has it.
+        gradients: The gradients, if the payload has them.
+
+    Raises:
+        ValueError: If something that travels is complex, sparse or of a type without average.
+        GossipError: If it cannot be found out what state an optimizer keeps.
+    """
+
+    @torch.no_grad()
+    def __init__(
+        self, model: nn.Module, optimizers: Sequence[Optimizer], settings: Settings
+    ) -> None:
+        self._settings = settings
+        self._count = 0
+        parameters = trained_parameters(model, optimizers)
+        if not parameters:
+            raise ValueError(
+                "the optimizers train no parameter (all are frozen, or there are none): gossip has "
+                "nothing to mix"
+            )
+        payload = settings.payload
+        self.weights = self._make(weight_entries(parameters), of_weights=True)
+        self.state: list[Section] = []
+        self.gradients: list[Section] = []
+        if isinstance(payload, WeightsAndState):
+            self.state = self._make(state_entries(parameters, optimizers))
+        if isinstance(payload, Gradients | GradientsAndWeights):
+            self.gradients = self._make(gradient_entries(parameters))
+
+    @property
+    def all(self) -> list[Section]:
+        """Every section, in the order of their buckets."""
+        return [*self.weights, *self.state, *self.gradients]
+
+    @property
+    def parts(self) -> list[Part]:
+        """The channel's plan."""
+        return [part for section in self.all for part in section.plan.parts]
+
+    def of_round(self, round: int) -> list[Section]:
+        """What is mixed in a round: weights, and state when it is due."""
+        payload = self._settings.payload
+        with_state = isinstance(payload, WeightsAndState) and round % payload.every == 0
+        return [*self.weights, *self.state] if with_state else self.weights
+
+    def _make(self, entries: Sequence[Entry], *, of_weights: bool = False) -> list[Section]:
+        by_device: dict[torch.device, list[Entry]] = {}
+        for entry in entries:
+            by_device.setdefault(entry.parameter.device, []).append(entry)
+        sections = []
+        for members in by_device.values():
+            section = Section(
+                members,
+                first_bucket=self._count,
+                bucket_bytes=self._settings.bucket_bytes,
+                wire_dtype=self._settings.wire_dtype,
+                snapshots=_SNAPSHOTS,
+                of_weights=of_weights,
+            )
+            self._count += len(section.plan.buckets)
+            sections.append(section)
+        return sections
