@@ -1,10 +1,11 @@
 """Where spans of time go; `gossipgrad.trace` has the recorder that writes them down."""
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 __all__ = ["Recorder"]
 
 
+@runtime_checkable
 class Recorder(Protocol):
     """Takes named spans of time; cheap, thread-safe, and never in the way of training."""
 

@@ -1,13 +1,14 @@
 """The narrow waist under a channel: move one header and one payload to a rank, in order."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
 __all__ = ["Arrival", "Lost", "Sent", "Ticket", "Transport"]
 
 
+@runtime_checkable
 class Ticket(Protocol):
     """Tells when a payload has left, so that its memory may be written again."""
 
@@ -44,6 +45,7 @@ class Lost:
     peer: int
 
 
+@runtime_checkable
 class Transport(Protocol):
     """Moves messages between ranks over links: one queue a direction, made when first used.
 

@@ -1,0 +1,86 @@
+"""Ranks as threads of one process, with real Gloo groups between them."""
+
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from gossipgrad.comm import Group
+
+__all__ = ["run_ranks"]
+
+T = TypeVar("T")
+_GRACE_SECONDS = 3.0  # for the other ranks to notice that one has failed
+
+
+def run_ranks(
+    world_size: int, function: Callable[[int, Group], T], timeout_seconds: float = 60
+) -> list[T]:
+    """Runs `function(rank, group)` in a thread a rank; what each returned, by rank.
+
+    The failure that came first is raised again, with its rank in a note (and so in the report of
+    pytest); the ranks that fail because of it are not. Ranks that are not done in time are shown
+    with where they stand.
+    """
+    store = dist.HashStore()
+    results: dict[int, T] = {}
+    failures: list[tuple[int, BaseException]] = []
+    groups: dict[int, Group] = {}
+    changed = threading.Condition()
+
+    def run(rank: int) -> None:
+        try:
+            group = groups[rank] = Group(
+                dist.PrefixStore("ranks", store), rank, world_size, timeout_seconds=timeout_seconds
+            )
+            result = function(rank, group)
+        except BaseException as error:
+            with changed:
+                failures.append((rank, error))
+                changed.notify_all()
+            if rank in groups:
+                groups[rank].close()
+        else:
+            with changed:
+                results[rank] = result
+                changed.notify_all()
+
+    threads = [
+        threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True)
+        for rank in range(world_size)
+    ]
+    for thread in threads:
+        thread.start()
+    with changed:
+        changed.wait_for(lambda: failures or len(results) == world_size, timeout_seconds)
+    deadline = time.monotonic() + _GRACE_SECONDS
+    for thread in threads:
+        if failures or len(results) == world_size:
+            thread.join(max(0.0, deadline - time.monotonic()))
+    with changed:
+        hanging = [thread for thread in threads if thread.is_alive()]
+        stacks = "\n".join(_where(thread) for thread in hanging)
+        if failures:
+            rank, error = failures[0]
+            error.add_note(f"raised on rank {rank} of {world_size}")
+            if hanging:
+                error.add_note(f"still running then:\n{stacks}")
+            raise error
+    if hanging:
+        raise TimeoutError(
+            f"{len(hanging)} of {world_size} ranks were not done after {timeout_seconds:g} s:\n"
+            f"{stacks}"
+        )
+    for group in groups.values():
+        group.close()
+    return [results[rank] for rank in range(world_size)]
+
+
+def _where(thread: threading.Thread) -> str:
+    frame = sys._current_frames().get(thread.ident or 0)
+    stack = "".join(traceback.format_stack(frame)) if frame is not None else "(just ended)\n"
+    return f"{thread.name} stands at:\n{stack}"
