@@ -35,7 +35,10 @@ def run_ranks(
     def run(rank: int) -> None:
         try:
             group = groups[rank] = Group(
-                dist.PrefixStore("ranks", store), rank, world_size, timeout_seconds=timeout_seconds
+                dist.PrefixStore("ranks", store),
+                rank,
+                world_size,
+                timeout_seconds=float(timeout_seconds),
             )
             result = function(rank, group)
         except BaseException as error:
