@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gossipgrad.decentralized._reference import Reference
-from gossipgrad.topology import Schedule, by_name, from_matrix
+from gossipgrad.topology import Schedule, by_name, dissemination, from_matrix
 
 SCHEDULES = [
     pytest.param(name, p, id=f"{name}-{p}")
@@ -112,6 +112,15 @@ def test_zero_gradients_reach_the_exact_average_in_one_period(p: int, name: str,
         assert_near(flat(model), expected)
 
 
+def test_a_rank_takes_from_the_one_it_receives_from() -> None:
+    models = replicas(3)
+    start = [flat(model) for model in models]
+    fill_gradients(models, None)
+    Reference(models, sgd(models), dissemination(3, rotate=False), mode="sync").step()
+    for rank, model in enumerate(models):
+        assert_near(flat(model), (start[rank] + start[(rank + 1) % 3]) / 2)
+
+
 def test_the_schedules_weight_replaces_one_half() -> None:
     models = replicas(2)
     schedule = from_matrix(np.array([[0.8, 0.2], [0.2, 0.8]]))
@@ -122,7 +131,18 @@ def test_the_schedules_weight_replaces_one_half() -> None:
     assert_near(flat(models[1]), 0.8 * second + 0.2 * first)
 
 
-# Narrow wires and narrow parameters
+# Narrow wires, narrow and wide parameters
+
+
+def test_float64_parameters_are_mixed_in_float64() -> None:
+    models = replicas(4, torch.float64)
+    reference = Reference(models, sgd(models), by_name("dissemination", 4), mode="sync")
+    expected = mean(models)
+    fill_gradients(models, None)
+    for _ in range(2):
+        reference.step()
+    assert reference.consensus_distance() < 1e-14
+    assert_near(mean(models), expected, 1e-14)
 
 
 @pytest.mark.parametrize("mode", ["sync", "overlap"])
@@ -138,10 +158,12 @@ def test_narrow_wire_keeps_the_mean(mode: str) -> None:
     assert reference.consensus_distance() > 1e-4  # bfloat16 is coarse: the wire was narrow
 
 
-def walk_in_bfloat16(residual: bool) -> float:
+def walk_in_bfloat16(residual: bool, average_every: int | None = None) -> float:
     """Distance of the mean from the sum of all updates after 100 noisy rounds."""
     models = replicas(4, torch.bfloat16)
-    reference = Reference(models, sgd(models), by_name("ring", 4), mode="sync")
+    reference = Reference(
+        models, sgd(models), by_name("ring", 4), mode="sync", average_every=average_every
+    )
     if not residual:
         reference.e = [[None for _ in replica] for replica in reference.w]
     expected = mean(models)
@@ -160,6 +182,7 @@ def walk_in_bfloat16(residual: bool) -> float:
 
 def test_residual_keeps_the_mean_of_bfloat16_parameters() -> None:
     assert walk_in_bfloat16(residual=True) < 1e-4
+    assert walk_in_bfloat16(residual=True, average_every=3) < 1e-4
     assert walk_in_bfloat16(residual=False) > 1e-2
 
 
@@ -212,6 +235,22 @@ def test_every_third_step_ends_in_the_exact_average(mode: str, every: int) -> No
         assert (reference.consensus_distance() == 0.0) == (step % 3 == 0)
         assert reference.rounds == step // every
     assert_near(mean(models), expected)
+
+
+@pytest.mark.parametrize("mode", ["overlap", "lagged"])
+def test_an_average_inside_a_round_applies_what_is_outstanding(mode: str) -> None:
+    models = replicas(3)
+    reference = Reference(models, sgd(models), by_name("dissemination", 3), mode=mode, every=2)
+    fill_gradients(models, 1)
+    reference.step()
+    kept = torch.cat([v.flatten() for v in reference.consensus()])
+    assert mode == "overlap" or (kept - mean(models)).norm() > 1e-2
+    reference.average_()
+    assert_near(flat(models[2]), kept)
+    fill_gradients(models, None)
+    reference.step()
+    assert reference.rounds == 1
+    assert reference.consensus_distance() == 0.0
 
 
 @pytest.mark.parametrize(("p", "steps"), [(1, 1), (2, 1), (5, 3), (8, 3), (9, 4)])
@@ -286,6 +325,22 @@ def test_second_moments_are_clamped_and_step_counters_stay() -> None:
     assert reference.clamps > 0
 
 
+def test_step_counters_stay_where_they_have_the_parameters_shape() -> None:
+    models: list[nn.Module] = [nn.Module(), nn.Module()]
+    for model in models:
+        model.scale = nn.Parameter(torch.tensor(1.0))
+    optimizers = [torch.optim.Adam(model.parameters()) for model in models]
+    reference = Reference(
+        models, optimizers, by_name("ring", 2), mode="sync", payload="weights+state"
+    )
+    for step in range(2):
+        models[0].scale.grad = torch.tensor(1.0)
+        models[1].scale.grad = torch.tensor(1.0) if step else None
+        reference.step()
+    assert buffer(optimizers[0], models[0].scale, "step") == 2
+    assert buffer(optimizers[1], models[1].scale, "step") == 1
+
+
 def test_periodic_average_covers_mixed_state() -> None:
     models = replicas(4)
     optimizers = [torch.optim.Adam(m.parameters(), amsgrad=True) for m in models]
@@ -313,6 +368,15 @@ def test_gradients_are_averaged_before_the_update_and_weights_do_not_meet() -> N
     reference.step()
     for model, w in zip(models, start, strict=True):
         assert_near(flat(model), w - 0.1 * average)
+
+
+def test_gradients_meet_in_the_last_step_of_a_round() -> None:
+    models = replicas(2)
+    reference = Reference(models, sgd(models), by_name("ring", 2), payload="gradients", every=2)
+    for apart in (True, False):
+        fill_gradients(models, 3)
+        reference.step()
+        assert apart != torch.allclose(flat_gradient(models[0]), flat_gradient(models[1]))
 
 
 def test_gradients_and_weights_meet_in_the_same_round() -> None:

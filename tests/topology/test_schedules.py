@@ -142,6 +142,15 @@ def test_ring_meets_both_neighbours_once_a_period(world_size):
         assert sorted(partner for partner in met if partner is not None) == sorted(neighbours)
 
 
+def test_a_ring_rotates_only_when_told():
+    assert topology.ring(8, seed=1) != topology.ring(8, seed=2)
+    assert topology.ring(8, seed=1).peers(5, 0) == topology.ring(8, seed=2).peers(5, 0)
+    turned = topology.ring(8, seed=1, rotate=True)
+    partners = {turned.peers(t, 0).send_to for t in range(2 * 30)}
+    assert partners == set(range(1, 8))
+    assert by_name("ring", 8, rotate=True, seed=1) == turned
+
+
 def test_directions_are_those_of_the_paper():
     dissemination = topology.dissemination(10, rotate=False)
     assert dissemination.period == 4

@@ -27,8 +27,8 @@ class TopologyOptions:
     """Who meets whom."""
     seed: int = 0
     """Picks the relabellings."""
-    rotate: bool = True
-    """Relabel the ranks after each period."""
+    rotate: bool | None = None
+    """Relabel the ranks after each period; by default all schedules do but the ring."""
     rounds: int = 8
     """How many rounds of rank 0's partners to list."""
     weight: float = 0.5

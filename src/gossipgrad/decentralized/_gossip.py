@@ -202,6 +202,12 @@ def _resolve_group(
 
 def _resolve_schedule(topology: str | Schedule, world_size: int, seed: int) -> Schedule:
     if isinstance(topology, str):
+        if topology == "ring" and seed != 0:
+            warnings.warn(
+                f"seed={seed} is ignored: the ring does not rotate; topology=gossipgrad.topology."
+                "ring(world_size, seed=..., rotate=True) does",
+                stacklevel=3,
+            )
         return by_name(topology, world_size, seed=seed)
     if topology.world_size != world_size:
         raise ValueError(

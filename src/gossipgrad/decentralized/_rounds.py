@@ -101,7 +101,7 @@ class Rounds:
         for transfer in transfers:
             self._finish(transfer, deadline, squares)
         if squares:
-            self._squares = [*self._squares[1 - self.schedule.period :], squares]
+            self._squares = [*self._squares, squares][-self.schedule.period :]
 
     def cancel(self) -> None:
         """Gives up whatever is outstanding, waiting for nothing."""

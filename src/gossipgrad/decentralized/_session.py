@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -241,7 +240,7 @@ class GossipSession:
         """
         self._close(wait_seconds=_CLOSE_SECONDS)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "GossipSession":
         return self
 
     def __exit__(

@@ -9,26 +9,27 @@ from ._matching import matching
 from ._ring import ring
 from ._schedule import Schedule
 
-_ROTATING: dict[str, Callable[..., Schedule]] = {
+_SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "dissemination": dissemination,
     "hypercube": hypercube,
     "matching": matching,
     "complete": complete,
+    "ring": ring,
 }
 
-SCHEDULE_NAMES = (*_ROTATING, "ring")
+SCHEDULE_NAMES = tuple(_SCHEDULES)
 """What `by_name` knows."""
 
 
-def by_name(name: str, world_size: int, *, seed: int = 0, rotate: bool = True) -> Schedule:
+def by_name(name: str, world_size: int, *, seed: int = 0, rotate: bool | None = None) -> Schedule:
     """The schedule of that name.
 
     Args:
         name: one of `SCHEDULE_NAMES`.
         world_size: the number of ranks, 1 or more.
         seed: picks the relabellings, 0 to 2**64 - 1; the same on all ranks.
-        rotate: whether to relabel after each period. The ring is static: neither seed nor rotation
-            applies to it.
+        rotate: whether to relabel after each period; None for what the schedule does by itself,
+            which is to rotate, unless it is the ring.
 
     Returns:
         The schedule.
@@ -40,11 +41,10 @@ def by_name(name: str, world_size: int, *, seed: int = 0, rotate: bool = True) -
         >>> by_name("matching", 12).symmetric
         True
     """
-    if name == "ring":
-        return ring(world_size)
-    if name not in _ROTATING:
+    if name not in _SCHEDULES:
         raise ValueError(
             f"no schedule is called {name!r}: choose one of {', '.join(SCHEDULE_NAMES)}, "
             "or build one with from_graph or from_matrix"
         )
-    return _ROTATING[name](world_size, seed=seed, rotate=rotate)
+    options = {} if rotate is None else {"rotate": rotate}
+    return _SCHEDULES[name](world_size, seed=seed, **options)

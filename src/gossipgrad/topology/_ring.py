@@ -4,13 +4,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-from jaxtyping import Int
 
-from ._schedule import NOBODY, Schedule
+from ._rotating import Positions, RotatingSchedule
+from ._schedule import NOBODY
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ring(Schedule):
+class Ring(RotatingSchedule):
     """See `ring`."""
 
     name: ClassVar[str] = "ring"
@@ -27,32 +27,20 @@ class Ring(Schedule):
         """True: partners send to each other."""
         return True
 
-    def _peers_of(
-        self, round: int, ranks: Int[np.ndarray, " n"]
-    ) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:
-        p, turn = self.world_size, round % self.period
+    def _meet(self, turn: int, position: Positions) -> tuple[Positions, Positions]:
+        p = self.world_size
         if turn == 2:
             # Only the edge that closes an odd ring is left.
-            partner = np.where(ranks == 0, p - 1, np.where(ranks == p - 1, 0, NOBODY))
+            partner = np.where(position == 0, p - 1, np.where(position == p - 1, 0, NOBODY))
         else:
-            partner = np.where(ranks % 2 == turn, ranks + 1, ranks - 1)
+            partner = np.where(position % 2 == turn, position + 1, position - 1)
             if p % 2 == 0:
                 partner %= p
-            partner = np.where((partner < 0) | (partner >= p), NOBODY, partner)
         return partner, partner
 
-    def describe(self) -> dict:
-        """What makes this schedule the one it is, in plain JSON; see `Schedule.describe`."""
-        return {
-            "name": self.name,
-            "world_size": self.world_size,
-            "rotate": False,
-            "seed": None,
-        }
 
-
-def ring(world_size: int) -> Ring:
-    """The static ring, for comparison and for networks that are rings: no seed, no rotation.
+def ring(world_size: int, *, seed: int = 0, rotate: bool = False) -> Ring:
+    """The ring, for comparison and for networks that are rings; static unless it is told to rotate.
 
     Rank `r` meets its neighbours `r + 1` and `r - 1` in turns, one a round. The ring is coloured
     into matchings: 2 when the world size is even; 3 when it is odd, the third being the one edge
@@ -62,15 +50,17 @@ def ring(world_size: int) -> Ring:
 
     Args:
         world_size: the number of ranks, 1 or more.
+        seed: picks the relabellings of a ring that rotates; the same on all ranks.
+        rotate: whether each period is another ring, on a new relabelling.
 
     Returns:
         The schedule.
 
     Raises:
-        ValueError: when the world size is out of range.
+        ValueError: when the world size or the seed is out of range.
 
     Example:
         >>> [ring(6).peers(round, rank=0).send_to for round in range(4)]
         [1, 5, 1, 5]
     """
-    return Ring(world_size=world_size)
+    return Ring(world_size=world_size, seed=seed, rotate=rotate)
