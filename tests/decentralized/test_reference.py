@@ -6,10 +6,20 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gossipgrad.decentralized._reference import Reference
 from gossipgrad.topology import Schedule, by_name, dissemination, from_matrix
+from support.vectors import (
+    Vectors,
+    assert_near,
+    fill_gradients,
+    flat,
+    flat_gradient,
+    mean,
+    replicas,
+    sgd,
+)
 
 SCHEDULES = [
     pytest.param(name, p, id=f"{name}-{p}")
@@ -17,53 +27,6 @@ SCHEDULES = [
     for p in range(2, 10)
     if name != "hypercube" or p & (p - 1) == 0
 ]
-
-
-class Vectors(nn.Module):
-    """Two parameters of unlike shape, drawn from the seed."""
-
-    def __init__(self, seed: int, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(seed)
-        self.matrix = nn.Parameter(torch.randn(5, 3, generator=generator).to(dtype))
-        self.vector = nn.Parameter(torch.randn(7, generator=generator).to(dtype))
-
-
-def replicas(p: int, dtype: torch.dtype = torch.float32, same: bool = False) -> list[nn.Module]:
-    return [Vectors(0 if same else rank, dtype) for rank in range(p)]
-
-
-def sgd(models: list[nn.Module], lr: float = 0.1, **options: float) -> list[torch.optim.Optimizer]:
-    return [torch.optim.SGD(model.parameters(), lr=lr, **options) for model in models]
-
-
-def fill_gradients(models: list[nn.Module], seed: int | None) -> None:
-    """Random gradients, other ones on each rank; zeros where the seed is None."""
-    for rank, model in enumerate(models):
-        generator = torch.Generator().manual_seed((seed or 0) * 100 + rank)
-        for w in model.parameters():
-            g = torch.randn(w.shape, generator=generator).to(w.dtype)
-            w.grad = torch.zeros_like(w) if seed is None else g
-
-
-def flat(model: nn.Module) -> Tensor:
-    return torch.cat([w.detach().double().flatten() for w in model.parameters()])
-
-
-def flat_gradient(model: nn.Module) -> Tensor:
-    return torch.cat([w.grad.double().flatten() for w in model.parameters()])
-
-
-def mean(models: list[nn.Module]) -> Tensor:
-    return torch.stack([flat(model) for model in models]).mean(0)
-
-
-def buffer(optimizer: torch.optim.Optimizer, w: Tensor, key: str = "momentum_buffer") -> Tensor:
-    return optimizer.state[w][key].clone()
-
-
-def assert_near(actual: Tensor, expected: Tensor, tolerance: float = 2e-6) -> None:
-    torch.testing.assert_close(actual, expected.to(actual.dtype), rtol=0, atol=tolerance)
 
 
 # The mean over ranks
@@ -260,102 +223,6 @@ def test_log_p_averages_every_period(p: int, steps: int) -> None:
     assert Reference(models, sgd(models), schedule, average_every="log_p").average_every == steps
 
 
-# Optimizer state
-
-
-def test_momentum_follows_the_weights_rule_in_its_rounds() -> None:
-    models = replicas(2)
-    optimizers = sgd(models, momentum=0.9)
-    plain = replicas(2)
-    plain_optimizers = sgd(plain, momentum=0.9)
-    reference = Reference(
-        models, optimizers, by_name("ring", 2), mode="sync", payload="weights+state", state_every=2
-    )
-    mine = torch.zeros(7)
-    for step in range(2):
-        fill_gradients(models, step)
-        fill_gradients(plain, step)
-        before = mine
-        reference.step()
-        for optimizer in plain_optimizers:
-            optimizer.step()
-        mine = buffer(optimizers[0], models[0].vector)
-        if step == 0:
-            local = [buffer(o, m.vector) for o, m in zip(plain_optimizers, plain, strict=True)]
-            assert_near(mine, (local[0] + local[1]) / 2)
-        else:
-            assert_near(mine, 0.9 * before + models[0].vector.grad)
-
-
-def test_overlapped_state_that_did_not_exist_is_sent_as_zeros() -> None:
-    models = replicas(2)
-    optimizers = sgd(models, momentum=0.9)
-    reference = Reference(models, optimizers, by_name("ring", 2), payload="weights+state")
-    fill_gradients(models, 1)
-    reference.step()
-    for model, optimizer in zip(models, optimizers, strict=True):
-        assert torch.equal(buffer(optimizer, model.vector), model.vector.grad)
-
-
-def test_state_is_not_made_where_it_does_not_exist() -> None:
-    models = replicas(2)
-    optimizers = sgd(models, momentum=0.9)
-    schedule = by_name("ring", 2)
-    reference = Reference(models, optimizers, schedule, mode="sync", payload="weights+state")
-    fill_gradients(models, 1)
-    models[1].vector.grad = None
-    reference.step()
-    assert models[1].vector not in optimizers[1].state
-    assert_near(buffer(optimizers[0], models[0].vector), 0.5 * models[0].vector.grad)
-
-
-def test_second_moments_are_clamped_and_step_counters_stay() -> None:
-    models = replicas(2)
-    optimizers = [torch.optim.Adam(m.parameters(), betas=(0.9, 0.1)) for m in models]
-    reference = Reference(models, optimizers, by_name("ring", 2), payload="weights+state")
-    for step in range(4):
-        fill_gradients(models, None)
-        for w in models[0].parameters():
-            w.grad.fill_(10.0 if step == 0 else 0.0)
-        reference.step()
-        for model, optimizer in zip(models, optimizers, strict=True):
-            for w in model.parameters():
-                assert buffer(optimizer, w, "exp_avg_sq").min() >= 0.0
-                assert buffer(optimizer, w, "step") == step + 1
-    assert reference.clamps > 0
-
-
-def test_step_counters_stay_where_they_have_the_parameters_shape() -> None:
-    models: list[nn.Module] = [nn.Module(), nn.Module()]
-    for model in models:
-        model.scale = nn.Parameter(torch.tensor(1.0))
-    optimizers = [torch.optim.Adam(model.parameters()) for model in models]
-    reference = Reference(
-        models, optimizers, by_name("ring", 2), mode="sync", payload="weights+state"
-    )
-    for step in range(2):
-        models[0].scale.grad = torch.tensor(1.0)
-        models[1].scale.grad = torch.tensor(1.0) if step else None
-        reference.step()
-    assert buffer(optimizers[0], models[0].scale, "step") == 2
-    assert buffer(optimizers[1], models[1].scale, "step") == 1
-
-
-def test_periodic_average_covers_mixed_state() -> None:
-    models = replicas(4)
-    optimizers = [torch.optim.Adam(m.parameters(), amsgrad=True) for m in models]
-    reference = Reference(
-        models, optimizers, by_name("dissemination", 4), payload="weights+state", average_every=2
-    )
-    for step in range(2):
-        fill_gradients(models, step)
-        reference.step()
-    for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
-        first, *others = [buffer(o, m.vector, key) for o, m in zip(optimizers, models, strict=True)]
-        assert first.abs().max() > 0
-        assert all(torch.equal(first, other) for other in others)
-
-
 # Gradients
 
 
@@ -388,77 +255,6 @@ def test_gradients_and_weights_meet_in_the_same_round() -> None:
     reference.step()
     for model in models:
         assert_near(flat(model), start - 0.1 * average)
-
-
-# Long runs
-
-
-class Flat(nn.Module):
-    """A quadratic with as many flat directions as steep ones: nothing but gossip bounds those."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.zeros(20))
-
-
-def consensus_distances(payload: str, mode: str = "overlap", rounds: int = 2000) -> list[float]:
-    models: list[nn.Module] = [Flat() for _ in range(4)]
-    curvature = torch.tensor([1.0, 0.0]).repeat_interleave(10)
-    schedule = by_name("ring", 4)
-    reference = Reference(models, sgd(models, lr=0.05), schedule, mode=mode, payload=payload)
-    generator = torch.Generator().manual_seed(0)
-    distances = []
-    for step in range(rounds):
-        for model in models:
-            model.w.grad = curvature * model.w.detach() + torch.randn(20, generator=generator)
-        reference.step()
-        if step % 20 == 19:
-            distances.append(reference.consensus_distance())
-    return distances
-
-
-@pytest.mark.parametrize("mode", ["sync", "overlap", "lagged"])
-def test_consensus_distance_stays_bounded_over_2000_rounds(mode: str) -> None:
-    distances = consensus_distances("weights", mode)
-    assert max(distances[50:]) < 1.5 * max(distances[:50])
-    assert max(distances) < 1.0
-
-
-def test_gradients_alone_drift() -> None:
-    distances = consensus_distances("gradients")
-    assert distances[-1] > 10 * max(consensus_distances("weights", rounds=400))
-    assert distances[-1] > 2 * distances[len(distances) // 10]
-    assert max(consensus_distances("gradients+weights", rounds=400)) < 0.1 * distances[-1]
-
-
-def loss_at_step_50(mode: str, seed: int, lr: float = 0.2) -> float:
-    """Mean over ranks of the loss of a small net on a fixed teacher's labels."""
-    generator = torch.Generator().manual_seed(seed)
-    inputs = torch.randn(512, 16, generator=generator)
-    labels = (inputs @ torch.randn(16, 6, generator=generator)).argmax(1)
-    models: list[nn.Module] = []
-    for _ in range(4):
-        torch.manual_seed(seed)
-        models.append(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 6)))
-    loss = nn.CrossEntropyLoss()
-    reference = Reference(models, sgd(models, lr=lr), by_name("dissemination", 4), mode=mode)
-    for _ in range(50):
-        for rank, model in enumerate(models):
-            rows = rank * 128 + torch.randint(128, (16,), generator=generator)
-            model.zero_grad()
-            loss(model(inputs[rows]), labels[rows]).backward()
-        reference.step()
-    with torch.no_grad():
-        return sum(loss(model(inputs), labels).item() for model in models) / 4
-
-
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_overlap_learns_as_fast_as_sync_and_lagged_at_half_the_rate(seed: int) -> None:
-    sync = loss_at_step_50("sync", seed)
-    lagged = loss_at_step_50("lagged", seed)
-    assert loss_at_step_50("overlap", seed) == pytest.approx(sync, rel=0.02)
-    assert lagged > 1.4 * sync
-    assert lagged == pytest.approx(loss_at_step_50("sync", seed, lr=0.1), rel=0.02)
 
 
 # One rank, and bad settings

@@ -1,0 +1,114 @@
+"""Long runs of the reference: what stays bounded, what drifts, what learns."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from gossipgrad.decentralized._reference import Reference
+from gossipgrad.topology import Peers, Schedule, by_name
+from support.vectors import sgd
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors this small gain nothing from threads, and lose much on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Square(Schedule):
+    """Four ranks in pairs, in turns. Plain: checked shapes are slow over thousands of rounds."""
+
+    name: ClassVar[str] = "square"
+    world_size: int = 4
+    period: ClassVar[int] = 2
+    symmetric: ClassVar[bool] = True
+
+    def peers(self, round: int, rank: int) -> Peers:
+        partner = rank ^ (1 << round % 2)
+        return Peers(partner, partner)
+
+    def weight(self, round: int, rank: int, default: float = 0.5) -> float:
+        return default
+
+    def _peers_of(self, round: int, ranks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        partners = ranks ^ (1 << round % 2)
+        return partners, partners
+
+    def describe(self) -> dict:
+        return {"name": self.name}
+
+
+class Flat(nn.Module):
+    """A quadratic with as many flat directions as steep ones: nothing but gossip bounds those."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(20))
+
+
+def consensus_distances(payload: str, mode: str = "overlap", rounds: int = 2000) -> list[float]:
+    models: list[nn.Module] = [Flat() for _ in range(4)]
+    curvature = torch.tensor([1.0, 0.0]).repeat_interleave(10)
+    reference = Reference(models, sgd(models, lr=0.05), Square(), mode=mode, payload=payload)
+    generator = torch.Generator().manual_seed(0)
+    distances = []
+    for step in range(rounds):
+        for model in models:
+            model.w.grad = curvature * model.w.detach() + torch.randn(20, generator=generator)
+        reference.step()
+        if step % 20 == 19:
+            distances.append(reference.consensus_distance())
+    return distances
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap", "lagged"])
+def test_consensus_distance_stays_bounded_over_2000_rounds(mode: str) -> None:
+    distances = consensus_distances("weights", mode)
+    assert max(distances[50:]) < 1.5 * max(distances[:50])
+    assert max(distances) < 1.0
+
+
+def test_gradients_alone_drift() -> None:
+    distances = consensus_distances("gradients")
+    assert distances[-1] > 10 * max(consensus_distances("weights", rounds=400))
+    assert distances[-1] > 2 * distances[len(distances) // 10]
+    assert max(consensus_distances("gradients+weights", rounds=400)) < 0.1 * distances[-1]
+
+
+def loss_at_step_50(mode: str, seed: int, lr: float = 0.2) -> float:
+    """Mean over ranks of the loss of a small net on a fixed teacher's labels."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(512, 16, generator=generator)
+    labels = (inputs @ torch.randn(16, 6, generator=generator)).argmax(1)
+    models: list[nn.Module] = []
+    for _ in range(4):
+        torch.manual_seed(seed)
+        models.append(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 6)))
+    loss = nn.CrossEntropyLoss()
+    reference = Reference(models, sgd(models, lr=lr), by_name("dissemination", 4), mode=mode)
+    for _ in range(50):
+        for rank, model in enumerate(models):
+            rows = rank * 128 + torch.randint(128, (16,), generator=generator)
+            model.zero_grad()
+            loss(model(inputs[rows]), labels[rows]).backward()
+        reference.step()
+    with torch.no_grad():
+        return sum(loss(model(inputs), labels).item() for model in models) / 4
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_overlap_learns_as_fast_as_sync_and_lagged_at_half_the_rate(seed: int) -> None:
+    sync = loss_at_step_50("sync", seed)
+    lagged = loss_at_step_50("lagged", seed)
+    assert loss_at_step_50("overlap", seed) == pytest.approx(sync, rel=0.02)
+    assert lagged > 1.4 * sync
+    assert lagged == pytest.approx(loss_at_step_50("sync", seed, lr=0.1), rel=0.02)
