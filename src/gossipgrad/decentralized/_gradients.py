@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from gossipgrad.comm import Outcome
 from gossipgrad.decentralized._rounds import Rounds
 from gossipgrad.decentralized._section import Section, Transfer
 from gossipgrad.errors import GossipError
@@ -52,13 +53,9 @@ class GradientExchange:
                 continue
             transfer.post_all()
             for bucket in sorted(transfer.exchanges):
-                start = time.perf_counter()
-                outcome = transfer.take(bucket, deadline)
-                rounds.exposed_seconds += time.perf_counter() - start
-                rounds.outcomes[outcome] += 1
-                delta = transfer.delta(bucket, keep=False)
-                if delta is not None:
-                    transfer.section.mix(bucket, delta, rounds.weight(transfer))
+                if rounds.take(transfer, bucket, deadline) is Outcome.LATE:
+                    rounds.outcomes[Outcome.LATE] += 1
+                rounds.mix(transfer, bucket, transfer.delta(bucket, keep=False))
             # A gradient that comes after its step is worth nothing: late ones are given up.
             transfer.cancel()
 

@@ -126,64 +126,68 @@ class Rounds:
         """How much of the delta this rank takes."""
         return self.schedule.weight(transfer.round, self._rank, default=0.5)
 
-    def _finish(
-        self, transfer: Transfer, deadline: float, squares: list[Tensor], *, again: bool = False
-    ) -> None:
-        weight = self.weight(transfer)
-        round = transfer.round
-        for bucket, exchange in sorted(transfer.exchanges.items()):
-            if bucket in transfer.taken:
-                continue
-            start = time.perf_counter()
-            outcome = transfer.take(bucket, deadline)
-            taken = time.perf_counter()
-            self.exposed_seconds += taken - start
-            self._span("wait", start, taken, round=round, bucket=exchange.bucket)
-            if outcome is Outcome.LATE:
-                if not again:
-                    self.outcomes[outcome] += 1
-                continue
+    def take(self, transfer: Transfer, bucket: int, deadline: float) -> Outcome:
+        """Waits for one bucket until `deadline`; counts and records how that ended."""
+        exchange = transfer.exchanges[bucket]
+        start = time.perf_counter()
+        outcome = transfer.take(bucket, deadline)
+        end = time.perf_counter()
+        self.exposed_seconds += end - start
+        self._span("wait", start, end, round=transfer.round, bucket=exchange.bucket)
+        if outcome is not Outcome.LATE:
             transfer.taken.add(bucket)
             self.outcomes[outcome] += 1
             self._span(
                 "exchange",
                 exchange.posted_seconds,
-                exchange.finished_seconds or taken,
-                round=round,
+                exchange.finished_seconds or end,
+                round=transfer.round,
                 bucket=exchange.bucket,
                 send_to=exchange.send_to,
                 recv_from=exchange.recv_from,
                 bytes=transfer.section.plan.parts[bucket].size_bytes,
                 outcome=outcome.value,
             )
-            self._mix(transfer, bucket, weight, squares)
-            end = time.perf_counter()
-            self.mixing_seconds += end - taken
-            self._span("mix", taken, end, round=round, bucket=exchange.bucket)
-        if len(transfer.taken) == len(transfer.exchanges):
-            transfer.release()
-        else:
-            if not again:
-                logger.warning(
-                    "rank %d: rank %s is too late in round %d; going on without it",
-                    self._rank,
-                    transfer.peers.recv_from,
-                    round,
-                )
-            self._late.append(transfer)
+        return outcome
 
-    def _mix(self, transfer: Transfer, bucket: int, weight: float, squares: list[Tensor]) -> None:
-        section = transfer.section
-        if self._lagged:
-            delta = transfer.difference_to_live(bucket)
-        else:
-            delta = transfer.delta(bucket, keep=False)
+    def mix(self, transfer: Transfer, bucket: int, delta: Tensor | None) -> None:
+        """Mixes a delta into its bucket, if there is one."""
         if delta is None:
             return
-        if section.measures_distance:
-            squares.append(torch.dot(delta, delta))
-        section.mix(bucket, delta, weight)
+        start = time.perf_counter()
+        transfer.section.mix(bucket, delta, self.weight(transfer))
         transfer.forget(bucket)
+        end = time.perf_counter()
+        self.mixing_seconds += end - start
+        self._span("mix", start, end, round=transfer.round, bucket=bucket)
+
+    def _finish(
+        self, transfer: Transfer, deadline: float, squares: list[Tensor], *, again: bool = False
+    ) -> None:
+        for bucket in sorted(transfer.exchanges):
+            if bucket in transfer.taken:
+                continue
+            if self.take(transfer, bucket, deadline) is Outcome.LATE:
+                self.outcomes[Outcome.LATE] += not again
+                continue
+            if self._lagged:
+                delta = transfer.difference_to_live(bucket)
+            else:
+                delta = transfer.delta(bucket, keep=False)
+            if delta is not None and transfer.section.measures_distance:
+                squares.append(torch.dot(delta, delta))
+            self.mix(transfer, bucket, delta)
+        if len(transfer.taken) == len(transfer.exchanges):
+            transfer.release()
+            return
+        if not again:
+            logger.warning(
+                "rank %d: rank %s is too late in round %d; going on without it",
+                self._rank,
+                transfer.peers.recv_from,
+                transfer.round,
+            )
+        self._late.append(transfer)
 
     def _span(self, name: str, start: float, end: float, **attributes: object) -> None:
         if self._recorder is not None:
