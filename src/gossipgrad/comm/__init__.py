@@ -7,7 +7,6 @@ from gossipgrad.comm._buckets import TensorSpec as TensorSpec
 from gossipgrad.comm._buckets import local as local
 from gossipgrad.comm._buckets import split as split
 from gossipgrad.comm._channel import Channel as Channel
-from gossipgrad.comm._channel import Part as Part
 from gossipgrad.comm._exchange import Exchange as Exchange
 from gossipgrad.comm._exchange import Outcome as Outcome
 from gossipgrad.comm._faults import Faults as Faults
@@ -17,6 +16,7 @@ from gossipgrad.comm._gloo import GlooTransport as GlooTransport
 from gossipgrad.comm._group import Group as Group
 from gossipgrad.comm._in_process import Hub as Hub
 from gossipgrad.comm._in_process import InProcessTransport as InProcessTransport
+from gossipgrad.comm._part import Part as Part
 from gossipgrad.comm._recorder import Recorder as Recorder
 from gossipgrad.comm._staging import Snapshot as Snapshot
 from gossipgrad.comm._staging import SnapshotPool as SnapshotPool

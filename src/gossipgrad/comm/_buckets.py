@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from gossipgrad.comm._channel import Part
+from gossipgrad.comm._part import Part
 from gossipgrad.comm._wire import DTYPES
 
 __all__ = ["BucketPlan", "FlatBuffers", "TensorSpec", "local"]

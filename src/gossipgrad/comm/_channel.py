@@ -1,40 +1,29 @@
 """A channel: the protocol of exchanges, over any transport."""
 
 import logging
+import os
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from gossipgrad.comm._exchange import Exchange, Outcome
+from gossipgrad.comm._ledger import Ledger
+from gossipgrad.comm._part import Part, check_fits
 from gossipgrad.comm._sender import DeferredSender
 from gossipgrad.comm._transport import Arrival, Lost, Sent, Ticket, Transport
-from gossipgrad.comm._wire import MAX_VOIDED, Header, Kind, WireError
+from gossipgrad.comm._wire import Header, Kind, WireError
 
-__all__ = ["Channel", "Part"]
+__all__ = ["Channel"]
 
 logger = logging.getLogger(__name__)
 
-_EARLY_ROUNDS = 16  # how far ahead of us a partner's parts are kept
 _LEAVE_SECONDS = 0.2  # for the last word; a peer that misses it sees the link go down
+_LOST, _LEFT = "was lost", "left"
 _WAKE_SECONDS = 0.5  # a wait wakes this often, so that Ctrl-C and silent deaths are seen
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """What the plan says of one bucket: element type and count."""
-
-    dtype: torch.dtype
-    numel: int
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of the bucket on the wire."""
-        return self.numel * self.dtype.itemsize
 
 
 class Channel:
@@ -79,21 +68,18 @@ class Channel:
         self.bytes_sent = 0
         self.bytes_received = 0
         self._transport = transport
-        self._sender = DeferredSender(transport)
+        self._sender = DeferredSender(self._transmit)
         self._run = run
         self._lock = threading.RLock()
         self._receiving = threading.Lock()
-        self._open: dict[tuple[int, int, int], Exchange] = {}
-        self._early: dict[tuple[int, int, int], Tensor] = {}
-        self._given_up: dict[int, set[int]] = defaultdict(set)
-        self._voided_by: dict[int, set[int]] = defaultdict(set)
-        self._settled: dict[int, tuple[int, int]] = {}
-        self._gone: dict[int, str] = {}
+        self._ledgers: defaultdict[int, Ledger] = defaultdict(Ledger)
         self._linked: set[int] = set()
         self._tickets: list[tuple[int, Ticket]] = []
         self._last_round = -1
         self._epoch = 0
-        self._closed = False
+        self._closed = False  # towards the caller
+        self._shut = False  # towards the transport
+        self._process = os.getpid()
 
     @property
     def last_round(self) -> int:
@@ -104,7 +90,8 @@ class Channel:
     def gone(self) -> dict[int, str]:
         """Ranks that left or were lost, with which of the two."""
         with self._lock:
-            return dict(self._gone)
+            ended = {peer: ledger.gone for peer, ledger in self._ledgers.items()}
+            return {peer: how for peer, how in ended.items() if how is not None}
 
     def post(
         self,
@@ -139,61 +126,60 @@ class Channel:
             )
         exchange = Exchange(round, bucket, send_to, recv_from)
         with self._lock:
+            if self._closed:
+                exchange.finish(Outcome.VOID)
+                return exchange
             self._last_round = max(self._last_round, round)
-            if recv_from is not None:
-                self._drop_early(recv_from, before=round)
-                early = self._early.pop((recv_from, round, bucket), None)
-                refusal = None if early is not None else self._why_not(recv_from, round)
-                if refusal is not None:
-                    exchange.finish(refusal)
-                    if send_to != recv_from or refusal is Outcome.DEAD_PEER:
-                        self._send_part(exchange, payload, ready)
-                    elif round not in self._voided_by[recv_from]:
-                        self._give_up(send_to, round)
-                    return exchange
-                if early is not None:
-                    exchange.finish(Outcome.DELIVERED, early)
-                else:
-                    self._open[recv_from, round, bucket] = exchange
+            if recv_from is None:
+                self._send_part(exchange, payload, ready)
+                exchange.finish(Outcome.DELIVERED)
+                return exchange
+            ledger = self._ledgers[recv_from]
+            assert (round, bucket) not in ledger.open, f"round {round} is posted twice"
+            ledger.prune(before=round)
+            early = ledger.early.pop((round, bucket), None)
+            refusal = None
+            if early is None:
+                refusal = ledger.refusal(round, credits=self.credits, epoch=self._epoch)
+            if refusal is None:
+                if early is None:
                     self._transport.open(recv_from)
                     self._linked.add(recv_from)
-            self._send_part(exchange, payload, ready)
-            if recv_from is None:
-                exchange.finish(Outcome.DELIVERED)
+                self._send_part(exchange, payload, ready)
+                if early is None:
+                    ledger.open[round, bucket] = exchange
+                else:
+                    exchange.finish(Outcome.DELIVERED, early)
+                return exchange
+            exchange.finish(refusal)
+            if send_to != recv_from:
+                ledger.cancelled.add(round)
+                self._send_part(exchange, payload, ready)
+            elif round not in ledger.voided:
+                self._give_up(send_to, round)
         return exchange
 
     def take(self, exchange: Exchange, timeout_seconds: float) -> Outcome:
         """Waits for the partner's part, at most `timeout_seconds`; `LATE` leaves it open."""
-        self.poll()
         deadline = time.perf_counter() + timeout_seconds
+        self._poll(0.0, exchange)
         while exchange.open:
             left = deadline - time.perf_counter()
             if left <= 0:
                 break
-            self.poll(min(left, _WAKE_SECONDS))
+            self._poll(min(left, _WAKE_SECONDS), exchange)
         return exchange.outcome
 
     def poll(self, timeout_seconds: float = 0.0) -> None:
         """Takes in what has come; waits for the first message at most `timeout_seconds`."""
-        if self._closed:
-            return
-        with self._receiving:
-            events = self._transport.receive(timeout_seconds)
-            with self._lock:
-                for event in events:
-                    if isinstance(event, Lost):
-                        self._lose(event.peer, "was lost")
-                    else:
-                        self._accept(event)
+        self._poll(timeout_seconds)
 
     def cancel(self, exchange: Exchange) -> None:
         """Gives up an open exchange; the partner's part is dropped should it come."""
         with self._lock:
             if exchange.open:
                 assert exchange.recv_from is not None
-                del self._open[exchange.recv_from, exchange.round, exchange.bucket]
-                self._given_up[exchange.recv_from].add(exchange.round)
-                exchange.finish(Outcome.VOID)
+                self._ledgers[exchange.recv_from].cancel(exchange)
 
     def void(self, round: int, send_to: int | None) -> None:
         """Gives a round up before anything of it was sent, and tells `send_to`."""
@@ -203,7 +189,9 @@ class Channel:
     def replan(self, plan: Sequence[Part]) -> None:
         """Goes on with other buckets; nothing may be open, and all ranks do it between rounds."""
         with self._lock:
-            assert not self._open, "exchanges are open"
+            assert not any(ledger.open for ledger in self._ledgers.values()), "exchanges are open"
+            for ledger in self._ledgers.values():
+                ledger.early.clear()
             self.plan = tuple(plan)
 
     def settle(self) -> None:
@@ -224,38 +212,66 @@ class Channel:
         with self._lock:
             self._epoch += 1
             for peer, last_round in enumerate(last_rounds):
-                self._resolve(peer, lambda round, last=last_round: round > last, Outcome.VOID)
-                self._drop_early(peer, before=next_round)
+                ledger = self._ledgers[peer]
+                ledger.resolve(lambda round, last=last_round: round > last, Outcome.VOID)
+                ledger.prune(before=next_round)
 
     def close(self, linger_seconds: float = 2.0) -> None:
         """Says LEAVE on every link and closes; open exchanges end as `VOID`; local.
 
         What was posted is sent on for at most `linger_seconds`; no one is awaited.
         """
-        if self._closed:
-            return
-        for exchange in list(self._open.values()):
-            self.cancel(exchange)
+        if os.getpid() != self._process:
+            return  # a fork of the process: the links are its parent's
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for ledger in self._ledgers.values():
+                for exchange in list(ledger.open.values()):
+                    ledger.cancel(exchange)
         deadline = time.perf_counter() + linger_seconds
-        self.poll()
+        self._poll(0.0)
         while not self._all_sent() and time.perf_counter() < deadline:
-            self.poll(0.005)
+            self._poll(0.005)
         self._sender.drain(max(0.0, deadline - time.perf_counter()))
         with self._lock:
             self._announce(Kind.LEAVE, self._linked)
-            self._closed = True
         with self._receiving:
+            self._shut = True
             self._transport.close(min(_LEAVE_SECONDS, linger_seconds))
 
-    def _all_sent(self) -> bool:
-        self._tickets = [(peer, t) for peer, t in self._tickets if not t.done]
-        return all(peer in self._gone for peer, _ in self._tickets)
+    def _poll(self, timeout_seconds: float, awaited: Exchange | None = None) -> None:
+        """Like `poll`; one thread at a time listens, and may find it was served by another."""
+        deadline = time.perf_counter() + timeout_seconds
+        if not self._receiving.acquire(timeout=timeout_seconds):
+            return
+        try:
+            if self._shut or (awaited is not None and not awaited.open):
+                return
+            events = self._transport.receive(max(0.0, deadline - time.perf_counter()))
+            with self._lock:
+                for event in events:
+                    if isinstance(event, Lost):
+                        self._lose(event.peer, _LOST)
+                    else:
+                        self._accept(event)
+        finally:
+            self._receiving.release()
 
-    def _header(self, kind: Kind, *, round: int, to: int, bucket: int = 0) -> Header:
+    def _all_sent(self) -> bool:
+        with self._lock:
+            self._tickets = [(peer, t) for peer, t in self._tickets if not t.done]
+            return all(self._ledgers[peer].gone for peer, _ in self._tickets)
+
+    def _transmit(self, peer: int, header: bytes, payload: Tensor | None) -> Ticket:
+        with self._lock:
+            if self._ledgers[peer].gone is not None:
+                return Sent()
+            return self._transport.send(peer, header, payload)
+
+    def _header(self, kind: Kind, *, round: int, bucket: int = 0) -> Header:
         part = self.plan[bucket] if kind is Kind.DATA else None
-        voided = ()
-        if kind is Kind.NOTE:
-            voided = tuple(sorted(self._given_up[to])[-MAX_VOIDED:])
         return Header(
             kind=kind,
             run=self._run,
@@ -266,17 +282,17 @@ class Channel:
             bucket=bucket,
             dtype=None if part is None else part.dtype,
             size_bytes=0 if part is None else part.size_bytes,
-            voided=voided,
+            voided=(round,) if kind is Kind.NOTE else (),
         )
 
     def _send_part(
         self, exchange: Exchange, payload: Tensor, ready: Callable[[], None] | None
     ) -> None:
         peer = exchange.send_to
-        if peer is None or peer in self._gone:
+        if peer is None or self._ledgers[peer].gone is not None:
             exchange.ticket = Sent()
             return
-        header = self._header(Kind.DATA, round=exchange.round, to=peer, bucket=exchange.bucket)
+        header = self._header(Kind.DATA, round=exchange.round, bucket=exchange.bucket)
         exchange.ticket = self._sender.send(peer, header.pack(), payload, ready)
         self._linked.add(peer)
         self._tickets = [(to, t) for to, t in self._tickets if not t.done]
@@ -285,29 +301,22 @@ class Channel:
 
     def _give_up(self, peer: int | None, round: int) -> None:
         """Voids a round towards `peer`, before any part of it was sent, and names it at once."""
-        if peer is None or peer in self._gone or round in self._given_up[peer]:
+        if peer is None:
             return
-        self._given_up[peer].add(round)
-        note = self._header(Kind.NOTE, round=round, to=peer)
+        ledger = self._ledgers[peer]
+        if ledger.gone is not None or round in ledger.given_up:
+            return
+        ledger.give_up(round)
+        note = self._header(Kind.NOTE, round=round)
         self._sender.send(peer, note.pack(), None, None)
-
-    def _why_not(self, peer: int, round: int) -> Outcome | None:
-        """Why a round with `peer` cannot be, or None if it can."""
-        if peer in self._gone:
-            return Outcome.DEAD_PEER
-        epoch, settled_round = self._settled.get(peer, (0, 0))
-        if round in self._voided_by[peer] or (epoch > self._epoch and round > settled_round):
-            return Outcome.VOID
-        if round in self._given_up[peer]:
-            return Outcome.VOID
-        rounds = {key[1] for key in self._open if key[0] == peer} - {round}
-        return Outcome.VOID if len(rounds) >= self.credits else None
+        self._linked.add(peer)
 
     def _announce(self, kind: Kind, peers: Iterable[int]) -> None:
-        for peer in set(peers) - {self.rank, *self._gone}:
-            header = self._header(kind, round=self._last_round, to=peer)
-            self._sender.send(peer, header.pack(), None, None)
-            self._linked.add(peer)
+        header = self._header(kind, round=self._last_round).pack()
+        for peer in set(peers) - {self.rank}:
+            if self._ledgers[peer].gone is None:
+                self._sender.send(peer, header, None, None)
+                self._linked.add(peer)
 
     def _accept(self, arrival: Arrival) -> None:
         try:
@@ -318,18 +327,36 @@ class Channel:
             logger.debug("rank %d dropped a message: %s", self.rank, error)
             return
         peer = header.sender
-        if header.voided:
-            self._voided_by[peer].update(header.voided)
-            self._resolve(peer, lambda round: round in header.voided, Outcome.VOID)
-        if header.kind is Kind.DATA:
-            assert arrival.payload is not None
-            self._deliver(header, arrival.payload)
+        ledger = self._ledgers[peer]
+        if ledger.gone is not None:
+            self.refused += 1
+            if ledger.gone == _LOST and not ledger.parted and header.kind is not Kind.LEAVE:
+                # Our link to it broke, not its to us: without a word it would wait for us.
+                ledger.parted = True
+                leave = self._header(Kind.LEAVE, round=self._last_round)
+                self._transport.send(peer, leave.pack())
+            return
+        if header.kind is Kind.LEAVE:
+            self._lose(peer, _LEFT)
         elif header.kind is Kind.SETTLE:
-            self._settled[peer] = (header.epoch, header.round)
+            ledger.settled = (header.epoch, header.round)
             if header.epoch > self._epoch:
-                self._resolve(peer, lambda round: round > header.round, Outcome.VOID)
-        elif header.kind is Kind.LEAVE:
-            self._lose(peer, "left")
+                ledger.resolve(lambda round: round > header.round, Outcome.VOID)
+        else:
+            ledger.passed(header.round)
+            if header.voided:
+                ledger.voided.update(header.voided)
+                ledger.resolve(lambda round: round in header.voided, Outcome.VOID)
+            if header.kind is Kind.DATA:
+                self._deliver(ledger, header, arrival.payload)
+
+    def _deliver(self, ledger: Ledger, header: Header, payload: Tensor | None) -> None:
+        body = torch.empty(0, dtype=torch.uint8) if payload is None else payload
+        values = body.view(self.plan[header.bucket].dtype)
+        if ledger.deliver(header.round, header.bucket, values):
+            self.bytes_received += header.size_bytes
+        else:
+            self.refused += 1
 
     def _check(self, header: Header, payload: Tensor | None) -> None:
         if header.run != self._run:
@@ -338,54 +365,14 @@ class Channel:
             raise WireError(f"rank {header.sender} is no peer of this run")
         if header.generation != self.generation:
             raise WireError(f"generation {header.generation} is not ours ({self.generation})")
-        if header.kind is not Kind.DATA:
-            if payload is not None:
-                raise WireError(f"a {header.kind.name} message carries no payload")
-            return
-        if header.round < 0 or header.bucket >= len(self.plan):
-            raise WireError(f"round {header.round}, bucket {header.bucket} is not in the plan")
-        part = self.plan[header.bucket]
-        size = 0 if payload is None else payload.numel()
-        if (header.dtype, header.size_bytes, size) != (
-            part.dtype,
-            part.size_bytes,
-            part.size_bytes,
-        ):
-            raise WireError(
-                f"bucket {header.bucket} is planned as {part.size_bytes} bytes of {part.dtype}, "
-                f"got {size} bytes announced as {header.size_bytes} of {header.dtype}"
-            )
-
-    def _deliver(self, header: Header, payload: Tensor) -> None:
-        key = (header.sender, header.round, header.bucket)
-        values = payload.view(self.plan[header.bucket].dtype)
-        exchange = self._open.pop(key, None)
-        if exchange is not None:
-            self.bytes_received += header.size_bytes
-            exchange.finish(Outcome.DELIVERED, values)
-        elif header.round in self._given_up[header.sender] or key in self._early:
-            logger.debug("rank %d dropped %s: given up, or here already", self.rank, key)
-        elif len({key[1] for key in self._early if key[0] == header.sender}) >= _EARLY_ROUNDS:
-            self.refused += 1
-        else:
-            self.bytes_received += header.size_bytes
-            self._early[key] = values
-
-    def _resolve(self, peer: int, which: Callable[[int], bool], outcome: Outcome) -> None:
-        for key in [key for key in self._open if key[0] == peer and which(key[1])]:
-            self._open.pop(key).finish(outcome)
+        check_fits(header, payload, self.plan)
 
     def _lose(self, peer: int, how: str) -> None:
-        if peer in self._gone:
-            return
-        self._gone[peer] = how
-        level = logging.INFO if how == "left" else logging.WARNING
-        logger.log(level, "rank %d %s; rank %d goes on without it", peer, how, self.rank)
-        self._resolve(peer, lambda round: True, Outcome.DEAD_PEER)
+        ledger = self._ledgers[peer]
         self._transport.forget(peer)
-
-    def _drop_early(self, peer: int, before: int) -> None:
-        for key in [key for key in self._early if key[0] == peer and key[1] < before]:
-            del self._early[key]
-        for rounds in (self._given_up[peer], self._voided_by[peer]):
-            rounds.difference_update([round for round in rounds if round < before])
+        if ledger.gone is not None:
+            return
+        ledger.gone = how
+        level = logging.INFO if how == _LEFT else logging.WARNING
+        logger.log(level, "rank %d %s; rank %d goes on without it", peer, how, self.rank)
+        ledger.resolve(lambda round: True, Outcome.DEAD_PEER)

@@ -57,6 +57,6 @@ class Exchange:
     def finish(self, outcome: Outcome, received: Tensor | None = None) -> None:
         """Closes the exchange, once."""
         assert self.open, self
-        self.outcome = outcome
         self.received = received
         self.finished_seconds = time.perf_counter()
+        self.outcome = outcome  # last: other threads look at it without a lock

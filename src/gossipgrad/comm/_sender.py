@@ -6,15 +6,22 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from gossipgrad.comm._transport import Ticket, Transport
+from gossipgrad.comm._transport import Sent, Ticket
+from gossipgrad.errors import GossipError
 
 __all__ = ["DeferredSender"]
 
+Transmit = Callable[[int, bytes, Tensor | None], Ticket]
+
 
 class _Deferred:
-    """The ticket of a message that waits for its buffer."""
+    """A message that waits for its buffer, and its ticket."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, peer: int, header: bytes, payload: Tensor | None, ready: Callable[[], None] | None
+    ) -> None:
+        self.message = (peer, header, payload)
+        self.ready = ready
         self.ticket: Ticket | None = None
 
     @property
@@ -23,16 +30,20 @@ class _Deferred:
 
 
 class DeferredSender:
-    """Hands messages to a transport in order, some of them only once their buffer is filled.
+    """Hands messages on in order, some of them only once their buffer is filled.
 
     The thread starts with the first message that has to wait; from then on all messages go through
-    it, so that their order stays.
+    it, so that their order stays. What fails in it is raised by the next `send`.
+
+    Args:
+        transmit: Gets peer, header and payload; returns the transport's ticket.
     """
 
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+    def __init__(self, transmit: Transmit) -> None:
+        self._transmit = transmit
+        self._queue: queue.SimpleQueue[_Deferred | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
 
     def send(
         self,
@@ -41,22 +52,24 @@ class DeferredSender:
         payload: Tensor | None,
         ready: Callable[[], None] | None,
     ) -> Ticket:
-        """Sends at once, or when `ready` has returned."""
+        """Sends at once, or when `ready` has returned.
+
+        Raises:
+            GossipError: If an earlier message could not be sent.
+        """
+        if isinstance(self._error, GossipError):
+            raise self._error
+        if self._error is not None:
+            raise GossipError(f"a message could not be sent: {self._error}") from self._error
         if self._thread is None:
             if ready is None:
-                return self._transport.send(peer, header, payload)
+                return self._transmit(peer, header, payload)
             self._thread = threading.Thread(
                 target=self._work, name="gossipgrad-sender", daemon=True
             )
             self._thread.start()
-        deferred = _Deferred()
-
-        def hand_on() -> None:
-            if ready is not None:
-                ready()
-            deferred.ticket = self._transport.send(peer, header, payload)
-
-        self._queue.put(hand_on)
+        deferred = _Deferred(peer, header, payload, ready)
+        self._queue.put(deferred)
         return deferred
 
     def drain(self, timeout_seconds: float) -> None:
@@ -68,5 +81,12 @@ class DeferredSender:
         self._thread = None
 
     def _work(self) -> None:
-        while (job := self._queue.get()) is not None:
-            job()
+        while (deferred := self._queue.get()) is not None:
+            if self._error is None:
+                try:
+                    if deferred.ready is not None:
+                        deferred.ready()
+                    deferred.ticket = self._transmit(*deferred.message)
+                except BaseException as error:
+                    self._error = error
+            deferred.ticket = deferred.ticket or Sent()

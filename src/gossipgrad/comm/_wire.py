@@ -24,7 +24,6 @@ class WireError(ValueError):
 class Kind(enum.IntEnum):
     """What a message is for."""
 
-    HELLO = 0
     DATA = 1
     NOTE = 2  # a header alone, to name voided rounds when no data follows
     SETTLE = 3  # nothing past `round` comes from the sender before collective `epoch` is over

@@ -1,0 +1,101 @@
+"""What stands between this rank and one peer: open exchanges, early parts, voided rounds."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from gossipgrad.comm._exchange import Exchange, Outcome
+
+__all__ = ["Ledger"]
+
+_EARLY_ROUNDS = 16  # how far ahead of us a partner's parts are kept
+
+Key = tuple[int, int]  # round, bucket
+
+
+@dataclass(eq=False, slots=True)
+class Ledger:
+    """The state of one link. Its messages come in order, of rising rounds.
+
+    Attributes:
+        open: Exchanges that await the peer's part.
+        early: Parts that came before this rank posted the round.
+        given_up: Rounds this rank voided before sending its part, and named to the peer.
+        cancelled: Rounds this rank awaits nothing of any more, though it sent its part.
+        voided: Rounds the peer named as given up.
+        settled: The collective the peer last came to (its epoch), and its last round before that.
+        gone: How the peer ended, None while it lives.
+        parted: Whether a peer that was lost, and still speaks, was told that it is.
+    """
+
+    open: dict[Key, Exchange] = field(default_factory=dict)
+    early: dict[Key, Tensor] = field(default_factory=dict)
+    given_up: set[int] = field(default_factory=set)
+    cancelled: set[int] = field(default_factory=set)
+    voided: set[int] = field(default_factory=set)
+    settled: tuple[int, int] = (0, -1)
+    gone: str | None = None
+    parted: bool = False
+
+    def refusal(self, round: int, *, credits: int, epoch: int) -> Outcome | None:
+        """Why a round with the peer cannot be, or None if it can."""
+        if self.gone is not None:
+            return Outcome.DEAD_PEER
+        settled_epoch, settled_round = self.settled
+        if round in self.voided or (settled_epoch > epoch and round > settled_round):
+            return Outcome.VOID
+        if round in self.given_up or round in self.cancelled:
+            return Outcome.VOID
+        others = {other for other, _ in self.open} - {round}
+        return Outcome.VOID if len(others) >= credits else None
+
+    def deliver(self, round: int, bucket: int, values: Tensor) -> bool:
+        """Takes in the peer's part; False if it came too far ahead to be kept."""
+        key = (round, bucket)
+        exchange = self.open.pop(key, None)
+        if exchange is not None:
+            exchange.finish(Outcome.DELIVERED, values)
+            return True
+        if round in self.given_up or round in self.cancelled:
+            return True
+        if len({early for early, _ in self.early} - {round}) >= _EARLY_ROUNDS:
+            return False
+        self.early[key] = values
+        return True
+
+    def passed(self, round: int) -> None:
+        """The peer is at `round`: what is open before it can come no more."""
+        self.resolve(lambda earlier: earlier < round, Outcome.VOID)
+        _discard(self.given_up, round)
+        _discard(self.cancelled, round)
+
+    def give_up(self, round: int) -> None:
+        """Voids a round before anything of it was sent."""
+        _discard(self.voided, round)
+        self.given_up.add(round)
+        self._drop(lambda other: other == round)
+
+    def cancel(self, exchange: Exchange) -> None:
+        """Ends an open exchange; the peer's part is dropped should it come."""
+        self.open.pop((exchange.round, exchange.bucket))
+        self.cancelled.add(exchange.round)
+        exchange.finish(Outcome.VOID)
+
+    def resolve(self, which: Callable[[int], bool], outcome: Outcome) -> None:
+        """Ends the open exchanges of some rounds."""
+        for key in [key for key in self.open if which(key[0])]:
+            self.open.pop(key).finish(outcome)
+
+    def prune(self, before: int) -> None:
+        """Forgets what no round from `before` on asks for."""
+        self._drop(lambda round: round < before)
+        _discard(self.voided, before)
+
+    def _drop(self, which: Callable[[int], bool]) -> None:
+        for key in [key for key in self.early if which(key[0])]:
+            del self.early[key]
+
+
+def _discard(rounds: set[int], before: int) -> None:
+    rounds.difference_update([round for round in rounds if round < before])
