@@ -1,9 +1,11 @@
 """Links over torch's Gloo: a 2-rank group and two threads a link, for where ZeroMQ cannot go."""
 
+import contextlib
 import queue
 import threading
 import time
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,8 +16,13 @@ from gossipgrad.comm._transport import Arrival, Lost, Sent, Ticket
 
 __all__ = ["GlooTransport"]
 
-_POLL_SECONDS = 0.002
+_POLL_SECONDS = (0.001, 0.05)  # how often a link looks for its other end, at first and later
+_CONNECT = timedelta(seconds=60)
 _FOREVER = timedelta(days=30)  # a deadline that expires inside Gloo breaks the pair for good
+_AT_ONCE = timedelta(milliseconds=1)
+_JOIN_SECONDS = 0.5
+_UNUSED_TAG = 1
+_HEADER_BYTES = 1 << 14
 
 
 class _Message:
@@ -60,7 +67,7 @@ class GlooTransport:
             if self._closed:
                 return Sent()
             message = _Message(header, None if payload is None else payload.view(torch.uint8))
-            self._link(peer).outbox.put(message)
+            self._link(peer).put(message)
             return message
 
     def receive(self, timeout_seconds: float) -> list[Arrival | Lost]:
@@ -88,10 +95,13 @@ class GlooTransport:
                 return
             self._closed = True
             links = list(self._links.values())
-        self._store.set(f"left/{self.rank}", "1")
+        with contextlib.suppress(RuntimeError):  # the store may have died before us
+            self._store.set(f"left/{self.rank}", "1")
+        for link in links:
+            link.say_bye()
         deadline = time.monotonic() + linger_seconds
         for link in links:
-            link.finish(max(0.0, deadline - time.monotonic()))
+            link.finish(deadline)
 
     def _link(self, peer: int) -> "_GlooLink":
         link = self._links.get(peer)
@@ -103,7 +113,7 @@ class GlooTransport:
 
 
 class _GlooLink:
-    """The two threads of a link."""
+    """The two threads of a link. It ends when both ends have said bye, or when one breaks it."""
 
     def __init__(
         self,
@@ -113,40 +123,65 @@ class _GlooLink:
         events: queue.SimpleQueue[Arrival | Lost],
         max_payload_bytes: int,
     ) -> None:
-        self.outbox: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
         self._peer = peer
         self._side = int(rank > peer)
         self._events = events
         self._max_payload_bytes = max_payload_bytes
-        self._pair: dist.ProcessGroupGloo | None = None
+        self._outbox: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
+        self._putting = threading.Lock()
+        self._over = False
+        self._pair: Any = None  # a ProcessGroupGloo, whose stub lacks send and recv
         self._stopped = threading.Event()
+        self._receiver: threading.Thread | None = None
         self._sender = threading.Thread(
             target=self._send_all, args=(store, rank), name=f"gossipgrad-to-{peer}", daemon=True
         )
         self._sender.start()
 
+    def put(self, message: _Message) -> None:
+        """Queues a message; once the link is over it is let go at once."""
+        with self._putting:
+            if self._over:
+                message.done = True
+            else:
+                self._outbox.put(message)
+
+    def say_bye(self) -> None:
+        """Lets the link end once its queue is empty."""
+        self._outbox.put(None)
+
     def stop(self) -> None:
-        """Ends the link at once; what is queued is dropped."""
+        """Breaks the link; what is queued is dropped, and both its threads end."""
         self._stopped.set()
-        self.outbox.put(None)
-        self._pair = None
+        self._outbox.put(None)
+        pair, self._pair = self._pair, None
+        if pair is not None:
+            # The one thing that makes Gloo let go of a receive: a deadline that expires.
+            with contextlib.suppress(RuntimeError):
+                pair.recv([torch.empty(1)], 1 - self._side, _UNUSED_TAG).wait(_AT_ONCE)
 
-    def finish(self, timeout_seconds: float) -> None:
-        """Ends the link when the queue is empty, or `timeout_seconds` are over."""
-        self.outbox.put(None)
-        self._sender.join(timeout_seconds)
+    def finish(self, deadline: float) -> None:
+        """After `say_bye`: waits for the other end's until `deadline` (monotonic), then stops."""
+        self._sender.join(max(0.0, deadline - time.monotonic()))
+        if self._receiver is not None:
+            self._receiver.join(max(0.0, deadline - time.monotonic()))
         self.stop()
+        for thread in (self._sender, self._receiver):
+            if thread is not None:
+                thread.join(_JOIN_SECONDS)
 
-    def _make(self, store: dist.Store, rank: int) -> dist.ProcessGroupGloo | None:
+    def _make(self, store: dist.Store, rank: int) -> Any:
         """Waits for the other end without blocking anyone; None if it left or we stopped."""
         low, high = sorted((rank, self._peer))
         # A clone has its own connection: two links in the making must not wait for each other.
-        own = dist.PrefixStore(f"{low}-{high}", store.clone())
+        own = dist.PrefixStore(f"{low}-{high}", store.clone())  # pyrefly: ignore[missing-attribute]
         own.set(f"ready/{rank}", "1")
+        wait, longest = _POLL_SECONDS
         while not own.check([f"ready/{self._peer}"]):
-            if self._stopped.wait(_POLL_SECONDS) or store.check([f"left/{self._peer}"]):
+            if self._stopped.wait(wait) or store.check([f"left/{self._peer}"]):
                 return None
-        return dist.ProcessGroupGloo(own, self._side, 2, _FOREVER)
+            wait = min(2 * wait, longest)
+        return dist.ProcessGroupGloo(own, self._side, 2, _CONNECT)
 
     def _send_all(self, store: dist.Store, rank: int) -> None:
         try:
@@ -154,43 +189,58 @@ class _GlooLink:
             if pair is None:
                 self._lose()
                 return
-            self._pair = pair
-            threading.Thread(
+            self._receiver = threading.Thread(
                 target=self._receive_all,
                 args=(pair,),
                 name=f"gossipgrad-from-{self._peer}",
                 daemon=True,
-            ).start()
-            while (message := self.outbox.get()) is not None and not self._stopped.is_set():
-                header = torch.frombuffer(bytearray(message.header), dtype=torch.uint8)
-                size = 0 if message.payload is None else message.payload.numel()
-                sizes = torch.tensor([header.numel(), size], dtype=torch.int64)
-                for tensor in (sizes, header, message.payload):
-                    if tensor is not None and tensor.numel():
-                        pair.send([tensor], 1 - self._side, 0).wait()
+            )
+            self._receiver.start()
+            self._pair = pair
+            while (message := self._outbox.get()) is not None and not self._stopped.is_set():
+                try:
+                    self._send(pair, message)
+                finally:
+                    message.done = True
+            if message is not None:
                 message.done = True
+            elif not self._stopped.is_set():
+                self._send(pair, None)
         except RuntimeError:
             self._lose()
         finally:
             self._release()
+            if self._stopped.is_set():
+                self.stop()
 
-    def _receive_all(self, pair: dist.ProcessGroupGloo) -> None:
+    def _send(self, pair: Any, message: _Message | None) -> None:
+        """Sends sizes, header and payload; sizes of zero are the bye."""
+        header, payload = (b"", None) if message is None else (message.header, message.payload)
+        size = 0 if payload is None else payload.numel()
+        tensors = [torch.tensor([len(header), size], dtype=torch.int64)]
+        if header:
+            tensors.append(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+        if payload is not None and size:
+            tensors.append(payload)
+        for tensor in tensors:
+            pair.send([tensor], 1 - self._side, 0).wait(_FOREVER)
+
+    def _receive_all(self, pair: Any) -> None:
         def take(count: int, dtype: torch.dtype) -> Tensor:
             tensor = torch.empty(count, dtype=dtype)
-            pair.recv([tensor], 1 - self._side, 0).wait()
+            pair.recv([tensor], 1 - self._side, 0).wait(_FOREVER)
             return tensor
 
-        try:
+        with contextlib.suppress(RuntimeError):
             while not self._stopped.is_set():
                 header_bytes, size = take(2, torch.int64).tolist()
-                if not 0 < header_bytes < 1 << 14 or not 0 <= size <= self._max_payload_bytes:
+                if not 0 < header_bytes < _HEADER_BYTES or not 0 <= size <= self._max_payload_bytes:
                     break
                 header = take(header_bytes, torch.uint8).numpy().tobytes()
                 payload = take(size, torch.uint8) if size else None
                 self._events.put(Arrival(header, payload))
-        except RuntimeError:
-            pass
         self._lose()
+        self.say_bye()
 
     def _lose(self) -> None:
         if not self._stopped.is_set():
@@ -198,10 +248,10 @@ class _GlooLink:
 
     def _release(self) -> None:
         """Lets go of the memory of whatever is still queued."""
-        while True:
-            try:
-                message = self.outbox.get_nowait()
-            except queue.Empty:
-                return
-            if message is not None:
-                message.done = True
+        with self._putting:
+            self._over = True
+        with contextlib.suppress(queue.Empty):
+            while True:
+                message = self._outbox.get_nowait()
+                if message is not None:
+                    message.done = True
