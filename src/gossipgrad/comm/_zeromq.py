@@ -19,7 +19,9 @@ _UP = zmq.Event.HANDSHAKE_SUCCEEDED
 _DOWN = zmq.Event.DISCONNECTED
 _FAILED = zmq.Event.CLOSED  # an attempt to connect failed
 _GONE_AFTER_FAILURES = 2  # every peer listens before its address is told: refusal means gone
-_GONE_AFTER_SECONDS = 1.0
+_GONE_AFTER_SECONDS = 0.5  # what a peer sent before it left is still under way
+_KEEPALIVE_SECONDS = (10, 5)  # how long a link is idle before it is tried, and how often then
+_KEEPALIVE_TRIES = 4
 _RECONNECT_MILLISECONDS = 50
 _COPY_BELOW_BYTES = 1 << 15  # below this a copy is cheaper than keeping track of the buffer
 _HEADER_BYTES = 1 << 14
@@ -30,15 +32,28 @@ _QUEUED_MESSAGES = 4096
 class _Link:
     socket: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
+    was_up: bool = False
     down_since: float | None = None
     failures: int = 0
 
     @property
     def gone(self) -> bool:
-        """Whether it has been down long enough to call its peer lost."""
-        return self.failures >= _GONE_AFTER_FAILURES or (
-            self.down_since is not None and time.monotonic() - self.down_since > _GONE_AFTER_SECONDS
-        )
+        """Whether its peer is lost: never there, or there once and then not.
+
+        A link that comes up again stays lost: what was on its way when it broke is missing.
+        """
+        if self.down_since is None:
+            return self.failures >= _GONE_AFTER_FAILURES
+        return time.monotonic() - self.down_since > _GONE_AFTER_SECONDS
+
+    def note(self, event: int) -> None:
+        """Takes in what the monitor saw."""
+        if event & _UP:
+            self.was_up, self.failures = True, 0
+        elif self.was_up:
+            self.down_since = self.down_since or time.monotonic()
+        elif event & _FAILED:
+            self.failures += 1
 
 
 class ZeroMQTransport:
@@ -52,9 +67,11 @@ class ZeroMQTransport:
         group: Used once, to tell all ranks the addresses (a collective).
         max_payload_bytes: A larger message is cut off by ZeroMQ before memory is taken.
         bind: Address of the interface to listen on. By default loopback if all ranks are on one
-            host, else the interface that this host's name resolves to.
+            host, else the interface towards `MASTER_ADDR`, or the one this host's name resolves
+            to.
 
     Raises:
+        ValueError: If the interface cannot be listened on, or not be reached from other hosts.
         GossipError: If a rank dies while the addresses are told.
     """
 
@@ -67,16 +84,14 @@ class ZeroMQTransport:
         self._sending = threading.Lock()
         self._links: dict[int, _Link] = {}
         self._closed = False
+        self._max_payload_bytes = max_payload_bytes
         self._pull = self._context.socket(zmq.PULL)
-        self._pull.setsockopt(zmq.MAXMSGSIZE, max(max_payload_bytes, _HEADER_BYTES))
-        self._pull.setsockopt(zmq.RCVHWM, _QUEUED_MESSAGES)
-        self._pull.setsockopt(zmq.LINGER, 0)
-        address = bind if bind is not None else bind_address(group)
-        self._pull.setsockopt(zmq.IPV6, int(":" in address))
-        host = f"[{address}]" if ":" in address else address
-        self._pull.bind(f"tcp://{host}:*")
-        endpoint = self._pull.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._endpoints: list[str] = group.all_gather_object(endpoint)
+        try:
+            self._endpoints = self._listen(group, bind)
+        except BaseException:
+            self._pull.close(linger=0)
+            self._context.term()
+            raise
         self._poller = zmq.Poller()
         self._poller.register(self._pull, zmq.POLLIN)
 
@@ -95,7 +110,12 @@ class ZeroMQTransport:
             if payload is None:
                 socket.send_multipart([header], zmq.NOBLOCK)
                 return Sent()
-            body = memoryview(payload.view(torch.uint8).numpy())
+            body = payload.view(torch.uint8).numpy().data
+            if body.nbytes > self._max_payload_bytes:
+                raise ValueError(
+                    f"a message of {body.nbytes} bytes is above max_payload_bytes="
+                    f"{self._max_payload_bytes}: use smaller buckets, or raise it on all ranks"
+                )
             if body.nbytes < _COPY_BELOW_BYTES:
                 socket.send_multipart([header, body], zmq.NOBLOCK)
                 return Sent()
@@ -108,7 +128,7 @@ class ZeroMQTransport:
         """What has come, and who was found gone."""
         if self._closed:
             return []
-        ready = dict(self._poller.poll(timeout_seconds * 1000))
+        ready = dict(self._poller.poll(int(timeout_seconds * 1000)))
         events: list[Arrival | Lost] = []
         if self._pull in ready:
             events.extend(self._arrivals())
@@ -124,6 +144,8 @@ class ZeroMQTransport:
     def forget(self, peer: int) -> None:
         """Closes the link to `peer` and drops what was queued for it."""
         with self._sending:
+            if self._closed:
+                return
             link = self._links.pop(peer, None)
             if link is not None:
                 self._drop(link, linger_seconds=0.0)
@@ -138,8 +160,22 @@ class ZeroMQTransport:
                 down = link.down_since is not None or link.failures > 0
                 self._drop(link, linger_seconds=0.0 if down else linger_seconds)
             self._links.clear()
-            self._pull.close()
+            self._pull.close(linger=0)
         self._context.term()
+
+    def _listen(self, group: Group, bind: str | None) -> list[str]:
+        self._pull.setsockopt(zmq.MAXMSGSIZE, max(self._max_payload_bytes, _HEADER_BYTES))
+        self._pull.setsockopt(zmq.RCVHWM, _QUEUED_MESSAGES)
+        address = bind_address(group, bind)
+        self._pull.setsockopt(zmq.IPV6, int(":" in address))
+        host = f"[{address}]" if ":" in address else address
+        try:
+            self._pull.bind(f"tcp://{host}:*")
+        except zmq.ZMQError as error:
+            raise ValueError(
+                f"cannot listen on bind={address!r} ({error}): it must be an address of this host"
+            ) from error
+        return group.all_gather_object(self._pull.getsockopt_string(zmq.LAST_ENDPOINT))
 
     def _link(self, peer: int) -> _Link:
         link = self._links.get(peer)
@@ -149,6 +185,11 @@ class ZeroMQTransport:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.IPV6, 1)
             socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MILLISECONDS)
+            idle, interval = _KEEPALIVE_SECONDS
+            socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+            socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, idle)
+            socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, interval)
+            socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, _KEEPALIVE_TRIES)
             monitor = socket.get_monitor_socket(_UP | _DOWN | _FAILED)
             socket.connect(self._endpoints[peer])
             link = self._links[peer] = _Link(socket, monitor)
@@ -169,6 +210,7 @@ class ZeroMQTransport:
             except zmq.Again:
                 return arrivals
             if len(frames) > 2 or len(frames[0]) > _HEADER_BYTES:
+                arrivals.append(Arrival(b"", None))  # not ours; for the channel to count
                 continue
             payload = None
             if len(frames) == 2:
@@ -182,9 +224,4 @@ class ZeroMQTransport:
                 event = parse_monitor_message(link.monitor.recv_multipart(zmq.NOBLOCK))["event"]
             except zmq.Again:
                 return
-            if event & _UP:
-                link.down_since, link.failures = None, 0
-            elif event & _FAILED:
-                link.failures += 1
-            else:
-                link.down_since = link.down_since or time.monotonic()
+            link.note(event)
