@@ -1,6 +1,8 @@
 """Faults by script: drop, delay or kill at a rank and round, over any transport."""
 
+import heapq
 import threading
+import time
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -47,15 +49,32 @@ class Faults:
         return self
 
 
+@dataclass(order=True)
+class _Delayed:
+    due_seconds: float
+    number: int
+    peer: int = field(compare=False)
+    header: bytes = field(compare=False)
+    payload: Tensor | None = field(compare=False)
+    done: bool = field(default=False, compare=False)
+
+
 class FaultyTransport:
-    """Wraps a transport and lets `Faults` happen to what this rank sends."""
+    """Wraps a transport and lets `Faults` happen to what this rank sends.
+
+    What comes behind a delayed message on the same link waits with it: order is kept.
+    """
 
     def __init__(self, inner: Transport, faults: Faults) -> None:
         self.rank = inner.rank
         self.world_size = inner.world_size
         self._inner = inner
         self._faults = faults
-        self._timers: list[threading.Timer] = []
+        self._changed = threading.Condition()
+        self._waiting: list[_Delayed] = []
+        self._count = 0
+        self._thread: threading.Thread | None = None
+        self._receiving = threading.Lock()
         self._dead = False
 
     def open(self, peer: int) -> None:
@@ -72,38 +91,77 @@ class FaultyTransport:
         if self._dead:
             return Sent()
         what = Header.unpack(header)
-        if what.kind is not Kind.DATA:
-            return self._inner.send(peer, header, payload)
-        if what.round >= self._faults.kills.get(self.rank, what.round + 1):
-            self._dead = True
-            self._inner.close(0.0)
-            raise ScriptedDeathError(f"rank {self.rank} was killed by script in round {what.round}")
-        if (self.rank, what.round) in self._faults.drops:
-            return Sent()
-        seconds = self._faults.delays.get((self.rank, what.round), 0.0)
-        if seconds > 0:
-            body = None if payload is None else payload.clone()
-            timer = threading.Timer(seconds, self._inner.send, (peer, header, body))
-            timer.daemon = True
-            self._timers.append(timer)
-            timer.start()
-            return Sent()
-        return self._inner.send(peer, header, payload)
+        seconds = 0.0
+        if what.kind is Kind.DATA:
+            if what.round >= self._faults.kills.get(self.rank, what.round + 1):
+                self._end(0.0)
+                raise ScriptedDeathError(
+                    f"rank {self.rank} was killed by script in round {what.round}"
+                )
+            if (self.rank, what.round) in self._faults.drops:
+                return Sent()
+            seconds = self._faults.delays.get((self.rank, what.round), 0.0)
+        with self._changed:
+            ahead = [d.due_seconds for d in self._waiting if d.peer == peer]
+            if seconds == 0 and not ahead:
+                return self._inner.send(peer, header, payload)
+            due_seconds = max([time.monotonic() + seconds, *ahead])
+            delayed = _Delayed(due_seconds, self._count, peer, header, payload)
+            self._count += 1
+            heapq.heappush(self._waiting, delayed)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._send_delayed, name="gossipgrad-delayed", daemon=True
+                )
+                self._thread.start()
+            self._changed.notify_all()
+            return delayed
 
     def receive(self, timeout_seconds: float) -> list[Arrival | Lost]:
         """What has come; nothing any more once this rank is dead."""
-        return [] if self._dead else self._inner.receive(timeout_seconds)
+        with self._receiving:
+            return [] if self._dead else self._inner.receive(timeout_seconds)
 
     def forget(self, peer: int) -> None:
         """Drops the link to a rank that is gone."""
-        if not self._dead:
-            self._inner.forget(peer)
+        if self._dead:
+            return
+        with self._changed:
+            for delayed in self._waiting:
+                delayed.done |= delayed.peer == peer
+            self._waiting = [d for d in self._waiting if d.peer != peer]
+            heapq.heapify(self._waiting)
+        self._inner.forget(peer)
 
     def close(self, linger_seconds: float = 0.0) -> None:
         """Closes; what is still delayed is sent first if there is time, else lost."""
-        for timer in self._timers:
-            timer.join(linger_seconds)
-            timer.cancel()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting, linger_seconds)
         if not self._dead:
+            self._end(linger_seconds)
+
+    def _end(self, linger_seconds: float) -> None:
+        with self._changed:
             self._dead = True
+            for delayed in self._waiting:
+                delayed.done = True
+            self._waiting.clear()
+            self._changed.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        with self._receiving:
             self._inner.close(linger_seconds)
+
+    def _send_delayed(self) -> None:
+        with self._changed:
+            while not self._dead:
+                left = self._waiting[0].due_seconds - time.monotonic() if self._waiting else None
+                if left is None or left > 0:
+                    self._changed.wait(left)
+                    continue
+                delayed = heapq.heappop(self._waiting)
+                # The buffer is the sender's again at once: what is delayed here is short.
+                body = None if delayed.payload is None else delayed.payload.clone()
+                self._inner.send(delayed.peer, delayed.header, body)
+                delayed.done = True
+                self._changed.notify_all()

@@ -16,7 +16,8 @@ class Hub:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._filled = [threading.Condition(self._lock) for _ in range(world_size)]
         self._boxes: list[deque[Arrival | Lost]] = [deque() for _ in range(world_size)]
         self._gone: set[int] = set()
 
@@ -24,32 +25,33 @@ class Hub:
         """The transport of one rank."""
         return InProcessTransport(self, rank)
 
-    def put(self, peer: int, event: Arrival) -> None:
-        """Lays a message into a rank's box; one for a rank that is gone is dropped."""
-        with self._changed:
-            if peer not in self._gone:
+    def put(self, sender: int, peer: int, event: Arrival) -> None:
+        """Lays a message into a rank's box; one for or from a rank that is gone is dropped."""
+        with self._lock:
+            if not {sender, peer} & self._gone:
                 self._boxes[peer].append(event)
-                self._changed.notify_all()
+                self._filled[peer].notify_all()
 
     def get(self, rank: int, timeout_seconds: float) -> list[Arrival | Lost]:
         """Empties a rank's box; waits for the first message at most `timeout_seconds`."""
-        with self._changed:
+        with self._lock:
             if not self._boxes[rank] and timeout_seconds > 0:
-                self._changed.wait_for(lambda: bool(self._boxes[rank]), timeout_seconds)
+                self._filled[rank].wait_for(lambda: bool(self._boxes[rank]), timeout_seconds)
             events = list(self._boxes[rank])
             self._boxes[rank].clear()
             return events
 
     def remove(self, rank: int) -> None:
         """Lets a rank be gone; all others are told, once."""
-        with self._changed:
+        with self._lock:
             if rank in self._gone:
                 return
             self._gone.add(rank)
+            self._boxes[rank].clear()
             for peer in range(self.world_size):
                 if peer != rank and peer not in self._gone:
                     self._boxes[peer].append(Lost(rank))
-            self._changed.notify_all()
+                    self._filled[peer].notify_all()
 
 
 class InProcessTransport:
@@ -68,7 +70,7 @@ class InProcessTransport:
     def send(self, peer: int, header: bytes, payload: Tensor | None = None) -> Ticket:
         """Copies the payload into the peer's box."""
         body = None if payload is None else payload.contiguous().view(torch.uint8).clone()
-        self._hub.put(peer, Arrival(header, body))
+        self._hub.put(self.rank, peer, Arrival(header, body))
         return Sent()
 
     def receive(self, timeout_seconds: float) -> list[Arrival | Lost]:
