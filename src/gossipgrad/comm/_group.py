@@ -44,7 +44,7 @@ class Group:
         self._broken: str | None = None
         self._lock = threading.Lock()
         timeout = timedelta(seconds=timeout_seconds)
-        self._gloo: dist.ProcessGroupGloo | None = None
+        self._gloo: Any = None  # a ProcessGroupGloo, whose stub lacks its collectives
         if world_size > 1:
             try:
                 self._gloo = dist.ProcessGroupGloo(store, rank, world_size, timeout)
@@ -68,6 +68,7 @@ class Group:
         prefix = dist.PrefixStore(f"gossipgrad/{number}", store)
         return cls(prefix, rank, group.size(), timeout_seconds=timeout_seconds)
 
+    @torch.no_grad()
     def all_reduce_(self, tensor: Tensor) -> Tensor:
         """Sums `tensor` over all ranks, in place; any floating or integer dtype, any device."""
         if self._gloo is not None:
@@ -78,8 +79,11 @@ class Group:
                 tensor.copy_(host)
         return tensor
 
+    @torch.no_grad()
     def broadcast_(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Overwrites `tensor` with that of rank `source`, in place; any dtype, any device."""
+        if not 0 <= source < self.world_size:
+            raise ValueError(f"source must lie in 0..{self.world_size - 1}, got {source}")
         if self._gloo is not None:
             host = tensor.detach().cpu().contiguous()
             flat = host.reshape(-1).view(torch.uint8)
@@ -139,6 +143,9 @@ class Group:
                 self._broken = f"a rank has died or left ({_first_line(error)})"
                 self._gloo = None
                 raise GossipError(f"the collective did not come about: {self._broken}") from error
+            except BaseException:
+                self._broken = "this rank was interrupted in the middle of one"
+                raise
 
 
 def _plain(tensor: Tensor) -> bool:
