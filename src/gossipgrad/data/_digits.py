@@ -1,6 +1,7 @@
 """The 8x8 digits that come with scikit-learn: 1797 samples, no download."""
 
 from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +35,7 @@ def load_digits() -> Dataset:
     prepare_digits()
     from sklearn.datasets import load_digits as sklearn_digits  # 1 s to import
 
-    bunch = sklearn_digits()
+    bunch: Any = sklearn_digits()
     labels = np.asarray(bunch["target"], dtype=np.int64)
     images = torch.from_numpy(np.asarray(bunch["images"], dtype=np.float32)).unsqueeze(1)
     targets = torch.from_numpy(labels)

@@ -2,12 +2,12 @@
 
 import dataclasses
 import json
-import types
-import typing
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
+
+from ._options import check_at_least, check_choices, from_plain
 
 _DEFAULT_LR = {"sgd": 0.1, "adamw": 1e-3}
 _LR_RULES = {
@@ -16,24 +16,6 @@ _LR_RULES = {
 }
 # What config.json holds beside the options.
 _NOTES = ("lr_rule", "versions")
-
-
-def _check_choice(owner: object, name: str) -> None:
-    """The field `name` holds one of the values that its `Literal` annotation lists."""
-    annotation = typing.get_type_hints(type(owner))[name]
-    choices = [
-        choice
-        for part in (typing.get_args(annotation) if _is_union(annotation) else (annotation,))
-        for choice in (typing.get_args(part) or (None,))
-    ]
-    value = getattr(owner, name)
-    if value not in choices:
-        shown = ", ".join(str(choice) for choice in choices)
-        raise ValueError(f"{name} is {value!r}, but must be one of {shown}.")
-
-
-def _is_union(annotation: object) -> bool:
-    return typing.get_origin(annotation) in (typing.Union, types.UnionType)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,15 +33,17 @@ class GossipConfig:
     """What is sent: weights, weights with the optimizer's moments, or (for study) gradients."""
     every: int = 1
     """Exchange every so many steps."""
-    average_every: int | None = None
-    """Average all replicas exactly every so many steps; None: never while training."""
+    average_every: int | Literal["log_p"] | None = None
+    """Average all replicas exactly every so many steps; log_p: every ceil(log2 p); None: never
+    while training."""
     wire_dtype: Literal["float32", "bfloat16"] | None = None
     """Number type on the wire; None: that of the parameters."""
 
     def __post_init__(self) -> None:
-        for name in ("topology", "mode", "payload", "wire_dtype"):
-            _check_choice(self, name)
-        _check_at_least(self, 1, "every", "average_every")
+        check_choices(type(self), dataclasses.asdict(self))
+        check_at_least(self, 1, "every")
+        if self.average_every != "log_p":
+            check_at_least(self, 1, "average_every")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,9 +59,9 @@ class TrainConfig:
     DistributedDataParallel. local: not at all."""
     optimizer: Literal["sgd", "adamw"] = "sgd"
     """Optimizer, the same on every rank."""
-    epochs: int = 10
+    epochs: int = 20
     """Passes over the training part, each rank over its share."""
-    batch_size: int = 32
+    batch_size: int = 16
     """Samples a step on each rank."""
     lr: float | None = None
     """Learning rate at the start; None: 0.1 for sgd, 0.001 for adamw."""
@@ -108,10 +92,9 @@ class TrainConfig:
     """Show no progress."""
 
     def __post_init__(self) -> None:
-        for name in ("data", "model", "strategy", "optimizer", "lr_schedule"):
-            _check_choice(self, name)
-        _check_at_least(self, 1, "epochs", "batch_size", "nproc", "log_every")
-        _check_at_least(self, 0, "seed", "weight_decay", "trace")
+        check_choices(type(self), dataclasses.asdict(self))
+        check_at_least(self, 1, "epochs", "batch_size", "nproc", "log_every")
+        check_at_least(self, 0, "seed", "weight_decay", "trace")
         if self.lr is not None and not self.lr > 0:
             raise ValueError(f"lr is {self.lr}, but must be above 0.")
         if not 0 <= self.momentum < 1:
@@ -122,7 +105,7 @@ class TrainConfig:
         """A name for the folder of the run."""
         return f"{self.data}-{self.model}-{self.strategy}"
 
-    def resolved(self, *, nproc: int, out: Path) -> Self:
+    def resolved(self, *, nproc: int, out: Path) -> "TrainConfig":
         """The same run with nothing left to a default."""
         lr = _DEFAULT_LR[self.optimizer] if self.lr is None else self.lr
         return dataclasses.replace(self, nproc=nproc, out=out, lr=lr)
@@ -153,23 +136,21 @@ class TrainConfig:
         return values
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Self:
+    def from_json(cls, values: dict[str, Any]) -> "TrainConfig":
         """The configuration that `to_json` wrote.
 
         Raises:
             ValueError: A name is not known, or a value is not allowed.
         """
         values = dict(values)
-        gossip = values.pop("gossip", {})
+        gossip = GossipConfig(**from_plain(GossipConfig, values.pop("gossip", {})))
         for name in ("out", "data_dir"):
             if values.get(name) is not None:
                 values[name] = Path(values[name])
-        _check_names(cls, values)
-        _check_names(GossipConfig, gossip)
-        return cls(gossip=GossipConfig(**gossip), **values)
+        return cls(gossip=gossip, **from_plain(cls, values))
 
     @classmethod
-    def from_file(cls, path: Path) -> Self:
+    def from_file(cls, path: Path) -> "TrainConfig":
         """The configuration in a `config.json`, without the folder it was written to.
 
         Raises:
@@ -196,16 +177,3 @@ class TrainConfig:
         """Write `config.json`: the options, what the learning rate does, and the versions."""
         notes = dict(zip(_NOTES, (_LR_RULES[self.lr_schedule], versions), strict=True))
         path.write_text(json.dumps({**self.to_json(), **notes}, indent=2) + "\n")
-
-
-def _check_at_least(owner: object, least: int, *names: str) -> None:
-    for name in names:
-        value = getattr(owner, name)
-        if value is not None and not value >= least:
-            raise ValueError(f"{name} is {value}, but must be at least {least}.")
-
-
-def _check_names(kind: type, values: dict[str, Any]) -> None:
-    known = {option.name for option in dataclasses.fields(kind)}
-    if unknown := sorted(set(values) - known):
-        raise ValueError(f"option {unknown[0]!r} is not known to {kind.__name__}.")

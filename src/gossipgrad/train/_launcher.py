@@ -130,7 +130,10 @@ def _supervise(
         wait([worker.pipe for worker in running], timeout=_POLL_SECONDS)
         for worker in running:
             worker.listen(progress)
-            if (lost := worker.failure) is not None and not _is_fatal(lost, config):
+            if (lost := worker.failure) is None:
+                continue
+            progress.lose(lost.rank)
+            if not _is_fatal(lost, config):
                 progress.notice(f"rank {lost.rank} {lost.cause}; the others go on")
         if stops.first is not None:
             if stops.insisted or not all(worker.ready for worker in workers):

@@ -1,5 +1,6 @@
 """The training loop: what a user's own loop does, with a clock and a stop."""
 
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from gossipgrad.data import ShardedBatches
+from gossipgrad.errors import GossipError
 
 from ._evaluate import Evaluation, TestPart
 from ._metrics import Event, Metrics
@@ -23,7 +25,7 @@ _PROGRESS_SECONDS = 0.1
 
 @dataclass(kw_only=True)
 class Loop:
-    """Trains for some epochs and evaluates after each.
+    """Trains for some epochs and evaluates after each; a loss that is not finite ends it.
 
     Attributes:
         strategy: Keeps the replicas together.
@@ -95,7 +97,9 @@ class Loop:
             self.optimizer.step()
             self.scheduler.step()
             self.optimizer.zero_grad()
-        return loss.item()
+        if not math.isfinite(value := loss.item()):
+            raise GossipError(f"the loss became {value} in step {step + 1}; lower --lr")
+        return value
 
     def _log(self, epoch: int, loss: float, step_seconds: float) -> None:
         metrics = self.metrics

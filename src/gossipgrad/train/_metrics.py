@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 Event = dict[str, Any]
 
@@ -31,7 +31,7 @@ class Metrics:
         self._epoch_seconds = 0.0
         self._file = path.open("w", buffering=1)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Metrics":
         return self
 
     def __exit__(

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ._config import TrainConfig
 from ._metrics import Event
@@ -26,9 +26,6 @@ class Progress:
     def take(self, rank: int, event: Event) -> None:
         """Take an event of a rank."""
         kind = event["event"]
-        if kind == "failed":
-            self._lost.add(rank)
-            self._latest.pop(rank, None)
         if kind in ("progress", "epoch"):
             self._latest[rank] = event
         if rank == min(set(range(self._world_size)) - self._lost, default=None):
@@ -38,6 +35,11 @@ class Progress:
                 self._show_step(event)
             elif kind == "epoch":
                 self._show_epoch(event)
+
+    def lose(self, rank: int) -> None:
+        """Take note that a rank is gone; the next one is shown if it was the lowest."""
+        self._lost.add(rank)
+        self._latest.pop(rank, None)
 
     def notice(self, text: str) -> None:
         """Tell the user something that happened, on stderr."""
@@ -63,7 +65,7 @@ class Progress:
     def _epoch_line(self, event: Event) -> str:
         parts = [
             f"epoch {event['epoch'] + 1}/{self._epochs}",
-            f"loss {_number(event['loss'], '.4f')}",
+            *_loss(event),
             f"accuracy {event['accuracy']:.2%}",
         ]
         if event["consensus_distance"] is not None:
@@ -109,7 +111,7 @@ class LiveProgress(Progress):
         self._bar.update(self._task, total=total_steps)
 
     def _show_step(self, event: Event) -> None:
-        figures = [f"loss {_number(event['loss'], '.4f')}"]
+        figures = _loss(event)
         if event["consensus_distance"] is not None:
             figures.append(f"distance ~{event['consensus_distance']:.3g}")
         figures.append(f"{self.samples_per_second:,.0f} samples/s")
@@ -138,5 +140,6 @@ def make_progress(config: TrainConfig, world_size: int) -> Progress:
     return PlainProgress(config, world_size)
 
 
-def _number(value: Any, form: str) -> str:
-    return "nan" if value is None else format(value, form)
+def _loss(event: Event) -> list[str]:
+    """The loss in words, nothing before the first step of an epoch."""
+    return [] if event["loss"] is None else [f"loss {event['loss']:.4f}"]

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
@@ -53,6 +53,7 @@ def train_rank(
 
     Raises:
         PeerLostError: An all-reduce found a rank gone.
+        GossipError: The loss is no longer finite.
     """
     torch.set_num_threads(1)
     torch.manual_seed(config.seed)
@@ -89,7 +90,7 @@ def train_rank(
     traffic = strategy.traffic()
     own_accuracy = test.accuracy(model) if config.strategy == "gossip" else final.accuracy
     strategy.close()
-    save_file(final.weights, run_dir.rank_model(rank))
+    run_dir.rank_model(rank).write_bytes(save(final.weights))
     spans.save(run_dir.rank_trace(rank))
     return RankResult(
         rank=rank,

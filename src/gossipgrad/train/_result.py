@@ -2,7 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 from gossipgrad.errors import GossipError
 
@@ -56,7 +56,7 @@ class RankResult:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Self:
+    def from_json(cls, values: dict[str, Any]) -> "RankResult":
         """The result that `to_json` wrote."""
         arguments: dict[str, Any] = {**values, "notes": tuple(values["notes"])}
         return cls(**arguments)

@@ -14,7 +14,7 @@ from ._world import find_world, run_in_world
 _DEFAULT_NPROC = 4
 
 
-def run(config: TrainConfig) -> Outcome:
+def run(config: TrainConfig, *, show_config: bool = False) -> Outcome:
     """Train as `config` says and leave the run in its folder.
 
     Starts the workers on this machine and waits for them, or, inside a world that torchrun or
@@ -29,6 +29,7 @@ def run(config: TrainConfig) -> Outcome:
 
     Args:
         config: The options.
+        show_config: Print `config.json` before the start.
 
     Returns:
         How it ended, and where the files are.
@@ -39,13 +40,13 @@ def run(config: TrainConfig) -> Outcome:
     """
     config.warn_of_unused()
     if (world := find_world(os.environ)) is not None:
-        return run_in_world(config, world)
+        return run_in_world(config, world, show_config=show_config)
     nproc = config.nproc or _DEFAULT_NPROC
     check(config, nproc)
     run_dir = claim(config.out, name=config.label, overwrite=config.overwrite)
     config = config.resolved(nproc=nproc, out=run_dir.path)
     config.write(run_dir.config, versions())
-    if not config.quiet:
+    if show_config:
         print(run_dir.config.read_text(), end="", flush=True)
     progress = make_progress(config, nproc)
     try:

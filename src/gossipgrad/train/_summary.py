@@ -139,7 +139,7 @@ def machine() -> dict[str, Any]:
     }
 
 
-def _ratio(value: float, by: float) -> float | None:
+def _ratio(value: int | float, by: int | float) -> float | None:
     return value / by if by else None
 
 

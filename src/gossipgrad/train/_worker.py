@@ -1,6 +1,7 @@
 """A worker process of the launcher: joins the others, trains, reports over its pipe."""
 
 import contextlib
+import logging
 import os
 import signal
 import threading
@@ -43,8 +44,10 @@ def worker_main(spec: WorkerSpec, pipe: Connection) -> None:
     "failed". Ctrl-C reaches the launcher, which passes it on; here it is ignored.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The launcher tells of lost ranks, and all ranks would warn of the same.
+    logging.getLogger("gossipgrad").setLevel(logging.ERROR)
     if spec.rank != 0:
-        warnings.simplefilter("ignore")  # all ranks would warn of the same
+        warnings.simplefilter("ignore")
     stop = threading.Event()
     threading.Thread(target=_listen, args=(pipe, stop), daemon=True).start()
     started = False

@@ -81,7 +81,7 @@ def slurm_rendezvous(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def run_in_world(config: TrainConfig, world: World) -> Outcome:
+def run_in_world(config: TrainConfig, world: World, *, show_config: bool = False) -> Outcome:
     """Take part in a run as one rank; rank 0 checks it first and puts it together last.
 
     SIGINT and SIGTERM stop it at the next step. Whoever started the processes also ends those that
@@ -103,6 +103,8 @@ def run_in_world(config: TrainConfig, world: World) -> Outcome:
     mailbox = dist.PrefixStore("gossipgrad/train", store)
     if world.rank == 0:
         config, run_dir = _open(config, world, mailbox)
+        if show_config:
+            print(run_dir.config.read_text(), end="", flush=True)
     else:
         opened = json.loads(mailbox.get("run"))
         if opened is None:
