@@ -27,7 +27,7 @@ class TrainOptions:
 def main(arguments: list[str]) -> int:
     """Parse, train, say where things are; returns the exit code."""
     config = parse(arguments)
-    outcome = run(config)
+    outcome = run(config, show_config=not config.quiet)
     if not config.quiet:
         print_outcome(outcome)
     return outcome.exit_code
