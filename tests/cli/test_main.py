@@ -1,0 +1,127 @@
+import json
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+
+from gossipgrad import cli
+from gossipgrad.cli import _main
+from gossipgrad.cli._demo import compare
+from gossipgrad.cli._train import parse
+from gossipgrad.errors import GossipError
+from gossipgrad.train import RunFailedError, TrainConfig
+
+
+@pytest.mark.parametrize("arguments", [[], ["-h"], ["--help"], ["help"]])
+def test_usage_names_all_commands(arguments, capsys):
+    assert cli.main(arguments) == (0 if arguments else 2)
+    usage = capsys.readouterr().out
+    for command in ("train", "demo", "topology", "report"):
+        assert f"\n  {command}" in usage
+
+
+def test_version(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"gossipgrad {version('gossipgrad')}\n"
+
+
+def test_runs_as_a_module():
+    command = [sys.executable, "-m", "gossipgrad", "--version"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert shown.stdout.startswith("gossipgrad ")
+
+
+def test_unknown_command_tells_the_known_ones(capsys):
+    assert cli.main(["trian"]) == 2
+    assert capsys.readouterr().err == (
+        "gossipgrad: error: no command 'trian'; there are train, demo, topology, report\n"
+    )
+
+
+@pytest.mark.parametrize("command", ["train", "demo", "topology", "report"])
+def test_commands_explain_their_options(command, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main([command, "--help"])
+    assert stop.value.code == 0
+    assert f"gossipgrad {command}" in capsys.readouterr().out
+
+
+def test_missing_packages_name_the_extra(monkeypatch, capsys):
+    monkeypatch.setattr(_main, "find_spec", lambda name: None)
+    assert cli.main(["train"]) == 2
+    assert capsys.readouterr().err == (
+        "gossipgrad: error: this needs tyro and rich: pip install 'gossipgrad[cli]'\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(ValueError("no"), 2), (GossipError("no"), 2), (RunFailedError("no"), 1)],
+)
+def test_mistakes_are_one_line(monkeypatch, capsys, error, code):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr("gossipgrad.cli._train.run", fail)
+    assert cli.main(["train"]) == code
+    assert capsys.readouterr().err == "gossipgrad: error: no\n"
+
+
+def test_train_refuses_before_it_starts(capsys):
+    assert cli.main(["train", "--model", "lenet", "--quiet"]) == 2
+    assert capsys.readouterr().err.startswith("gossipgrad: error: model 'lenet' takes inputs")
+
+
+@pytest.mark.parametrize("arguments", [["--strategy", "none"], ["--epoch", "3"], ["--lr", "x"]])
+def test_train_refuses_unknown_options(arguments, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["train", *arguments])
+    assert stop.value.code == 2
+    assert arguments[0] in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("default")
+def test_warnings_are_one_line(capsys):
+    arguments = ["train", "--strategy", "local", "--every", "2", "--model", "lenet"]
+    assert cli.main(arguments) == 2
+    assert capsys.readouterr().err.splitlines()[0] == (
+        "gossipgrad: warning: every=2 is not used: strategy is local."
+    )
+
+
+def test_saved_configuration_is_repeated_and_overridden(tmp_path):
+    saved = TrainConfig(lr=0.5, epochs=3).resolved(nproc=2, out=tmp_path)
+    saved.write(tmp_path / "config.json", {})
+    arguments = ["--config", str(tmp_path / "config.json")]
+    repeated = parse(arguments)
+    assert (repeated.lr, repeated.epochs, repeated.nproc, repeated.out) == (0.5, 3, 2, None)
+    changed = parse([*arguments, "--epochs", "9", "--topology", "ring", "--out", "x"])
+    assert (changed.lr, changed.epochs, changed.gossip.topology) == (0.5, 9, "ring")
+    assert str(changed.out) == "x"
+
+
+def test_report_names_a_missing_run(tmp_path, capsys):
+    assert cli.main(["report", str(tmp_path / "none")]) == 2
+    assert capsys.readouterr().err.startswith("gossipgrad: error: ")
+
+
+def test_report_is_written_anew(tmp_path, capsys):
+    summary = {"strategy": "local", "world_size": 1, "accuracy": 0.5}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    assert cli.main(["report", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'report.html'}\n"
+    assert (tmp_path / "report.html").exists()
+
+
+def test_topology_is_shown(capsys):
+    assert cli.main(["topology", "--world-size", "4", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)
+
+
+def test_comparison_has_a_column_a_run():
+    table = compare({"gossip": {"accuracy": 0.975, "consensus_distance": None}, "local": None})
+    assert [column.header for column in table.columns] == ["", "gossip", "local"]
+    assert next(iter(table.columns[0].cells)) == "accuracy"
+    assert next(iter(table.columns[1].cells)) == "97.50%"
+    assert list(table.columns[1].cells)[-1] == "-"

@@ -1,0 +1,109 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gossipgrad.data import Dataset, ShardedBatches, info, load, shard_bounds
+
+
+def shards(num_samples, world_size, *, batch_size=3, seed=0):
+    x = torch.arange(num_samples, dtype=torch.float32).reshape(-1, 1, 1, 1)
+    return [
+        ShardedBatches(
+            x=x,
+            y=torch.arange(num_samples),
+            batch_size=batch_size,
+            rank=rank,
+            world_size=world_size,
+            seed=seed,
+        )
+        for rank in range(world_size)
+    ]
+
+
+def seen(shard, epoch, **options):
+    return [int(label) for _, y in shard.epoch(epoch, **options) for label in y]
+
+
+@given(
+    st.integers(1, 8).flatmap(lambda p: st.tuples(st.integers(p, 90), st.just(p))),
+    st.integers(1, 20),
+    st.integers(0, 5),
+)
+def test_ranks_share_an_epoch_evenly(sizes, batch_size, epoch):
+    num_samples, world_size = sizes
+    dealt = [seen(shard, epoch) for shard in shards(num_samples, world_size, batch_size=batch_size)]
+    assert {len(part) for part in dealt} == {num_samples // world_size}
+    everything = [label for part in dealt for label in part]
+    assert len(set(everything)) == len(everything) > num_samples - world_size
+
+
+@given(st.integers(1, 40), st.integers(1, 50))
+def test_len_counts_the_batches(num_samples, batch_size):
+    (shard,) = shards(num_samples, 1, batch_size=batch_size)
+    sizes = [len(y) for _, y in shard.epoch(0)]
+    assert len(sizes) == len(shard)
+    assert set(sizes[:-1]) <= {batch_size}
+
+
+def test_inputs_stay_with_their_labels():
+    for shard in shards(20, 3):
+        for x, y in shard.epoch(1):
+            assert x.flatten().tolist() == y.tolist()
+
+
+def test_epoch_depends_on_seed_and_number_alone():
+    first, again, other = shards(50, 1)[0], shards(50, 1)[0], shards(50, 1, seed=1)[0]
+    assert seen(first, 3) == seen(again, 3)
+    assert seen(first, 3) != seen(first, 4)
+    assert seen(first, 3) != seen(other, 3)
+
+
+def test_epoch_can_be_entered_at_any_batch():
+    (shard,) = shards(20, 1)
+    assert seen(shard, 2, start_batch=4) == seen(shard, 2)[12:]
+
+
+def test_other_samples_sit_out_in_other_epochs():
+    parts = shards(11, 4)
+    missing = [
+        set(range(11)) - {label for part in parts for label in seen(part, epoch)}
+        for epoch in range(5)
+    ]
+    assert len({frozenset(labels) for labels in missing}) > 1
+
+
+def test_refuses_more_ranks_than_samples():
+    with pytest.raises(ValueError, match="3 samples do not give one to each of 4 ranks"):
+        shards(3, 4)
+
+
+@given(st.integers(0, 100), st.integers(1, 12))
+def test_shard_bounds_cover_everything_once(num_samples, world_size):
+    bounds = [shard_bounds(num_samples, rank, world_size) for rank in range(world_size)]
+    assert [index for start, end in bounds for index in range(start, end)] == list(
+        range(num_samples)
+    )
+    sizes = [end - start for start, end in bounds]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_dataset_refuses_labels_out_of_range():
+    x = torch.zeros(2, 1, 1, 1)
+    with pytest.raises(
+        ValueError, match=r"toy: test labels run from 0 to 2, but must lie in 0\.\.1"
+    ):
+        Dataset(
+            name="toy",
+            train_x=x,
+            train_y=torch.tensor([0, 1]),
+            test_x=x,
+            test_y=torch.tensor([0, 2]),
+            num_classes=2,
+        )
+
+
+def test_unknown_name_tells_the_known_ones():
+    for function in (info, load):
+        with pytest.raises(ValueError, match="data 'mnist' is not known; choose one of digits, fa"):
+            function("mnist")

@@ -1,0 +1,180 @@
+"""Runs in real processes; all share one fork server, so that each takes a second or two."""
+
+import gzip
+import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from gossipgrad.data._fashion_mnist import DIGESTS
+from gossipgrad.train import GossipConfig, RunFailedError, TrainConfig, run
+
+pytestmark = pytest.mark.process
+ENDLESS = 10_000
+
+
+def config(out: Path, **options) -> TrainConfig:
+    return TrainConfig(out=out, overwrite=True, quiet=True, log_every=1, **options)
+
+
+def workers() -> dict[str, multiprocessing.Process]:
+    return {process.name: process for process in multiprocessing.active_children()}
+
+
+@contextmanager
+def after_steps(out: Path, steps: int, act: Callable[[], None]) -> Iterator[None]:
+    """Call `act` in a thread as soon as rank 1 has written `steps` lines of metrics."""
+    over = threading.Event()
+
+    def watch():
+        file = out / "metrics-rank1.jsonl"
+        while not over.wait(0.01):
+            if file.exists() and file.read_text().count("\n") > steps:
+                act()
+                return
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def kill(name: str) -> Callable[[], None]:
+    return lambda: os.kill(workers()[name].pid, signal.SIGKILL)
+
+
+def press_ctrl_c() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("strategy", ["gossip", "allreduce"])
+def test_run_leaves_all_that_is_promised(tmp_path, strategy):
+    outcome = run(config(tmp_path, strategy=strategy, nproc=2, epochs=3))
+    assert outcome.exit_code == 0
+    assert {file.name for file in tmp_path.iterdir()} == {
+        "config.json",
+        "metrics-rank0.jsonl",
+        "metrics-rank1.jsonl",
+        "summary.json",
+        "model.safetensors",
+        "trace.json",
+        "report.html",
+    }
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary == outcome.summary
+    assert summary["accuracy"] > 0.9
+    assert summary["accuracy_per_rank"] == pytest.approx([summary["accuracy"]] * 2, abs=0.02)
+    assert summary["model_is_consensus"]
+    assert summary["steps_per_rank"] == [135, 135]
+    assert summary["consensus_distance"] < (0 if strategy == "allreduce" else 1) + 1e-9
+    assert 0 < summary["exposed_seconds_per_step"] < summary["step_seconds"]
+    assert summary["bytes_sent_per_step"] == pytest.approx(26_122 * 4, rel=0.02)
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    assert {event["pid"] for event in trace["traceEvents"]} == {0, 1}
+    assert not workers()
+
+
+def test_gossip_repeats_by_seed_and_mixes(tmp_path):
+    options = {"nproc": 3, "epochs": 1, "trace": 0}
+    for name in ("first", "again"):
+        run(config(tmp_path / name, **options))
+    first, again = (load_file(tmp_path / name / "model.safetensors") for name in ("first", "again"))
+    assert all((first[name] == again[name]).all() for name in first)
+    run(config(tmp_path / "other", **(options | {"strategy": "local"})))
+    other = load_file(tmp_path / "other" / "model.safetensors")
+    assert not all((first[name] == other[name]).all() for name in first)
+
+
+def test_gossip_goes_on_without_a_killed_worker(tmp_path, capfd):
+    with after_steps(tmp_path, 20, kill("gossipgrad-rank0")):
+        outcome = run(config(tmp_path, nproc=3, epochs=8))
+    assert outcome.exit_code == 0
+    assert outcome.summary["lost_ranks"] == [0]
+    assert outcome.summary["lost_because"] == {"0": "was killed by SIGKILL (out of memory?)"}
+    assert outcome.summary["steps_per_rank"] == [None, 240, 240]
+    assert not outcome.summary["model_is_consensus"]
+    assert outcome.summary["model_from_rank"] == 1
+    assert outcome.summary["accuracy"] == outcome.summary["accuracy_per_rank"][1]
+    assert (tmp_path / "model.safetensors").exists()
+    assert capfd.readouterr().err.splitlines() == [
+        "gossipgrad: rank 0 was killed by SIGKILL (out of memory?); the others go on"
+    ]
+
+
+def test_all_reduce_ends_with_a_killed_worker(tmp_path):
+    with (
+        after_steps(tmp_path, 20, kill("gossipgrad-rank0")),
+        pytest.raises(RunFailedError, match=r"^rank 0 was killed by SIGKILL .*needs every rank"),
+    ):
+        run(config(tmp_path, strategy="allreduce", nproc=3, epochs=ENDLESS))
+    assert not (tmp_path / "partial").exists()
+    assert not workers()
+
+
+@pytest.mark.parametrize("strategy", ["gossip", "allreduce", "local"])
+def test_ctrl_c_keeps_what_was_reached(tmp_path, strategy):
+    with after_steps(tmp_path, 20, press_ctrl_c):
+        outcome = run(config(tmp_path, strategy=strategy, nproc=3, epochs=ENDLESS))
+    assert outcome.exit_code == 130
+    assert outcome.summary["interrupted"]
+    assert outcome.summary["stopped_by"] == "SIGINT"
+    assert outcome.summary["lost_ranks"] == []
+    assert outcome.summary["model_is_consensus"] == (strategy != "local")
+    if strategy == "allreduce":
+        assert len(set(outcome.summary["steps_per_rank"])) == 1
+    assert (tmp_path / "model.safetensors").exists()
+    assert (tmp_path / "report.html").exists()
+    assert not workers()
+
+
+def test_second_ctrl_c_ends_at_once(tmp_path):
+    def freeze_and_insist():
+        os.kill(workers()["gossipgrad-rank1"].pid, signal.SIGSTOP)
+        press_ctrl_c()
+        time.sleep(0.5)
+        press_ctrl_c()
+
+    start = time.monotonic()
+    with after_steps(tmp_path, 20, freeze_and_insist):
+        outcome = run(config(tmp_path, strategy="local", nproc=2, epochs=ENDLESS))
+    assert outcome.exit_code == 130
+    assert time.monotonic() - start < 20
+    assert not workers()
+
+
+def test_workers_that_cannot_start_say_why_once(tmp_path, capfd):
+    folder = tmp_path / "data" / "fashion-mnist"
+    folder.mkdir(parents=True)
+    for name in DIGESTS:
+        (folder / name).write_bytes(gzip.compress(b"not it"))
+    with pytest.raises(RunFailedError, match=r"^rank \d failed: .*-ubyte\.gz unpacks.*errors-rank"):
+        run(config(tmp_path / "run", data="fashion-mnist", nproc=3, data_dir=tmp_path / "data"))
+    assert capfd.readouterr().err == ""
+    assert "ValueError" in next((tmp_path / "run").glob("errors-rank*.txt")).read_text()
+    assert not workers()
+
+
+def test_diverging_run_says_so(tmp_path):
+    with pytest.raises(RunFailedError, match=r"rank \d failed: the loss became .*; lower --lr"):
+        run(config(tmp_path, strategy="allreduce", nproc=2, lr=1e20))
+
+
+def test_mistakes_are_found_before_anything_is_started(tmp_path):
+    with pytest.raises(ValueError, match="power of two"):
+        run(config(tmp_path / "a", nproc=3, gossip=GossipConfig(topology="hypercube")))
+    with pytest.raises(ValueError, match="use model 'mlp'"):
+        run(config(tmp_path / "b", model="lenet"))
+    with pytest.raises(ValueError, match="2000 processes cannot share the 1437 samples"):
+        run(config(tmp_path / "c", nproc=2000, strategy="local"))
+    assert not list(tmp_path.iterdir())

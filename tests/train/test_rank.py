@@ -1,0 +1,163 @@
+import json
+import threading
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from gossipgrad import data, models
+from gossipgrad.errors import GossipError
+from gossipgrad.train import TrainConfig
+from gossipgrad.train._layout import claim
+from gossipgrad.train._rank import make_optimizer, make_scheduler, train_rank
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return data.load("digits")
+
+
+@pytest.fixture
+def one_thread():
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def train(digits, tmp_path, one_thread):
+    """Train one rank alone, in this process."""
+
+    def train_alone(*, stop=None, emit=lambda event: None, name="run", **options):
+        run_dir = claim(tmp_path / name, name="", overwrite=True)
+        config = TrainConfig(strategy="local", **options).resolved(nproc=1, out=run_dir.path)
+        result = train_rank(
+            config,
+            digits,
+            run_dir,
+            rank=0,
+            world_size=1,
+            stop=stop or threading.Event(),
+            emit=emit,
+        )
+        return result, run_dir
+
+    return train_alone
+
+
+def test_learns_digits_and_leaves_the_model_it_measured(train, digits):
+    result, run_dir = train(epochs=5)
+    assert result.accuracy > 0.93
+    model = models.build("mlp", digits.info)
+    model.load_state_dict(load_file(run_dir.rank_model(0)))
+    correct = (model(digits.test_x).argmax(1) == digits.test_y).float().mean()
+    assert result.accuracy == pytest.approx(float(correct))
+
+
+def test_counts_what_it_did(train):
+    result, _ = train(epochs=2, batch_size=100)
+    assert (result.steps, result.samples, result.epochs) == (30, 2 * 1437, 2)
+    assert 0 < result.train_seconds < result.seconds
+    assert not result.stopped
+
+
+def test_metrics_have_a_line_for_every_tenth_step_and_epoch(train):
+    result, run_dir = train(epochs=2, batch_size=100, log_every=10)
+    events = [json.loads(line) for line in run_dir.metrics(0).read_text().splitlines()]
+    assert [(event["event"], event["step"]) for event in events] == [
+        ("step", 10),
+        ("epoch", 15),
+        ("step", 20),
+        ("step", 30),
+        ("epoch", 30),
+    ]
+    assert set(events[0]) == {
+        "event",
+        "step",
+        "epoch",
+        "seconds",
+        "loss",
+        "samples",
+        "consensus_distance_estimate",
+        "exposed_seconds",
+        "step_seconds",
+    }
+    assert set(events[-1]) == {
+        "event",
+        "epoch",
+        "step",
+        "seconds",
+        "accuracy",
+        "loss",
+        "consensus_distance",
+        "samples_per_second",
+    }
+    assert events[-1]["accuracy"] == result.accuracy
+    assert events[0]["samples"] == 1000
+
+
+def test_repeats_bit_for_bit_by_seed(train):
+    runs = [train(epochs=1, name=str(number), seed=seed) for number, seed in enumerate((0, 0, 1))]
+    first, again, other = [run_dir.rank_model(0).read_bytes() for _, run_dir in runs]
+    assert first == again
+    assert first != other
+
+
+def test_stop_ends_at_the_next_step_and_keeps_the_model(train):
+    stop = threading.Event()
+
+    def stop_after_first_epoch(event):
+        if event["event"] == "epoch":
+            stop.set()
+
+    result, run_dir = train(epochs=50, stop=stop, emit=stop_after_first_epoch)
+    assert result.stopped
+    assert result.epochs == 1
+    assert result.steps == 90
+    assert run_dir.rank_model(0).exists()
+
+
+def test_trace_has_the_steps_asked_for(train):
+    _, run_dir = train(epochs=1, trace=3)
+    lines = [json.loads(line) for line in run_dir.rank_trace(0).read_text().splitlines()[1:]]
+    forward = [line["attributes"]["step"] for line in lines if line["name"] == "forward"]
+    assert forward == [5, 6, 7]
+    assert {line["name"] for line in lines} == {"data", "forward", "backward", "optimizer"}
+
+
+def test_no_trace_when_none_is_asked_for(train):
+    _, run_dir = train(epochs=1, trace=0)
+    assert not run_dir.rank_trace(0).exists()
+
+
+def test_loss_that_is_not_finite_ends_the_run(train):
+    with pytest.raises(GossipError, match=r"the loss became (nan|inf) in step \d+; lower --lr"):
+        train(epochs=2, lr=1e20)
+
+
+def test_optimizer_options_take_effect(tmp_path):
+    parameters = dict.fromkeys(("sgd", "adamw"))
+    for name in parameters:
+        config = TrainConfig(optimizer=name, lr=0.25, momentum=0.5, weight_decay=0.125)
+        model = models.MLP(2, 2)
+        optimizer = make_optimizer(config.resolved(nproc=1, out=tmp_path), model)
+        (group,) = optimizer.param_groups
+        assert len(group["params"]) == 6
+        assert (group["lr"], group["weight_decay"]) == (0.25, 0.125)
+        assert group.get("momentum", 0.5) == 0.5
+
+
+def test_learning_rate_rules(tmp_path):
+    def rates(schedule):
+        config = TrainConfig(lr=2.0, lr_schedule=schedule).resolved(nproc=1, out=tmp_path)
+        optimizer = make_optimizer(config, models.MLP(2, 2))
+        scheduler = make_scheduler(config, optimizer, total_steps=4)
+        found = []
+        for _ in range(4):
+            found.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            scheduler.step()
+        return found
+
+    assert rates("constant") == [2.0] * 4
+    assert rates("cosine") == pytest.approx([2.0, 1 + 0.5**0.5, 1.0, 1 - 0.5**0.5])

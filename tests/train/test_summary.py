@@ -1,0 +1,105 @@
+import signal
+
+import pytest
+
+from gossipgrad.train import TrainConfig
+from gossipgrad.train._result import RankResult
+from gossipgrad.train._ring_clock import ring_bytes
+from gossipgrad.train._summary import compose
+
+
+def result(rank, **changes):
+    values = {
+        "rank": rank,
+        "steps": 10,
+        "epochs": 1,
+        "samples": 1000,
+        "seconds": 3.0 + rank,
+        "train_seconds": 2.0,
+        "accuracy": 0.9,
+        "own_accuracy": 0.5 + rank / 8,
+        "is_consensus": True,
+        "consensus_distance": 0.5,
+        "stopped": False,
+        "parameters": 25,
+        "gradient_bytes": 100,
+        "bytes_sent": 1000 * (rank + 1),
+        "exposed_seconds": 0.1,
+        "mixing_seconds": 0.2,
+        "extra_memory_bytes": 200,
+        "outcomes": {"delivered": 9, "late": rank},
+        "notes": (f"note {rank}",),
+    }
+    return RankResult(**{**values, **changes})
+
+
+def composed(results, lost=None, stopped_by=None, strategy="gossip"):
+    return compose(
+        TrainConfig(strategy=strategy),
+        {rank.rank: rank for rank in results},
+        lost or {},
+        world_size=len(results) + len(lost or {}),
+        exported=results[0],
+        stopped_by=stopped_by,
+    )
+
+
+def test_puts_ranks_together():
+    summary = composed([result(0), result(1)])
+    assert summary["accuracy"] == 0.9
+    assert summary["accuracy_per_rank"] == [0.5, 0.625]
+    assert summary["seconds"] == 4.0
+    assert summary["samples_per_second"] == 1000.0
+    assert summary["bytes_sent_per_step"] == 150.0
+    assert summary["all_reduce_bytes_per_step"] == 100
+    assert summary["exposed_seconds_per_step"] == pytest.approx(0.01)
+    assert summary["mixing_seconds_per_step"] == pytest.approx(0.02)
+    assert summary["outcomes"] == {"delivered": 18, "late": 1}
+    assert summary["bytes_sent_are"] == "counted"
+    assert summary["notes"] == ["rank 0: note 0"]
+
+
+def test_has_the_keys_that_are_promised():
+    assert set(composed([result(0)])) >= {
+        *("strategy", "world_size", "steps", "epochs", "seconds", "samples_per_second"),
+        *("accuracy", "accuracy_per_rank", "consensus_distance", "model_is_consensus"),
+        *("bytes_sent_per_step", "exposed_seconds_per_step", "outcomes"),
+        *("interrupted", "lost_ranks", "model", "data", "optimizer", "machine", "versions"),
+    }
+
+
+def test_names_lost_ranks():
+    summary = composed([result(1), result(2)], {0: "was killed by SIGKILL"})
+    assert summary["lost_ranks"] == [0]
+    assert summary["lost_because"] == {"0": "was killed by SIGKILL"}
+    assert summary["accuracy_per_rank"] == [None, 0.625, 0.75]
+    assert summary["steps_per_rank"] == [None, 10, 10]
+    assert summary["model_from_rank"] == 1
+
+
+def test_interrupted_only_if_a_rank_stopped_before_its_end():
+    late = composed([result(0)], stopped_by=signal.SIGINT)
+    assert not late["interrupted"]
+    early = composed([result(0), result(1, stopped=True)], stopped_by=signal.SIGINT)
+    assert early["interrupted"]
+    assert early["stopped_by"] == "SIGINT"
+
+
+def test_all_reduce_says_that_its_bytes_are_computed():
+    summary = composed([result(0)], strategy="allreduce")
+    assert summary["bytes_sent_are"].startswith("computed: ring all-reduce")
+
+
+def test_no_step_is_no_figure():
+    summary = composed([result(0, steps=0, samples=0, train_seconds=0.0)])
+    assert summary["bytes_sent_per_step"] is None
+    assert summary["samples_per_second"] == 0.0
+
+
+def test_results_travel_as_json():
+    assert RankResult.from_json(result(3).to_json()) == result(3)
+
+
+@pytest.mark.parametrize(("world_size", "sent"), [(1, 0), (2, 100), (4, 150), (100, 198)])
+def test_ring_bytes(world_size, sent):
+    assert ring_bytes(100, world_size) == sent
