@@ -394,7 +394,7 @@ def test_a_late_partner_is_mixed_when_it_comes():
             return mean, session.stats().outcomes
 
     results = run_ranks(2, rank_main)
-    assert results[1][1]["late"] == 1
+    assert results[1][1]["late"] >= 1
     plain = [network() for _ in range(2)]
     for rank, model in enumerate(plain):
         optimizer = sgd(list(model.parameters()))

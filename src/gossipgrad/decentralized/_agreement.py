@@ -48,7 +48,8 @@ def agree(group: Group, table: dict[str, str]) -> None:
         return
     tables = group.all_gather_object(table)
     for rank, other in enumerate(tables):
-        for key in [*tables[0], *other]:
+        # Optimizers last: that they differ in size is told better by the parameter that does.
+        for key in sorted({**tables[0], **other}, key=lambda key: key.startswith("optimizer")):
             here, there = tables[0].get(key), other.get(key)
             if here != there:
                 raise AgreementError(

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -13,10 +13,8 @@ __all__ = [
     "GradientsAndWeights",
     "Lagged",
     "Mode",
-    "ModeName",
     "Overlap",
     "Payload",
-    "PayloadName",
     "Settings",
     "Sync",
     "Weights",
@@ -96,8 +94,6 @@ class GradientsAndWeights:
 
 Mode = Overlap | Sync | Lagged
 Payload = Weights | WeightsAndState | Gradients | GradientsAndWeights
-ModeName = Literal["overlap", "sync", "lagged"]
-PayloadName = Literal["weights", "weights+state", "gradients", "gradients+weights"]
 
 _MODES: dict[str, Mode] = {"overlap": Overlap(), "sync": Sync(), "lagged": Lagged()}
 _PAYLOADS: dict[str, Payload] = {

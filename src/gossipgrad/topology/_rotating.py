@@ -46,13 +46,11 @@ class RotatingSchedule(Schedule):
         else:
             labels = identity(self.world_size)
         position = labels.position_of[ranks]
-
-        def ranks_at(met: Positions) -> Int[np.ndarray, " n"]:
-            sits_out = (met == position) | (met < 0) | (met >= self.world_size)
-            return np.where(sits_out, NOBODY, labels.rank_at[np.where(sits_out, 0, met)])
-
         send_to, recv_from = self._meet(turn, position)
-        return ranks_at(send_to), ranks_at(recv_from)
+        return (
+            _ranks_at(send_to, position, labels.rank_at),
+            _ranks_at(recv_from, position, labels.rank_at),
+        )
 
     def describe(self) -> dict:
         """What makes this schedule the one it is, in plain JSON; see `Schedule.describe`.
@@ -65,6 +63,13 @@ class RotatingSchedule(Schedule):
             "rotate": self.rotate,
             "seed": self.seed if self.rotate else None,
         }
+
+
+def _ranks_at(
+    met: Positions, position: Positions, rank_at: Int[np.ndarray, " rank"]
+) -> Int[np.ndarray, " n"]:
+    sits_out = (met == position) | (met < 0) | (met >= len(rank_at))
+    return np.where(sits_out, NOBODY, rank_at[np.where(sits_out, 0, met)])
 
 
 def ceil_log2(world_size: int) -> int:

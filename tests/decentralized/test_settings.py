@@ -1,0 +1,168 @@
+"""Wrong settings, unequal ranks: one clear error, before anything is sent."""
+
+import pytest
+import torch
+from torch import nn
+
+import gossipgrad as gg
+from gossipgrad import topology
+from gossipgrad.decentralized._gossip import _check_optimizers
+from support.ranks import run_ranks
+from support.replicas import network, sgd, transport_by_name
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"mode": "eager"}, "mode must be one of 'overlap', 'sync', 'lagged', got 'eager'"),
+        ({"payload": "weight"}, "payload must be one of 'weights', 'weights\\+state'"),
+        ({"every": 0}, "every counts steps in a round, so it is at least 1, got 0"),
+        ({"average_every": 0}, "average_every must be a positive number of steps, 'log_p' or None"),
+        ({"average_every": "often"}, "got 'often'"),
+        ({"wire_dtype": torch.int8}, "wire_dtype must be one of .* got torch.int8"),
+        ({"bucket_bytes": 0}, "bucket_bytes must be positive, got 0"),
+        ({"topology": "star"}, "'star'"),
+        ({"topology": topology.dissemination(3)}, "is for 3 ranks, the group has 1"),
+        ({"transport": "carrier pigeon"}, "transport must be one of 'zeromq', 'gloo'"),
+        ({"payload": "gradients+weights", "mode": "sync"}, "leave mode='overlap'"),
+        (
+            {"payload": "gradients+weights", "scaler": torch.amp.GradScaler("cpu")},
+            "use payload='weights'",
+        ),
+    ],
+)
+def test_wrong_settings(settings, message):
+    model = network()
+    with pytest.raises(ValueError, match=message):
+        gg.gossip(model, sgd(list(model.parameters())), **settings)
+
+
+def test_wrong_optimizers():
+    model = network()
+    with pytest.raises(ValueError, match="no optimizer: give the one"):
+        gg.gossip(model, [])
+    with pytest.raises(ValueError, match=r"often its `\.optimizer`"):
+        _check_optimizers([object()])
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    with pytest.raises(ValueError, match="train no parameter"):
+        gg.gossip(frozen, torch.optim.SGD(frozen.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize(
+    "build", [lambda: gg.Overlap(deadline_seconds=0.0), lambda: gg.WeightsAndState(every=0)]
+)
+def test_values_check_themselves(build):
+    with pytest.raises(ValueError, match="got 0"):
+        build()
+
+
+def test_hypercube_names_what_works():
+    def rank_main(rank, group):
+        model = network()
+        with pytest.raises(ValueError, match=r"dissemination.*matching|matching.*dissemination"):
+            gg.gossip(
+                model, sgd(list(model.parameters())), process_group=group, topology="hypercube"
+            )
+
+    run_ranks(3, rank_main)
+
+
+def test_a_seed_without_effect_warns():
+    model = network()
+    with pytest.warns(UserWarning, match="seed=3 is ignored"):
+        gg.gossip(
+            model, sgd(list(model.parameters())), topology=topology.dissemination(1), seed=3
+        ).close()
+    with pytest.warns(UserWarning, match="the ring does not rotate"):
+        gg.gossip(model, sgd(list(model.parameters())), topology="ring", seed=3).close()
+
+
+def test_no_process_group_inside_torchrun(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    model = network()
+    with pytest.raises(ValueError, match=r"WORLD_SIZE is 4, .* call .*init_process_group"):
+        gg.gossip(model, sgd(list(model.parameters())))
+
+
+@pytest.mark.parametrize(
+    ("build", "settings", "message"),
+    [
+        (
+            lambda rank: nn.Linear(6, 4 if rank == 2 else 3),
+            {},
+            r"parameter 'weight' is \(4, 6\) torch.float32 on rank 2, but \(3, 6\) .* on rank 0",
+        ),
+        (
+            lambda rank: network(dtype=torch.float64 if rank == 2 else torch.float32),
+            {},
+            r"parameter '0.weight' is \(8, 6\) torch.float64 on rank 2",
+        ),
+        (
+            lambda rank: nn.Sequential(nn.Linear(6, 3), *([nn.Linear(3, 3)] * (rank == 2))),
+            {},
+            "parameter '1.weight' is .* on rank 2, but missing on rank 0",
+        ),
+        (
+            lambda rank: nn.Sequential(
+                nn.Linear(6, 3), *([nn.BatchNorm1d(3, affine=False)] * (rank == 2))
+            ),
+            {},
+            "buffer '1.running_mean' is .* on rank 2, but missing on rank 0",
+        ),
+        (lambda rank: network(), {"every": 2}, "setting 'every' is 2 on rank 2, but 1 on rank 0"),
+        (lambda rank: network(), {"seed": 5}, "setting 'topology' is .*'seed': 5"),
+        (lambda rank: network(), {"mode": "sync"}, "setting 'mode' is Sync"),
+        (
+            lambda rank: network(),
+            {"payload": "weights+state"},
+            "setting 'payload' is WeightsAndState",
+        ),
+    ],
+)
+def test_ranks_that_differ_are_told_at_once_on_every_rank(build, settings, message):
+    link = transport_by_name("in-process", 3)
+
+    def rank_main(rank, group):
+        model = build(rank)
+        before = [p.detach().clone() for p in model.parameters()]
+        with pytest.raises(gg.AgreementError, match=message):
+            gg.gossip(
+                model,
+                sgd(list(model.parameters())),
+                process_group=group,
+                transport=link,
+                **(settings if rank == 2 else {}),
+            )
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+    run_ranks(3, rank_main)
+
+
+def test_unequal_optimizers_are_named():
+    link = transport_by_name("in-process", 2)
+
+    def rank_main(rank, group):
+        model = network()
+        make = torch.optim.Adam if rank else torch.optim.SGD
+        with pytest.raises(gg.AgreementError, match=r"optimizer 0 is Adam of 4 .* SGD of 4"):
+            gg.gossip(model, make(model.parameters(), lr=0.1), process_group=group, transport=link)
+
+    run_ranks(2, rank_main)
+
+
+def test_a_rank_that_fails_before_the_start_fails_the_others_at_once():
+    link = transport_by_name("in-process", 3)
+
+    def rank_main(rank, group):
+        model = network()
+        error = ValueError if rank == 1 else gg.GossipError
+        with pytest.raises(error):
+            gg.gossip(
+                model,
+                sgd(list(model.parameters())),
+                process_group=group,
+                transport=link,
+                every=0 if rank == 1 else 1,
+            )
+
+    run_ranks(3, rank_main, timeout_seconds=20)

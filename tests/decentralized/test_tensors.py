@@ -1,0 +1,307 @@
+"""Whatever a model or optimizer holds: the right tensors travel, others are refused by name."""
+
+import pytest
+import torch
+from torch import nn
+
+import gossipgrad as gg
+from gossipgrad.decentralized._tensors import state_entries, trained_parameters
+from support.ranks import run_ranks
+from support.replicas import network, set_gradients, transport_by_name
+
+OPTIMIZERS = {
+    "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, {"momentum_buffer"}),
+    "plain SGD": (torch.optim.SGD, {"lr": 0.1}, set()),
+    "Adam": (torch.optim.Adam, {}, {"exp_avg", "exp_avg_sq"}),
+    "AMSGrad": (torch.optim.Adam, {"amsgrad": True}, {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
+    "AdamW": (torch.optim.AdamW, {"fused": True}, {"exp_avg", "exp_avg_sq"}),
+    "Adagrad": (torch.optim.Adagrad, {}, {"sum"}),
+    "Adadelta": (torch.optim.Adadelta, {}, {"square_avg", "acc_delta"}),
+    "Adamax": (torch.optim.Adamax, {}, {"exp_avg", "exp_inf"}),
+    "NAdam": (torch.optim.NAdam, {}, {"exp_avg", "exp_avg_sq"}),
+    "RAdam": (torch.optim.RAdam, {}, {"exp_avg", "exp_avg_sq"}),
+    "RMSprop": (
+        torch.optim.RMSprop,
+        {"momentum": 0.9, "centered": True},
+        {"square_avg", "momentum_buffer", "grad_avg"},
+    ),
+    "Rprop": (torch.optim.Rprop, {}, {"prev", "step_size"}),
+    "ASGD": (torch.optim.ASGD, {}, {"ax"}),
+    "Adafactor": (torch.optim.Adafactor, {}, set()),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_is_found_before_the_first_step_and_equals_what_is_kept_after(name):
+    make, settings, keys = OPTIMIZERS[name]
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizer = make(model.parameters(), **settings)
+    entries = state_entries(trained_parameters(model, [optimizer]), [optimizer])
+    if name != "Adafactor":  # it keeps a whole variance for vectors, and factors for matrices
+        assert {entry.key for entry in entries} == keys
+        assert len(entries) == 4 * len(keys)
+    assert not optimizer.state or name == "Adagrad"  # which makes its own at once
+    set_gradients(model, 0, 0)
+    optimizer.step()
+    for entry in entries:
+        held = entry.tensor()
+        assert held is not None
+        assert tuple(held.shape) == entry.spec.shape
+        assert held.dtype == entry.spec.dtype
+    kept = sum(
+        isinstance(v, torch.Tensor) and v.shape == p.shape and v.is_floating_point() and k != "step"
+        for p, state in optimizer.state.items()
+        for k, v in state.items()
+    )
+    assert kept == len(entries)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_trains_with_its_state_in_the_payload(name):
+    make, settings, _ = OPTIMIZERS[name]
+    link = transport_by_name("in-process", 3)
+
+    def rank_main(rank, group):
+        model = network()
+        optimizer = make(model.parameters(), **settings)
+        with gg.gossip(
+            model, optimizer, process_group=group, payload="weights+state", transport=link
+        ) as session:
+            for step in range(8):
+                set_gradients(model, rank, step)
+                optimizer.step()
+            session.average_()
+            held = [t.clone() for s in optimizer.state.values() for t in s.values()]
+        assert all(torch.isfinite(p).all() for p in model.parameters())
+        return held
+
+    results = run_ranks(3, rank_main)
+    for key in zip(*results, strict=True):
+        if key[0].ndim and name not in ("Adafactor",):
+            assert torch.equal(key[0], key[1])
+
+
+def test_learning_rate_schedulers_do_not_confuse_the_search_for_state():
+    """A scheduler replaces `optimizer.step` by a wrapper bound to the real optimizer."""
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters())
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    before = [p.detach().clone() for p in model.parameters()]
+    assert len(state_entries(trained_parameters(model, [optimizer]), [optimizer])) == 8
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert not optimizer.state
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused_with_state_and_works_without():
+    model = network()
+    optimizer = torch.optim.LBFGS(model.parameters())
+    with pytest.raises(gg.GossipError, match=r"LBFGS .* use payload='weights'"):
+        gg.gossip(model, optimizer, payload="weights+state")
+    with gg.gossip(model, optimizer):
+
+        def closure():
+            optimizer.zero_grad()
+            loss = model(torch.ones(2, 6)).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+
+class Odd(nn.Module):
+    """Tied, frozen, empty, mixed in type, never used, and laid out channels-last."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(6, 6, bias=False)
+        self.tied = nn.Linear(6, 6)
+        self.tied.weight = self.embed.weight
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.wide = nn.Linear(6, 6).double()
+        self.unused = nn.Linear(6, 6)
+        self.conv = nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last)
+        self.narrow = nn.Parameter(torch.zeros(6, dtype=torch.bfloat16))
+
+    def forward(self, x):
+        hidden = self.frozen(self.tied(self.embed(x))) + self.narrow.float()
+        image = self.conv(x[:, :1, None, None].expand(-1, 2, 3, 3))
+        return self.wide(hidden.double()).float() + image.flatten(1).sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("payload", ["weights", "weights+state", "gradients+weights"])
+@pytest.mark.parametrize("mode", ["overlap", "sync"])
+def test_odd_models(payload, mode):
+    if payload.startswith("gradients") and mode == "sync":
+        pytest.skip("payloads with gradients have one order only")
+    link = transport_by_name("in-process", 3)
+
+    def rank_main(rank, group):
+        model = Odd()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        with gg.gossip(
+            model,
+            optimizer,
+            process_group=group,
+            payload=payload,
+            mode=mode,
+            transport=link,
+            bucket_bytes=64,
+        ) as session:
+            frozen = model.frozen.weight.clone()
+            unused = model.unused.weight.detach().clone()
+            for step in range(6):
+                generator = torch.Generator().manual_seed(10 * rank + step)
+                optimizer.zero_grad()
+                model(torch.randn(4, 6, generator=generator)).square().mean().backward()
+                optimizer.step()
+            assert model.unused.weight.grad is None
+            assert model.unused.weight not in optimizer.state
+            torch.testing.assert_close(model.unused.weight.detach(), unused, rtol=0, atol=1e-6)
+            assert torch.equal(model.frozen.weight, frozen)
+            assert model.tied.weight is model.embed.weight
+            assert model.conv.weight.is_contiguous(memory_format=torch.channels_last)
+            session.average_()
+            held = [p.detach().clone() for p in model.parameters()]
+        return held
+
+    results = run_ranks(3, rank_main)
+    for mine, other in zip(results[0], results[1], strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_a_parameter_used_on_some_ranks_only():
+    """As in conditional computation: a rank without a gradient has no state, and stays so."""
+    link = transport_by_name("in-process", 2)
+
+    def rank_main(rank, group):
+        model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+        optimizer = torch.optim.Adam(model.parameters())
+        with gg.gossip(
+            model, optimizer, process_group=group, payload="weights+state", transport=link
+        ):
+            for _ in range(5):
+                optimizer.zero_grad()
+                branch = model[0] if rank == 0 else model[1]
+                branch(torch.ones(1, 3)).sum().backward()
+                optimizer.step()
+            assert len(optimizer.state) == 2
+            group.barrier()
+        assert all(torch.isfinite(p).all() for p in model.parameters())
+
+    run_ranks(2, rank_main)
+
+
+def test_second_moments_never_become_negative():
+    """Adam's second moments of very unequal ranks; the clamps are counted."""
+    link = transport_by_name("in-process", 2)
+
+    def rank_main(rank, group):
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.Adam(model.parameters(), betas=(0.1, 0.1))
+        with gg.gossip(
+            model, optimizer, process_group=group, payload="weights+state", transport=link
+        ) as session:
+            for step in range(30):
+                scale = 100.0 if step % 4 == rank else 0.0
+                for p in model.parameters():
+                    p.grad = torch.full_like(p, scale)
+                optimizer.step()
+                for state in optimizer.state.values():
+                    assert (state["exp_avg_sq"] >= 0).all()
+            group.barrier()
+            return session.stats().clamps
+
+    assert sum(run_ranks(2, rank_main)) > 0
+
+
+def test_several_optimizers_close_one_round():
+    link = transport_by_name("in-process", 2)
+
+    def rank_main(rank, group):
+        model = network()
+        first = torch.optim.SGD(model[0].parameters(), lr=0.1)
+        second = torch.optim.Adam(model[2].parameters(), lr=0.1)
+        with gg.gossip(
+            model,
+            [first, second],
+            process_group=group,
+            payload="weights+state",
+            transport=link,
+        ) as session:
+            for step in range(5):
+                set_gradients(model, rank, step)
+                first.step()
+                second.step()
+            group.barrier()
+            return session.stats().rounds
+
+    assert run_ranks(2, rank_main) == [5, 5]
+
+
+def test_accumulation_with_gradients_in_the_payload_needs_no_sync():
+    link = transport_by_name("in-process", 2)
+
+    def rank_main(rank, group):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with gg.gossip(
+            model,
+            optimizer,
+            process_group=group,
+            payload="gradients+weights",
+            transport=link,
+        ) as session:
+            with session.no_sync():
+                model(torch.ones(1, 6)).sum().backward()
+            model(torch.ones(1, 6)).sum().backward()
+            optimizer.step()
+            model(torch.ones(1, 6)).sum().backward()
+            with pytest.raises(gg.GossipError, match=r"already sent .* session\.no_sync"):
+                model(torch.ones(1, 6)).sum().backward()
+            group.barrier()
+
+    run_ranks(2, rank_main)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (
+            lambda: nn.ParameterList([nn.Parameter(torch.zeros(2, dtype=torch.complex64))]),
+            r"'0' is complex \(torch.complex64\): train torch.view_as_real",
+        ),
+        (
+            lambda: nn.ParameterList([nn.Parameter(torch.zeros(2).to_sparse())]),
+            "'0' is sparse",
+        ),
+    ],
+)
+def test_what_has_no_average_is_refused_by_name(build, message):
+    model = build()
+    optimizer = torch.optim.SGD(list(model.parameters()), lr=0.1)
+    with pytest.raises(ValueError, match=message):
+        gg.gossip(model, optimizer)
+
+
+def test_sparse_gradients_are_refused_only_where_gradients_travel():
+    link = [transport_by_name("in-process", 2) for _ in range(2)]
+
+    def rank_main(rank, group):
+        for number, payload in enumerate(("weights", "gradients+weights")):
+            model = nn.Embedding(4, 3, sparse=True)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            own = gg.Group(torch.distributed.PrefixStore(payload, group.store), rank, 2)
+            with gg.gossip(
+                model, optimizer, process_group=own, payload=payload, transport=link[number]
+            ):
+                loss = model(torch.tensor([1])).sum()
+                if payload == "weights":
+                    loss.backward()
+                    optimizer.step()
+                else:
+                    with pytest.raises(ValueError, match="'weight' is sparse"):
+                        loss.backward()
+                own.barrier()
+
+    run_ranks(2, rank_main)
