@@ -1,0 +1,115 @@
+"""Is gossip as accurate as all-reduce at equal epochs?
+
+Trains with `gossipgrad train`, the same seeds for every contestant, and pairs the accuracies of the
+exported models by seed. Cells that are done are kept between calls: an interrupted benchmark goes
+on where it stopped.
+
+    python -m benchmarks.accuracy
+"""
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks._common import write
+from scipy.stats import t as student
+
+CONTESTANTS = {
+    "allreduce": ["--strategy", "allreduce"],
+    "gossip": ["--strategy", "gossip"],
+    "gossip, weights+state": ["--strategy", "gossip", "--payload", "weights+state"],
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained, and how long."""
+
+    name: str
+    world_size: int
+    options: tuple[str, ...]
+    contestants: tuple[str, ...] = ("allreduce", "gossip")
+
+    @property
+    def command(self) -> list[str]:
+        """The options of `gossipgrad train` that all contestants share."""
+        return [*self.options, "--nproc", str(self.world_size)]
+
+
+FASHION = (
+    *("--data", "fashion-mnist", "--model", "lenet"),
+    *("--epochs", "6", "--batch-size", "64", "--lr", "0.05"),
+)
+DIGITS = ("--data", "digits", "--model", "mlp", "--epochs", "20")
+TASKS = [
+    Task("digits, MLP", 4, DIGITS, tuple(CONTESTANTS)),
+    Task("Fashion-MNIST, LeNet", 4, FASHION),
+    Task("Fashion-MNIST, LeNet", 8, FASHION),
+]
+
+
+def run(task: Task, contestant: str, seed: int, folder: Path) -> dict:
+    """The summary of one run; from disk if it was done before."""
+    slug = "-".join(
+        part.replace(" ", "").replace(",", "-").lower()
+        for part in (task.name, str(task.world_size), contestant, str(seed))
+    )
+    out = folder / slug
+    summary = out / "summary.json"
+    if not summary.exists():
+        command = [sys.executable, "-m", "gossipgrad", "train", *task.command]
+        command += [*CONTESTANTS[contestant], "--seed", str(seed), "--trace", "0", "--quiet"]
+        subprocess.run([*command, "--out", str(out), "--overwrite"], check=True)
+    return json.loads(summary.read_text())
+
+
+def interval(differences: list[float]) -> tuple[float, float]:
+    """Mean and half-width of its 95 % interval (Student's t)."""
+    n = len(differences)
+    spread = statistics.stdev(differences) / math.sqrt(n)
+    return statistics.fmean(differences), float(student.ppf(0.975, n - 1)) * spread
+
+
+def compare(task: Task, seeds: int, folder: Path) -> dict:
+    """All contestants on one task, differences to all-reduce paired by seed, in points."""
+    accuracies: dict[str, list[float]] = {name: [] for name in task.contestants}
+    for seed in range(seeds):
+        for name in task.contestants:
+            summary = run(task, name, seed, folder)
+            accuracies[name].append(summary["accuracy"])
+            print(task.name, task.world_size, name, seed, summary["accuracy"], flush=True)
+    row = {
+        "task": task.name,
+        "world_size": task.world_size,
+        "command": "gossipgrad train " + " ".join(task.command),
+        "seeds": list(range(seeds)),
+        "accuracy": accuracies,
+        "difference_to_allreduce_points": {},
+    }
+    for name in [name for name in task.contestants if name != "allreduce"]:
+        pairs = zip(accuracies[name], accuracies["allreduce"], strict=True)
+        mean, half = interval([100 * (a - b) for a, b in pairs])
+        row["difference_to_allreduce_points"][name] = {
+            "mean": round(mean, 3),
+            "half_width_95": round(half, 3),
+        }
+    return row
+
+
+def main() -> None:
+    """Runs what is missing and writes the table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--folder", type=Path, default=Path("runs/accuracy"))
+    options = parser.parse_args()
+    rows = [compare(task, options.seeds, options.folder) for task in TASKS]
+    print(write("accuracy", {"rows": rows}))
+
+
+if __name__ == "__main__":
+    main()
