@@ -1,0 +1,424 @@
+"""What holds for exchanges, whatever transport moves them."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from gossipgrad.comm import Channel, Hub, Outcome, Part
+from support.waiting import until
+
+D, L, V, X = Outcome.DELIVERED, Outcome.LATE, Outcome.VOID, Outcome.DEAD_PEER
+
+
+def part(value, size=4):
+    return torch.full((size,), float(value))
+
+
+def post(channel, peer, round=0, value=0.0, bucket=0, size=4, **options):
+    return channel.post(round, bucket, part(value, size), send_to=peer, recv_from=peer, **options)
+
+
+def test_both_parts_arrive(channels):
+    a, b = channels()
+    mine, theirs = post(a, 1, value=1), post(b, 0, value=2)
+    assert (a.take(mine, 3.0), b.take(theirs, 3.0)) == (D, D)
+    assert mine.received.tolist() == [2.0] * 4
+    assert theirs.received.tolist() == [1.0] * 4
+    assert not mine.open
+    assert mine.finished_seconds >= mine.posted_seconds
+    assert a.bytes_sent == a.bytes_received == 16
+
+
+def test_a_part_that_is_here_before_the_post_is_taken_at_once(channels):
+    a, b = channels()
+    b_side = post(b, 0, value=7)
+    until(lambda: a.poll() or a._ledgers[1].early)
+    mine = post(a, 1, value=1)
+    assert mine.outcome is D
+    assert mine.received.tolist() == [7.0] * 4
+    assert b.take(b_side, 3.0) is D
+
+
+def test_late_then_delivered_by_a_second_take(channels):
+    a, b = channels()
+    mine = post(a, 1)
+    start = time.perf_counter()
+    assert a.take(mine, 0.1) is L
+    assert 0.1 <= time.perf_counter() - start < 0.2
+    assert mine.open
+    post(b, 0, value=3)
+    assert a.take(mine, 3.0) is D
+    assert mine.received.tolist() == [3.0] * 4
+    assert a.take(mine, 0.0) is D
+
+
+def test_a_deadline_of_zero_still_takes_what_has_come(channels):
+    a, b = channels()
+    mine = post(a, 1)
+    post(b, 0)
+    until(lambda: a.take(mine, 0.0) is D)
+
+
+def test_a_peer_that_left_is_dead_and_later_rounds_say_so_at_once(channels):
+    a, b = channels()
+    done = post(a, 1), post(b, 0)
+    assert (a.take(done[0], 3.0), b.take(done[1], 3.0)) == (D, D)
+    mine = post(a, 1, round=1)
+    b.close()
+    start = time.perf_counter()
+    assert a.take(mine, 5.0) is X
+    assert time.perf_counter() - start < 1.0
+    assert a.gone == {1: "left"}
+    later = post(a, 1, round=2)
+    assert later.outcome is X
+    assert later.ticket.done
+
+
+def test_what_was_sent_before_leaving_still_counts(channels):
+    a, b = channels()
+    post(b, 0, value=5)
+    until(lambda: b._all_sent())
+    b.close()
+    mine = post(a, 1)
+    assert a.take(mine, 3.0) in (D, X)
+    if mine.outcome is D:
+        assert mine.received.tolist() == [5.0] * 4
+
+
+def test_a_peer_that_vanished_without_a_word_is_dead(channels):
+    a, b = channels()
+    done = post(a, 1), post(b, 0)
+    assert (a.take(done[0], 3.0), b.take(done[1], 3.0)) == (D, D)
+    mine = post(a, 1, round=1)
+    b._transport.close()
+    start = time.perf_counter()
+    assert a.take(mine, 5.0) is X
+    assert time.perf_counter() - start < 3.0
+    assert a.gone == {1: "was lost"}
+
+
+def test_a_peer_that_was_gone_before_the_first_message_is_dead(channels):
+    a, b = channels()
+    b._transport.close()
+    assert a.take(post(a, 1), 5.0) is X
+
+
+def test_a_lost_peer_disturbs_no_other_link(channels):
+    a, b, c = channels(3)
+    first = post(a, 1), post(b, 0)
+    assert (a.take(first[0], 3.0), b.take(first[1], 3.0)) == (D, D)
+    b._transport.close()
+    lost = post(a, 1, round=1)
+    other = post(a, 2, round=2, value=1), post(c, 0, round=2, value=2)
+    assert (a.take(other[0], 3.0), c.take(other[1], 3.0)) == (D, D)
+    assert a.take(lost, 5.0) is X
+
+
+def test_credits_void_a_further_round_and_name_it_to_the_partner(channels):
+    a, b = channels(credits=2)
+    first, second = post(a, 1, round=3, value=3), post(a, 1, round=5, value=5)
+    third = post(a, 1, round=8, value=8)
+    assert third.outcome is V
+    assert third.ticket.done
+    until(lambda: b.poll() or 8 in b._ledgers[0].voided)
+    answers = [post(b, 0, round=r, value=r) for r in (3, 5, 8)]
+    assert answers[2].outcome is V
+    assert [b.take(x, 3.0) for x in answers[:2]] == [D, D]
+    assert [a.take(x, 3.0) for x in (first, second)] == [D, D]
+    assert first.received.tolist() == [3.0] * 4
+    assert second.received.tolist() == [5.0] * 4
+
+
+def test_a_round_voided_by_the_partner_ends_what_was_posted(channels):
+    a, b = channels()
+    mine = post(a, 1, round=4)
+    b.void(4, 0)
+    assert a.take(mine, 3.0) is V
+    after = post(a, 1, round=5, value=1), post(b, 0, round=5, value=2)
+    assert (a.take(after[0], 3.0), b.take(after[1], 3.0)) == (D, D)
+
+
+def test_both_ends_agree_which_rounds_count(channels):
+    """One end voids at random; every round counts on both ends or on neither."""
+    a, b = channels(credits=3)
+    generator = torch.Generator().manual_seed(0)
+    ends = []
+    for round in range(60):
+        pair = []
+        for channel, peer in ((a, 1), (b, 0)):
+            if torch.rand((), generator=generator) < 0.2:
+                channel.void(round, peer)
+            else:
+                pair.append(post(channel, peer, round=round, value=round))
+            if torch.rand((), generator=generator) < 0.5:
+                channel.poll(0.002)
+        ends.append(pair)
+    for pair in ends:
+        outcomes = [(a if x.send_to == 1 else b).take(x, 0.3) for x in pair]
+        assert L not in outcomes
+        assert len(set(outcomes)) <= 1
+        if len(pair) == 1:
+            assert outcomes == [V]
+
+
+def test_cancel_drops_the_part_should_it_come(channels):
+    a, b = channels()
+    mine = post(a, 1)
+    a.cancel(mine)
+    assert mine.outcome is V
+    a.cancel(mine)
+    assert b.take(post(b, 0), 3.0) is D
+    after = post(a, 1, round=1, value=1), post(b, 0, round=1, value=9)
+    assert a.take(after[0], 3.0) is D
+    assert after[0].received.tolist() == [9.0] * 4
+    assert not a._ledgers[1].early
+
+
+def test_a_partner_ahead_sees_rounds_past_the_settled_one_as_void(channels):
+    a, b = channels(credits=8)
+    pair = post(a, 1, round=0), post(b, 0, round=0)
+    ahead = post(b, 0, round=1)
+    a.settle()
+    start = time.perf_counter()
+    assert b.take(ahead, 5.0) is V
+    assert time.perf_counter() - start < 2.0
+    assert post(b, 0, round=2).outcome is V
+    assert (a.take(pair[0], 3.0), b.take(pair[1], 3.0)) == (D, D)
+    b.settle()
+    for channel in (a, b):
+        channel.resume([0, 2], 3)
+    after = post(a, 1, round=3, value=1), post(b, 0, round=3, value=2)
+    assert (a.take(after[0], 3.0), b.take(after[1], 3.0)) == (D, D)
+
+
+def test_resume_voids_what_the_others_never_sent(channels):
+    a, b = channels(credits=8)
+    ahead = post(b, 0, round=0)
+    for channel in (a, b):
+        channel.resume([-1, 0], 1)
+    assert ahead.outcome is V
+    after = post(a, 1, round=1, value=1), post(b, 0, round=1, value=2)
+    assert (a.take(after[0], 3.0), b.take(after[1], 3.0)) == (D, D)
+    assert after[0].received.tolist() == [2.0] * 4
+
+
+def test_a_settled_peer_is_waited_for_again_after_resume(channels):
+    a, b = channels()
+    a.settle()
+    b.settle()
+    until(lambda: b.poll() or b._ledgers[0].settled[0] == 1)
+    assert post(b, 0, round=0).outcome is V
+    for channel in (a, b):
+        channel.resume([-1, 0], 1)
+    pair = post(b, 0, round=1), post(a, 1, round=1)
+    assert (b.take(pair[0], 3.0), a.take(pair[1], 3.0)) == (D, D)
+
+
+def test_replan_goes_on_with_other_buckets(channels):
+    a, b = channels()
+    pair = post(a, 1), post(b, 0)
+    assert (a.take(pair[0], 3.0), b.take(pair[1], 3.0)) == (D, D)
+    for channel in (a, b):
+        channel.replan([Part(torch.float64, 2)])
+    x = a.post(1, 0, torch.ones(2).double(), send_to=1, recv_from=1)
+    y = b.post(1, 0, torch.zeros(2).double(), send_to=0, recv_from=0)
+    assert (a.take(x, 3.0), b.take(y, 3.0)) == (D, D)
+    assert y.received.dtype == torch.float64
+
+
+def test_all_buckets_of_a_round_come_whatever_their_order(channels):
+    a, b = channels(sizes=(4, 2, 0))
+    sizes = (4, 2, 0)
+    mine = {i: post(a, 1, bucket=i, value=i, size=sizes[i]) for i in (0, 1, 2)}
+    theirs = {i: post(b, 0, bucket=i, value=10 + i, size=sizes[i]) for i in (2, 1, 0)}
+    for i in (1, 0, 2):
+        assert a.take(mine[i], 3.0) is D
+        assert b.take(theirs[i], 3.0) is D
+        assert mine[i].received.tolist() == [10.0 + i] * sizes[i]
+
+
+def test_rounds_of_a_link_are_told_apart_and_keep_their_order(channels):
+    a, b = channels(credits=10)
+    sent = [post(b, 0, round=r, value=r) for r in range(10)]
+    mine = [post(a, 1, round=r, value=-r) for r in range(10)]
+    for r in reversed(range(10)):
+        assert a.take(mine[r], 3.0) is D
+        assert mine[r].received.tolist() == [float(r)] * 4
+    assert [b.take(x, 3.0) for x in sent] == [D] * 10
+
+
+def test_directed_schedules(channels):
+    ends = channels(3)
+    mine = [
+        c.post(0, 0, part(r), send_to=(r - 1) % 3, recv_from=(r + 1) % 3)
+        for r, c in enumerate(ends)
+    ]
+    for r, channel in enumerate(ends):
+        assert channel.take(mine[r], 3.0) is D
+        assert mine[r].received.tolist() == [float((r + 1) % 3)] * 4
+
+
+def test_one_sided_rounds(channels):
+    a, b = channels()
+    gives = a.post(0, 0, part(6), send_to=1, recv_from=None)
+    assert gives.outcome is D
+    assert gives.received is None
+    takes = b.post(0, 0, part(0), send_to=None, recv_from=0)
+    assert b.take(takes, 3.0) is D
+    assert takes.received.tolist() == [6.0] * 4
+
+
+def test_a_directed_rank_still_gives_when_its_source_is_dead(channels):
+    a, b, c = channels(3)
+    b._transport.close()
+    assert a.take(a.post(0, 0, part(1), send_to=2, recv_from=1), 5.0) is X
+    assert a.post(1, 0, part(2), send_to=2, recv_from=1).outcome is X
+    takes = c.post(1, 0, part(0), send_to=None, recv_from=0)
+    assert c.take(takes, 3.0) is D
+    assert takes.received.tolist() == [2.0] * 4
+
+
+def test_a_round_that_the_partner_has_passed_comes_no_more(channels):
+    """On one link rounds rise: a later part means that an earlier one was lost on the way."""
+    a, b = channels(credits=4)
+    lost = post(a, 1, round=0)
+    b.post(1, 0, part(1), send_to=0, recv_from=None)
+    assert a.take(lost, 3.0) is V
+    assert post(a, 1, round=1).outcome is D
+
+
+def test_a_posted_buffer_is_not_written_before_its_ticket_is_done(channels):
+    size = 1 << 18
+    a, b = channels(sizes=(size,), credits=4)
+    buffers = [part(r, size) for r in range(4)]
+    mine = [a.post(r, 0, buffers[r], send_to=1, recv_from=None) for r in range(4)]
+    theirs = [b.post(r, 0, part(0, size), send_to=None, recv_from=0) for r in range(4)]
+    for r in range(4):
+        until(lambda r=r: b.poll() or mine[r].ticket.done)
+        buffers[r].fill_(-1.0)
+    for r in range(4):
+        assert b.take(theirs[r], 3.0) is D
+        assert theirs[r].received.eq(r).all()
+
+
+def test_a_received_part_may_be_written(channels):
+    a, b = channels()
+    pair = post(a, 1, value=1), post(b, 0, value=2)
+    assert a.take(pair[0], 3.0) is D
+    assert pair[0].received.sub_(1.0).tolist() == [1.0] * 4
+
+
+def test_tickets_of_a_dead_peer_are_let_go(channels):
+    size = 1 << 20
+    a, b = channels(sizes=(size,), credits=9)
+    mine = [post(a, 1, round=r, size=size) for r in range(6)]
+    b._transport.close()
+    for exchange in mine:
+        assert a.take(exchange, 5.0) is X
+    until(lambda: all(exchange.ticket.done for exchange in mine))
+    assert post(a, 1, round=9, size=size).ticket.done
+
+
+def test_post_and_take_after_close_are_void_and_quick(channels):
+    a, _ = channels()
+    before = post(a, 1)
+    a.close()
+    assert before.outcome is V
+    after = post(a, 1, round=1)
+    start = time.perf_counter()
+    assert a.take(after, 5.0) is V
+    assert a.take(before, 5.0) is V
+    a.poll(1.0)
+    a.void(2, 1)
+    a.close()
+    assert time.perf_counter() - start < 0.5
+
+
+def test_close_is_quick_while_peers_are_silent_dead_or_many(channels):
+    ends = channels(6)
+    for peer in range(1, 6):
+        post(ends[0], peer, round=peer)
+    ends[1]._transport.close()
+    ends[2].close()
+    start = time.perf_counter()
+    ends[0].close(linger_seconds=0.5)
+    assert time.perf_counter() - start < 1.5
+
+
+@pytest.mark.parametrize("kind", ["in-process"])
+def test_a_post_that_does_not_fit_the_plan_is_refused(channels):
+    a, _ = channels()
+    with pytest.raises(
+        ValueError, match=r"bucket 0 is planned as 4 x torch.float32, got 5 x torch.float32"
+    ):
+        post(a, 1, size=5)
+    with pytest.raises(ValueError, match=r"got 4 x torch.float64"):
+        a.post(0, 0, part(0).double(), send_to=1, recv_from=1)
+
+
+def test_settings_are_checked():
+    transport = Hub(2).transport(0)
+    with pytest.raises(ValueError, match=r"run must be 16 bytes, got 3: use secrets.token_bytes"):
+        Channel(transport, run=b"abc", plan=[])
+    with pytest.raises(ValueError, match="credits must be at least 1, got 0"):
+        Channel(transport, run=bytes(16), plan=[], credits=0)
+    with pytest.raises(ValueError, match=r"rank must lie in 0\.\.1, got 2"):
+        Hub(2).transport(2)
+
+
+def test_two_threads_may_take_at_once(channels):
+    """The one that does not listen is woken by the one that does, and its deadline holds."""
+    a, b, c = channels(3)
+    from_b, from_c = post(a, 1), post(a, 2)
+    seconds = {}
+
+    def take(name, exchange, deadline):
+        start = time.perf_counter()
+        outcome = a.take(exchange, deadline)
+        seconds[name] = (outcome, time.perf_counter() - start)
+
+    threads = [
+        threading.Thread(target=take, args=("b", from_b, 0.8)),
+        threading.Thread(target=take, args=("c", from_c, 5.0)),
+    ]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.05)
+    post(c, 0)
+    for thread in threads:
+        thread.join()
+    assert seconds["c"][0] is D
+    assert seconds["c"][1] < 0.4
+    assert seconds["b"][0] is L
+    assert 0.8 <= seconds["b"][1] < 1.1
+    post(b, 0)
+    assert a.take(from_b, 3.0) is D
+
+
+@pytest.mark.parametrize("kind", ["in-process"])
+def test_memory_does_not_grow_over_many_exchanges(channels):
+    a, b = channels()
+    for round in range(3_000):
+        if round % 7 == 0:
+            a.void(round, 1)
+        x, y = post(a, 1, round=round), post(b, 0, round=round)
+        if round % 5 == 0:
+            a.cancel(x)
+        a.take(x, 3.0)
+        b.take(y, 3.0)
+    for channel in (a, b):
+        ledger = channel._ledgers[1 - channel.rank]
+        kept = ledger.open, ledger.early, ledger.given_up, ledger.cancelled, ledger.voided
+        assert sum(map(len, kept)) < 10
+        assert len(channel._tickets) < 10
+
+
+@pytest.mark.parametrize("kind", ["in-process"])
+def test_a_forked_copy_leaves_the_links_alone(channels):
+    a, b = channels()
+    a._process = -1
+    a.close()
+    pair = post(a, 1), post(b, 0)
+    assert a.take(pair[0], 3.0) is D
