@@ -71,7 +71,8 @@ class Channel:
         self._sender = DeferredSender(self._transmit)
         self._run = run
         self._lock = threading.RLock()
-        self._receiving = threading.Lock()
+        self._turn = threading.Condition()  # whose turn it is to listen
+        self._listening = False
         self._ledgers: defaultdict[int, Ledger] = defaultdict(Ledger)
         self._linked: set[int] = set()
         self._tickets: list[tuple[int, Ticket]] = []
@@ -237,18 +238,24 @@ class Channel:
         self._sender.drain(max(0.0, deadline - time.perf_counter()))
         with self._lock:
             self._announce(Kind.LEAVE, self._linked)
-        with self._receiving:
+        with self._turn:
+            self._turn.wait_for(lambda: not self._listening)
             self._shut = True
             self._transport.close(min(_LEAVE_SECONDS, linger_seconds))
 
     def _poll(self, timeout_seconds: float, awaited: Exchange | None = None) -> None:
-        """Like `poll`; one thread at a time listens, and may find it was served by another."""
+        """Like `poll`; one thread at a time listens, and may serve those that wait beside it."""
+
+        def served() -> bool:
+            return self._shut or (awaited is not None and not awaited.open)
+
         deadline = time.perf_counter() + timeout_seconds
-        if not self._receiving.acquire(timeout=timeout_seconds):
-            return
-        try:
-            if self._shut or (awaited is not None and not awaited.open):
+        with self._turn:
+            self._turn.wait_for(lambda: not self._listening or served(), timeout_seconds)
+            if self._listening or served():
                 return
+            self._listening = True
+        try:
             events = self._transport.receive(max(0.0, deadline - time.perf_counter()))
             with self._lock:
                 for event in events:
@@ -257,7 +264,9 @@ class Channel:
                     else:
                         self._accept(event)
         finally:
-            self._receiving.release()
+            with self._turn:
+                self._listening = False
+                self._turn.notify_all()
 
     def _all_sent(self) -> bool:
         with self._lock:

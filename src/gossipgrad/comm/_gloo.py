@@ -22,6 +22,7 @@ _FOREVER = timedelta(days=30)  # a deadline that expires inside Gloo breaks the 
 _AT_ONCE = timedelta(milliseconds=1)
 _JOIN_SECONDS = 0.5
 _UNUSED_TAG = 1
+_GIVEN_UP = 1 << 20
 _HEADER_BYTES = 1 << 14
 
 
@@ -175,12 +176,18 @@ class _GlooLink:
         low, high = sorted((rank, self._peer))
         # A clone has its own connection: two links in the making must not wait for each other.
         own = dist.PrefixStore(f"{low}-{high}", store.clone())  # pyrefly: ignore[missing-attribute]
-        own.set(f"ready/{rank}", "1")
+        joined = own.add("joined", 1)
         wait, longest = _POLL_SECONDS
-        while not own.check([f"ready/{self._peer}"]):
+        while joined == 1:
             if self._stopped.wait(wait) or store.check([f"left/{self._peer}"]):
-                return None
+                joined = own.add("joined", _GIVEN_UP) - _GIVEN_UP
+                if joined == 1:
+                    return None
+                break  # the other end came just now and would wait for us: connect, then break
+            joined = own.add("joined", 0)
             wait = min(2 * wait, longest)
+        if joined > _GIVEN_UP:
+            return None
         return dist.ProcessGroupGloo(own, self._side, 2, _CONNECT)
 
     def _send_all(self, store: dist.Store, rank: int) -> None:
