@@ -138,6 +138,21 @@ def test_ctrl_c_keeps_what_was_reached(tmp_path, strategy):
     assert not workers()
 
 
+def test_ctrl_c_while_workers_start_leaves_none(tmp_path):
+    def press_when_one_is_there():
+        while not workers():
+            time.sleep(0.001)
+        press_ctrl_c()
+
+    thread = threading.Thread(target=press_when_one_is_there)
+    thread.start()
+    outcome = run(config(tmp_path, nproc=3, epochs=ENDLESS))
+    thread.join()
+    assert outcome.exit_code == 130
+    assert not workers()
+    assert not (tmp_path / "partial").exists()
+
+
 def test_second_ctrl_c_ends_at_once(tmp_path):
     def freeze_and_insist():
         os.kill(workers()["gossipgrad-rank1"].pid, signal.SIGSTOP)

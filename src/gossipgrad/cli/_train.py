@@ -1,6 +1,7 @@
 """`gossipgrad train`: one run from options, a saved configuration, or both."""
 
 import argparse
+import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -60,7 +61,8 @@ def print_outcome(outcome: Outcome) -> None:
     if outcome.run_dir is None:
         return
     if outcome.summary is None:
-        print("stopped before the first step; nothing was learned")
+        stopped_by = signal.Signals(outcome.exit_code - 128).name
+        print(f"stopped by {stopped_by} before all workers had started; nothing was learned")
         return
     summary = outcome.summary
     what = "consensus" if summary["model_is_consensus"] else f"rank {summary['model_from_rank']}"

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import signal
 import socket
 import time
@@ -60,8 +61,11 @@ def launch(config: TrainConfig, run_dir: RunDir, progress: Progress) -> Launched
                 workers.append(worker)  # noqa: PERF402  (those started are ended, come what may)
             _supervise(workers, config, progress, stops)
         finally:
+            # All at once: one that sees another go would complain of it.
             for worker in workers:
-                worker.end()
+                worker.kill_unless_done()
+            for worker in workers:
+                worker.join()
     launched = Launched(
         results={worker.rank: worker.result for worker in workers if worker.result is not None},
         failures={worker.rank: worker.failure for worker in workers if worker.failure is not None},
@@ -81,13 +85,15 @@ def _start(config: TrainConfig, run_dir: RunDir, port: int) -> Iterator[WorkerHa
             *(["sklearn.datasets"] if config.data == "digits" else []),
         ]
     )
-    # The fork server and its children inherit the blocked signal: Ctrl-C in a terminal reaches all
-    # processes of the group, and would end a worker that is just starting.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    # The fork server and its children inherit the blocked signals: Ctrl-C in a terminal, or the
+    # SIGTERM of a batch system, reaches all processes, and would end those that keep the results.
+    # The resource tracker unblocks them when it starts, so it goes first.
+    multiprocessing.resource_tracker.ensure_running()
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         multiprocessing.forkserver.ensure_running()
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     for rank in range(config.nproc):
         ours, theirs = context.Pipe()
         spec = WorkerSpec(
@@ -96,8 +102,15 @@ def _start(config: TrainConfig, run_dir: RunDir, port: int) -> Iterator[WorkerHa
         process = context.Process(
             target=worker_main, args=(spec, theirs), name=f"gossipgrad-rank{rank}"
         )
-        process.start()
-        theirs.close()
+        try:
+            process.start()
+        except (EOFError, OSError) as error:
+            ours.close()
+            raise RunFailedError(
+                f"rank {rank} could not be started: {error or type(error).__name__}"
+            ) from error
+        finally:
+            theirs.close()
         yield WorkerHandle(process, ours, rank)
 
 

@@ -213,6 +213,10 @@ class Gossip(Strategy):
         Ranks may come here after unequal steps, some for the last time and some not: all then take
         it for the last.
         """
+        if self._all_here and self._session.stats().outcomes.get("dead_peer"):
+            # Not even tried: partners would settle for it, and mix no more until it came about.
+            self._all_here = False
+            self.notes.append("no consensus: a partner has died, and the average needs all ranks")
         if self._all_here:
             try:
                 with self._session.consensus():

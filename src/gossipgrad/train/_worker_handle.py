@@ -79,12 +79,15 @@ class WorkerHandle:
             )
         progress.take(self.rank, event)
 
-    def end(self) -> None:
-        """Wait a while for one that has handed in its result; kill it then, and any other now."""
-        if self.result is not None:
-            self._process.join(_EXIT_GRACE_SECONDS)
-        if self._process.is_alive():
+    def kill_unless_done(self) -> None:
+        """End it at once if it has not handed in its result."""
+        if self.result is None and self._process.is_alive():
             self._process.kill()
+
+    def join(self) -> None:
+        """Wait until it is gone; one that lingers after its result is killed in the end."""
+        self._process.join(_EXIT_GRACE_SECONDS)
+        self._process.kill()
         self._process.join()
         self.pipe.close()
 
