@@ -1,7 +1,7 @@
 """What every family must pass. A new family is one more entry in `FAMILIES`.
 
-A family is a function `attach(model, optimizer, group, **settings)` that returns a session: hooks on
-the user's own objects, `consensus()`, `consensus_distance()`, `broadcast_()` and `close()`.
+A family is a function `attach(model, optimizer, group, **settings)` that returns a session: hooks
+on the user's own objects, `consensus()`, `consensus_distance()`, `broadcast_()` and `close()`.
 """
 
 from collections.abc import Callable

@@ -162,8 +162,7 @@ def test_odd_models(payload, mode):
             assert model.tied.weight is model.embed.weight
             assert model.conv.weight.is_contiguous(memory_format=torch.channels_last)
             session.average_()
-            held = [p.detach().clone() for p in model.parameters()]
-        return held
+            return [p.detach().clone() for p in model.parameters()]
 
     results = run_ranks(3, rank_main)
     for mine, other in zip(results[0], results[1], strict=True):

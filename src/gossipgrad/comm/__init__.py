@@ -4,6 +4,7 @@ from gossipgrad.comm._buckets import DEFAULT_BUCKET_BYTES as DEFAULT_BUCKET_BYTE
 from gossipgrad.comm._buckets import BucketPlan as BucketPlan
 from gossipgrad.comm._buckets import FlatBuffers as FlatBuffers
 from gossipgrad.comm._buckets import TensorSpec as TensorSpec
+from gossipgrad.comm._buckets import is_sharded as is_sharded
 from gossipgrad.comm._buckets import local as local
 from gossipgrad.comm._buckets import split as split
 from gossipgrad.comm._channel import Channel as Channel

@@ -5,10 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from gossipgrad.comm import Group, local
+from gossipgrad.comm import Group, is_sharded, local
 from gossipgrad.errors import GossipError
 
 __all__ = ["broadcast_replica"]
@@ -71,7 +70,7 @@ def _outline(
 
 def _empty(parameter: Tensor, shape: list[int], dtype: str, device_type: str) -> Tensor:
     kind = getattr(torch, dtype)
-    if isinstance(parameter, DTensor) and tuple(shape) == tuple(parameter.shape):
+    if is_sharded(parameter) and tuple(shape) == tuple(parameter.shape):
         return torch.empty_like(parameter, dtype=kind)
     device = parameter.device if device_type == parameter.device.type else "cpu"
     return torch.empty(shape, dtype=kind, device=device)

@@ -1,0 +1,124 @@
+"""The floors: a room imports only from floors below its own, and fronts only re-export."""
+
+import ast
+import importlib
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gossipgrad
+
+SOURCE = Path(gossipgrad.__file__).parent
+FLOORS = {
+    "errors": 0,
+    "topology": 1,
+    "planning": 1,
+    "comm": 2,
+    "compression": 2,
+    "decentralized": 3,
+    "sparsification": 3,
+    "apoptosis": 3,
+    "muon": 3,
+    "second_order": 3,
+    "trace": 4,
+    "simulate": 4,
+    "checkpoint": 4,
+    "train": 5,
+    "models": 5,
+    "data": 5,
+    "cli": 6,
+    "integrations": 6,
+}
+DOOR = "decentralized/_gossip.py"
+MODULES = sorted(path for path in SOURCE.rglob("*.py") if path.parent != SOURCE)
+MAY_NOT = ("get_rank", "get_world_size", "is_initialized", "init_process_group", "WORLD")
+
+
+def rooms_imported(path):
+    """Rooms that a module names in its imports, relative ones resolved."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == "gossipgrad" and len(parts) > 1 and parts[1] in FLOORS:
+                yield parts[1]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_imports_go_down(path):
+    room = path.relative_to(SOURCE).parts[0]
+    for other in rooms_imported(path):
+        assert (
+            other == room
+            or FLOORS[other] < FLOORS[room]
+            or {other, room}
+            <= {
+                "train",
+                "models",
+                "data",
+            }
+        ), f"{room} imports {other}"
+
+
+def test_the_default_process_group_is_touched_at_the_door_only():
+    for path in MODULES:
+        name = path.relative_to(SOURCE).as_posix()
+        if FLOORS[name.split("/")[0]] > 4 or name == DOOR:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr in MAY_NOT:
+                assert not ast.unparse(node).startswith(("dist.", "torch.distributed.")), name
+
+
+@pytest.mark.parametrize(
+    "path", sorted(SOURCE.rglob("__init__.py")), ids=lambda path: str(path.relative_to(SOURCE))
+)
+def test_fronts_only_reexport(path):
+    for node in ast.parse(path.read_text()).body:
+        allowed = ast.ImportFrom | ast.Expr
+        if path.parent == SOURCE:
+            allowed |= ast.Assign  # __version__
+        assert isinstance(node, allowed), ast.unparse(node)
+        if isinstance(node, ast.ImportFrom):
+            assert all(alias.asname for alias in node.names), ast.unparse(node)
+
+
+def test_no_file_is_past_400_lines():
+    for path in SOURCE.rglob("*.py"):
+        assert len(path.read_text().splitlines()) <= 400, path
+
+
+def test_every_public_name_is_documented():
+    for info in pkgutil.iter_modules([str(SOURCE)]):
+        if info.name.startswith("_"):
+            continue
+        room = importlib.import_module(f"gossipgrad.{info.name}")
+        assert room.__doc__
+        for name, value in vars(room).items():
+            if not name.startswith("_") and callable(value):
+                assert value.__doc__, f"{info.name}.{name}"
+
+
+def test_import_is_silent_quick_and_needs_nothing():
+    """Beside torch's own import it takes under 0.3 s, of CPU time: machines are shared."""
+    code = (
+        "import time, torch; start = time.process_time(); import gossipgrad; "
+        "import sys; print(time.process_time() - start); "
+        "sys.exit(any(m in sys.modules for m in ('tyro', 'rich', 'sklearn', 'matplotlib')))"
+    )
+    fastest = float("inf")
+    for _ in range(3):
+        done = subprocess.run(
+            [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True
+        )
+        assert done.stderr == ""
+        fastest = min(fastest, float(done.stdout))
+    assert fastest < 0.3
