@@ -30,14 +30,13 @@ def workers() -> dict[str, multiprocessing.Process]:
 
 
 @contextmanager
-def after_steps(out: Path, steps: int, act: Callable[[], None]) -> Iterator[None]:
-    """Call `act` in a thread as soon as rank 1 has written `steps` lines of metrics."""
+def when(condition: Callable[[], bool], act: Callable[[], None]) -> Iterator[None]:
+    """Call `act` in a thread as soon as `condition` holds, unless the block is over before."""
     over = threading.Event()
 
     def watch():
-        file = out / "metrics-rank1.jsonl"
-        while not over.wait(0.01):
-            if file.exists() and file.read_text().count("\n") > steps:
+        while not over.wait(0.005):
+            if condition():
                 act()
                 return
 
@@ -48,6 +47,12 @@ def after_steps(out: Path, steps: int, act: Callable[[], None]) -> Iterator[None
     finally:
         over.set()
         thread.join()
+
+
+def after_steps(out: Path, steps: int, act: Callable[[], None]):
+    """Call `act` as soon as rank 1 has written `steps` lines of metrics."""
+    file = out / "metrics-rank1.jsonl"
+    return when(lambda: file.exists() and file.read_text().count("\n") > steps, act)
 
 
 def kill(name: str) -> Callable[[], None]:
@@ -139,15 +144,8 @@ def test_ctrl_c_keeps_what_was_reached(tmp_path, strategy):
 
 
 def test_ctrl_c_while_workers_start_leaves_none(tmp_path):
-    def press_when_one_is_there():
-        while not workers():
-            time.sleep(0.001)
-        press_ctrl_c()
-
-    thread = threading.Thread(target=press_when_one_is_there)
-    thread.start()
-    outcome = run(config(tmp_path, nproc=3, epochs=ENDLESS))
-    thread.join()
+    with when(lambda: bool(workers()), press_ctrl_c):
+        outcome = run(config(tmp_path, nproc=3, epochs=ENDLESS))
     assert outcome.exit_code == 130
     assert not workers()
     assert not (tmp_path / "partial").exists()

@@ -149,7 +149,7 @@ def _supervise(
             if not _is_fatal(lost, config):
                 progress.notice(f"rank {lost.rank} {lost.cause}; the others go on")
         if stops.first is not None:
-            if stops.insisted or not all(worker.ready for worker in workers):
+            if stops.insisted or not any(worker.ready or worker.over for worker in workers):
                 return
             if not told:
                 told = True
