@@ -1,31 +1,10 @@
-import threading
-
 import pytest
 import torch
 
-from gossipgrad.comm import Channel, FaultyTransport, GlooTransport, Hub, Part, ZeroMQTransport
-from support.ranks import _where, run_ranks
+from gossipgrad.comm import Channel, FaultyTransport, Part
+from support.links import RUN, make_transports, ours
+from support.ranks import where
 from support.waiting import until
-
-RUN = bytes(range(16))
-
-
-def make_transports(kind, world_size):
-    if kind == "in-process":
-        hub = Hub(world_size)
-        return [hub.transport(rank) for rank in range(world_size)]
-    made = {"zeromq": ZeroMQTransport, "gloo": GlooTransport}[kind]
-    ends = run_ranks(world_size, lambda rank, group: made(group))
-    if kind == "gloo":  # a Gloo link is there once both ends have opened it
-        for end in ends:
-            for peer in set(range(world_size)) - {end.rank}:
-                end.open(peer)
-    return ends
-
-
-def ours():
-    """Threads of gossipgrad; pyzmq's collector of garbage is the process's own."""
-    return [t for t in threading.enumerate() if t.name.startswith("gossipgrad")]
 
 
 @pytest.fixture(params=["in-process", "zeromq", "gloo"])
@@ -47,7 +26,7 @@ def transports(kind):
     try:
         until(lambda: not ours(), 1.0)
     except AssertionError:
-        pytest.fail("left behind: " + "".join(map(_where, ours())))
+        pytest.fail("left behind: " + "".join(map(where, ours())))
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """What holds for exchanges, whatever transport moves them."""
 
+import gc
 import threading
 import time
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from gossipgrad.comm import Channel, Hub, Outcome, Part
+from support.links import make_transports, ours
 from support.waiting import until
 
 D, L, V, X = Outcome.DELIVERED, Outcome.LATE, Outcome.VOID, Outcome.DEAD_PEER
@@ -413,6 +415,22 @@ def test_memory_does_not_grow_over_many_exchanges(channels):
         kept = ledger.open, ledger.early, ledger.given_up, ledger.cancelled, ledger.voided
         assert sum(map(len, kept)) < 10
         assert len(channel._tickets) < 10
+
+
+@pytest.mark.parametrize("name", ["zeromq", "gloo"])
+def test_channels_that_nobody_closed_are_collected_without_waiting(name):
+    ends = [
+        Channel(t, run=bytes(16), plan=[Part(torch.float32, 4)]) for t in make_transports(name, 2)
+    ]
+    pair = post(ends[0], 1), post(ends[1], 0)
+    assert (ends[0].take(pair[0], 3.0), ends[1].take(pair[1], 3.0)) == (D, D)
+    for end in ends:
+        end.itself = end
+    start = time.perf_counter()
+    del ends, pair, end
+    gc.collect()
+    assert time.perf_counter() - start < 2.0
+    until(lambda: not ours())
 
 
 @pytest.mark.parametrize("kind", ["in-process"])

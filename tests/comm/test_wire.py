@@ -8,18 +8,18 @@ from gossipgrad.comm._wire import DTYPES, MAX_VOIDED
 
 # Drawn as fields: the type checks of tests use `random`, which strategies must not.
 headers = st.fixed_dictionaries(
-    dict(
-        kind=st.sampled_from(Kind),
-        run=st.binary(min_size=16, max_size=16),
-        sender=st.integers(0, 2**32 - 1),
-        generation=st.integers(0, 2**32 - 1),
-        round=st.integers(-(2**63), 2**63 - 1),
-        epoch=st.integers(0, 2**63 - 1),
-        bucket=st.integers(0, 2**32 - 1),
-        dtype=st.none() | st.sampled_from(DTYPES),
-        size_bytes=st.integers(0, 2**64 - 1),
-        voided=st.lists(st.integers(-(2**63), 2**63 - 1), max_size=5).map(tuple),
-    )
+    {
+        "kind": st.sampled_from(Kind),
+        "run": st.binary(min_size=16, max_size=16),
+        "sender": st.integers(0, 2**32 - 1),
+        "generation": st.integers(0, 2**32 - 1),
+        "round": st.integers(-(2**63), 2**63 - 1),
+        "epoch": st.integers(0, 2**63 - 1),
+        "bucket": st.integers(0, 2**32 - 1),
+        "dtype": st.none() | st.sampled_from(DTYPES),
+        "size_bytes": st.integers(0, 2**64 - 1),
+        "voided": st.lists(st.integers(-(2**63), 2**63 - 1), max_size=5).map(tuple),
+    }
 )
 settings.register_profile("wire", deadline=None, max_examples=150)
 settings.load_profile("wire")

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from gossipgrad.comm import Group
 
-__all__ = ["run_ranks"]
+__all__ = ["run_ranks", "where"]
 
 T = TypeVar("T")
 _GRACE_SECONDS = 3.0  # for the other ranks to notice that one has failed
@@ -66,7 +66,7 @@ def run_ranks(
             thread.join(max(0.0, deadline - time.monotonic()))
     with changed:
         hanging = [thread for thread in threads if thread.is_alive()]
-        stacks = "\n".join(_where(thread) for thread in hanging)
+        stacks = "\n".join(where(thread) for thread in hanging)
         if failures:
             rank, error = failures[0]
             error.add_note(f"raised on rank {rank} of {world_size}")
@@ -83,7 +83,8 @@ def run_ranks(
     return [results[rank] for rank in range(world_size)]
 
 
-def _where(thread: threading.Thread) -> str:
+def where(thread: threading.Thread) -> str:
+    """The stack of a thread, for a report."""
     frame = sys._current_frames().get(thread.ident or 0)
     stack = "".join(traceback.format_stack(frame)) if frame is not None else "(just ended)\n"
     return f"{thread.name} stands at:\n{stack}"

@@ -203,6 +203,11 @@ class Channel:
         with self._lock:
             self._announce(Kind.SETTLE, range(self.world_size))
 
+    def unsettle(self) -> None:
+        """Takes back `settle`: the ranks did not come together, and rounds go on as they were."""
+        with self._lock:
+            self._announce(Kind.SETTLE, range(self.world_size), ahead=0)
+
     def resume(self, last_rounds: Sequence[int], next_round: int) -> None:
         """Ends what `settle` began, once all ranks came together.
 
@@ -279,7 +284,7 @@ class Channel:
                 return Sent()
             return self._transport.send(peer, header, payload)
 
-    def _header(self, kind: Kind, *, round: int, bucket: int = 0) -> Header:
+    def _header(self, kind: Kind, *, round: int, bucket: int = 0, ahead: int = 1) -> Header:
         part = self.plan[bucket] if kind is Kind.DATA else None
         return Header(
             kind=kind,
@@ -287,7 +292,7 @@ class Channel:
             sender=self.rank,
             generation=self.generation,
             round=round,
-            epoch=self._epoch + 1,
+            epoch=self._epoch + ahead,
             bucket=bucket,
             dtype=None if part is None else part.dtype,
             size_bytes=0 if part is None else part.size_bytes,
@@ -320,8 +325,8 @@ class Channel:
         self._sender.send(peer, note.pack(), None, None)
         self._linked.add(peer)
 
-    def _announce(self, kind: Kind, peers: Iterable[int]) -> None:
-        header = self._header(kind, round=self._last_round).pack()
+    def _announce(self, kind: Kind, peers: Iterable[int], *, ahead: int = 1) -> None:
+        header = self._header(kind, round=self._last_round, ahead=ahead).pack()
         for peer in set(peers) - {self.rank}:
             if self._ledgers[peer].gone is None:
                 self._sender.send(peer, header, None, None)

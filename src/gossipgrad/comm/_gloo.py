@@ -4,6 +4,7 @@ import contextlib
 import queue
 import threading
 import time
+import weakref
 from datetime import timedelta
 from typing import Any
 
@@ -35,6 +36,12 @@ class _Message:
         self.done = False
 
 
+def _abandon(links: "dict[int, _GlooLink]") -> None:
+    """Ends the links of a transport that nobody closed: their threads would live on."""
+    for link in links.values():
+        link.stop()
+
+
 class GlooTransport:
     """Links of real `torch.distributed` Gloo pairs, made when first used.
 
@@ -55,6 +62,7 @@ class GlooTransport:
         self._lock = threading.Lock()
         self._links: dict[int, _GlooLink] = {}
         self._closed = False
+        weakref.finalize(self, _abandon, self._links).atexit = False
 
     def open(self, peer: int) -> None:
         """Starts to make the link; the threads do the rest."""
@@ -96,6 +104,7 @@ class GlooTransport:
                 return
             self._closed = True
             links = list(self._links.values())
+            self._links.clear()
         with contextlib.suppress(RuntimeError):  # the store may have died before us
             self._store.set(f"left/{self.rank}", "1")
         for link in links:
@@ -196,13 +205,14 @@ class _GlooLink:
             if pair is None:
                 self._lose()
                 return
-            self._receiver = threading.Thread(
+            receiver = threading.Thread(
                 target=self._receive_all,
                 args=(pair,),
                 name=f"gossipgrad-from-{self._peer}",
                 daemon=True,
             )
-            self._receiver.start()
+            receiver.start()
+            self._receiver = receiver
             self._pair = pair
             while (message := self._outbox.get()) is not None and not self._stopped.is_set():
                 try:

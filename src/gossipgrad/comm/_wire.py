@@ -26,7 +26,8 @@ class Kind(enum.IntEnum):
 
     DATA = 1
     NOTE = 2  # a header alone, to name voided rounds when no data follows
-    SETTLE = 3  # nothing past `round` comes from the sender before collective `epoch` is over
+    SETTLE = 3  # nothing past `round` comes from the sender before collective `epoch` is over;
+    # one that is over already takes an earlier SETTLE back
     LEAVE = 4  # nothing past `round` comes from the sender any more
 
 

@@ -2,6 +2,7 @@
 
 import threading
 import time
+import weakref
 from dataclasses import dataclass
 
 import torch
@@ -46,6 +47,12 @@ class _Link:
             return self.failures >= _GONE_AFTER_FAILURES
         return time.monotonic() - self.down_since > _GONE_AFTER_SECONDS
 
+    def close(self, linger_seconds: float) -> None:
+        """Closes both sockets; sends what is queued for at most `linger_seconds`."""
+        self.socket.disable_monitor()
+        self.monitor.close(linger=0)
+        self.socket.close(linger=int(linger_seconds * 1000))
+
     def note(self, event: int) -> None:
         """Takes in what the monitor saw."""
         if event & _UP:
@@ -54,6 +61,16 @@ class _Link:
             self.down_since = self.down_since or time.monotonic()
         elif event & _FAILED:
             self.failures += 1
+
+
+def _abandon(
+    context: zmq.Context[zmq.Socket[bytes]], pull: zmq.Socket[bytes], links: dict[int, _Link]
+) -> None:
+    """Closes what a transport that nobody closed has left."""
+    for link in links.values():
+        link.close(linger_seconds=0.0)
+    pull.close(linger=0)
+    context.term()
 
 
 class ZeroMQTransport:
@@ -94,6 +111,9 @@ class ZeroMQTransport:
             raise
         self._poller = zmq.Poller()
         self._poller.register(self._pull, zmq.POLLIN)
+        # A context that is collected with open sockets waits for them for ever.
+        self._abandoned = weakref.finalize(self, _abandon, self._context, self._pull, self._links)
+        self._abandoned.atexit = False
 
     def open(self, peer: int) -> None:
         """Connects to `peer` and watches the connection."""
@@ -156,6 +176,7 @@ class ZeroMQTransport:
             if self._closed:
                 return
             self._closed = True
+            self._abandoned.detach()
             for link in self._links.values():
                 down = link.down_since is not None or link.failures > 0
                 self._drop(link, linger_seconds=0.0 if down else linger_seconds)
@@ -198,9 +219,7 @@ class ZeroMQTransport:
 
     def _drop(self, link: _Link, linger_seconds: float) -> None:
         self._poller.unregister(link.monitor)
-        link.socket.disable_monitor()
-        link.monitor.close(linger=0)
-        link.socket.close(linger=int(linger_seconds * 1000))
+        link.close(linger_seconds)
 
     def _arrivals(self) -> list[Arrival | Lost]:
         arrivals: list[Arrival | Lost] = []

@@ -1,0 +1,29 @@
+"""Transports of all kinds between ranks of one process."""
+
+import threading
+
+from gossipgrad.comm import GlooTransport, Hub, Transport, ZeroMQTransport
+from support.ranks import run_ranks
+
+__all__ = ["RUN", "make_transports", "ours"]
+
+RUN = bytes(range(16))
+
+
+def make_transports(kind: str, world_size: int) -> list[Transport]:
+    """One transport a rank; `kind` is "in-process", "zeromq" or "gloo"."""
+    if kind == "in-process":
+        hub = Hub(world_size)
+        return [hub.transport(rank) for rank in range(world_size)]
+    made = {"zeromq": ZeroMQTransport, "gloo": GlooTransport}[kind]
+    ends = run_ranks(world_size, lambda rank, group: made(group))
+    if kind == "gloo":  # a Gloo link is there once both ends have opened it
+        for end in ends:
+            for peer in set(range(world_size)) - {end.rank}:
+                end.open(peer)
+    return ends
+
+
+def ours() -> list[threading.Thread]:
+    """Threads of gossipgrad; pyzmq's collector of garbage is the process's own."""
+    return [t for t in threading.enumerate() if t.name.startswith("gossipgrad")]
