@@ -43,7 +43,7 @@ class Task:
 
 FASHION = (
     *("--data", "fashion-mnist", "--model", "lenet"),
-    *("--epochs", "6", "--batch-size", "64", "--lr", "0.05"),
+    *("--epochs", "10", "--batch-size", "64", "--lr", "0.02"),
 )
 DIGITS = ("--data", "digits", "--model", "mlp", "--epochs", "20")
 TASKS = [

@@ -234,6 +234,31 @@ def test_consensus_names_who_has_left():
     run_ranks(3, rank_main)
 
 
+@pytest.mark.parametrize("mode", ["overlap", "sync"])
+def test_a_consensus_that_fails_holds_up_no_round(mode):
+    """Those who are left mix on as before, though each had told the others to expect nothing."""
+
+    def rank_main(rank, group):
+        model = network()
+        optimizer = sgd(list(model.parameters()))
+        session = gg.gossip(
+            model, optimizer, process_group=group, transport=link, mode=mode, topology="matching"
+        )
+        if rank == 3:
+            session.close()
+            return
+        with pytest.raises(gg.GossipError), session.consensus():
+            pass
+        for step in range(20):
+            backward(model, rank, step)
+            optimizer.step()
+        assert session.stats().outcomes["delivered"] >= 5
+        session.close()
+
+    link = transport_by_name("in-process", 4)
+    run_ranks(4, rank_main)
+
+
 def test_different_collectives_are_named():
     def rank_main(rank, group):
         model = network()

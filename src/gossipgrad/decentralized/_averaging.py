@@ -45,7 +45,11 @@ class Averaging:
         while True:
             rounds.channel.settle()
             mine = [kind, rounds.next_round, rounds.channel.last_round]
-            views = self._group.all_gather_object(mine)
+            try:
+                views = self._group.all_gather_object(mine)
+            except GossipError:
+                rounds.channel.unsettle()
+                raise
             rounds.next_round = max(view[1] for view in views)
             rounds.channel.resume([view[2] for view in views], rounds.next_round)
             kinds = [view[0] for view in views]
