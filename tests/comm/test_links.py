@@ -1,0 +1,241 @@
+"""What each transport must stand by itself: strangers, broken links, queues that are full."""
+
+import time
+
+import pytest
+import torch
+import zmq
+
+from gossipgrad.comm import (
+    Channel,
+    GlooTransport,
+    Group,
+    Header,
+    Hub,
+    Kind,
+    Outcome,
+    Part,
+    ZeroMQTransport,
+    _zeromq,
+)
+from gossipgrad.errors import GossipError
+from support.links import RUN, make_transports, ours
+from support.ranks import run_ranks
+from support.waiting import until
+
+D, V, X = Outcome.DELIVERED, Outcome.VOID, Outcome.DEAD_PEER
+GOOD = {"kind": Kind.DATA, "run": RUN, "sender": 1, "round": 0, "dtype": torch.float32}
+
+
+def post(channel, peer, round=0, value=0.0):
+    payload = torch.full((4,), float(value))
+    return channel.post(round, 0, payload, send_to=peer, recv_from=peer)
+
+
+@pytest.mark.parametrize(
+    ("changed", "size"),
+    [
+        ({"run": bytes(16)}, 16),
+        ({"sender": 0}, 16),
+        ({"sender": 2}, 16),
+        ({"generation": 1}, 16),
+        ({"dtype": torch.bfloat16}, 16),
+        ({"dtype": None}, 16),
+        ({"size_bytes": 8}, 16),
+        ({"size_bytes": 16}, 8),
+        ({"size_bytes": 20}, 20),
+        ({"size_bytes": 16}, None),
+        ({"bucket": 1}, 16),
+        ({"round": -1}, 16),
+        ({"kind": Kind.NOTE, "dtype": None, "size_bytes": 0}, 4),
+        ({"kind": Kind.LEAVE, "run": bytes(16), "dtype": None, "size_bytes": 0}, None),
+    ],
+)
+def test_messages_that_do_not_fit_the_plan_are_dropped_and_counted(channels, changed, size):
+    a, b = channels()
+    header = Header(**({"size_bytes": 16} | GOOD | changed))
+    payload = None if size is None else torch.zeros(size, dtype=torch.uint8)
+    mine = post(a, 1)
+    b._transport.send(0, header.pack(), payload)
+    until(lambda: a.poll() or a.refused == 1)
+    assert mine.open
+    assert a.gone == {}
+    theirs = post(b, 0, value=2)
+    assert (a.take(mine, 3.0), b.take(theirs, 3.0)) == (D, D)
+    assert mine.received.tolist() == [2.0] * 4
+
+
+def test_garbage_from_strangers_is_dropped_and_disturbs_nobody():
+    ends = run_ranks(2, lambda rank, group: ZeroMQTransport(group, max_payload_bytes=1 << 16))
+    a, b = (Channel(end, run=RUN, plan=[Part(torch.float32, 4)]) for end in ends)
+    with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
+        stranger.setsockopt(zmq.LINGER, 0)
+        stranger.connect(ends[0]._endpoints[0])
+        good = Header(**GOOD, size_bytes=16).pack()
+        for frames in (
+            [b""],
+            [b"hello"],
+            [good, bytes(16), b"more"],
+            [bytes(1 << 15)],
+            [good[:-1], bytes(16)],
+        ):
+            stranger.send_multipart(frames)
+        until(lambda: a.poll() or a.refused == 5)
+        stranger.send(bytes(1 << 20))  # above the limit: its connection is cut, nobody else's
+        pair = post(a, 1), post(b, 0)
+        assert (a.take(pair[0], 3.0), b.take(pair[1], 3.0)) == (D, D)
+        assert a.gone == b.gone == {}
+    a.close()
+    b.close()
+
+
+def test_a_payload_above_the_limit_is_refused_where_it_is_sent():
+    ends = run_ranks(2, lambda rank, group: ZeroMQTransport(group, max_payload_bytes=1 << 16))
+    with pytest.raises(ValueError, match=r"70000 bytes is above max_payload_bytes=65536: use smal"):
+        ends[0].send(1, b"header", torch.zeros(70000, dtype=torch.uint8))
+    for end in ends:
+        end.close()
+
+
+def test_a_queue_that_was_full_while_a_rank_slept_goes_on(monkeypatch):
+    monkeypatch.setattr(_zeromq, "_QUEUED_MESSAGES", 4)
+    size = 1 << 18
+    a, b = (
+        Channel(end, run=RUN, plan=[Part(torch.float32, size)], credits=64)
+        for end in make_transports("zeromq", 2)
+    )
+    values = [torch.full((size,), float(r)) for r in range(40)]
+    given = [a.post(r, 0, values[r], send_to=1, recv_from=None) for r in range(40)]
+    time.sleep(0.3)
+    assert not given[-1].ticket.done
+    taken = [b.post(r, 0, values[0], send_to=None, recv_from=0) for r in range(40)]
+    for r, exchange in enumerate(taken):
+        assert b.take(exchange, 3.0) is D
+        assert exchange.received.eq(r).all()
+    until(lambda: all(exchange.ticket.done for exchange in given))
+    a.close()
+    b.close()
+
+
+def test_a_failed_start_leaves_no_socket(monkeypatch):
+    contexts = []
+    make = zmq.Context
+
+    def context():
+        contexts.append(make())
+        return contexts[-1]
+
+    monkeypatch.setattr(zmq, "Context", context)
+    with pytest.raises(ValueError, match=r"cannot listen on bind='192\.0\.2\.1'.*of this host"):
+        run_ranks(2, lambda rank, group: ZeroMQTransport(group, bind="192.0.2.1"))
+    with pytest.raises(ValueError, match=r"bind='0\.0\.0\.0' is every interface.*10\.0\.0\.7"):
+        run_ranks(2, lambda rank, group: ZeroMQTransport(group, bind="0.0.0.0"))
+
+    def one_dies(rank, group):
+        if rank == 1:
+            group.close()
+            return None
+        with pytest.raises(GossipError):
+            return ZeroMQTransport(group)
+
+    run_ranks(2, one_dies)
+    assert len(contexts) >= 3
+    assert all(c.closed for c in contexts)
+
+
+def test_one_rank_may_name_its_interface_and_the_other_not():
+    ends = run_ranks(
+        2, lambda rank, group: ZeroMQTransport(group, bind="127.0.0.1" if rank else None)
+    )
+    assert all(endpoint.startswith("tcp://127.0.0.1:") for endpoint in ends[0]._endpoints)
+    for end in ends:
+        end.close()
+
+
+def test_a_rank_that_was_lost_by_mistake_is_told_and_does_not_wait():
+    """One direction of a pair breaks: both ends must see the other as gone, neither hangs."""
+    ends = make_transports("zeromq", 2)
+    a, b = (Channel(end, run=RUN, plan=[Part(torch.float32, 4)]) for end in ends)
+    pair = post(a, 1), post(b, 0)
+    assert (a.take(pair[0], 3.0), b.take(pair[1], 3.0)) == (D, D)
+    ends[0]._links[1].note(_zeromq._DOWN)
+    ends[0]._links[1].note(_zeromq._UP)
+    waits = post(b, 0, round=1)
+    assert a.take(post(a, 1, round=1), 3.0) in (D, X)
+    until(lambda: a.poll() or a.gone == {1: "was lost"})
+    if waits.open:
+        b.take(waits, 0.0)
+    again = post(b, 0, round=2)
+    until(lambda: (a.poll(), b.poll()) and b.gone == {0: "left"})
+    assert not again.open
+    a.close()
+    b.close()
+
+
+def test_monitors_and_sockets_end_with_their_links():
+    end, *others = make_transports("zeromq", 4)
+    for peer in (1, 2, 3):
+        end.send(peer, b"header")
+    assert len(end._poller.sockets) == 4
+    monitors = [link.monitor for link in end._links.values()]
+    end.forget(2)
+    end.forget(2)
+    assert len(end._poller.sockets) == 3
+    end.close()
+    end.close()
+    assert all(monitor.closed for monitor in monitors)
+    assert end.receive(0.0) == []
+    assert end.send(1, b"header").done
+    for other in others:
+        other.close()
+
+
+@pytest.mark.parametrize("name", ["in-process", "zeromq", "gloo"])
+def test_close_of_both_ends_is_quick_and_leaves_no_thread(name):
+    ends = make_transports(name, 4)
+    channels = [Channel(end, run=RUN, plan=[Part(torch.float32, 4)]) for end in ends]
+    for channel in channels:
+        for peer in set(range(4)) - {channel.rank}:
+            post(channel, peer, round=channel.rank ^ peer)
+    start = time.perf_counter()
+    for channel in channels:
+        channel.close()
+    assert time.perf_counter() - start < 4.0
+    until(lambda: not ours())
+
+
+def test_a_gloo_link_nobody_answers_ends_with_its_transport():
+    ends = run_ranks(2, lambda rank, group: GlooTransport(group))
+    ticket = ends[0].send(1, b"header", torch.zeros(8, dtype=torch.uint8))
+    time.sleep(0.05)
+    assert not ticket.done
+    ends[0].close()
+    until(lambda: ticket.done and not ours())
+    ends[1].close()
+
+
+def test_a_gloo_store_that_died_does_not_break_close():
+    class Broken:
+        def set(self, key, value):
+            raise RuntimeError("connection refused")
+
+    end = run_ranks(1, lambda rank, group: GlooTransport(group))[0]
+    end._store = Broken()
+    end.close()
+
+
+def test_a_rank_that_left_a_hub_sends_and_gets_nothing():
+    hub = Hub(2)
+    a, b = hub.transport(0), hub.transport(1)
+    a.close()
+    a.send(1, b"late")
+    b.send(0, b"late")
+    assert [type(event).__name__ for event in b.receive(0.0)] == ["Lost"]
+    assert a.receive(0.0) == []
+
+
+def test_one_rank_alone():
+    end = ZeroMQTransport(Group(torch.distributed.HashStore(), 0, 1))
+    channel = Channel(end, run=RUN, plan=[Part(torch.float32, 4)])
+    assert channel.post(0, 0, torch.zeros(4), send_to=None, recv_from=None).outcome is D
+    channel.close()
