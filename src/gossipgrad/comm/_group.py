@@ -1,5 +1,6 @@
 """The collectives of a session, on a private Gloo group that nothing else talks on."""
 
+import contextlib
 import json
 import re
 import threading
@@ -17,6 +18,7 @@ from gossipgrad.errors import GossipError
 __all__ = ["Group"]
 
 _POLL_SECONDS = 0.0005
+_UNUSED_TAG = 1
 _CHUNK_BYTES = 64 << 20
 
 
@@ -71,10 +73,9 @@ class Group:
     @torch.no_grad()
     def all_reduce_(self, tensor: Tensor) -> Tensor:
         """Sums `tensor` over all ranks, in place; any floating or integer dtype, any device."""
-        if self._gloo is not None:
+        if self.world_size > 1:
             host = tensor if _plain(tensor) else tensor.detach().cpu().contiguous()
-            gloo = self._gloo
-            self._run(lambda: gloo.allreduce([host]))
+            self._run(lambda gloo: gloo.allreduce([host]))
             if host is not tensor:
                 tensor.copy_(host)
         return tensor
@@ -84,15 +85,14 @@ class Group:
         """Overwrites `tensor` with that of rank `source`, in place; any dtype, any device."""
         if not 0 <= source < self.world_size:
             raise ValueError(f"source must lie in 0..{self.world_size - 1}, got {source}")
-        if self._gloo is not None:
+        if self.world_size > 1:
             host = tensor.detach().cpu().contiguous()
             flat = host.reshape(-1).view(torch.uint8)
             options = dist.BroadcastOptions()
             options.rootRank = source
             options.rootTensor = 0
-            gloo = self._gloo
             for chunk in flat.split(_CHUNK_BYTES):
-                self._run(lambda chunk=chunk: gloo.broadcast([chunk], options))
+                self._run(lambda gloo, chunk=chunk: gloo.broadcast([chunk], options))
             if self.rank != source:
                 tensor.copy_(host)
         return tensor
@@ -100,17 +100,16 @@ class Group:
     def all_gather_object(self, value: Any) -> list[Any]:
         """What every rank has, in the order of ranks; values are those of JSON."""
         encoded = json.dumps(value).encode()
-        if self._gloo is None:
+        if self.world_size == 1:
             return [json.loads(encoded)]
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
         mine = torch.tensor([len(encoded)], dtype=torch.int64)
-        gloo = self._gloo
-        self._run(lambda: gloo.allgather([sizes], [mine]))
+        self._run(lambda gloo: gloo.allgather([sizes], [mine]))
         longest = max(int(size) for size in sizes)
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
         parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world_size)]
-        self._run(lambda: gloo.allgather([parts], [padded]))
+        self._run(lambda gloo: gloo.allgather([parts], [padded]))
         return [
             json.loads(part[: int(size)].numpy().tobytes())
             for part, size in zip(parts, sizes, strict=True)
@@ -130,12 +129,12 @@ class Group:
             self._broken = self._broken or "this rank has closed its session"
             self._gloo = None
 
-    def _run(self, start: Callable[[], Any]) -> None:
+    def _run(self, start: Callable[[Any], Any]) -> None:
         with self._lock:
             if self._broken is not None:
                 raise GossipError(f"collectives are over: {self._broken}")
             try:
-                work = start()
+                work = start(self._gloo)
                 while not work.is_completed():
                     time.sleep(_POLL_SECONDS)
                 work.wait()
@@ -145,7 +144,17 @@ class Group:
                 raise GossipError(f"the collective did not come about: {self._broken}") from error
             except BaseException:
                 self._broken = "this rank was interrupted in the middle of one"
+                _break(self._gloo, other=int(self.rank == 0))
                 raise
+
+
+def _break(gloo: Any, other: int) -> None:
+    """Ends what is under way, here and on the others; else letting go of it would wait for it.
+
+    A deadline that expires is the one thing that makes Gloo do so.
+    """
+    with contextlib.suppress(RuntimeError):
+        gloo.recv([torch.empty(1)], other, _UNUSED_TAG).wait(timedelta(milliseconds=1))
 
 
 def _plain(tensor: Tensor) -> bool:

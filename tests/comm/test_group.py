@@ -1,0 +1,149 @@
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gossipgrad.comm import Group, _group
+from gossipgrad.errors import GossipError
+from support.ranks import run_ranks
+
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_all_reduce_sums_in_place(dtype):
+    def work(rank, group):
+        tensor = torch.full((2, 3), rank + 1).to(dtype)
+        assert group.all_reduce_(tensor) is tensor
+        return tensor
+
+    for tensor in run_ranks(3, work):
+        assert tensor.dtype == dtype
+        assert tensor.eq(6).all()
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.bool, torch.complex64], ids=str)
+def test_broadcast_overwrites_bit_for_bit(dtype):
+    def work(rank, group):
+        values = torch.arange(-3, 3).reshape(2, 3) if rank == 1 else torch.zeros(2, 3)
+        return group.broadcast_(values.to(dtype), source=1)
+
+    for tensor in run_ranks(3, work):
+        assert torch.equal(tensor, torch.arange(-3, 3).reshape(2, 3).to(dtype))
+
+
+def test_views_strided_empty_scalar_and_parameters():
+    def work(rank, group):
+        base = torch.zeros(4, 6)
+        base[:, ::2] += rank
+        group.all_reduce_(base[:, ::2])
+        image = torch.full((1, 3, 2, 2), float(rank)).to(memory_format=torch.channels_last)
+        group.broadcast_(image, source=1)
+        assert image.is_contiguous(memory_format=torch.channels_last)
+        parameter = torch.nn.Parameter(torch.full((3, 2), float(rank)).t())
+        group.broadcast_(parameter, source=1)
+        group.all_reduce_(parameter)
+        assert parameter.requires_grad
+        empty = group.broadcast_(torch.zeros(0, 3))
+        scalar = group.all_reduce_(torch.tensor(float(rank)))
+        return base, image, parameter.detach(), empty, scalar
+
+    for base, image, parameter, empty, scalar in run_ranks(2, work):
+        assert base[:, ::2].eq(1).all()
+        assert base[:, 1::2].eq(0).all()
+        assert image.eq(1).all()
+        assert parameter.eq(2).all()
+        assert empty.shape == (0, 3)
+        assert scalar == 1
+
+
+def test_objects_of_json_come_in_the_order_of_ranks():
+    values = [{"name": "a", "sizes": [1, 2.5, None, True]}, "x" * 1000, ""]
+    assert run_ranks(3, lambda rank, group: group.all_gather_object(values[rank])) == [values] * 3
+    assert run_ranks(3, lambda rank, group: group.broadcast_object(rank, source=2)) == [2] * 3
+
+
+def test_one_rank_needs_nobody():
+    group = Group(dist.HashStore(), 0, 1)
+    tensor = torch.ones(2)
+    assert group.all_reduce_(tensor) is tensor
+    assert group.broadcast_(tensor) is tensor
+    assert group.all_gather_object({"a": 1}) == [{"a": 1}]
+    group.barrier()
+    group.close()
+
+
+def test_those_that_wait_for_a_rank_that_closed_get_an_error_and_do_not_hang():
+    def work(rank, group):
+        group.barrier()
+        if rank == 0:
+            group.close()
+            with pytest.raises(GossipError, match=r"^collectives are over: this rank has closed"):
+                group.barrier()
+            with pytest.raises(GossipError, match="collectives are over"):
+                group.broadcast_(torch.ones(1))
+            return
+        start = time.monotonic()
+        with pytest.raises(
+            GossipError, match=r"^the collective did not come about: a rank has died or left \("
+        ):
+            group.all_reduce_(torch.ones(3))
+        assert time.monotonic() - start < 5.0
+        with pytest.raises(GossipError, match=r"^collectives are over: a rank has died or left"):
+            group.all_gather_object(1)
+
+    run_ranks(3, work)
+
+
+def test_a_rank_that_never_comes_is_awaited_up_to_the_timeout():
+    with pytest.raises(
+        GossipError, match=r"^rank 0 waited in vain for the other 1 ranks to enter gossip\(\)"
+    ):
+        Group(dist.HashStore(), 0, 2, timeout_seconds=0.3)
+
+
+def test_an_interrupted_collective_ends_the_group_everywhere(monkeypatch):
+    def sleep(seconds):
+        if threading.current_thread().name == "rank 0":
+            raise KeyboardInterrupt
+        time.sleep(seconds)
+
+    monkeypatch.setattr(_group, "time", SimpleNamespace(sleep=sleep))
+    interrupted = threading.Event()
+
+    def work(rank, group):
+        if rank == 0:
+            with pytest.raises(KeyboardInterrupt):
+                group.barrier()
+            interrupted.set()
+            with pytest.raises(
+                GossipError, match="collectives are over: this rank was interrupted"
+            ):
+                group.barrier()
+        if rank == 1:
+            with pytest.raises(GossipError, match="a rank has died or left"):
+                group.barrier()
+        if rank == 2:
+            interrupted.wait(5)
+        start = time.monotonic()
+        group.close()
+        assert time.monotonic() - start < 1.0
+
+    run_ranks(3, work, timeout_seconds=15)
+
+
+def test_the_source_is_a_rank():
+    group = Group(dist.HashStore(), 0, 1)
+    with pytest.raises(ValueError, match=r"source must lie in 0\.\.0, got 1"):
+        group.broadcast_(torch.ones(1), source=1)
