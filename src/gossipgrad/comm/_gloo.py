@@ -62,7 +62,8 @@ class GlooTransport:
         self._lock = threading.Lock()
         self._links: dict[int, _GlooLink] = {}
         self._closed = False
-        weakref.finalize(self, _abandon, self._links).atexit = False
+        abandoned = weakref.finalize(self, _abandon, self._links)
+        abandoned.atexit = False  # pyrefly: ignore[missing-attribute]
 
     def open(self, peer: int) -> None:
         """Starts to make the link; the threads do the rest."""

@@ -113,7 +113,7 @@ class ZeroMQTransport:
         self._poller.register(self._pull, zmq.POLLIN)
         # A context that is collected with open sockets waits for them for ever.
         self._abandoned = weakref.finalize(self, _abandon, self._context, self._pull, self._links)
-        self._abandoned.atexit = False
+        self._abandoned.atexit = False  # pyrefly: ignore[missing-attribute]
 
     def open(self, peer: int) -> None:
         """Connects to `peer` and watches the connection."""

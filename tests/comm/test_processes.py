@@ -1,0 +1,105 @@
+"""Links between real processes."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gossipgrad.comm import Channel, GlooTransport, Group, Outcome, Part, ZeroMQTransport
+
+pytestmark = pytest.mark.process
+
+TRANSPORTS = {"zeromq": ZeroMQTransport, "gloo": GlooTransport}
+SIZE = 1 << 18
+
+
+def open_channel(name, rank, port):
+    store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, wait_for_workers=False)
+    transport = TRANSPORTS[name](Group(store, rank, 2))
+    return Channel(transport, run=bytes(16), plan=[Part(torch.float32, SIZE)])
+
+
+def meet(channel, round):
+    payload = torch.full((SIZE,), float(channel.rank))
+    peer = 1 - channel.rank
+    exchange = channel.post(round, 0, payload, send_to=peer, recv_from=peer)
+    return channel.take(exchange, 20.0), exchange
+
+
+def partner(name, port):
+    channel = open_channel(name, 1, port)
+    for round in range(3):
+        assert meet(channel, round)[0] is Outcome.DELIVERED
+    time.sleep(60)
+
+
+def free_port():
+    store = dist.TCPStore("127.0.0.1", 0, 1, True)
+    return store.port
+
+
+@pytest.mark.parametrize("name", ["zeromq", "gloo"])
+def test_a_partner_that_is_killed_is_dead_within_seconds(name):
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "gossipgrad.comm"])
+    port = free_port()
+    process = context.Process(target=partner, args=(name, port), daemon=True)
+    process.start()
+    try:
+        channel = open_channel(name, 0, port)
+        for round in range(3):
+            outcome, exchange = meet(channel, round)
+            assert outcome is Outcome.DELIVERED
+            assert exchange.received.eq(1).all()
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        start = time.perf_counter()
+        assert meet(channel, 3)[0] is Outcome.DEAD_PEER
+        assert time.perf_counter() - start < 3.0
+        assert channel.gone == {1: "was lost"}
+        start = time.perf_counter()
+        channel.close()
+        assert time.perf_counter() - start < 1.0
+    finally:
+        process.kill()
+        process.join(10)
+
+
+def test_a_forked_child_leaves_the_links_to_its_parent():
+    """What a data loader's workers are: copies of the process, with its sockets."""
+    script = """
+import os, torch, torch.distributed as dist
+from gossipgrad.comm import Channel, Hub, Outcome, Part, ZeroMQTransport
+from support.links import make_transports
+a, b = (Channel(t, run=bytes(16), plan=[Part(torch.float32, 4)])
+        for t in make_transports("zeromq", 2))
+def pair(round):
+    x = a.post(round, 0, torch.zeros(4), send_to=1, recv_from=1)
+    y = b.post(round, 0, torch.zeros(4), send_to=0, recv_from=0)
+    assert a.take(x, 3.0) is b.take(y, 3.0) is Outcome.DELIVERED
+pair(0)
+child = os.fork()
+if child == 0:
+    a.close(); b.close()
+    os._exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+pair(1)
+a.close(); b.close()
+print("fine")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout == "fine\n", done.stderr
