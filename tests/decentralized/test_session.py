@@ -430,6 +430,46 @@ def test_a_late_partner_is_mixed_when_it_comes():
     torch.testing.assert_close(results[0][0], mean, rtol=1e-5, atol=1e-5)
 
 
+def test_a_round_without_a_snapshot_is_void_on_both_ends():
+    """Weights and state travel together: when one cannot, neither does, and the mean is kept."""
+    link = transport_by_name("in-process", 2)
+
+    def rank_main(rank, group):
+        model = network()
+        optimizer = sgd(list(model.parameters()))
+        with gg.gossip(
+            model,
+            optimizer,
+            process_group=group,
+            payload="weights+state",
+            mode="sync",
+            transport=link,
+        ) as session:
+            (state,) = session._sections.state
+            for step in range(6):
+                if rank == 0 and step == 3:
+                    acquire, state.pool.acquire = state.pool.acquire, lambda *_: None
+                set_gradients(model, rank, step)
+                optimizer.step()
+                if rank == 0 and step == 3:
+                    state.pool.acquire = acquire
+            total = group.all_reduce_(flat(model))
+            return total, session.stats().outcomes
+
+    results = run_ranks(2, rank_main)
+    plain = torch.zeros_like(results[0][0])
+    for rank in range(2):
+        model = network()
+        optimizer = sgd(list(model.parameters()))
+        for step in range(6):
+            set_gradients(model, rank, step)
+            optimizer.step()
+        plain += flat(model)
+    assert results[0][1]["void"] == 1
+    assert results[1][1]["void"] == 2  # its two buckets, of weights and of state
+    torch.testing.assert_close(results[0][0], plain, rtol=1e-5, atol=1e-5)
+
+
 def test_memory_is_stated_and_bounded():
     def rank_main(rank, group):
         model = network(dtype=torch.bfloat16)

@@ -102,6 +102,26 @@ def test_added_param_group_is_named_and_broadcast_takes_it_in():
     on_two_ranks(change)
 
 
+def test_gradients_still_travel_after_a_broadcast():
+    link = transport_by_name("in-process", 2)
+
+    def rank_main(rank, group):
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with gg.gossip(
+            model, optimizer, process_group=group, transport=link, payload="gradients+weights"
+        ) as session:
+            session.broadcast_()
+            assert len(model.weight._post_accumulate_grad_hooks) == 1
+            (model.weight.sum() * (1.0 + 2 * rank)).backward()
+            optimizer.step()
+            held = model.weight.grad.item()
+            group.barrier()
+        return held
+
+    assert run_ranks(2, rank_main) == [2.0, 2.0]
+
+
 def test_unfreezing_is_seen():
     link = transport_by_name("in-process", 2)
 

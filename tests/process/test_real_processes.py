@@ -86,6 +86,24 @@ def test_groups_and_meshes():
     assert axes[0] == axes[2] != axes[1] == axes[3]
 
 
+def _compiled(rank, store):
+    model = network(seed=rank)
+    compiled = torch.compile(model, backend="eager")
+    optimizer = sgd(list(model.parameters()))
+    with gg.gossip(compiled, optimizer) as session:
+        for step in range(6):
+            backward(compiled, rank, step)
+            optimizer.step()
+        with session.consensus():
+            return _flat(compiled), torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def test_compiled_model():
+    answers = run_processes(2, _compiled)
+    assert answers[0] == answers[1]
+    assert answers[0][1] == 1  # mixing makes nothing compile anew
+
+
 def _killed(rank, store):
     model = network()
     optimizer = sgd(list(model.parameters()))

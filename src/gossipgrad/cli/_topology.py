@@ -27,8 +27,8 @@ class TopologyOptions:
     """Who meets whom."""
     seed: int = 0
     """Picks the relabellings."""
-    rotate: bool | None = None
-    """Relabel the ranks after each period; by default all schedules do but the ring."""
+    rotate: bool = True
+    """Relabel the ranks after each period; the ring is always shown as it stands."""
     rounds: int = 8
     """How many rounds of rank 0's partners to list."""
     weight: float = 0.5
@@ -62,7 +62,10 @@ def run(options: TopologyOptions) -> int:
     """
     try:
         schedule = by_name(
-            options.schedule, options.world_size, seed=options.seed, rotate=options.rotate
+            options.schedule,
+            options.world_size,
+            seed=options.seed,
+            rotate=options.rotate and options.schedule != "ring",
         )
         analysis = analyse(schedule, weight=options.weight, max_rounds=options.max_rounds)
         if options.image is not None:

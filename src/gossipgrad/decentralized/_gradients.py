@@ -1,7 +1,7 @@
 """Gradients layer by layer: each bucket leaves as backward finishes it."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -32,25 +32,26 @@ class GradientExchange:
         self._rounds = rounds
         self._deadline_seconds = deadline_seconds
         self._sections = sections
-        self._transfers: list[Transfer | None] = []
-        self._waiting: dict[tuple[int, int], set[int]] = {}
-        self._handles = []
-        for number, section in enumerate(sections):
-            for bucket, layout in enumerate(section.plan.buckets):
-                for index in layout.indices:
-                    parameter = section.entries[index].parameter
-                    hook = self._hook(number, bucket, index)
-                    self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+        self._begun = False
+        self._transfers: dict[Section, Transfer] = {}
+        self._waiting: dict[tuple[Section, int], set[int]] = {}
+        self._handles = [
+            section.entries[index].parameter.register_post_accumulate_grad_hook(
+                self._hook(section, bucket, index)
+            )
+            for section in sections
+            for bucket, layout in enumerate(section.plan.buckets)
+            for index in layout.indices
+        ]
 
     def finish(self) -> None:
         """Sends what is missing, waits for the partner, and mixes into `.grad`; before the step."""
         self._begin()
-        transfers, self._transfers = self._transfers, []
-        rounds = self._rounds
+        rounds, transfers = self._rounds, list(self._transfers.values())
+        self._begun = False
+        self._transfers = {}
         deadline = time.perf_counter() + self._deadline_seconds
         for transfer in transfers:
-            if transfer is None:
-                continue
             transfer.post_all()
             for bucket in sorted(transfer.exchanges):
                 if rounds.take(transfer, bucket, deadline) is Outcome.LATE:
@@ -63,42 +64,35 @@ class GradientExchange:
         """Takes the hooks off and gives up what is under way."""
         for handle in self._handles:
             handle.remove()
-        for transfer in self._transfers:
-            if transfer is not None:
-                transfer.cancel()
-        self._transfers = []
+        for transfer in self._transfers.values():
+            transfer.cancel()
+        self._transfers = {}
 
     def _begin(self) -> None:
-        if self._transfers:
+        if self._begun:
             return
-        peers = self._rounds.partners
-        alone = peers.send_to is None and peers.recv_from is None
-        for number, section in enumerate(self._sections):
-            transfer = None
-            if not alone:
-                transfer = section.begin(
-                    self._rounds.channel, self._rounds.next_round, peers, self._deadline_seconds
-                )
-            self._transfers.append(transfer)
-            for bucket, layout in enumerate(section.plan.buckets):
-                self._waiting[number, bucket] = set(layout.indices)
+        self._begun = True
+        self._transfers = {t.section: t for t in self._rounds.begin(self._sections)}
+        self._waiting = {
+            (section, bucket): set(layout.indices)
+            for section in self._sections
+            for bucket, layout in enumerate(section.plan.buckets)
+        }
 
-    def _hook(self, number: int, bucket: int, index: int):
+    def _hook(self, section: Section, bucket: int, index: int) -> Callable[[Tensor], None]:
         def on_gradient(parameter: Tensor) -> None:
             if not self.enabled:
                 return
             self._begin()
-            waiting = self._waiting[number, bucket]
+            waiting = self._waiting[section, bucket]
             if index not in waiting:
-                name = self._sections[number].entries[index].spec.name
                 raise GossipError(
-                    f"the gradient of {name!r} was already sent in this round: backward ran twice "
-                    "before optimizer.step(). Put all but the last backward inside "
-                    "`with session.no_sync():`"
+                    f"the gradient of {section.entries[index].spec.name!r} was already sent in "
+                    "this round: backward ran twice before optimizer.step(). Put all but the last "
+                    "backward inside `with session.no_sync():`"
                 )
             waiting.remove(index)
-            transfer = self._transfers[number]
-            if not waiting and transfer is not None:
-                transfer.post(bucket)
+            if not waiting and section in self._transfers:
+                self._transfers[section].post(bucket)
 
         return on_gradient

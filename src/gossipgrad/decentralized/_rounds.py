@@ -65,20 +65,35 @@ class Rounds:
         """What was sent and is not mixed: of the open round, and late ones."""
         return [*self._late, *self._under_way]
 
-    def open(self, sections: Sequence[Section]) -> None:
-        """Snapshots the sections and sends them to the next round's partner."""
+    def begin(self, sections: Sequence[Section]) -> list[Transfer]:
+        """A transfer a section to the next round's partner, with nothing sent yet.
+
+        None at all if this rank sits out, or cannot have a snapshot of every section: the round is
+        void then, as a whole, and the partner is told.
+        """
         peers, round = self.partners, self.next_round
-        self.next_round += 1
         if peers.send_to is None and peers.recv_from is None:
-            return
-        start = time.perf_counter()
+            return []
+        transfers: list[Transfer] = []
         for section in sections:
             transfer = section.begin(self.channel, round, peers, self._deadline_seconds)
             if transfer is None:
+                for begun in transfers:
+                    begun.release()
+                self.channel.void(round, peers.send_to)
                 self.outcomes[Outcome.VOID] += 1
-                continue
+                return []
+            transfers.append(transfer)
+        return transfers
+
+    def open(self, sections: Sequence[Section]) -> None:
+        """Snapshots the sections and sends them to the next round's partner."""
+        start = time.perf_counter()
+        transfers, round = self.begin(sections), self.next_round
+        self.next_round += 1
+        for transfer in transfers:
             transfer.post_all()
-            self._under_way.append(transfer)
+        self._under_way.extend(transfers)
         end = time.perf_counter()
         self.mixing_seconds += end - start
         self._span("snapshot", start, end, round=round)

@@ -80,12 +80,9 @@ class Section:
     def begin(
         self, channel: Channel, round: int, peers: Peers, deadline_seconds: float
     ) -> "Transfer | None":
-        """Starts a transfer; None if every snapshot is still being sent at the deadline."""
+        """Starts a transfer, sending nothing yet; None if there is no snapshot by the deadline."""
         snapshot = self.pool.acquire(lambda: channel.poll(0.001), deadline_seconds)
-        if snapshot is None:
-            channel.void(round, peers.send_to)
-            return None
-        return Transfer(self, channel, round, peers, snapshot)
+        return None if snapshot is None else Transfer(self, channel, round, peers, snapshot)
 
     @torch.no_grad()
     def mix(self, bucket: int, delta: Tensor, weight: float) -> None:

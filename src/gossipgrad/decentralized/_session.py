@@ -178,6 +178,7 @@ class GossipSession:
         self._averaging.meet("broadcast")
         if self._gradients is not None:
             self._gradients.remove()
+            self._gradients = None
         if self._rounds is not None:
             self._rounds.cancel()
         self._sections = self._deal()

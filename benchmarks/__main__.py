@@ -1,0 +1,24 @@
+"""Runs every benchmark, one after another; `python -m benchmarks NAME ...` runs some."""
+
+import subprocess
+import sys
+
+BENCHMARKS = ("transports", "step", "reference_drift", "accuracy")
+
+
+def main() -> int:
+    """Runs those that are named, or all; the exit status counts those that failed."""
+    chosen = sys.argv[1:] or BENCHMARKS
+    unknown = [name for name in chosen if name not in BENCHMARKS]
+    if unknown:
+        print(f"no benchmark {unknown[0]!r}: choose among {', '.join(BENCHMARKS)}", file=sys.stderr)
+        return 2
+    failed = 0
+    for name in chosen:
+        print(f"== {name}", flush=True)
+        failed += subprocess.run([sys.executable, "-m", f"benchmarks.{name}"]).returncode != 0
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
