@@ -5,7 +5,11 @@ import torch
 from torch import nn
 
 import gossipgrad as gg
-from gossipgrad.decentralized._tensors import state_entries, trained_parameters
+from gossipgrad.decentralized._tensors import (
+    state_entries,
+    trained_parameters,
+    weight_entries,
+)
 from support.ranks import run_ranks
 from support.replicas import network, set_gradients, transport_by_name
 
@@ -79,6 +83,29 @@ def test_every_optimizer_trains_with_its_state_in_the_payload(name):
     for key in zip(*results, strict=True):
         if key[0].ndim and name not in ("Adafactor",):
             assert torch.equal(key[0], key[1])
+
+
+@pytest.mark.parametrize(
+    ("shape", "limit_bytes", "heights"),
+    [
+        ((10, 4), 64, [4, 4, 2]),
+        ((10, 4), 160, [10]),
+        ((3, 100), 64, [1, 1, 1]),
+        ((100,), 64, [16] * 6 + [4]),
+        ((0, 4), 64, [0]),
+        ((), 2, [()]),
+    ],
+)
+def test_large_tensors_travel_in_pieces_of_whole_rows(shape, limit_bytes, heights):
+    model = nn.ParameterList([nn.Parameter(torch.randn(shape))])
+    (entry,) = weight_entries(dict(model.named_parameters()))
+    pieces = entry.pieces(limit_bytes)
+    assert [piece.spec.shape[0] if piece.spec.shape else () for piece in pieces] == heights
+    held = [piece.tensor() for piece in pieces]
+    assert all(v.shape == p.spec.shape for v, p in zip(held, pieces, strict=True))
+    if shape:
+        assert torch.equal(torch.cat(held), model[0])
+        assert held[0].untyped_storage().data_ptr() == model[0].untyped_storage().data_ptr()
 
 
 def test_learning_rate_schedulers_do_not_confuse_the_search_for_state():

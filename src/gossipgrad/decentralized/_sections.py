@@ -80,7 +80,8 @@ class Sections:
     def _make(self, entries: Sequence[Entry], *, of_weights: bool = False) -> list[Section]:
         by_device: dict[torch.device, list[Entry]] = {}
         for entry in entries:
-            by_device.setdefault(entry.parameter.device, []).append(entry)
+            pieces = entry.pieces(self._settings.bucket_bytes)
+            by_device.setdefault(entry.parameter.device, []).extend(pieces)
         sections = []
         for members in by_device.values():
             section = Section(

@@ -2,7 +2,7 @@
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +25,14 @@ class Entry:
         parameter: The parameter itself, or the one that the state or gradient belongs to.
         optimizer: Where the state is kept, None for weights and gradients.
         key: The state's key; `"grad"` for gradients, None for weights.
+        rows: First row and number of rows, of a tensor that travels in pieces.
     """
 
     spec: TensorSpec
     parameter: nn.Parameter
     optimizer: Optimizer | None = None
     key: str | None = None
+    rows: tuple[int, int] | None = None
 
     @property
     def non_negative(self) -> bool:
@@ -38,7 +40,24 @@ class Entry:
         return self.optimizer is not None and self.key in NON_NEGATIVE
 
     def tensor(self) -> Tensor | None:
-        """The live tensor (a DTensor's local shard), or None if it does not exist yet."""
+        """The live tensor (a DTensor's local shard, or rows), or None if it does not exist yet."""
+        whole = self._whole()
+        return whole if whole is None or self.rows is None else whole.narrow(0, *self.rows)
+
+    def pieces(self, limit_bytes: int) -> list["Entry"]:
+        """Itself, or if it is larger than `limit_bytes`, pieces of as many whole rows as fit."""
+        shape, width = self.spec.shape, self.spec.dtype.itemsize
+        if self.spec.numel * width <= limit_bytes or not shape:
+            return [self]
+        height = max(1, limit_bytes * shape[0] // (self.spec.numel * width))
+        pieces: list[Entry] = []
+        for start in range(0, shape[0], height):
+            count = min(height, shape[0] - start)
+            spec = replace(self.spec, shape=(count, *shape[1:]))
+            pieces.append(replace(self, spec=spec, rows=(start, count)))
+        return pieces
+
+    def _whole(self) -> Tensor | None:
         if self.key is None:
             return local(self.parameter)
         if self.optimizer is None:
