@@ -1,5 +1,7 @@
 """Whatever a model or optimizer holds: the right tensors travel, others are refused by name."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -218,13 +220,21 @@ def test_a_parameter_used_on_some_ranks_only():
     run_ranks(2, rank_main)
 
 
-def test_second_moments_never_become_negative():
-    """Adam's second moments of very unequal ranks; the clamps are counted."""
+@pytest.mark.parametrize(
+    ("make", "key"),
+    [
+        (partial(torch.optim.Adam, betas=(0.1, 0.1)), "exp_avg_sq"),
+        (partial(torch.optim.RMSprop, alpha=0.1), "square_avg"),
+        (partial(torch.optim.Adamax, betas=(0.1, 0.1)), "exp_inf"),
+    ],
+)
+def test_second_moments_never_become_negative(make, key):
+    """Second moments of very unequal ranks; the clamps are counted."""
     link = transport_by_name("in-process", 2)
 
     def rank_main(rank, group):
         model = nn.Linear(4, 4)
-        optimizer = torch.optim.Adam(model.parameters(), betas=(0.1, 0.1))
+        optimizer = make(model.parameters())
         with gg.gossip(
             model, optimizer, process_group=group, payload="weights+state", transport=link
         ) as session:
@@ -234,7 +244,7 @@ def test_second_moments_never_become_negative():
                     p.grad = torch.full_like(p, scale)
                 optimizer.step()
                 for state in optimizer.state.values():
-                    assert (state["exp_avg_sq"] >= 0).all()
+                    assert (state[key] >= 0).all()
             group.barrier()
             return session.stats().clamps
 

@@ -71,7 +71,9 @@ from gossipgrad.topology import Schedule
 
 MODES = ("sync", "overlap", "lagged")
 PAYLOADS = ("weights", "weights+state", "gradients", "gradients+weights")
-NON_NEGATIVE = frozenset({"exp_avg_sq", "max_exp_avg_sq", "sum"})
+NON_NEGATIVE = frozenset(
+    {"exp_avg_sq", "max_exp_avg_sq", "exp_inf", "sum", "square_avg", "acc_delta", "step_size"}
+)
 
 # The tensors of one replica, or of one message: (number of the parameter, "w", "g" or state key).
 Values = dict[tuple[int, str], Tensor]

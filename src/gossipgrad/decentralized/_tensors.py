@@ -13,7 +13,10 @@ from gossipgrad.errors import GossipError
 
 __all__ = ["Entry", "gradient_entries", "state_entries", "trained_parameters", "weight_entries"]
 
-NON_NEGATIVE = frozenset({"exp_avg_sq", "max_exp_avg_sq", "sum"})
+# Adam and its kin; Adamax; Adagrad; RMSprop and Adadelta; Rprop.
+NON_NEGATIVE = frozenset(
+    {"exp_avg_sq", "max_exp_avg_sq", "exp_inf", "sum", "square_avg", "acc_delta", "step_size"}
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
