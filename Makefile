@@ -15,7 +15,7 @@ demo: $(READY)
 	$(BIN)/gossipgrad demo
 
 test: $(READY) lint types
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 lint: $(READY)
 	$(BIN)/ruff format --check --quiet

@@ -16,8 +16,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks._common import write
 from scipy.stats import t as student
+
+from benchmarks._common import write
 
 CONTESTANTS = {
     "allreduce": ["--strategy", "allreduce"],

@@ -14,21 +14,16 @@ Run from the repository root, under five minutes on one core:
 """
 
 import argparse
-import json
-import os
-import platform
 import statistics
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
-import numpy as np
-import sklearn
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks._common import write
 from gossipgrad.decentralized._reference import Reference
 from gossipgrad.topology import dissemination
 
@@ -177,13 +172,6 @@ def losses(digits: Digits, world_size: int, step: int, seeds: list[int]) -> list
     return results
 
 
-def processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Drift and loss of each mixing rule.")
     parser.add_argument("--world-sizes", type=int, nargs="+", default=[4, 8])
@@ -191,7 +179,6 @@ def main() -> None:
     parser.add_argument("--drift-seed", type=int, default=0)
     parser.add_argument("--loss-step", type=int, default=50)
     parser.add_argument("--loss-seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/reference_drift.json"))
     options = parser.parse_args()
     if len(options.loss_seeds) < 2:
         parser.error("--loss-seeds: give two or more, a spread needs them")
@@ -205,11 +192,7 @@ def main() -> None:
     for world_size in options.world_sizes:
         drifts += drift(digits, world_size, options.rounds, at, options.drift_seed)
         loss += losses(digits, world_size, options.loss_step, options.loss_seeds)
-    result = {
-        "command": "python -m benchmarks.reference_drift"
-        f" --world-sizes {' '.join(map(str, options.world_sizes))} --rounds {options.rounds}"
-        f" --drift-seed {options.drift_seed} --loss-step {options.loss_step}"
-        f" --loss-seeds {' '.join(map(str, options.loss_seeds))}",
+    figures = {
         "setting": {
             "data": "scikit-learn digits, 1440 rows to train on, 357 held out, one shard a rank",
             "model": "64-64-32-10 MLP, ReLU",
@@ -220,25 +203,11 @@ def main() -> None:
             "loss_step": options.loss_step,
             "loss_seeds": options.loss_seeds,
         },
-        "machine": {
-            "processor": processor(),
-            "cores": os.cpu_count(),
-            "threads_used": torch.get_num_threads(),
-            "system": f"{platform.system()} {platform.machine()}",
-            "seconds": round(time.perf_counter() - start_seconds, 1),
-        },
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "numpy": np.__version__,
-            "scikit-learn": sklearn.__version__,
-        },
+        "seconds": round(time.perf_counter() - start_seconds, 1),
         "consensus_distance": drifts,
         "loss": loss,
     }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"wrote {options.out}")
+    print(write("reference_drift", figures))
 
 
 if __name__ == "__main__":

@@ -17,12 +17,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from benchmarks._common import write
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import gossipgrad as gg
+from benchmarks._common import write
 
 WORLD_SIZE = 2
 

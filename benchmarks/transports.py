@@ -6,7 +6,6 @@ exchange). The contestants take turns, so that what else the machine does hits a
 
 import argparse
 import json
-import platform
 import secrets
 import socket
 import statistics
@@ -14,15 +13,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import zmq
 
+from benchmarks._common import write
 from gossipgrad.comm import Channel, GlooTransport, Group, Outcome, Part, ZeroMQTransport
 
-RESULTS = Path(__file__).parent / "results" / "transports.json"
 SEED = 0
 CASES = {  # name: (bytes of each message, messages, repeats)
     "64 kB": (1 << 16, 1, 40),
@@ -126,7 +123,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rank", type=int)
     parser.add_argument("--port", type=int)
-    parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     if options.rank is not None:
         work(options.rank, options.port)
@@ -150,20 +146,7 @@ def main() -> None:
         }
         for case, (size_bytes, count, _) in CASES.items()
     }
-    facts = {
-        "command": "python -m benchmarks.transports",
-        "seed": SEED,
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} cores, {platform.system()} "
-        f"{platform.release()}; shared with other work",
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "pyzmq": zmq.__version__,
-            "libzmq": zmq.zmq_version(),
-        },
-        "results": results,
-    }
-    options.output.write_text(json.dumps(facts, indent=1) + "\n")
+    write("transports", {"seed": SEED, "results": results})
     print(f"{'':20}{'':14}{'median':>9}{'quartiles':>17}{'MB/s':>7}{'CPU a rank':>12}")
     for case, by_name in results.items():
         for name, s in by_name.items():
