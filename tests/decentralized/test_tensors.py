@@ -300,6 +300,50 @@ def test_accumulation_with_gradients_in_the_payload_needs_no_sync():
     run_ranks(2, rank_main)
 
 
+def test_gradients_are_clipped_after_they_are_mixed():
+    link = transport_by_name("in-process", 2)
+
+    def rank_main(rank, group):
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        with gg.gossip(
+            model, optimizer, process_group=group, payload="gradients+weights", transport=link
+        ) as session:
+            (model.weight.sum() * (100.0 - 50 * rank)).backward()
+            session.synchronize()
+            assert model.weight.grad.item() == 75.0
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            assert model.weight.grad.item() == pytest.approx(1.0, rel=1e-4)
+            optimizer.zero_grad()
+            (model.weight.sum() * (100.0 - 50 * rank)).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            with pytest.raises(gg.GossipError, match=r"'weight' was written after it was sent"):
+                optimizer.step()
+            group.barrier()
+
+    run_ranks(2, rank_main)
+
+
+def test_a_wire_of_fp16_holds_no_infinity():
+    link = transport_by_name("in-process", 2)
+
+    def rank_main(rank, group):
+        model = nn.Linear(2, 1, bias=False)
+        with torch.no_grad():
+            model.weight.copy_(torch.tensor([[1e5, -3e38]]))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        with gg.gossip(
+            model, optimizer, process_group=group, wire_dtype=torch.float16, transport=link
+        ):
+            model.weight.grad = torch.zeros_like(model.weight)
+            optimizer.step()
+            group.barrier()
+        return model.weight.tolist()
+
+    assert run_ranks(2, rank_main) == [[[pytest.approx(1e5), pytest.approx(-3e38)]]] * 2
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [

@@ -57,6 +57,55 @@ def test_reinitialisation_is_seen_and_can_be_accepted():
     on_two_ranks(change)
 
 
+def test_a_pending_change_stops_every_ranks_collective():
+    """Evaluating right after loading must not take the foreign weights in unseen."""
+    link = transport_by_name("in-process", 2)
+
+    def rank_main(rank, group):
+        model = network()
+        optimizer = sgd(list(model.parameters()))
+        with gg.gossip(model, optimizer, process_group=group, transport=link) as session:
+            step(rank, model, optimizer)
+            if rank == 0:
+                model.load_state_dict(network(seed=7).state_dict())
+            for _ in range(2):
+                with (
+                    pytest.raises(gg.ReplicaChangedError, match="on rank 0: parameter '0.weight'"),
+                    session.consensus(),
+                ):
+                    pass
+            session.broadcast_()
+            with session.consensus():
+                assert torch.equal(model[0].weight, network(seed=7)[0].weight)
+            group.barrier()
+
+    run_ranks(2, rank_main)
+
+
+def test_residuals_of_accepted_weights_are_forgotten():
+    link = transport_by_name("in-process", 2)
+
+    def rank_main(rank, group):
+        model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+        nn.init.constant_(model.weight, 1000.0 + 4 * rank)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with gg.gossip(
+            model, optimizer, process_group=group, transport=link, mode="sync"
+        ) as session:
+            model.weight.grad = torch.full_like(model.weight, 4.0 * rank)
+            optimizer.step()  # 1000 and 996 meet at 998, which bf16 does not have
+            with torch.no_grad():
+                model.weight.fill_(0.001)
+            session.accept_changes()
+            model.weight.grad = torch.zeros_like(model.weight)
+            optimizer.step()
+            held = model.weight.item()
+            group.barrier()
+        return held
+
+    assert run_ranks(2, rank_main) == [pytest.approx(0.001, rel=0.01)] * 2
+
+
 def test_weights_that_come_back_unchanged_are_no_change():
     """An EMA swapped in for evaluation and out again writes the same bits."""
 
@@ -120,6 +169,36 @@ def test_gradients_still_travel_after_a_broadcast():
         return held
 
     assert run_ranks(2, rank_main) == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("way", ["swap", "replace"])
+def test_another_set_of_as_many_parameters_is_seen_and_not_to_be_accepted(way):
+    link = transport_by_name("in-process", 2)
+
+    def rank_main(rank, group):
+        model = network()
+        model[0].requires_grad_(False)
+        optimizer = sgd(list(model.parameters()))
+        with gg.gossip(model, optimizer, process_group=group, transport=link) as session:
+            if way == "swap":
+                model[0].requires_grad_(True)
+                model[2].requires_grad_(False)
+            else:
+                fresh = nn.Parameter(torch.zeros(3))
+                optimizer.param_groups[0]["params"][3] = model[2].bias = fresh
+            for attempt in (session.accept_changes, optimizer.step):
+                with pytest.raises(
+                    gg.ReplicaChangedError, match="the optimizers train have changed"
+                ):
+                    attempt()
+            session.broadcast_()
+            step(rank, model, optimizer)
+            session.average_()
+            held = [p.flatten().tolist() for p in model.parameters()]
+            both = group.all_gather_object(held)
+            assert both[0] == both[1]
+
+    run_ranks(2, rank_main)
 
 
 def test_unfreezing_is_seen():

@@ -13,6 +13,7 @@ from gossipgrad.comm._wire import DTYPES
 __all__ = ["BucketPlan", "FlatBuffers", "TensorSpec", "is_sharded", "local"]
 
 DEFAULT_BUCKET_BYTES = 4 << 20
+_LARGEST_FP16 = torch.finfo(torch.float16).max
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -85,7 +86,7 @@ class BucketPlan:
 
     Buckets follow the reverse of `specs`, which is the order in which backward finishes gradients
     when `specs` is in the order of the forward pass. A bucket has tensors of one type, and is full
-    at `bucket_bytes`; a larger tensor has a bucket of its own.
+    at `bucket_bytes`. Tensors are not cut: a larger one makes a larger bucket.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -176,7 +177,11 @@ class FlatBuffers:
 
     @torch.no_grad()
     def fill(self, bucket: int, tensors: Sequence[Tensor | None]) -> None:
-        """Copies a bucket's tensors into it, casting to the wire type; None counts as zeros."""
+        """Copies a bucket's tensors into it, casting to the wire type; None counts as zeros.
+
+        What fp16 cannot hold becomes its largest value: both ends subtract what they sent, so that
+        costs a slower exchange and no infinity.
+        """
         views = self.views[bucket]
         missing = [i for i, tensor in enumerate(tensors) if tensor is None]
         if missing:
@@ -184,6 +189,9 @@ class FlatBuffers:
         there = [i for i, tensor in enumerate(tensors) if tensor is not None]
         if there:
             torch._foreach_copy_([views[i] for i in there], [_present(tensors[i]) for i in there])
+        flat = self.flats[bucket]
+        if flat.dtype == torch.float16 and self.plan.buckets[bucket].dtype != torch.float16:
+            flat.clamp_(-_LARGEST_FP16, _LARGEST_FP16)
 
 
 def _present(tensor: Tensor | None) -> Tensor:

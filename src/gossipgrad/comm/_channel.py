@@ -83,6 +83,12 @@ class Channel:
         self._process = os.getpid()
 
     @property
+    def early_bytes(self) -> int:
+        """Memory of what came before this rank posted its round."""
+        with self._lock:
+            return sum(ledger.early_bytes for ledger in self._ledgers.values())
+
+    @property
     def last_round(self) -> int:
         """The highest round that was posted, -1 before the first."""
         return self._last_round
@@ -357,6 +363,8 @@ class Channel:
             if header.epoch > self._epoch:
                 ledger.resolve(lambda round: round > header.round, Outcome.VOID)
         else:
+            if header.round > ledger.settled[1]:
+                ledger.settled = (0, header.round)  # it goes on, whatever became of the collective
             ledger.passed(header.round)
             if header.voided:
                 ledger.voided.update(header.voided)

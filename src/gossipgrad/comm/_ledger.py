@@ -38,6 +38,11 @@ class Ledger:
     gone: str | None = None
     parted: bool = False
 
+    @property
+    def early_bytes(self) -> int:
+        """Memory of the parts that came early."""
+        return sum(values.numel() * values.itemsize for values in self.early.values())
+
     def refusal(self, round: int, *, credits: int, epoch: int) -> Outcome | None:
         """Why a round with the peer cannot be, or None if it can."""
         if self.gone is not None:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gossipgrad.comm import Group, local
+from gossipgrad.decentralized._tensors import all_parameters
 from gossipgrad.errors import AgreementError
 
 __all__ = ["agree", "fingerprint"]
@@ -19,19 +20,18 @@ def fingerprint(
 ) -> dict[str, str]:
     """What must be equal on all ranks, as a flat table of plain words."""
     table = {f"setting {name!r}": str(value) for name, value in settings.items()}
-    for kind, tensors in (
-        ("parameter", model.named_parameters()),
-        ("buffer", model.named_buffers()),
-    ):
+    parameters = all_parameters(model, optimizers)
+    for kind, tensors in (("parameter", parameters.items()), ("buffer", model.named_buffers())):
         for name, tensor in tensors:
             frozen = "" if kind == "buffer" or tensor.requires_grad else ", frozen"
             table[f"{kind} {name!r}"] = f"{tuple(local(tensor).shape)} {tensor.dtype}{frozen}"
+    names = {id(parameter): name for name, parameter in parameters.items()}
     for number, optimizer in enumerate(optimizers):
-        sizes = [[p.numel() for p in group["params"]] for group in optimizer.param_groups]
-        digest = hashlib.sha256(json.dumps(sizes).encode()).hexdigest()[:12]
-        counts = "+".join(str(len(group)) for group in sizes)
+        groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        digest = hashlib.sha256(json.dumps(groups).encode()).hexdigest()[:12]
+        counts = "+".join(str(len(group)) for group in groups)
         table[f"optimizer {number}"] = (
-            f"{type(optimizer).__name__} of {counts} parameters (sizes {digest})"
+            f"{type(optimizer).__name__} of {counts} parameters (in the order {digest})"
         )
     return table
 

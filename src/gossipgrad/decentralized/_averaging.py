@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from gossipgrad.comm import Group
 from gossipgrad.decentralized._rounds import Rounds
 from gossipgrad.decentralized._section import Section
-from gossipgrad.errors import GossipError
+from gossipgrad.decentralized._sections import Sections
+from gossipgrad.errors import GossipError, ReplicaChangedError
 
 __all__ = ["Averaging"]
 
@@ -27,31 +28,43 @@ class Averaging:
     Args:
         group: Where the collectives run.
         rounds: Whose rounds are brought to the same number; None if there are no partners.
+
+    Attributes:
+        last_distance: The consensus distance when it was last computed, None before.
     """
 
     def __init__(self, group: Group, rounds: Rounds | None) -> None:
+        self.last_distance: float | None = None
         self._group = group
         self._rounds = rounds
 
-    def meet(self, kind: Kind) -> bool:
+    def meet(self, kind: Kind, changed: str | None = None) -> bool:
         """Waits for all ranks; False if the others came for something that this one must not.
+
+        Args:
+            kind: What this rank came for.
+            changed: The message if this rank's replica was changed behind the session's back.
 
         Raises:
             GossipError: If a rank has died or left, or the ranks came for different things.
+            ReplicaChangedError: On every rank, if one's replica was changed.
         """
         rounds = self._rounds
         if rounds is None:
             return True
         while True:
             rounds.channel.settle()
-            mine = [kind, rounds.next_round, rounds.channel.last_round]
+            mine = [kind, rounds.next_round, rounds.channel.last_round, changed]
             try:
                 views = self._group.all_gather_object(mine)
-            except GossipError:
+            except BaseException:  # Ctrl-C too must not leave partners waiting for us
                 rounds.channel.unsettle()
                 raise
             rounds.next_round = max(view[1] for view in views)
             rounds.channel.resume([view[2] for view in views], rounds.next_round)
+            for rank, view in enumerate(views):
+                if view[3] is not None:
+                    raise ReplicaChangedError(f"on rank {rank}: {view[3]}")
             kinds = [view[0] for view in views]
             if len(set(kinds)) == 1:
                 return True
@@ -64,10 +77,21 @@ class Averaging:
                     "collective of the session on every rank, in the same order"
                 )
 
-    def mean(self, flats: Sequence[Tensor]) -> None:
-        """Replaces each flat tensor by its mean over the ranks."""
-        for flat in flats:
-            self._group.all_reduce_(flat).div_(self._group.world_size)
+    def average(self, sections: Sections) -> None:
+        """Mixes what is outstanding, then makes weights and state the exact average everywhere."""
+        if self._rounds is not None:
+            self._rounds.settle()
+        averaged = [*sections.weights, *sections.state]
+        means = [self._mean(section.totals()) for section in averaged]
+        self._measure(sections.weights, means[: len(sections.weights)])
+        for section, flats in zip(averaged, means, strict=True):
+            section.load(flats)
+
+    def consensus(self, weights: Sequence[Section]) -> list[list[Tensor]]:
+        """The exact average of the weights, flat, a list a section; changes nothing."""
+        means = [self._mean(self._settled(section)) for section in weights]
+        self._measure(weights, means)
+        return means
 
     def mean_buffers(self, model: nn.Module) -> None:
         """Replaces the model's floating buffers (BatchNorm's statistics) by their mean."""
@@ -76,7 +100,12 @@ class Averaging:
                 wide = buffer.detach().to(torch.promote_types(buffer.dtype, torch.float32))
                 buffer.copy_(self._group.all_reduce_(wide.clone()).div_(self._group.world_size))
 
-    def settled(self, section: Section) -> list[Tensor]:
+    def _mean(self, flats: list[Tensor]) -> list[Tensor]:
+        for flat in flats:
+            self._group.all_reduce_(flat).div_(self._group.world_size)
+        return flats
+
+    def _settled(self, section: Section) -> list[Tensor]:
         """A section's totals with what is outstanding added, and nothing changed."""
         flats = section.totals()
         for transfer in self._rounds.under_way if self._rounds is not None else ():
@@ -90,10 +119,11 @@ class Averaging:
                         flats[bucket].add_(delta, alpha=self._rounds.weight(transfer))
         return flats
 
-    def distance(self, sections: Sequence[Section], means: Sequence[Sequence[Tensor]]) -> float:
+    def _measure(self, weights: Sequence[Section], means: Sequence[Sequence[Tensor]]) -> None:
         """Root mean square over the ranks of the distance between weights and their mean."""
         square = torch.zeros(1, dtype=torch.float64)
-        for section, flats in zip(sections, means, strict=True):
+        for section, flats in zip(weights, means, strict=True):
             for total, mean in zip(section.totals(), flats, strict=True):
                 square += (total - mean).square().sum(dtype=torch.float64).cpu()
-        return math.sqrt(float(self._group.all_reduce_(square)) / self._group.world_size)
+        mean_square = float(self._group.all_reduce_(square)) / self._group.world_size
+        self.last_distance = math.sqrt(mean_square)

@@ -77,10 +77,11 @@ def gossip(
         every: Steps in a round.
         average_every: Steps between exact averages over all ranks (Gossip-PGA); `"log_p"` for
             `ceil(log2(world_size))`; None for never.
-        process_group: Whose ranks take part; by default all. Nothing is sent on it.
+        process_group: Whose ranks take part; by default all. Nothing is sent on it. A `gg.Group`
+            becomes the session's own, and closes with it.
         mesh: A one-dimensional mesh whose ranks take part, in place of `process_group`.
-        wire_dtype: What weights are sent as, for example `torch.bfloat16` to halve the bytes. The
-            mean over ranks is kept all the same.
+        wire_dtype: What everything is sent as, for example `torch.bfloat16` to halve the bytes.
+            The mean over ranks is kept all the same.
         scaler: The `torch.amp.GradScaler` that steps the optimizer, if one does.
         seed: Of the rotation of partners.
         bucket_bytes: Size of a message.
@@ -113,7 +114,7 @@ def gossip(
     _check_optimizers(optimizers)
     group = _resolve_group(process_group, mesh)
     try:
-        if every < 1:
+        if not isinstance(every, int) or every < 1:
             raise ValueError(f"every counts steps in a round, so it is at least 1, got {every}")
         resolved_mode = resolve_mode(mode)
         resolved_payload = resolve_payload(payload, resolved_mode)
@@ -129,7 +130,7 @@ def gossip(
                 "of the paper's abstract, kept for study; train with payload='weights'",
                 stacklevel=2,
             )
-        if transport in _TRANSPORTS:
+        if isinstance(transport, str) and transport in _TRANSPORTS:
             transport = _TRANSPORTS[transport]
         if not callable(transport):
             raise ValueError(

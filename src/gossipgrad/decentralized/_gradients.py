@@ -35,6 +35,8 @@ class GradientExchange:
         self._begun = False
         self._transfers: dict[Section, Transfer] = {}
         self._waiting: dict[tuple[Section, int], set[int]] = {}
+        self._sent_versions: dict[tuple[Section, int], int] = {}
+        self._finished = False
         self._handles = [
             section.entries[index].parameter.register_post_accumulate_grad_hook(
                 self._hook(section, bucket, index)
@@ -45,8 +47,16 @@ class GradientExchange:
         ]
 
     def finish(self) -> None:
-        """Sends what is missing, waits for the partner, and mixes into `.grad`; before the step."""
+        """Sends what is missing, waits for the partner, and mixes into `.grad`; once a step.
+
+        Raises:
+            GossipError: If a gradient was written after it was sent (clipped, unscaled, ...).
+        """
+        if self._finished:
+            return
         self._begin()
+        self._check_unchanged()
+        self._finished = True
         rounds, transfers = self._rounds, list(self._transfers.values())
         self._begun = False
         self._transfers = {}
@@ -59,6 +69,10 @@ class GradientExchange:
                 rounds.mix(transfer, bucket, transfer.delta(bucket, keep=False))
             # A gradient that comes after its step is worth nothing: late ones are given up.
             transfer.cancel()
+
+    def step_is_over(self) -> None:
+        """The optimizer has used the gradients; the next backward begins a new round."""
+        self._finished = False
 
     def remove(self) -> None:
         """Takes the hooks off and gives up what is under way."""
@@ -79,6 +93,17 @@ class GradientExchange:
             for bucket, layout in enumerate(section.plan.buckets)
         }
 
+    def _check_unchanged(self) -> None:
+        versions, self._sent_versions = self._sent_versions, {}
+        for (section, index), version in versions.items():
+            grad = section.entries[index].parameter.grad
+            if grad is not None and grad._version != version:
+                raise GossipError(
+                    f"the gradient of {section.entries[index].spec.name!r} was written after it "
+                    "was sent. Call session.synchronize() after backward, then clip: it mixes the "
+                    "gradients with the partner's first"
+                )
+
     def _hook(self, section: Section, bucket: int, index: int) -> Callable[[Tensor], None]:
         def on_gradient(parameter: Tensor) -> None:
             if not self.enabled:
@@ -88,10 +113,13 @@ class GradientExchange:
             if index not in waiting:
                 raise GossipError(
                     f"the gradient of {section.entries[index].spec.name!r} was already sent in "
-                    "this round: backward ran twice before optimizer.step(). Put all but the last "
-                    "backward inside `with session.no_sync():`"
+                    "this round: backward ran twice before optimizer.step(). To accumulate, put "
+                    "all but the last backward inside `with session.no_sync():`; a step cannot be "
+                    "left out once its gradients travel"
                 )
             waiting.remove(index)
+            if parameter.grad is not None:
+                self._sent_versions[section, index] = parameter.grad._version
             if not waiting and section in self._transfers:
                 self._transfers[section].post(bucket)
 

@@ -77,11 +77,19 @@ class Rounds:
         transfers: list[Transfer] = []
         for section in sections:
             transfer = section.begin(self.channel, round, peers, self._deadline_seconds)
+            while transfer is None and self._late:
+                self._give_up_oldest()
+                transfer = section.begin(self.channel, round, peers, self._deadline_seconds)
             if transfer is None:
                 for begun in transfers:
                     begun.release()
                 self.channel.void(round, peers.send_to)
                 self.outcomes[Outcome.VOID] += 1
+                logger.warning(
+                    "rank %d: round %d is void, its last snapshots are still being sent",
+                    self._rank,
+                    round,
+                )
                 return []
             transfers.append(transfer)
         return transfers
@@ -105,16 +113,18 @@ class Rounds:
 
     def settle(self, wait_seconds: float | None = None) -> None:
         """Takes and mixes whatever is outstanding; waits for it `wait_seconds`, or the deadline."""
-        transfers, self._under_way = self._under_way, []
-        late, self._late = self._late, []
         squares: list[Tensor] = []
         self.channel.poll()
-        for transfer in late:
-            self._finish(transfer, time.perf_counter(), squares, again=True)
+        for transfer in list(self._late):
+            if self._finish(transfer, time.perf_counter(), squares, again=True):
+                self._late.remove(transfer)
         wait = self._deadline_seconds if wait_seconds is None else wait_seconds
         deadline = time.perf_counter() + wait
-        for transfer in transfers:
-            self._finish(transfer, deadline, squares)
+        # One leaves the list when it is dealt with, so that an interrupt loses none.
+        while self._under_way:
+            if not self._finish(self._under_way[0], deadline, squares):
+                self._late.append(self._under_way[0])
+            del self._under_way[0]
         if squares:
             self._squares = [*self._squares, squares][-self.schedule.period :]
 
@@ -178,7 +188,8 @@ class Rounds:
 
     def _finish(
         self, transfer: Transfer, deadline: float, squares: list[Tensor], *, again: bool = False
-    ) -> None:
+    ) -> bool:
+        """Takes and mixes what has come of a transfer; whether that was all of it."""
         for bucket in sorted(transfer.exchanges):
             if bucket in transfer.taken:
                 continue
@@ -194,7 +205,7 @@ class Rounds:
             self.mix(transfer, bucket, delta)
         if len(transfer.taken) == len(transfer.exchanges):
             transfer.release()
-            return
+            return True
         if not again:
             logger.warning(
                 "rank %d: rank %s is too late in round %d; going on without it",
@@ -202,7 +213,19 @@ class Rounds:
                 transfer.peers.recv_from,
                 transfer.round,
             )
-        self._late.append(transfer)
+        return False
+
+    def _give_up_oldest(self) -> None:
+        """Frees the snapshot of the latest of the late: a stuck partner must not stop the rest."""
+        transfer = self._late.pop(0)
+        transfer.cancel()
+        logger.warning(
+            "rank %d: gave up round %d with rank %s, which is stuck; the mean over ranks may shift "
+            "by what it mixes alone",
+            self._rank,
+            transfer.round,
+            transfer.peers.recv_from,
+        )
 
     def _span(self, name: str, start: float, end: float, **attributes: object) -> None:
         if self._recorder is not None:

@@ -1,7 +1,7 @@
 """A section of the payload: tensors of one kind and device that travel in the same rounds."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import torch
 from torch import Tensor
@@ -115,6 +115,12 @@ class Section:
             ):
                 if v is not None:
                     replace(v, total, e)
+
+    def clear_residuals(self, parameters: Container[str]) -> None:
+        """Forgets what rounding took away from parameters that were written anew."""
+        for entry, residual in zip(self.entries, self._residuals, strict=True):
+            if residual is not None and entry.spec.name in parameters:
+                residual.zero_()
 
     @torch.no_grad()
     def show(self, flats: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from types import TracebackType
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from gossipgrad.comm import Channel, Group, Recorder, Transport
@@ -23,14 +23,15 @@ from gossipgrad.decentralized._sections import Sections
 from gossipgrad.decentralized._settings import Gradients, Lagged, Settings, Sync
 from gossipgrad.decentralized._start import broadcast_replica
 from gossipgrad.decentralized._stats import Stats
-from gossipgrad.decentralized._watch import ReplicaWatch, changed_error
-from gossipgrad.errors import GossipError
+from gossipgrad.decentralized._watch import ReplicaWatch
+from gossipgrad.errors import GossipError, ReplicaChangedError
 
 __all__ = ["GossipSession"]
 
 logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS = 10.0  # how long a normal close waits for what is outstanding
+_LINGER_SECONDS = 30.0  # and then for what it has sent to leave, on a slow network
 
 
 class GossipSession:
@@ -67,7 +68,6 @@ class GossipSession:
         self._in_consensus = False
         self._closed = False
         self._averages_lost = False
-        self._distance: float | None = None
         self._rounds: Rounds | None = None
         self._gradients: GradientExchange | None = None
         self._sections = self._deal()
@@ -108,19 +108,18 @@ class GossipSession:
         """Inside, the model is the exact average of all replicas; outside, it is as it was.
 
         A collective to enter, local to leave. Floating buffers (BatchNorm's statistics) are
-        averaged too. Training is not disturbed: what is outstanding counts in the average and is
-        mixed in when its time comes, so a run with evaluations equals one without, bit for bit.
-        Ranks may come with unequal step counts; partners that are ahead do not wait.
+        averaged too; parameters that no optimizer trains stay as they are. Training is not
+        disturbed: what is outstanding counts in the average and is mixed in when its time comes, so
+        a run with evaluations equals one without, bit for bit. Ranks may come with unequal step counts; partners that are ahead do not wait.
 
         Raises:
-            GossipError: If a rank has died or left (an exact average needs all), or on a second
-                consensus inside the first. The model is unchanged then.
+            GossipError: If a rank has died or left (an exact average needs all), or inside
+                another `consensus()`. The model is unchanged then.
+            ReplicaChangedError: On every rank, if one's weights were changed since its last step.
         """
-        self._check_open()
-        if self._in_consensus:
-            raise GossipError("the model is the consensus already: consensus() does not nest")
-        self._averaging.meet("consensus")
-        means = self._measured_means()
+        self._check_ready("consensus")
+        self._averaging.meet("consensus", self._pending_change())
+        means = self._averaging.consensus(self._sections.weights)
         kept = [(b, b.clone()) for b in self._model.buffers() if b.is_floating_point()]
         try:
             self._averaging.mean_buffers(self._model)
@@ -143,9 +142,9 @@ class GossipSession:
         Raises:
             GossipError: If a rank has died or left; the replica is unchanged then.
         """
-        self._check_open()
-        self._averaging.meet("average")
-        self._average()
+        self._check_ready("average_")
+        self._averaging.meet("average", self._pending_change())
+        self._averaging.average(self._sections)
         self._begin()
         self._watch.note()
 
@@ -157,11 +156,11 @@ class GossipSession:
         Raises:
             GossipError: If a rank has died or left.
         """
-        self._check_open()
-        self._averaging.meet("distance")
-        self._measured_means()
-        assert self._distance is not None
-        return self._distance
+        self._check_ready("consensus_distance")
+        self._averaging.meet("distance", self._pending_change())
+        self._averaging.consensus(self._sections.weights)
+        assert self._averaging.last_distance is not None
+        return self._averaging.last_distance
 
     def broadcast_(self) -> None:
         """Makes every replica that of rank 0 again: parameters, buffers and optimizer state.
@@ -174,7 +173,7 @@ class GossipSession:
             AgreementError: If the ranks now differ in names, shapes or dtypes.
             GossipError: If a rank has died or left.
         """
-        self._check_open()
+        self._check_ready("broadcast_")
         self._averaging.meet("broadcast")
         if self._gradients is not None:
             self._gradients.remove()
@@ -190,11 +189,30 @@ class GossipSession:
         self._begin()
 
     def accept_changes(self) -> None:
-        """Says that this rank's replica was changed on purpose and goes on from there; local.
+        """Says that weights of this rank were written on purpose and goes on from there; local.
 
         The change is mixed into the others like any update.
+
+        Raises:
+            ReplicaChangedError: If the set of trained parameters has changed, or the optimizer was
+                loaded: only `broadcast_()` can take that in.
         """
-        self._watch.accept()
+        self._watch.check_set()
+        touched = set(self._watch.touched())
+        for section in self._sections.weights:
+            section.clear_residuals(touched)
+        self._watch.note()
+
+    def synchronize(self) -> None:
+        """Mixes the gradients of this round with the partner's now, so that they can be clipped.
+
+        For payloads with gradients: `optimizer.step()` does it otherwise. Nothing to do for others.
+
+        Raises:
+            GossipError: If a gradient was written after it was sent.
+        """
+        if self._gradients is not None and (self._steps + 1) % self._settings.every == 0:
+            self._gradients.finish()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -224,13 +242,14 @@ class GossipSession:
             exposed_seconds=0.0 if rounds is None else rounds.exposed_seconds,
             mixing_seconds=0.0 if rounds is None else rounds.mixing_seconds,
             outcomes={"delivered": 0, "late": 0, "dead_peer": 0, "void": 0, **counted},
-            extra_memory_bytes=sum(section.memory_bytes for section in sections),
+            extra_memory_bytes=sum(section.memory_bytes for section in sections)
+            + (0 if rounds is None else rounds.channel.early_bytes),
             clamps=int(sum(int(section.clamped) for section in sections)),
             refused_messages=0 if rounds is None else rounds.channel.refused,
             consensus_distance_estimate=(
                 None if squared is None else math.sqrt(squared * (p - 1) / (2 * p))
             ),
-            consensus_distance=self._distance,
+            consensus_distance=self._averaging.last_distance,
         )
 
     def close(self) -> None:
@@ -290,13 +309,9 @@ class GossipSession:
             )
         if self._mid_step or self._rounds is None:
             return
-        self._watch.check_set()
-        touched = self._watch.touched()
-        if touched and not self._is_as_sent():
-            raise changed_error(touched)
+        self._watch.check(self._is_as_sent)
+        self.synchronize()
         self._mid_step = True
-        if self._gradients is not None and (self._steps + 1) % self._settings.every == 0:
-            self._gradients.finish()
 
     def _is_as_sent(self) -> bool:
         """Whether the weights, though written, are still those of the open round's snapshot."""
@@ -309,6 +324,8 @@ class GossipSession:
     def _after_step(self) -> None:
         self._mid_step = False
         self._steps += 1
+        if self._gradients is not None:
+            self._gradients.step_is_over()
         settings, rounds = self._settings, self._rounds
         if rounds is None:
             return
@@ -332,36 +349,31 @@ class GossipSession:
         start = time.perf_counter()
         try:
             if self._averaging.meet("periodic"):
-                self._average()
+                self._averaging.average(self._sections)
         except GossipError as error:
             self._averages_lost = True
             logger.warning("rank %d: no periodic average any more: %s", self.rank, error)
         if self._recorder is not None:
             self._recorder.span("average", start, time.perf_counter(), step=self._steps)
 
-    def _average(self) -> None:
-        if self._rounds is not None:
-            self._rounds.settle()
-        sections = [*self._sections.weights, *self._sections.state]
-        means = [section.totals() for section in sections]
-        for flats in means:
-            self._averaging.mean(flats)
-        self._distance = self._averaging.distance(
-            self._sections.weights, means[: len(self._sections.weights)]
-        )
-        for section, flats in zip(sections, means, strict=True):
-            section.load(flats)
-
-    def _measured_means(self) -> list[list[Tensor]]:
-        means = [self._averaging.settled(section) for section in self._sections.weights]
-        for flats in means:
-            self._averaging.mean(flats)
-        self._distance = self._averaging.distance(self._sections.weights, means)
-        return means
-
-    def _check_open(self) -> None:
+    def _check_ready(self, method: str) -> None:
         if self._closed:
             raise GossipError("the session is closed: call gossip() for a new one")
+        if self._in_consensus:
+            raise GossipError(
+                f"{method}() inside consensus(): the model is the average already, and goes back "
+                "to this rank's replica on exit. Call it after the block"
+            )
+
+    def _pending_change(self) -> str | None:
+        """What is wrong with the replica, if it was changed since the last step."""
+        if self._rounds is None:
+            return None
+        try:
+            self._watch.check(self._is_as_sent)
+        except ReplicaChangedError as error:
+            return str(error)
+        return None
 
     def _close(self, wait_seconds: float) -> None:
         if self._closed:
@@ -376,5 +388,5 @@ class GossipSession:
                 self._rounds.settle(wait_seconds)
             self._rounds.cancel()
             self._farewell.detach()
-            self._rounds.channel.close()
+            self._rounds.channel.close(_LINGER_SECONDS if wait_seconds > 0 else 2.0)
         self.group.close()

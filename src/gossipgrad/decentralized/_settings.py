@@ -133,7 +133,7 @@ def resolve_mode(mode: Mode | str) -> Mode:
     """A mode by name or value."""
     if isinstance(mode, Mode):
         return mode
-    if mode not in _MODES:
+    if not isinstance(mode, str) or mode not in _MODES:
         raise ValueError(f"mode must be one of {', '.join(map(repr, _MODES))}, got {mode!r}")
     return _MODES[mode]
 
@@ -141,7 +141,7 @@ def resolve_mode(mode: Mode | str) -> Mode:
 def resolve_payload(payload: Payload | str, mode: Mode) -> Payload:
     """A payload by name or value, checked against the mode."""
     if not isinstance(payload, Payload):
-        if payload not in _PAYLOADS:
+        if not isinstance(payload, str) or payload not in _PAYLOADS:
             raise ValueError(
                 f"payload must be one of {', '.join(map(repr, _PAYLOADS))}, got {payload!r}"
             )
@@ -158,7 +158,9 @@ def resolve_average_every(average_every: int | str | None, world_size: int) -> i
     """Steps between exact averages, None for never."""
     if average_every == "log_p":
         return max(1, math.ceil(math.log2(world_size)))
-    if average_every is None or (isinstance(average_every, int) and average_every >= 1):
+    if average_every is None:
+        return None
+    if type(average_every) is int and average_every >= 1:
         return average_every
     raise ValueError(
         f"average_every must be a positive number of steps, 'log_p' or None, got {average_every!r}"

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gossipgrad.comm import Group, is_sharded, local
+from gossipgrad.decentralized._tensors import all_parameters
 from gossipgrad.errors import GossipError
 
 __all__ = ["broadcast_replica"]
@@ -23,7 +24,7 @@ def broadcast_replica(group: Group, model: nn.Module, optimizers: Sequence[Optim
         GossipError: If a rank dies meanwhile, or rank 0's optimizer keeps something that is
             neither a tensor nor a plain number, text or None.
     """
-    for tensor in (*model.parameters(), *model.buffers()):
+    for tensor in (*all_parameters(model, optimizers).values(), *model.buffers()):
         group.broadcast_(local(tensor))
     for number, optimizer in enumerate(optimizers):
         _broadcast_state(group, number, optimizer)

@@ -17,7 +17,7 @@ class Stats:
         mixing_seconds: Time spent on snapshots and mixing.
         outcomes: How many exchanges, counted by bucket, ended as `delivered`, `late`, `dead_peer`
             and `void`.
-        extra_memory_bytes: Snapshots and residuals held beside the model.
+        extra_memory_bytes: Snapshots, residuals and parts that came early, held beside the model.
         clamps: Elements of non-negative optimizer state that mixing would have left below zero.
         refused_messages: Messages dropped because they did not fit the plan.
         consensus_distance_estimate: From the differences to this rank's own partners in the last

@@ -72,22 +72,28 @@ class Entry:
         return None if held is None else local(held)
 
 
-def trained_parameters(
-    model: nn.Module, optimizers: Sequence[Optimizer]
-) -> dict[str, nn.Parameter]:
-    """The parameters that the optimizers train, by name, in the model's order; tied ones once.
-
-    Frozen parameters stay out: they are equal on all ranks after the start.
-    """
-    owned = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
-    named = {name: p for name, p in model.named_parameters() if id(p) in owned}
+def all_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
+    """The model's parameters, and those that only an optimizer holds, by name; tied ones once."""
+    named = dict(model.named_parameters())
     known = {id(p) for p in named.values()}
     for number, optimizer in enumerate(optimizers):
         for place, parameter in enumerate(_parameters(optimizer)):
             if id(parameter) not in known:
                 known.add(id(parameter))
                 named[f"optimizer {number}, parameter {place}"] = parameter
-    return {name: p for name, p in named.items() if p.requires_grad}
+    return named
+
+
+def trained_parameters(
+    model: nn.Module, optimizers: Sequence[Optimizer]
+) -> dict[str, nn.Parameter]:
+    """The parameters that the optimizers train, by name, in the model's order.
+
+    Frozen parameters stay out: they are equal on all ranks after the start.
+    """
+    owned = {id(p) for optimizer in optimizers for p in _parameters(optimizer)}
+    named = all_parameters(model, optimizers)
+    return {name: p for name, p in named.items() if id(p) in owned and p.requires_grad}
 
 
 def weight_entries(parameters: dict[str, nn.Parameter]) -> list[Entry]:

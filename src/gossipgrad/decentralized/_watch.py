@@ -1,6 +1,6 @@
 """Seeing that a replica was changed behind the session's back."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -35,7 +35,7 @@ class ReplicaWatch:
         """Takes the replica as it is now for the right one."""
         self._loaded.clear()
         self._parameters = trained_parameters(self._model, self._optimizers)
-        self._owned = self._count()
+        self._owned = self._owned_now()
         self.note()
 
     @torch.no_grad()
@@ -52,6 +52,24 @@ class ReplicaWatch:
             if _mark(p) != mark
         ]
 
+    def check(self, is_as_sent: Callable[[], bool]) -> None:
+        """Checks that nothing was changed since `note` but by this session.
+
+        Args:
+            is_as_sent: Asked if weights were written: whether they still are what they were.
+
+        Raises:
+            ReplicaChangedError: If something was; it names what.
+        """
+        self.check_set()
+        names = self.touched()
+        if names and not is_as_sent():
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise ReplicaChangedError(
+                f"parameter {names[0]!r}{more} changed outside optimizer.step() (load_state_dict, "
+                f"re-initialisation, ...). {_WAY_OUT}"
+            )
+
     def check_set(self) -> None:
         """Checks that the optimizers still train the same parameters, from the same state.
 
@@ -62,11 +80,12 @@ class ReplicaWatch:
             raise ReplicaChangedError(
                 f"{self._loaded[0]}.load_state_dict was called inside a session. {_WAY_OUT}"
             )
-        if self._owned == self._count():
+        if self._owned == self._owned_now():
             return
         now = trained_parameters(self._model, self._optimizers)
-        new = [name for name in now if name not in self._parameters]
-        gone = [name for name in self._parameters if name not in now]
+        before = self._parameters
+        new = [name for name in now if now[name] is not before.get(name)]
+        gone = [name for name in before if name not in now]
         what = [f"new: {', '.join(new)}"] if new else []
         what += [f"gone: {', '.join(gone)}"] if gone else []
         raise ReplicaChangedError(
@@ -80,24 +99,15 @@ class ReplicaWatch:
         for handle in self._handles:
             handle.remove()
 
-    def _count(self) -> tuple[int, int]:
+    def _owned_now(self) -> list[tuple[int, bool]]:
         parameters = [p for o in self._optimizers for g in o.param_groups for p in g["params"]]
-        return len(parameters), sum(p.requires_grad for p in parameters)
+        return [(id(p), p.requires_grad) for p in parameters]
 
 
 _WAY_OUT = (
     "Call session.broadcast_() on every rank to make all replicas rank 0's, or "
     "session.accept_changes() on this rank if the change is meant to be mixed in"
 )
-
-
-def changed_error(names: Sequence[str]) -> ReplicaChangedError:
-    """The error for parameters that were written outside `optimizer.step()`."""
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return ReplicaChangedError(
-        f"parameter {names[0]!r}{more} changed outside optimizer.step() (load_state_dict, "
-        f"re-initialisation, ...). {_WAY_OUT}"
-    )
 
 
 def _mark(parameter: nn.Parameter) -> tuple[int, int]:
