@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import gossipgrad as gg
@@ -16,6 +17,7 @@ from support.replicas import network, sgd, transport_by_name
     [
         ({"mode": "eager"}, "mode must be one of 'overlap', 'sync', 'lagged', got 'eager'"),
         ({"payload": "weight"}, "payload must be one of 'weights', 'weights\\+state'"),
+        ({"average_every": True}, "average_every must be a positive number of steps"),
         ({"every": 0}, "every counts steps in a round, so it is at least 1, got 0"),
         ({"average_every": 0}, "average_every must be a positive number of steps, 'log_p' or None"),
         ({"average_every": "often"}, "got 'often'"),
@@ -146,6 +148,47 @@ def test_unequal_optimizers_are_named():
         make = torch.optim.Adam if rank else torch.optim.SGD
         with pytest.raises(gg.AgreementError, match=r"optimizer 0 is Adam of 4 .* SGD of 4"):
             gg.gossip(model, make(model.parameters(), lr=0.1), process_group=group, transport=link)
+
+    run_ranks(2, rank_main)
+
+
+def test_the_order_of_parameters_is_part_of_the_agreement():
+    link = transport_by_name("in-process", 2)
+
+    def rank_main(rank, group):
+        model = network()
+        parameters = list(model.parameters())
+        with pytest.raises(gg.AgreementError, match=r"optimizer 0 is SGD .*in the order"):
+            gg.gossip(
+                model,
+                sgd(parameters if rank else parameters[::-1]),
+                process_group=group,
+                transport=link,
+            )
+
+    run_ranks(2, rank_main)
+
+
+def test_parameters_of_the_optimizer_alone_start_equal_or_are_refused():
+    """A temperature in the loss, say: trained, though the model does not know it."""
+    links = [transport_by_name("in-process", 2) for _ in range(2)]
+
+    def rank_main(rank, group):
+        model, scale = network(), nn.Parameter(torch.tensor(1.0 + 10 * rank))
+        own = gg.Group(dist.PrefixStore("same", group.store), rank, 2)
+        with gg.gossip(
+            model, sgd([*model.parameters(), scale]), process_group=own, transport=links[0]
+        ):
+            assert scale.item() == 1.0
+            own.barrier()
+        other = nn.Parameter(torch.zeros(2 + rank))
+        with pytest.raises(gg.AgreementError, match=r"'optimizer 0, parameter 4' is \(3,\)"):
+            gg.gossip(
+                model,
+                sgd([*model.parameters(), other]),
+                process_group=group,
+                transport=links[1],
+            )
 
     run_ranks(2, rank_main)
 

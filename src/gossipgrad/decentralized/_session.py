@@ -109,8 +109,9 @@ class GossipSession:
 
         A collective to enter, local to leave. Floating buffers (BatchNorm's statistics) are
         averaged too; parameters that no optimizer trains stay as they are. Training is not
-        disturbed: what is outstanding counts in the average and is mixed in when its time comes, so
-        a run with evaluations equals one without, bit for bit. Ranks may come with unequal step counts; partners that are ahead do not wait.
+        disturbed: what is outstanding counts in the average and is mixed in when its time comes,
+        so a run with evaluations equals one without, bit for bit. Ranks may come with unequal step
+        counts; partners that are ahead do not wait.
 
         Raises:
             GossipError: If a rank has died or left (an exact average needs all), or inside
@@ -326,9 +327,15 @@ class GossipSession:
         self._steps += 1
         if self._gradients is not None:
             self._gradients.step_is_over()
-        settings, rounds = self._settings, self._rounds
-        if rounds is None:
-            return
+        if self._rounds is not None:
+            try:
+                self._gossip(self._rounds)
+            finally:  # also when Ctrl-C ends it: what was mixed so far is ours
+                self._arm()
+                self._watch.note()
+
+    def _gossip(self, rounds: Rounds) -> None:
+        settings = self._settings
         closes = self._steps % settings.every == 0
         if closes:
             if isinstance(settings.payload, Gradients):
@@ -340,8 +347,6 @@ class GossipSession:
             self._average_periodically()
         if closes and self._sends_early:
             rounds.open(self._sections.of_round(rounds.next_round))
-        self._arm()
-        self._watch.note()
 
     def _average_periodically(self) -> None:
         if self._averages_lost:
