@@ -1,7 +1,19 @@
-import pytest
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from datetime import timedelta
 
-from gossipgrad.train import TrainConfig, run
+import pytest
+import torch.distributed as dist
+
+from gossipgrad.errors import GossipError
+from gossipgrad.train import TrainConfig, _gathering, run
+from gossipgrad.train._gathering import gather, open_store
 from gossipgrad.train._world import World, find_world, slurm_rendezvous
+from support.waiting import until
 
 
 def test_no_world_in_a_plain_shell():
@@ -45,3 +57,58 @@ def test_nproc_must_fit_the_world(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=r"nproc is 3, but torchrun has started 2 .*leave --nproc"):
         run(TrainConfig(nproc=3))
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def is_listening(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.fixture
+def world_of_two(monkeypatch):
+    """The environment of rank 0 of a world of two whose other rank does not come."""
+    environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in (environ | {"MASTER_PORT": str(free_port())}).items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.process
+@pytest.mark.usefixtures("world_of_two")
+def test_a_signal_ends_the_wait_for_a_rank_that_does_not_come(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gossipgrad", "train", "--out", str(tmp_path)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    until(lambda: is_listening(int(os.environ["MASTER_PORT"])), timeout_seconds=60)
+    process.send_signal(signal.SIGINT)
+    errors = process.communicate(timeout=5)[1]
+    assert process.returncode == 130
+    assert "gossipgrad: stopped by SIGINT before all ranks had started" in errors
+
+
+@pytest.mark.usefixtures("world_of_two")
+def test_meeting_place_that_not_all_reach_is_named(monkeypatch):
+    monkeypatch.setattr(_gathering, "_GATHER_TIMEOUT", timedelta(seconds=0.2))
+    with pytest.raises(GossipError, match=r"rank 0 waited .* for the 2 ranks to meet at 127\.0\."):
+        open_store(0, 2)
+
+
+def test_gathering_names_who_is_missing_and_who_has_failed(monkeypatch):
+    monkeypatch.setattr(_gathering, "_GATHER_TIMEOUT", timedelta(seconds=0.2))
+    store = dist.HashStore()
+    store.set("here2", "")
+    with pytest.raises(GossipError, match=r"rank 0 waited .* for ranks 1, 3 to be ready"):
+        gather(store, 0, 4)
+    store.set("rank3", json.dumps({"cause": "failed: no such data"}))
+    with pytest.raises(GossipError, match=r"^rank 3 failed: no such data$"):
+        gather(store, 0, 4)
+    store.set("here1", "")
+    store.set("here3", "")
+    gather(store, 0, 4)

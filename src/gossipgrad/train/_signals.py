@@ -1,10 +1,14 @@
 """Ctrl-C and SIGTERM as a wish to stop, not as an exception."""
 
+import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stops:
@@ -25,13 +29,14 @@ class Stops:
 
 
 @contextmanager
-def catch_stops(on_stop: Callable[[], None] | None = None) -> Iterator[Stops]:
+def catch_stops(on_stop: Callable[[Stops], None] | None = None) -> Iterator[Stops]:
     """Collect SIGINT and SIGTERM inside the block; outside, all is as it was.
 
     Outside the main thread Python delivers no signals, and nothing is caught.
 
     Args:
-        on_stop: Called on each signal, between two instructions of the main thread.
+        on_stop: Called on each signal, between two instructions of the main thread, which goes on
+            with what it raises.
     """
     stops = Stops()
     if threading.current_thread() is not threading.main_thread():
@@ -41,11 +46,54 @@ def catch_stops(on_stop: Callable[[], None] | None = None) -> Iterator[Stops]:
     def note(number: int, frame: FrameType | None) -> None:
         stops.caught.append(signal.Signals(number))
         if on_stop is not None:
-            on_stop()
+            on_stop(stops)
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, note) for number in _SIGNALS}
     try:
         yield stops
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def hear_stops(on_stop: Callable[[Stops], None]) -> Iterator[Stops]:
+    """As `catch_stops`, but heard in a thread of its own.
+
+    So a stop is heard while the main thread is inside a collective or waits for a store: neither
+    comes back to Python before it is done.
+
+    Args:
+        on_stop: Called on each signal, in that thread.
+    """
+    stops = Stops()
+    if threading.current_thread() is not threading.main_thread():
+        yield stops
+        return
+    heard, told = socket.socketpair()
+    told.setblocking(False)
+
+    def listen() -> None:
+        while number := heard.recv(1):
+            if number[0] in _SIGNALS:
+                stops.caught.append(signal.Signals(number[0]))
+                on_stop(stops)
+
+    listener = threading.Thread(target=listen, daemon=True)
+    before = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
+    wakeup = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
+    listener.start()
+    try:
+        yield stops
+    finally:
+        signal.set_wakeup_fd(wakeup)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        told.close()
+        listener.join()
+        heard.close()
+
+
+def end_at_once(stops: Stops) -> None:
+    """End this process with the shell's code for the last signal, whatever hangs in it."""
+    os._exit(128 + stops.caught[-1])

@@ -1,9 +1,12 @@
 """A run inside a world that torchrun or Slurm has started: join it, train, hand in."""
 
+import contextlib
 import json
 import os
 import re
+import sys
 import threading
+import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,17 +19,20 @@ from gossipgrad import data
 
 from ._check import check
 from ._config import TrainConfig
+from ._gathering import gather, hear_of_run, open_store
 from ._layout import RunDir, claim
 from ._metrics import Event
 from ._outcome import Outcome, exit_code_of
 from ._progress import make_progress
 from ._rank import train_rank
 from ._result import RankResult, RunFailedError
-from ._signals import catch_stops
+from ._signals import Stops, end_at_once, hear_stops
 from ._summary import compose, finish, versions
 from ._worker import short_cause
 
 _REPORT_TIMEOUT = timedelta(minutes=2)
+# Ctrl-C in a terminal comes twice: from there, and again from torchrun.
+_ECHO_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,13 +90,15 @@ def slurm_rendezvous(environ: Mapping[str, str]) -> dict[str, str]:
 def run_in_world(config: TrainConfig, world: World, *, show_config: bool = False) -> Outcome:
     """Take part in a run as one rank; rank 0 checks it first and puts it together last.
 
-    SIGINT and SIGTERM stop it at the next step. Whoever started the processes also ends those that
-    hang. The folder of the run should be the same on all nodes; where it is not, each keeps its own
-    files, and the trace has the ranks of rank 0's node alone.
+    SIGINT and SIGTERM end it at once as long as no step was made, then stop it at the next step; a
+    later one ends it at once. Whoever started the processes also ends those that hang. The folder
+    of the run should be the same on all nodes; where it is not, each keeps its own files, and the
+    trace has the ranks of rank 0's node alone.
 
     Raises:
         ValueError, GossipError: As by `run`; a mistake in the options is told by rank 0 alone.
         RunFailedError: This rank failed.
+        GossipError: The ranks did not find each other within two minutes.
     """
     if config.nproc not in (None, world.world_size):
         raise ValueError(
@@ -99,21 +107,65 @@ def run_in_world(config: TrainConfig, world: World, *, show_config: bool = False
         )
     if world.launcher == "Slurm":
         os.environ.update(slurm_rendezvous(os.environ))
-    store, _, _ = next(dist.rendezvous("env://", world.rank, world.world_size))
-    mailbox = dist.PrefixStore("gossipgrad/train", store)
-    if world.rank == 0:
-        config, run_dir = _open(config, world, mailbox)
-        if show_config:
-            print(run_dir.config.read_text(), end="", flush=True)
-    else:
-        opened = json.loads(mailbox.get("run"))
-        if opened is None:
-            return Outcome(exit_code=2)
-        config = TrainConfig.from_json(opened)
-        assert config.out is not None
-        run_dir = RunDir(config.out)
-        run_dir.partial.mkdir(parents=True, exist_ok=True)
-    return _take_part(config, run_dir, world, store, mailbox)
+    start = _Start(world)
+    with hear_stops(start.on_stop) as stops:
+        store = open_store(world.rank, world.world_size)
+        mailbox = dist.PrefixStore("gossipgrad/train", store)
+        if world.rank == 0:
+            config, run_dir = _open(config, world, mailbox)
+            start.run_dir = run_dir
+            if show_config:
+                print(run_dir.config.read_text(), end="", flush=True)
+        else:
+            opened = hear_of_run(mailbox)
+            if opened is None:
+                return Outcome(exit_code=2)
+            config = TrainConfig.from_json(opened)
+            assert config.out is not None
+            run_dir = RunDir(config.out)
+            run_dir.partial.mkdir(parents=True, exist_ok=True)
+        return _take_part(config, run_dir, world, store, mailbox, start, stops)
+
+
+class _Start:
+    """What a signal means depends on how far the run is: this knows, and acts on it.
+
+    Attributes:
+        stop: Set when the loop is to stop at the next step.
+        ready: Whether the loop has begun.
+        run_dir: The folder that this rank has claimed, if it has.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.stop = threading.Event()
+        self.ready = False
+        self.run_dir: RunDir | None = None
+        self._speaks = world.rank == 0
+        self._told_seconds: float | None = None
+
+    def on_stop(self, stops: Stops) -> None:
+        """Take a signal."""
+        now = time.monotonic()
+        if self._told_seconds is not None:
+            if now - self._told_seconds > _ECHO_SECONDS:
+                end_at_once(stops)
+            return
+        if not self.ready:
+            self._say(f"stopped by {stops.caught[0].name} before all ranks had started")
+            self.free_folder()
+            end_at_once(stops)
+        self._told_seconds = now
+        self._say("stopping at the next step; once more to stop at once")
+        self.stop.set()
+
+    def free_folder(self) -> None:
+        """Let another run have the folder, if nothing was learned in it."""
+        if self.run_dir is not None and not self.ready:
+            self.run_dir.remove_partial()
+
+    def _say(self, text: str) -> None:
+        if self._speaks:
+            print(f"gossipgrad: {text}", file=sys.stderr, flush=True)
 
 
 def _open(config: TrainConfig, world: World, mailbox: dist.Store) -> tuple[TrainConfig, RunDir]:
@@ -131,12 +183,18 @@ def _open(config: TrainConfig, world: World, mailbox: dist.Store) -> tuple[Train
 
 
 def _take_part(
-    config: TrainConfig, run_dir: RunDir, world: World, store: dist.Store, mailbox: dist.Store
+    config: TrainConfig,
+    run_dir: RunDir,
+    world: World,
+    store: dist.Store,
+    mailbox: dist.Store,
+    start: _Start,
+    stops: Stops,
 ) -> Outcome:
-    stop = threading.Event()
     progress = make_progress(config, 1)
 
     def emit(event: Event) -> None:
+        start.ready = True
         if world.rank == 0:
             # Only this rank is heard here; the others are taken to be as fast.
             if "samples_per_second" in event:
@@ -146,33 +204,33 @@ def _take_part(
                 }
             progress.take(0, event)
 
-    with catch_stops(stop.set) as stops:
-        try:
-            dataset = data.load(config.data, config.data_dir)
-            dist.init_process_group(
-                "gloo", store=store, rank=world.rank, world_size=world.world_size
-            )
-            result = train_rank(
-                config,
-                dataset,
-                run_dir,
-                rank=world.rank,
-                world_size=world.world_size,
-                stop=stop,
-                emit=emit,
-            )
-        except Exception as error:
-            where = run_dir.errors(world.rank)
-            where.write_text(traceback.format_exc())
-            cause = f"failed: {short_cause(error)}"
+    try:
+        dataset = data.load(config.data, config.data_dir)
+        gather(mailbox, world.rank, world.world_size)
+        dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.world_size)
+        result = train_rank(
+            config,
+            dataset,
+            run_dir,
+            rank=world.rank,
+            world_size=world.world_size,
+            stop=start.stop,
+            emit=emit,
+        )
+    except Exception as error:
+        where = run_dir.errors(world.rank)
+        where.write_text(traceback.format_exc())
+        cause = f"failed: {short_cause(error)}"
+        with contextlib.suppress(RuntimeError):
             mailbox.set(f"rank{world.rank}", json.dumps({"cause": cause}))
-            raise RunFailedError(f"rank {world.rank} {cause} (traceback in {where})") from error
-        finally:
-            progress.close()
-        mailbox.set(f"rank{world.rank}", json.dumps({"result": result.to_json()}))
-        if world.rank != 0:
-            return Outcome(exit_code=exit_code_of(stops.first if result.stopped else None))
-        results, lost = _collect(mailbox, world.world_size)
+        start.free_folder()
+        raise RunFailedError(f"rank {world.rank} {cause} (traceback in {where})") from error
+    finally:
+        progress.close()
+    mailbox.set(f"rank{world.rank}", json.dumps({"result": result.to_json()}))
+    if world.rank != 0:
+        return Outcome(exit_code=exit_code_of(stops.first if result.stopped else None))
+    results, lost = _collect(mailbox, world.world_size)
     exported = min(
         (result for result in results.values() if run_dir.rank_model(result.rank).exists()),
         key=lambda result: result.rank,
