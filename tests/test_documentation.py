@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import os
 import pkgutil
 import re
 import subprocess
@@ -51,10 +52,33 @@ def test_readme_script_runs_under_torchrun(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    found = re.search(r"accuracy (\d+\.\d)%, consensus distance \d", done.stdout)
+    found = re.search(r"accuracy of the consensus (\d+\.\d)%", done.stdout)
     assert found, done.stdout
     assert float(found[1]) > 85
+    assert re.search(r"consensus distance 0\.[0-9]+", done.stdout)
     assert re.search(r"[\d,]+ bytes sent, blocked for \d", done.stdout)
+
+
+@pytest.mark.process
+def test_readme_script_runs_alone(tmp_path):
+    (script,) = blocks("python")
+    (tmp_path / "train.py").write_text(script)
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "train.py"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "0 bytes sent" in done.stdout
+
+
+def test_readme_holds_no_placeholder():
+    assert not re.findall(r"^[A-Z]{4,}$", (ROOT / "README.md").read_text(), re.MULTILINE)
 
 
 def test_links_in_the_documents_lead_somewhere():

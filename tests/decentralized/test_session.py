@@ -1,32 +1,26 @@
-"""What a user's loop may rely on: one rank, ends, consensus, averages, snapshots, partners."""
+"""What a user's loop may rely on: one rank, consensus, averages, snapshots, partners."""
 
 import contextlib
 import copy
-import gc
 import threading
-import time
 
 import pytest
 import torch
 from torch import nn
 
 import gossipgrad as gg
-from gossipgrad import topology
-from gossipgrad.comm import Faults, FaultyTransport, Hub, ScriptedDeathError
+from gossipgrad.comm import Faults, FaultyTransport, Hub
 from support.ranks import run_ranks
 from support.replicas import (
     adam,
     assert_same_bits,
     backward,
+    flat,
     network,
     set_gradients,
     sgd,
     transport_by_name,
 )
-
-
-def flat(model):
-    return torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
 
 
 @pytest.mark.parametrize("settings", [{}, {"mode": "sync", "payload": "weights+state"}])
@@ -157,131 +151,6 @@ def test_consensus_is_the_mean_and_is_taken_back_on_error():
     run_ranks(3, rank_main)
 
 
-@pytest.mark.parametrize("mode", ["overlap", "sync"])
-@pytest.mark.parametrize("transport", ["in-process", "zeromq", "gloo"])
-@pytest.mark.parametrize("average_every", [None, 2])
-def test_unequal_step_counts_end_without_a_hang(mode, transport, average_every):
-    """Ranks 0 and 2 take three steps more; all come to a consensus, train on, and leave."""
-    link = transport_by_name(transport, 4)
-
-    def rank_main(rank, group):
-        model = network()
-        optimizer = sgd(list(model.parameters()))
-        longest = 0.0
-        with gg.gossip(
-            model,
-            optimizer,
-            process_group=group,
-            mode=mode,
-            transport=link,
-            average_every=average_every,
-        ) as session:
-            for step in range(6 if rank % 2 else 9):
-                start = time.perf_counter()
-                backward(model, rank, step)
-                optimizer.step()
-                longest = max(longest, time.perf_counter() - start)
-            with session.consensus():
-                seen = flat(model)
-            for step in range(4 if rank % 2 else 7):
-                backward(model, rank, 100 + step)
-                optimizer.step()
-        return seen, longest
-
-    results = run_ranks(4, rank_main, timeout_seconds=40)
-    for seen, longest in results:
-        assert torch.equal(seen, results[0][0])
-        assert longest < 10
-
-
-@pytest.mark.parametrize("transport", ["in-process", "zeromq"])
-def test_break_and_exception_end_without_a_hang(transport):
-    link = transport_by_name(transport, 4)
-
-    def rank_main(rank, group):
-        model = network()
-        optimizer = sgd(list(model.parameters()))
-        steps = 0
-        try:
-            with gg.gossip(model, optimizer, process_group=group, transport=link) as session:
-                for step in range(12):
-                    if rank == 1 and step == 4:
-                        break
-                    if rank == 2 and step == 6:
-                        raise ZeroDivisionError
-                    backward(model, rank, step)
-                    optimizer.step()
-                    steps += 1
-                stats = session.stats()
-        except ZeroDivisionError:
-            return steps, None
-        return steps, stats
-
-    results = run_ranks(4, rank_main, timeout_seconds=40)
-    assert [steps for steps, _ in results] == [12, 4, 6, 12]
-    assert results[0][1].outcomes["dead_peer"] > 0
-    assert torch.isfinite(torch.tensor(results[0][1].exposed_seconds))
-
-
-def test_consensus_names_who_has_left():
-    def rank_main(rank, group):
-        model = network()
-        optimizer = sgd(list(model.parameters()))
-        session = gg.gossip(model, optimizer, process_group=group, transport=link)
-        before = flat(model)
-        if rank == 1:
-            session.close()
-            return
-        with pytest.raises(gg.GossipError, match="has died or left"), session.consensus():
-            pass
-        assert torch.equal(flat(model), before)
-        backward(model, rank, 0)
-        optimizer.step()  # training goes on
-        session.close()
-
-    link = transport_by_name("in-process", 3)
-    run_ranks(3, rank_main)
-
-
-@pytest.mark.parametrize("mode", ["overlap", "sync"])
-def test_a_consensus_that_fails_holds_up_no_round(mode):
-    """Those who are left mix on as before, though each had told the others to expect nothing."""
-
-    def rank_main(rank, group):
-        model = network()
-        optimizer = sgd(list(model.parameters()))
-        session = gg.gossip(
-            model, optimizer, process_group=group, transport=link, mode=mode, topology="matching"
-        )
-        if rank == 3:
-            session.close()
-            return
-        with pytest.raises(gg.GossipError), session.consensus():
-            pass
-        for step in range(20):
-            backward(model, rank, step)
-            optimizer.step()
-        assert session.stats().outcomes["delivered"] >= 5
-        session.close()
-
-    link = transport_by_name("in-process", 4)
-    run_ranks(4, rank_main)
-
-
-def test_different_collectives_are_named():
-    def rank_main(rank, group):
-        model = network()
-        with gg.gossip(
-            model, sgd(list(model.parameters())), process_group=group, transport=link
-        ) as session:
-            with pytest.raises(gg.GossipError, match="rank 0 for distance, rank 1 for average"):
-                session.consensus_distance() if rank == 0 else session.average_()
-            group.barrier()
-
-    link = transport_by_name("in-process", 2)
-    run_ranks(2, rank_main)
-
-
 def test_what_travels_is_a_snapshot():
     """The partner's link is slow and the weights change meanwhile: what comes is what was sent."""
     hub = Hub(2)
@@ -372,202 +241,6 @@ def test_all_buckets_of_a_round_share_one_partner(payload):
         )
 
 
-def test_a_killed_rank_does_not_stop_the_others():
-    hub = Hub(4)
-    faults = Faults().kill(rank=3, round=5)
-
-    def rank_main(rank, group):
-        model = network()
-        optimizer = sgd(list(model.parameters()))
-        try:
-            with gg.gossip(
-                model,
-                optimizer,
-                process_group=group,
-                topology="matching",
-                transport=lambda g: FaultyTransport(hub.transport(g.rank), faults),
-            ) as session:
-                for step in range(20):
-                    backward(model, rank, step)
-                    optimizer.step()
-                return session.stats().outcomes["dead_peer"]
-        except ScriptedDeathError:
-            return "killed"
-
-    outcomes = run_ranks(4, rank_main)
-    assert outcomes[3] == "killed"
-    assert all(count > 0 for count in outcomes[:3])
-
-
-def test_stuck_partners_do_not_stop_the_others():
-    """Two of six ranks are alive and silent; each link waits for its own, nobody for all."""
-    hub = Hub(6)
-    faults = Faults()
-    for rank in (4, 5):
-        for number in range(200):
-            faults.drop(rank=rank, round=number)
-    healthy = topology.matching(6)
-
-    def rank_main(rank, group):
-        model = network()
-        optimizer = sgd(list(model.parameters()))
-        with gg.gossip(
-            model,
-            optimizer,
-            process_group=group,
-            topology=healthy,
-            mode=gg.Overlap(deadline_seconds=0.15),
-            transport=lambda g: FaultyTransport(hub.transport(g.rank), faults),
-        ) as session:
-            if rank < 4:
-                for step in range(40):
-                    set_gradients(model, rank, step)
-                    optimizer.step()
-            outcomes = session.stats().outcomes
-            group.barrier()
-        return outcomes["delivered"]
-
-    delivered = run_ranks(6, rank_main)
-    for rank in range(4):
-        met = [healthy.peers(number, rank).send_to for number in range(40)]
-        assert delivered[rank] >= 0.6 * sum(partner < 4 for partner in met)
-
-
-def test_an_interrupt_in_a_step_loses_no_round():
-    """Ctrl-C while waiting, caught as in a notebook: the exchange is mixed in the next step."""
-    link = transport_by_name("in-process", 2)
-
-    def rank_main(rank, group):
-        model = network()
-        optimizer = sgd(list(model.parameters()))
-        with gg.gossip(model, optimizer, process_group=group, transport=link) as session:
-            channel = session._rounds.channel
-            for step in range(12):
-                take = channel.take
-                if rank == 0 and step in (3, 4, 5):
-                    channel.take = _interrupt
-                set_gradients(model, rank, step)
-                with contextlib.suppress(KeyboardInterrupt):
-                    optimizer.step()
-                channel.take = take
-            session.consensus_distance()  # rank 0 has had fewer rounds
-            outcomes = session.stats().outcomes
-            group.barrier()
-        return outcomes
-
-    for outcomes in run_ranks(2, rank_main):
-        assert outcomes["delivered"] >= 9
-        assert outcomes["void"] <= 3  # a round that one rank was late for, an interrupt
-
-
-def _interrupt(*_):
-    raise KeyboardInterrupt
-
-
-def test_an_interrupted_collective_holds_up_no_round():
-    link = transport_by_name("in-process", 2)
-
-    def rank_main(rank, group):
-        model = network()
-        optimizer = sgd(list(model.parameters()))
-        with gg.gossip(
-            model, optimizer, process_group=group, transport=link, mode="sync"
-        ) as session:
-            if rank == 0:
-                gather, group.all_gather_object = group.all_gather_object, _interrupt
-                with contextlib.suppress(KeyboardInterrupt):
-                    session.consensus_distance()
-                group.all_gather_object = gather
-            for step in range(20):
-                set_gradients(model, rank, step)
-                optimizer.step()
-            delivered = session.stats().outcomes["delivered"]
-            group.barrier()
-        return delivered
-
-    assert min(run_ranks(2, rank_main)) >= 18
-
-
-def test_a_late_partner_is_mixed_when_it_comes():
-    """Past its deadline a step goes on; what came late is mixed after all, so the mean is kept."""
-    hub = Hub(2)
-    faults = Faults().delay(rank=0, round=2, seconds=0.6)
-
-    def rank_main(rank, group):
-        model = network()
-        optimizer = sgd(list(model.parameters()))
-        with gg.gossip(
-            model,
-            optimizer,
-            process_group=group,
-            mode=gg.Overlap(deadline_seconds=0.2),
-            transport=lambda g: FaultyTransport(hub.transport(g.rank), faults),
-        ) as session:
-            for step in range(4):
-                set_gradients(model, rank, step)
-                optimizer.step()
-            time.sleep(0.7)
-            group.barrier()
-            for step in range(4, 8):
-                set_gradients(model, rank, step)
-                optimizer.step()
-            with session.consensus():
-                mean = flat(model)
-            group.barrier()
-            return mean, session.stats().outcomes
-
-    results = run_ranks(2, rank_main)
-    assert results[1][1]["late"] >= 1
-    plain = [network() for _ in range(2)]
-    for rank, model in enumerate(plain):
-        optimizer = sgd(list(model.parameters()))
-        for step in range(8):
-            set_gradients(model, rank, step)
-            optimizer.step()
-    mean = (flat(plain[0]) + flat(plain[1])) / 2
-    torch.testing.assert_close(results[0][0], mean, rtol=1e-5, atol=1e-5)
-
-
-def test_a_round_without_a_snapshot_is_void_on_both_ends():
-    """Weights and state travel together: when one cannot, neither does, and the mean is kept."""
-    link = transport_by_name("in-process", 2)
-
-    def rank_main(rank, group):
-        model = network()
-        optimizer = sgd(list(model.parameters()))
-        with gg.gossip(
-            model,
-            optimizer,
-            process_group=group,
-            payload="weights+state",
-            mode="sync",
-            transport=link,
-        ) as session:
-            (state,) = session._sections.state
-            for step in range(6):
-                if rank == 0 and step == 3:
-                    acquire, state.pool.acquire = state.pool.acquire, lambda *_: None
-                set_gradients(model, rank, step)
-                optimizer.step()
-                if rank == 0 and step == 3:
-                    state.pool.acquire = acquire
-            total = group.all_reduce_(flat(model))
-            return total, session.stats().outcomes
-
-    results = run_ranks(2, rank_main)
-    plain = torch.zeros_like(results[0][0])
-    for rank in range(2):
-        model = network()
-        optimizer = sgd(list(model.parameters()))
-        for step in range(6):
-            set_gradients(model, rank, step)
-            optimizer.step()
-        plain += flat(model)
-    assert results[0][1]["void"] == 1
-    assert results[1][1]["void"] == 2  # its two buckets, of weights and of state
-    torch.testing.assert_close(results[0][0], plain, rtol=1e-5, atol=1e-5)
-
-
 def test_memory_is_stated_and_bounded():
     def rank_main(rank, group):
         model = network(dtype=torch.bfloat16)
@@ -606,29 +279,6 @@ def test_the_free_estimate_follows_the_exact_distance():
     link = transport_by_name("in-process", 8)
     for ratio in run_ranks(8, rank_main):
         assert 0.75 < ratio < 1.35
-
-
-def test_a_session_nobody_closed_says_leave_when_it_is_collected():
-    hub = Hub(2)
-
-    def rank_main(rank, group):
-        model = network()
-        optimizer = sgd(list(model.parameters()))
-        session = gg.gossip(
-            model, optimizer, process_group=group, transport=lambda g: hub.transport(g.rank)
-        )
-        if rank == 0:
-            del session, optimizer
-            gc.collect()
-            return None
-        for step in range(3):
-            backward(model, rank, step)
-            optimizer.step()
-        outcome = session.stats().outcomes
-        session.close()
-        return outcome
-
-    assert run_ranks(2, rank_main)[1]["dead_peer"] >= 1
 
 
 def test_deepcopied_model_trains_alone():

@@ -48,6 +48,11 @@ def backward(model: nn.Module, rank: int, step: int) -> None:
     model(batch).square().mean().backward()
 
 
+def flat(model: nn.Module) -> Tensor:
+    """A copy of all parameters, as one vector."""
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
+
+
 def transport_by_name(name: str, world_size: int) -> str | Callable[[Group], Transport]:
     if name != "in-process":
         return name

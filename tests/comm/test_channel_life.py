@@ -1,0 +1,141 @@
+"""Channels at their end and under load: close, forks, threads, memory, wrong arguments."""
+
+import gc
+import threading
+import time
+
+import pytest
+import torch
+
+from gossipgrad.comm import Channel, Hub, Outcome, Part
+from support.links import make_transports, ours
+from support.waiting import until
+
+D, L, V, X = Outcome.DELIVERED, Outcome.LATE, Outcome.VOID, Outcome.DEAD_PEER
+
+
+def part(value, size=4):
+    return torch.full((size,), float(value))
+
+
+def post(channel, peer, round=0, value=0.0, bucket=0, size=4, **options):
+    return channel.post(round, bucket, part(value, size), send_to=peer, recv_from=peer, **options)
+
+
+def test_post_and_take_after_close_are_void_and_quick(channels):
+    a, _ = channels()
+    before = post(a, 1)
+    a.close()
+    assert before.outcome is V
+    after = post(a, 1, round=1)
+    start = time.perf_counter()
+    assert a.take(after, 5.0) is V
+    assert a.take(before, 5.0) is V
+    a.poll(1.0)
+    a.void(2, 1)
+    a.close()
+    assert time.perf_counter() - start < 0.5
+
+
+def test_close_is_quick_while_peers_are_silent_dead_or_many(channels):
+    ends = channels(6)
+    for peer in range(1, 6):
+        post(ends[0], peer, round=peer)
+    ends[1]._transport.close()
+    ends[2].close()
+    start = time.perf_counter()
+    ends[0].close(linger_seconds=0.5)
+    assert time.perf_counter() - start < 1.5
+
+
+@pytest.mark.parametrize("kind", ["in-process"])
+def test_a_post_that_does_not_fit_the_plan_is_refused(channels):
+    a, _ = channels()
+    with pytest.raises(
+        ValueError, match=r"bucket 0 is planned as 4 x torch.float32, got 5 x torch.float32"
+    ):
+        post(a, 1, size=5)
+    with pytest.raises(ValueError, match=r"got 4 x torch.float64"):
+        a.post(0, 0, part(0).double(), send_to=1, recv_from=1)
+
+
+def test_settings_are_checked():
+    transport = Hub(2).transport(0)
+    with pytest.raises(ValueError, match=r"run must be 16 bytes, got 3: use secrets.token_bytes"):
+        Channel(transport, run=b"abc", plan=[])
+    with pytest.raises(ValueError, match="credits must be at least 1, got 0"):
+        Channel(transport, run=bytes(16), plan=[], credits=0)
+    with pytest.raises(ValueError, match=r"rank must lie in 0\.\.1, got 2"):
+        Hub(2).transport(2)
+
+
+def test_two_threads_may_take_at_once(channels):
+    """The one that does not listen is woken by the one that does, and its deadline holds."""
+    a, b, c = channels(3)
+    from_b, from_c = post(a, 1), post(a, 2)
+    seconds = {}
+
+    def take(name, exchange, deadline):
+        start = time.perf_counter()
+        outcome = a.take(exchange, deadline)
+        seconds[name] = (outcome, time.perf_counter() - start)
+
+    threads = [
+        threading.Thread(target=take, args=("b", from_b, 0.8)),
+        threading.Thread(target=take, args=("c", from_c, 5.0)),
+    ]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.05)
+    post(c, 0)
+    for thread in threads:
+        thread.join()
+    assert seconds["c"][0] is D
+    assert seconds["c"][1] < 0.4
+    assert seconds["b"][0] is L
+    assert 0.8 <= seconds["b"][1] < 1.1
+    post(b, 0)
+    assert a.take(from_b, 3.0) is D
+
+
+@pytest.mark.parametrize("kind", ["in-process"])
+def test_memory_does_not_grow_over_many_exchanges(channels):
+    a, b = channels()
+    for round in range(1_000):
+        if round % 7 == 0:
+            a.void(round, 1)
+        x, y = post(a, 1, round=round), post(b, 0, round=round)
+        if round % 5 == 0:
+            a.cancel(x)
+        a.take(x, 3.0)
+        b.take(y, 3.0)
+    for channel in (a, b):
+        ledger = channel._ledgers[1 - channel.rank]
+        kept = ledger.open, ledger.early, ledger.given_up, ledger.cancelled, ledger.voided
+        assert sum(map(len, kept)) < 10
+        assert len(channel._tickets) < 10
+
+
+@pytest.mark.parametrize("name", ["zeromq", "gloo"])
+def test_channels_that_nobody_closed_are_collected_without_waiting(name):
+    ends = [
+        Channel(t, run=bytes(16), plan=[Part(torch.float32, 4)]) for t in make_transports(name, 2)
+    ]
+    pair = post(ends[0], 1), post(ends[1], 0)
+    assert (ends[0].take(pair[0], 3.0), ends[1].take(pair[1], 3.0)) == (D, D)
+    for end in ends:
+        end.itself = end
+    start = time.perf_counter()
+    del ends, pair, end
+    gc.collect()
+    assert time.perf_counter() - start < 2.0
+    until(lambda: not ours())
+
+
+@pytest.mark.parametrize("kind", ["in-process"])
+def test_a_forked_copy_leaves_the_links_alone(channels):
+    a, b = channels()
+    a._process = -1
+    a.close()
+    pair = post(a, 1), post(b, 0)
+    assert a.take(pair[0], 3.0) is D
