@@ -62,14 +62,14 @@ class Averaging:
                 raise
             rounds.next_round = max(view[1] for view in views)
             rounds.channel.resume([view[2] for view in views], rounds.next_round)
+            kinds = [view[0] for view in views]
+            if kind == "periodic":
+                return set(kinds) == {"periodic"}
             for rank, view in enumerate(views):
                 if view[3] is not None:
                     raise ReplicaChangedError(f"on rank {rank}: {view[3]}")
-            kinds = [view[0] for view in views]
             if len(set(kinds)) == 1:
                 return True
-            if kind == "periodic":
-                return False
             if len({other for other in kinds if other != "periodic"}) > 1:
                 came = ", ".join(f"rank {rank} for {other}" for rank, other in enumerate(kinds))
                 raise GossipError(
