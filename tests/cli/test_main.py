@@ -2,15 +2,16 @@ import json
 import subprocess
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
 from gossipgrad import cli
 from gossipgrad.cli import _main
 from gossipgrad.cli._demo import compare
-from gossipgrad.cli._train import parse
+from gossipgrad.cli._train import parse, print_outcome
 from gossipgrad.errors import GossipError
-from gossipgrad.train import RunFailedError, TrainConfig
+from gossipgrad.train import Outcome, RunFailedError, TrainConfig
 
 
 @pytest.mark.parametrize("arguments", [[], ["-h"], ["--help"], ["help"]])
@@ -99,6 +100,18 @@ def test_saved_configuration_is_repeated_and_overridden(tmp_path):
     changed = parse([*arguments, "--epochs", "9", "--topology", "ring", "--out", "x"])
     assert (changed.lr, changed.epochs, changed.gossip.topology) == (0.5, 9, "ring")
     assert str(changed.out) == "x"
+
+
+@pytest.mark.parametrize(
+    ("begun", "told"),
+    [
+        (True, "stopped at once; only the metrics so far are kept in x\n"),
+        (False, "stopped by SIGINT before all workers had started; nothing was learned\n"),
+    ],
+)
+def test_a_run_without_results_says_how_far_it_came(begun, told, capsys):
+    print_outcome(Outcome(exit_code=130, begun=begun, run_dir=Path("x")))
+    assert capsys.readouterr().out == told
 
 
 def test_report_names_a_missing_run(tmp_path, capsys):

@@ -1,8 +1,8 @@
 """Runs in real processes; all share one fork server, so that each takes a second or two."""
 
-import gzip
 import json
 import multiprocessing
+import multiprocessing.context
 import os
 import signal
 import threading
@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from gossipgrad.data._fashion_mnist import DIGESTS
 from gossipgrad.train import GossipConfig, RunFailedError, TrainConfig, run
+from gossipgrad.train._launcher import launch
 
 pytestmark = pytest.mark.process
 ENDLESS = 10_000
@@ -147,6 +147,7 @@ def test_ctrl_c_while_workers_start_leaves_none(tmp_path):
     with when(lambda: bool(workers()), press_ctrl_c):
         outcome = run(config(tmp_path, nproc=3, epochs=ENDLESS))
     assert outcome.exit_code == 130
+    assert not outcome.begun
     assert not workers()
     assert not (tmp_path / "partial").exists()
 
@@ -162,25 +163,47 @@ def test_second_ctrl_c_ends_at_once(tmp_path):
     with after_steps(tmp_path, 20, freeze_and_insist):
         outcome = run(config(tmp_path, strategy="local", nproc=2, epochs=ENDLESS))
     assert outcome.exit_code == 130
+    assert outcome.begun
     assert time.monotonic() - start < 20
     assert not workers()
 
 
-def test_workers_that_cannot_start_say_why_once(tmp_path, capfd):
-    folder = tmp_path / "data" / "fashion-mnist"
-    folder.mkdir(parents=True)
-    for name in DIGESTS:
-        (folder / name).write_bytes(gzip.compress(b"not it"))
-    with pytest.raises(RunFailedError, match=r"^rank \d failed: .*-ubyte\.gz unpacks.*errors-rank"):
-        run(config(tmp_path / "run", data="fashion-mnist", nproc=3, data_dir=tmp_path / "data"))
+def test_worker_that_cannot_start_says_why_once(tmp_path, monkeypatch, capfd):
+    def launch_badly(config, run_dir, progress):
+        run_dir.metrics(1).mkdir()
+        return launch(config, run_dir, progress)
+
+    monkeypatch.setattr("gossipgrad.train._run.launch", launch_badly)
+    why = (
+        r"^rank 1 failed before its first step: IsADirectoryError: .* \(traceback in .*errors-rank"
+    )
+    with pytest.raises(RunFailedError, match=why):
+        run(config(tmp_path, nproc=3))
     assert capfd.readouterr().err == ""
-    assert "ValueError" in next((tmp_path / "run").glob("errors-rank*.txt")).read_text()
+    assert "IsADirectoryError" in (tmp_path / "errors-rank1.txt").read_text()
     assert not workers()
 
 
-def test_diverging_run_says_so(tmp_path):
-    with pytest.raises(RunFailedError, match=r"rank \d failed: the loss became .*; lower --lr"):
-        run(config(tmp_path, strategy="allreduce", nproc=2, lr=1e20))
+@pytest.mark.parametrize("presses", [1, 2])
+def test_ctrl_c_while_a_worker_is_started(tmp_path, monkeypatch, capfd, presses):
+    def start_slowly(process):
+        for _ in range(presses):
+            press_ctrl_c()
+        return start(process)
+
+    start = multiprocessing.context.ForkServerProcess.start
+    monkeypatch.setattr(multiprocessing.context.ForkServerProcess, "start", start_slowly)
+    outcome = run(config(tmp_path, nproc=3, epochs=ENDLESS))
+    assert (outcome.exit_code, outcome.begun) == (130, False)
+    assert capfd.readouterr().err == "gossipgrad: stopping; once more to stop at once\n"
+    assert not workers()
+
+
+@pytest.mark.parametrize("strategy", ["gossip", "allreduce"])
+def test_diverging_run_says_so_once(tmp_path, strategy, capfd):
+    with pytest.raises(RunFailedError, match=r"^rank \d failed: the loss .*; lower --lr \(trace"):
+        run(config(tmp_path, strategy=strategy, nproc=2, lr=1e20))
+    assert capfd.readouterr().err == ""
 
 
 def test_mistakes_are_found_before_anything_is_started(tmp_path):

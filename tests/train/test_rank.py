@@ -111,6 +111,8 @@ def test_stop_ends_at_the_next_step_and_keeps_the_model(train):
             stop.set()
 
     result, run_dir = train(epochs=50, stop=stop, emit=stop_after_first_epoch)
+    events = [json.loads(line) for line in run_dir.metrics(0).read_text().splitlines()]
+    assert [event["epoch"] for event in events if event["event"] == "epoch"] == [0]
     assert result.stopped
     assert result.epochs == 1
     assert result.steps == 90

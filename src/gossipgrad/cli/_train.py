@@ -62,7 +62,10 @@ def print_outcome(outcome: Outcome) -> None:
         return
     if outcome.summary is None:
         stopped_by = signal.Signals(outcome.exit_code - 128).name
-        print(f"stopped by {stopped_by} before all workers had started; nothing was learned")
+        if outcome.begun:
+            print(f"stopped at once; only the metrics so far are kept in {outcome.run_dir}")
+        else:
+            print(f"stopped by {stopped_by} before all workers had started; nothing was learned")
         return
     summary = outcome.summary
     what = "consensus" if summary["model_is_consensus"] else f"rank {summary['model_from_rank']}"

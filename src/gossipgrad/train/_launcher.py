@@ -35,11 +35,17 @@ class Launched:
         results: Of the ranks that came to their end.
         failures: Of those that were lost.
         stopped_by: The signal that ended the run early, if one did.
+        begun: Whether a rank had begun to train.
     """
 
     results: dict[int, RankResult]
     failures: dict[int, Failure]
     stopped_by: signal.Signals | None
+    begun: bool
+
+
+class _InsistedError(BaseException):
+    """A second signal came while a worker was being started, which may take seconds."""
 
 
 def launch(config: TrainConfig, run_dir: RunDir, progress: Progress) -> Launched:
@@ -49,18 +55,30 @@ def launch(config: TrainConfig, run_dir: RunDir, progress: Progress) -> Launched
     other in a store that lives in this process, so that no worker is needed more than the others.
     When one is lost, gossip and local runs go on without it; an all-reduce run ends. The first
     signal asks the workers to stop at the next step and keeps what was reached; the second kills
-    them. No worker outlives this call.
+    them. A signal before the first step ends the run. No worker outlives this call.
 
     Raises:
         RunFailedError: A worker could not start, one of an all-reduce was lost, or all were.
     """
-    with catch_stops() as stops, _hosted_store() as port:
+    starting = True
+
+    def on_stop(stops: Stops) -> None:
+        if starting and stops.insisted:
+            raise _InsistedError
+        if starting:
+            progress.notice("stopping; once more to stop at once")
+
+    with catch_stops(on_stop) as stops, _hosted_store() as port:
         workers: list[WorkerHandle] = []
         try:
-            for worker in _start(config, run_dir, port):
+            for worker in _start(config, run_dir, port, stops):
                 workers.append(worker)  # noqa: PERF402  (those started are ended, come what may)
+            starting = False
             _supervise(workers, config, progress, stops)
+        except _InsistedError:
+            pass
         finally:
+            starting = False
             # All at once: one that sees another go would complain of it.
             for worker in workers:
                 worker.kill_unless_done()
@@ -70,12 +88,13 @@ def launch(config: TrainConfig, run_dir: RunDir, progress: Progress) -> Launched
         results={worker.rank: worker.result for worker in workers if worker.result is not None},
         failures={worker.rank: worker.failure for worker in workers if worker.failure is not None},
         stopped_by=stops.first,
+        begun=any(worker.ready for worker in workers),
     )
     _check_end(launched, config, run_dir)
     return launched
 
 
-def _start(config: TrainConfig, run_dir: RunDir, port: int) -> Iterator[WorkerHandle]:
+def _start(config: TrainConfig, run_dir: RunDir, port: int, stops: Stops) -> Iterator[WorkerHandle]:
     assert config.nproc is not None, "resolve the configuration first"
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
@@ -95,6 +114,8 @@ def _start(config: TrainConfig, run_dir: RunDir, port: int) -> Iterator[WorkerHa
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     for rank in range(config.nproc):
+        if stops.first is not None:
+            return
         ours, theirs = context.Pipe()
         spec = WorkerSpec(
             config=config, run_dir=run_dir, rank=rank, world_size=config.nproc, store_port=port
@@ -109,6 +130,9 @@ def _start(config: TrainConfig, run_dir: RunDir, port: int) -> Iterator[WorkerHa
             raise RunFailedError(
                 f"rank {rank} could not be started: {error or type(error).__name__}"
             ) from error
+        except BaseException:
+            ours.close()  # it may run, unknown to us, and ends with its pipe
+            raise
         finally:
             theirs.close()
         yield WorkerHandle(process, ours, rank)
@@ -166,7 +190,9 @@ def _supervise(
 
 def _is_fatal(failure: Failure | None, config: TrainConfig) -> TypeGuard[Failure]:
     """Whether the run cannot go on without this worker."""
-    return failure is not None and (not failure.started or config.strategy == "allreduce")
+    return failure is not None and (
+        not failure.started or failure.is_fatal or config.strategy == "allreduce"
+    )
 
 
 def _check_end(launched: Launched, config: TrainConfig, run_dir: RunDir) -> None:
@@ -178,9 +204,12 @@ def _check_end(launched: Launched, config: TrainConfig, run_dir: RunDir) -> None
     if not fatal and launched.results:
         return
     first = (fatal or failures)[0]
-    why = "" if first.started else " before its first step"
-    if first.started and config.strategy == "allreduce":
-        why = "; all-reduce needs every rank, so the run is over"
+    what = first.cause.rstrip(".")
+    if not first.started:
+        verb, colon, rest = what.partition(":")
+        what = f"{verb} before its first step{colon}{rest}"
+    elif config.strategy == "allreduce" and not first.is_fatal:
+        what += "; all-reduce needs every rank, so the run is over"
     where = run_dir.errors(first.rank)
     trace = f" (traceback in {where})" if where.exists() else ""
-    raise RunFailedError(f"rank {first.rank} {first.cause}{why}{trace}")
+    raise RunFailedError(f"rank {first.rank} {what}{trace}")

@@ -12,11 +12,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from gossipgrad.data import ShardedBatches
-from gossipgrad.errors import GossipError
 
 from ._evaluate import Evaluation, TestPart
 from ._metrics import Event, Metrics
-from ._result import RunStopped
+from ._result import DivergedError, RunStopped
 from ._spans import StepSpans
 from ._strategies import Strategy
 
@@ -26,6 +25,8 @@ _PROGRESS_SECONDS = 0.1
 @dataclass(kw_only=True)
 class Loop:
     """Trains for some epochs and evaluates after each; a loss that is not finite ends it.
+
+    A stop between two epochs evaluates as well, for the model to export, but makes no epoch event.
 
     Attributes:
         strategy: Keeps the replicas together.
@@ -98,7 +99,7 @@ class Loop:
             self.scheduler.step()
             self.optimizer.zero_grad()
         if not math.isfinite(value := loss.item()):
-            raise GossipError(f"the loss became {value} in step {step + 1}; lower --lr")
+            raise DivergedError(f"the loss became {value} in step {step + 1}; lower --lr")
         return value
 
     def _log(self, epoch: int, loss: float, step_seconds: float) -> None:
@@ -136,6 +137,8 @@ class Loop:
         metrics = self.metrics
         with self.spans.measure("evaluate", metrics.steps):
             evaluation = self.strategy.evaluate(self.test, final=final)
+        if not metrics.epoch_samples:
+            return evaluation
         event = metrics.write(
             "epoch",
             epoch=epoch,

@@ -17,6 +17,13 @@ class Metrics:
     Args:
         path: The file; replaced.
         now: The clock, in seconds.
+
+    Attributes:
+        steps: Made so far.
+        samples: In these steps.
+        epochs: Finished so far.
+        epoch_samples: Samples of the epoch so far.
+        train_seconds: Spent in steps.
     """
 
     def __init__(self, path: Path, *, now: Callable[[], float] = perf_counter) -> None:
@@ -27,7 +34,7 @@ class Metrics:
         self._now = now
         self._start = now()
         self._loss_sum = 0.0
-        self._epoch_samples = 0
+        self.epoch_samples = 0
         self._epoch_seconds = 0.0
         self._file = path.open("w", buffering=1)
 
@@ -53,23 +60,23 @@ class Metrics:
         self.samples += samples
         self.train_seconds += step_seconds
         self._loss_sum += loss * samples
-        self._epoch_samples += samples
+        self.epoch_samples += samples
         self._epoch_seconds += step_seconds
 
     def begin_epoch(self) -> None:
         """Forget the sums of the epoch before."""
         self._loss_sum = self._epoch_seconds = 0.0
-        self._epoch_samples = 0
+        self.epoch_samples = 0
 
     @property
     def epoch_loss(self) -> float:
         """Mean training loss of the epoch so far, NaN before its first step."""
-        return self._loss_sum / self._epoch_samples if self._epoch_samples else math.nan
+        return self._loss_sum / self.epoch_samples if self.epoch_samples else math.nan
 
     @property
     def samples_per_second(self) -> float:
         """Of this rank, in the epoch so far, evaluations left out."""
-        return self._epoch_samples / self._epoch_seconds if self._epoch_seconds else 0.0
+        return self.epoch_samples / self._epoch_seconds if self._epoch_seconds else 0.0
 
     def write(self, event: str, **values: Any) -> Event:
         """Write one event and return it; numbers that are not finite become null."""

@@ -36,8 +36,8 @@ def train_rank(
     """Train one replica to the end or the stop, and leave it in `run_dir` for export.
 
     The default process group must be there, except for `strategy` local. Runs one thread of
-    compute. With the same `config` and as many ranks a run repeats bit for bit, for as long as no
-    rank dies.
+    compute. With the same `config` and as many ranks a run repeats bit for bit, for as long as
+    every exchange is delivered: a rank that dies, or comes too late, changes what others mix.
 
     Args:
         config: The options; `lr` must be filled in.
@@ -53,7 +53,7 @@ def train_rank(
 
     Raises:
         PeerLostError: An all-reduce found a rank gone.
-        GossipError: The loss is no longer finite.
+        DivergedError: The loss is no longer finite.
     """
     torch.set_num_threads(1)
     torch.manual_seed(config.seed)

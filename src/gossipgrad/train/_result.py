@@ -19,6 +19,10 @@ class PeerLostError(GossipError):
     """This rank could not go on because another one is gone."""
 
 
+class DivergedError(GossipError):
+    """The loss is no longer finite; what this rank holds spoils all others."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankResult:
     """Figures of one rank, plain values that travel as JSON."""

@@ -58,7 +58,11 @@ def run(config: TrainConfig, *, show_config: bool = False) -> Outcome:
         progress.close()
     if not launched.results:
         run_dir.remove_partial()
-        return Outcome(exit_code=exit_code_of(launched.stopped_by), run_dir=run_dir.path)
+        return Outcome(
+            exit_code=exit_code_of(launched.stopped_by),
+            begun=launched.begun,
+            run_dir=run_dir.path,
+        )
     exported = launched.results[min(launched.results)]
     summary = compose(
         config,

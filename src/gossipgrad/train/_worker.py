@@ -20,7 +20,7 @@ from ._config import TrainConfig
 from ._layout import RunDir
 from ._metrics import Event
 from ._rank import train_rank
-from ._result import PeerLostError
+from ._result import DivergedError, PeerLostError
 
 LOOPBACK = "127.0.0.1"
 
@@ -80,6 +80,7 @@ def worker_main(spec: WorkerSpec, pipe: Connection) -> None:
                 "started": started,
                 "cause": short_cause(error),
                 "is_consequence": isinstance(error, PeerLostError),
+                "is_fatal": isinstance(error, DivergedError),
             }
         )
         # A broken process group may hang in its own teardown; there is nothing left to save.

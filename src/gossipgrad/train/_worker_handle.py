@@ -24,6 +24,8 @@ class Failure:
     """Whether it had begun to train."""
     is_consequence: bool = False
     """Whether it fell because another one had."""
+    is_fatal: bool = False
+    """Whether the others would fall for the same reason, or learn nothing."""
 
 
 class WorkerHandle:
@@ -76,6 +78,7 @@ class WorkerHandle:
                 cause=f"failed: {event['cause']}",
                 started=self.ready,
                 is_consequence=event["is_consequence"],
+                is_fatal=event["is_fatal"],
             )
         progress.take(self.rank, event)
 
