@@ -10,6 +10,9 @@ from ._metrics import Event
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
+# Bar and remaining time beside all figures take so much.
+_WIDE_COLUMNS = 120
+
 
 class Progress:
     """Takes the events of all ranks and shows the lowest one that is alive; shows nothing itself.
@@ -82,20 +85,24 @@ class PlainProgress(Progress):
 
 
 class LiveProgress(Progress):
-    """A line an epoch above a bar that moves with the steps, for terminals."""
+    """A line an epoch above a bar that moves with the steps, for terminals.
+
+    A narrow terminal gets the figures alone, in short words.
+    """
 
     def __init__(self, config: TrainConfig, world_size: int) -> None:
+        from rich.console import Console
         from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as RichProgress
 
         super().__init__(config, world_size)
-        self._bar = RichProgress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=20),
-            TextColumn("{task.fields[figures]}"),
-            TimeRemainingColumn(),
-            transient=True,
-        )
+        console = Console()
+        self._is_narrow = console.width < _WIDE_COLUMNS
+        self._accuracy: float | None = None
+        columns = [TextColumn("{task.description}"), TextColumn("{task.fields[figures]}")]
+        if not self._is_narrow:
+            columns = [columns[0], BarColumn(bar_width=20), columns[1], TimeRemainingColumn()]
+        self._bar = RichProgress(*columns, console=console, transient=True)
         self._task: TaskID = self._bar.add_task("starting", total=None, figures="")
         self._bar.start()
 
@@ -112,9 +119,12 @@ class LiveProgress(Progress):
 
     def _show_step(self, event: Event) -> None:
         figures = _loss(event)
+        if self._accuracy is not None:
+            figures.append(f"{'acc' if self._is_narrow else 'accuracy'} {self._accuracy:.1%}")
         if event["consensus_distance"] is not None:
-            figures.append(f"distance ~{event['consensus_distance']:.3g}")
-        figures.append(f"{self.samples_per_second:,.0f} samples/s")
+            word = "dist" if self._is_narrow else "distance"
+            figures.append(f"{word} ~{event['consensus_distance']:.3g}")
+        figures.append(f"{self.samples_per_second:,.0f}{'' if self._is_narrow else ' samples'}/s")
         figures.append(f"exposed {event['exposed_share']:.0%}")
         self._bar.update(
             self._task,
@@ -124,6 +134,7 @@ class LiveProgress(Progress):
         )
 
     def _show_epoch(self, event: Event) -> None:
+        self._accuracy = event["accuracy"]
         self._bar.console.print(self._epoch_line(event), markup=False, highlight=False)
         self._bar.update(self._task, completed=event["step"])
 

@@ -1,0 +1,32 @@
+import pytest
+
+from gossipgrad.train import TrainConfig
+from gossipgrad.train._progress import LiveProgress
+
+EVENT = {"epoch": 11, "step": 7, "loss": 0.5, "samples_per_second": 20_000.0}
+
+
+@pytest.mark.parametrize(
+    ("columns", "figures"),
+    [
+        (140, "loss 0.5000  accuracy 97.5%  distance ~0.125  40,000 samples/s  exposed 12%"),
+        (80, "loss 0.5000  acc 97.5%  dist ~0.125  40,000/s  exposed 12%"),
+    ],
+)
+def test_live_line_shows_all_figures_whole(monkeypatch, capsys, columns, figures):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    progress = LiveProgress(TrainConfig(), 2)
+    try:
+        progress.take(0, {"event": "ready", "total_steps": 100})
+        progress.take(0, EVENT | {"event": "epoch", "accuracy": 0.975, "consensus_distance": None})
+        for rank in (1, 0):
+            step = {"event": "progress", "consensus_distance": 0.125, "exposed_share": 0.12}
+            progress.take(rank, EVENT | step)
+        progress._bar.refresh()
+    finally:
+        progress.close()
+    shown = capsys.readouterr().out
+    assert "epoch 12/20" in shown
+    assert figures in shown
