@@ -102,6 +102,31 @@ def test_saved_configuration_is_repeated_and_overridden(tmp_path):
     assert str(changed.out) == "x"
 
 
+@pytest.fixture
+def saved(tmp_path):
+    def save(**options):
+        path = tmp_path / "config.json"
+        TrainConfig(**options).resolved(nproc=2, out=tmp_path).write(path, {})
+        return ["--config", str(path)]
+
+    return save
+
+
+def test_another_optimizer_brings_its_own_learning_rate(saved):
+    assert parse([*saved(), "--optimizer", "adamw"]).lr is None
+    assert parse([*saved(), "--optimizer=adamw", "--lr=0.1"]).lr == 0.1
+    assert parse([*saved(lr=0.5), "--optimizer", "sgd"]).lr == 0.5
+    with pytest.warns(UserWarning, match=r"lr=0\.5 of .*json is not used: it belongs to sgd"):
+        assert parse([*saved(lr=0.5), "--optimizer", "adamw"]).lr is None
+
+
+def test_a_given_world_replaces_the_saved_number_of_processes(saved, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert parse(saved()).nproc is None
+    assert parse([*saved(), "--nproc", "4"]).nproc == 4
+
+
 @pytest.mark.parametrize(
     ("begun", "told"),
     [
@@ -138,3 +163,19 @@ def test_comparison_has_a_column_a_run():
     assert next(iter(table.columns[0].cells)) == "accuracy"
     assert next(iter(table.columns[1].cells)) == "97.50%"
     assert list(table.columns[1].cells)[-1] == "-"
+
+
+def test_comparison_counts_mixing_on_the_step():
+    costs = {"exposed_seconds_per_step": 0.002, "mixing_seconds_per_step": 0.003}
+    table = compare({"gossip": costs, "allreduce": costs | {"mixing_seconds_per_step": None}})
+    rows = zip(*(column.cells for column in table.columns), strict=True)
+    figures = {title: (gossip, allreduce) for title, gossip, allreduce in rows}
+    assert figures["exposed a step, ms"] == ("2.00", "2.00")
+    assert figures["communication on the step's thread, ms"] == ("5.00", "2.00")
+
+
+def test_demo_is_refused_where_the_world_is_given(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert cli.main(["demo"]) == 2
+    assert "the demo starts its own workers; run it outside of torchrun" in capsys.readouterr().err

@@ -1,14 +1,16 @@
 """`gossipgrad train`: one run from options, a saved configuration, or both."""
 
 import argparse
+import os
 import signal
-from dataclasses import dataclass, field
+import warnings
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from gossipgrad.train import Outcome, TrainConfig, run
+from gossipgrad.train import DEFAULT_LR, Outcome, TrainConfig, find_world, run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,15 +39,30 @@ def main(arguments: list[str]) -> int:
 def parse(arguments: list[str]) -> TrainConfig:
     """The configuration that a command line means.
 
+    A saved configuration has nothing left to a default. What follows from another option that is
+    replaced does not stay: the learning rate of another optimizer, and the number of processes
+    where the world is given.
+
     Raises:
         ValueError: A value is not allowed, or `--config` names no configuration.
     """
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--config", type=Path)
-    path = first.parse_known_args(arguments)[0].config
-    default = TrainOptions(
-        config=path, train=TrainConfig() if path is None else TrainConfig.from_file(path)
-    )
+    for name in ("--optimizer", "--lr"):
+        first.add_argument(name)
+    given = first.parse_known_args(arguments)[0]
+    saved = TrainConfig() if given.config is None else TrainConfig.from_file(given.config)
+    if given.optimizer not in (None, saved.optimizer) and given.lr is None:
+        if saved.lr not in (None, DEFAULT_LR[saved.optimizer]):
+            warnings.warn(
+                f"lr={saved.lr} of {given.config} is not used: it belongs to {saved.optimizer}; "
+                "give --lr to keep it.",
+                stacklevel=2,
+            )
+        saved = replace(saved, lr=None)
+    if find_world(os.environ) is not None:
+        saved = replace(saved, nproc=None)
+    default = TrainOptions(config=given.config, train=saved)
     options = tyro.cli(
         TrainOptions,
         args=arguments,

@@ -1,7 +1,9 @@
 """The main job: one configuration, one loop, on local processes or in a world already started."""
 
+from ._config import DEFAULT_LR as DEFAULT_LR
 from ._config import GossipConfig as GossipConfig
 from ._config import TrainConfig as TrainConfig
 from ._outcome import Outcome as Outcome
 from ._result import RunFailedError as RunFailedError
 from ._run import run as run
+from ._world import find_world as find_world

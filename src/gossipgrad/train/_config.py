@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import Any, Literal
 
 from ._options import check_at_least, check_choices, from_plain
 
-_DEFAULT_LR = {"sgd": 0.1, "adamw": 1e-3}
+# Of each optimizer, where none is given.
+DEFAULT_LR = {"sgd": 0.1, "adamw": 1e-3}
 _LR_RULES = {
     "cosine": "lr * (1 + cos(pi * step / steps)) / 2, every step",
     "constant": "lr",
@@ -95,8 +97,10 @@ class TrainConfig:
         check_choices(type(self), dataclasses.asdict(self))
         check_at_least(self, 1, "epochs", "batch_size", "nproc", "log_every")
         check_at_least(self, 0, "seed", "weight_decay", "trace")
-        if self.lr is not None and not self.lr > 0:
-            raise ValueError(f"lr is {self.lr}, but must be above 0.")
+        if self.lr is not None and not 0 < self.lr < math.inf:
+            raise ValueError(f"lr is {self.lr}, but must be above 0 and finite.")
+        if self.weight_decay == math.inf:
+            raise ValueError(f"weight_decay is {self.weight_decay}, but must be finite.")
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum is {self.momentum}, but must be at least 0 and below 1.")
 
@@ -107,7 +111,7 @@ class TrainConfig:
 
     def resolved(self, *, nproc: int, out: Path) -> "TrainConfig":
         """The same run with nothing left to a default."""
-        lr = _DEFAULT_LR[self.optimizer] if self.lr is None else self.lr
+        lr = DEFAULT_LR[self.optimizer] if self.lr is None else self.lr
         return dataclasses.replace(self, nproc=nproc, out=out, lr=lr)
 
     def warn_of_unused(self) -> None:
