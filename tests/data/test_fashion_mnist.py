@@ -11,7 +11,7 @@ import pytest
 
 from gossipgrad import data
 from gossipgrad.data import _fashion_mnist
-from gossipgrad.data._fashion_mnist import prepare_fashion_mnist
+from gossipgrad.data._fashion_mnist import find_fashion_mnist
 from gossipgrad.errors import GossipError
 
 REPOSITORY = Path(__file__).parents[2]
@@ -51,24 +51,24 @@ def names(folder: Path) -> set[str]:
 
 def test_fetches_into_the_cache_once(site, tmp_path):
     folder, address = site
-    cached = prepare_fashion_mnist(address=address)
+    cached = find_fashion_mnist(address=address)
     assert cached == tmp_path / "cache" / "gossipgrad" / "fashion-mnist"
     assert names(cached) == names(folder)
     for file in folder.iterdir():
         file.unlink()
-    assert prepare_fashion_mnist(address=address) == cached
+    assert find_fashion_mnist(address=address) == cached
 
 
 def test_fetches_into_the_folder_that_was_named(site, tmp_path):
     _, address = site
-    assert prepare_fashion_mnist(tmp_path / "d", address=address) == tmp_path / "d/fashion-mnist"
+    assert find_fashion_mnist(tmp_path / "d", address=address) == tmp_path / "d/fashion-mnist"
 
 
 def test_shared_folder_comes_before_the_cache(site, tmp_path, monkeypatch):
     _, address = site
-    shared = prepare_fashion_mnist(tmp_path / "shared", address=address)
+    shared = find_fashion_mnist(tmp_path / "shared", address=address)
     monkeypatch.setenv("GOSSIPGRAD_DATA", str(tmp_path / "shared"))
-    assert prepare_fashion_mnist(address="http://127.0.0.1:9") == shared
+    assert find_fashion_mnist(address="http://127.0.0.1:9") == shared
 
 
 def test_wrong_content_is_refused_and_leaves_nothing(site, tmp_path):
@@ -76,7 +76,7 @@ def test_wrong_content_is_refused_and_leaves_nothing(site, tmp_path):
     wrong = folder / "t10k-images-idx3-ubyte.gz"
     wrong.write_bytes(gzip.compress(b"\0\0\x08\x01\0\0\0\x01?"))
     with pytest.raises(GossipError, match=r"t10k-images.* did not serve the expected file.*SHA"):
-        prepare_fashion_mnist(tmp_path / "d", address=address)
+        find_fashion_mnist(tmp_path / "d", address=address)
     assert names(tmp_path / "d/fashion-mnist") == names(folder) & {
         "train-images-idx3-ubyte.gz",
         "train-labels-idx1-ubyte.gz",
@@ -86,9 +86,20 @@ def test_wrong_content_is_refused_and_leaves_nothing(site, tmp_path):
 def test_missing_file_names_the_address_and_the_way_out(site, tmp_path):
     folder, address = site
     (folder / "train-images-idx3-ubyte.gz").unlink()
-    with pytest.raises(GossipError, match=r"could not fetch http://127.*404.*--data-dir"):
-        prepare_fashion_mnist(tmp_path / "d", address=address)
+    with pytest.raises(
+        GossipError, match=r"could not fetch http://127.*404.*put the four files .*--data-dir"
+    ):
+        find_fashion_mnist(tmp_path / "d", address=address)
     assert names(tmp_path / "d/fashion-mnist") == set()
+
+
+def test_preparing_finds_a_damaged_file_before_anyone_loads_it(site, tmp_path):
+    _, address = site
+    folder = find_fashion_mnist(tmp_path, address=address)
+    data.prepare("fashion-mnist", tmp_path)
+    (folder / "t10k-labels-idx1-ubyte.gz").write_bytes(b"?")
+    with pytest.raises(ValueError, match=r"t10k-labels.*is damaged .*delete it to fetch it anew"):
+        data.prepare("fashion-mnist", tmp_path)
 
 
 @pytest.mark.skipif(not (SHARED / "fashion-mnist").is_dir(), reason="data set not on this machine")

@@ -10,9 +10,24 @@ def test_takes_the_next_free_name(tmp_path, monkeypatch):
 
 
 def test_refuses_a_folder_that_holds_a_run(tmp_path):
-    claim(tmp_path, name="", overwrite=False).config.write_text("{}")
+    under_way = claim(tmp_path, name="", overwrite=False)
+    under_way.config.write_text("{}")
     with pytest.raises(ValueError, match=r"holds a run already.*--out.*--overwrite"):
         claim(tmp_path, name="", overwrite=False)
+    under_way.remove_partial()
+    under_way.metrics(1).write_text("{}")
+    with pytest.raises(ValueError, match="holds a run already"):
+        claim(tmp_path, name="", overwrite=False)
+
+
+def test_a_start_that_failed_leaves_its_folder_free(tmp_path):
+    failed = claim(tmp_path, name="", overwrite=False)
+    failed.config.write_text("{}")
+    failed.errors(1).write_text("Traceback")
+    failed.metrics(0).write_text("")
+    failed.remove_partial()
+    claim(tmp_path, name="", overwrite=False)
+    assert [file.name for file in tmp_path.iterdir()] == ["partial"]
 
 
 def test_overwrite_removes_the_run_and_nothing_else(tmp_path):

@@ -5,6 +5,7 @@ References:
 """
 
 import os
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -42,8 +43,20 @@ DIGESTS = {
 }
 
 
-def prepare_fashion_mnist(data_dir: Path | None = None, *, address: str = ADDRESS) -> Path:
-    """Make sure that the four files are there; fetch them where no place has them all.
+def prepare_fashion_mnist(data_dir: Path | None = None) -> None:
+    """Make sure that the four files are there and are the right ones; takes a second.
+
+    Raises:
+        GossipError: A file is missing and could not be fetched.
+        ValueError: A file in place is not the right one; the message names it.
+    """
+    folder = find_fashion_mnist(data_dir)
+    for name, digest in DIGESTS.items():
+        read_idx(folder / name, sha256=digest)
+
+
+def find_fashion_mnist(data_dir: Path | None = None, *, address: str = ADDRESS) -> Path:
+    """Find the four files; fetch them where no place has them all.
 
     Looked at in this order: `data_dir`, the folder that `GOSSIPGRAD_DATA` names, the user's cache
     (`$XDG_CACHE_HOME/gossipgrad`, `~/.cache/gossipgrad`), each time in its folder
@@ -60,9 +73,14 @@ def prepare_fashion_mnist(data_dir: Path | None = None, *, address: str = ADDRES
         if all((folder / name).is_file() for name in DIGESTS):
             return folder
     folder = places[0] if data_dir is not None else places[-1]
+    way_out = (
+        f"put the four files of {INFO.name} into {folder}, or name the folder that has them in its "
+        f"{INFO.name}/ with --data-dir or GOSSIPGRAD_DATA"
+    )
     for name, digest in DIGESTS.items():
         if not (folder / name).is_file():
-            fetch(f"{address}/{name}", folder / name, lambda path: read_idx(path, sha256=digest))  # noqa: B023
+            check = partial(read_idx, sha256=digest)
+            fetch(f"{address}/{name}", folder / name, check, way_out=way_out)
     return folder
 
 
@@ -73,7 +91,7 @@ def load_fashion_mnist(data_dir: Path | None = None) -> Dataset:
         GossipError: A file is missing and could not be fetched.
         ValueError: A file in place is not the right one; the message names it.
     """
-    folder = prepare_fashion_mnist(data_dir)
+    folder = find_fashion_mnist(data_dir)
     arrays = {name: read_idx(folder / name, sha256=digest) for name, digest in DIGESTS.items()}
     train_x, test_x = normalised(
         _images(arrays["train-images-idx3-ubyte.gz"]), _images(arrays["t10k-images-idx3-ubyte.gz"])

@@ -14,13 +14,14 @@ from gossipgrad.errors import GossipError
 _TIMEOUT_SECONDS = 30.0
 
 
-def fetch(url: str, path: Path, check: Callable[[Path], object]) -> None:
+def fetch(url: str, path: Path, check: Callable[[Path], object], *, way_out: str) -> None:
     """Download `url` to `path`, which exists afterwards only if `check` accepted it.
 
     Args:
         url: Where the file is.
         path: Where it goes; its folder is made.
         check: Raises `ValueError` on a file that is not the right one.
+        way_out: What the user can do instead, for the message.
 
     Raises:
         GossipError: The file could not be fetched or is not the right one; nothing is left behind.
@@ -41,8 +42,7 @@ def fetch(url: str, path: Path, check: Callable[[Path], object]) -> None:
         os.replace(partial, path)  # noqa: PTH105  (atomic, and says so)
     except (OSError, urllib.error.URLError) as error:
         raise GossipError(
-            f"could not fetch {url} to {path.parent} ({error}); put the file there by hand, or "
-            "name a folder that has it with --data-dir."
+            f"could not fetch {url} to {path.parent} ({error}); {way_out}."
         ) from error
     except ValueError as error:
         raise GossipError(f"{url} did not serve the expected file: {error}") from error

@@ -25,10 +25,13 @@ def info(name: str) -> DatasetInfo:
 
 
 def prepare(name: str, data_dir: Path | None = None) -> None:
-    """Do what must happen once a machine before ranks load `name`: find its files or fetch them.
+    """Do what must happen once a machine before ranks load `name`: find or fetch its files.
+
+    Files are checked here as well as when they are loaded, so that a damaged one is told once.
 
     Raises:
-        ValueError: There is no data set of this name, or a package it needs is missing.
+        ValueError: There is no data set of this name, or a package it needs is missing, or a
+            file of it is damaged.
         GossipError: A file could not be fetched.
     """
     if info(name) is _digits.INFO:
@@ -42,7 +45,7 @@ def load(name: str, data_dir: Path | None = None) -> Dataset:
 
     Args:
         name: One of `NAMES`.
-        data_dir: Folder of data sets; see `prepare_fashion_mnist` for where else is looked.
+        data_dir: Folder of data sets; see `find_fashion_mnist` for where else is looked.
 
     Raises:
         ValueError: There is no data set of this name, or a file of it is damaged.

@@ -52,6 +52,17 @@ class RunDir:
         """Spans of a rank."""
         return self.partial / f"trace-rank{rank}.jsonl"
 
+    @property
+    def holds_run(self) -> bool:
+        """Whether there is something to lose: a run under way, or what one has reached.
+
+        Options and tracebacks alone are left by a start that failed.
+        """
+        reached = [self.summary, self.model, *self.path.glob("metrics-rank*.jsonl")]
+        return (self.partial.exists() and self.config.exists()) or any(
+            file.exists() and file.stat().st_size for file in reached
+        )
+
     def remove_partial(self) -> None:
         """Remove what ranks left for whoever put the run together."""
         shutil.rmtree(self.partial, ignore_errors=True)
@@ -91,7 +102,7 @@ def claim(out: Path | None, *, name: str, overwrite: bool) -> RunDir:
         else:
             folder = RunDir(out)
             folder.path.mkdir(parents=True, exist_ok=True)
-            if not overwrite and folder.config.exists():
+            if not overwrite and folder.holds_run:
                 raise ValueError(
                     f"{out} holds a run already; name another folder with --out, or replace it "
                     "with --overwrite."
