@@ -6,6 +6,7 @@ import sys
 import pytest
 import tyro
 
+from gossipgrad import cli
 from gossipgrad.cli._topology import TopologyOptions, run
 
 
@@ -85,23 +86,24 @@ def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     path = tmp_path / "mixing.png"
-    assert run(TopologyOptions(world_size=4, image=path)) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err == (
-        "gossipgrad topology: --image needs matplotlib, which is not installed: "
-        "pip install 'gossipgrad[plot]'\n"
-    )
+    with pytest.raises(ValueError, match=r"--image needs matplotlib.*pip install 'gossipgrad\[pl"):
+        run(TopologyOptions(world_size=4, image=path))
+    assert capsys.readouterr().out == ""
     assert not path.exists()
 
 
-def test_a_schedule_that_does_not_fit_is_an_error_not_a_trace(tmp_path, capsys):
-    assert run(TopologyOptions(world_size=12, schedule="hypercube")) == 2
-    assert "hypercube needs a world size that is a power of two, got 12" in (
-        capsys.readouterr().err
+def test_what_does_not_fit_is_an_error_not_a_trace(tmp_path, capsys):
+    assert cli.main(["topology", "--world-size", "12", "--schedule", "hypercube"]) == 2
+    assert capsys.readouterr().err.startswith(
+        "gossipgrad: error: hypercube needs a world size that is a power of two, got 12"
     )
-    assert run(TopologyOptions(world_size=4, image=tmp_path / "missing" / "mixing.png")) == 2
-    assert "No such file or directory" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="No such file or directory"):
+        run(TopologyOptions(world_size=4, image=tmp_path / "missing" / "mixing.png"))
+
+
+def test_one_rank_is_singular(capsys):
+    assert run(TopologyOptions(world_size=1, rounds=0)) == 0
+    assert "dissemination, 1 rank " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -50,9 +50,10 @@ def main(arguments: list[str]) -> int:
         overwrite=True,
     )
     console = Console()
+    plural = "s" * (options.nproc != 1)
     outcomes: dict[str, Outcome] = {}
     for strategy in _STRATEGIES:
-        console.print(f"[bold]{strategy}[/bold], {options.nproc} workers on digits")
+        console.print(f"[bold]{strategy}[/bold], {options.nproc} worker{plural} on digits")
         outcome = run(dataclasses.replace(config, strategy=strategy, out=options.out / strategy))
         if outcome.exit_code or outcome.summary is None:
             return outcome.exit_code

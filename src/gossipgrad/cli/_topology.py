@@ -1,7 +1,6 @@
 """`gossipgrad topology`: what a schedule does, before anything is trained with it."""
 
 import json
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -58,7 +57,10 @@ def run(options: TopologyOptions) -> int:
     """Print the properties of the schedule that the options name, and draw it if asked.
 
     Returns:
-        The exit code: 0, or 2 with a message on standard error when the options do not fit.
+        The exit code, 0.
+
+    Raises:
+        ValueError: The options do not fit, or the image cannot be drawn.
     """
     try:
         schedule = by_name(
@@ -70,9 +72,8 @@ def run(options: TopologyOptions) -> int:
         analysis = analyse(schedule, weight=options.weight, max_rounds=options.max_rounds)
         if options.image is not None:
             _draw(schedule, options.weight, options.image)
-    except (ValueError, ImportError, OSError) as error:
-        print(f"gossipgrad topology: {error}", file=sys.stderr)
-        return 2
+    except (ImportError, OSError) as error:
+        raise ValueError(str(error)) from error
     if options.json:
         print(json.dumps(_as_json(schedule, analysis, options), indent=2))
     else:
@@ -101,7 +102,7 @@ def _print_table(schedule: Schedule, analysis: Analysis, options: TopologyOption
 
     about = "" if analysis.exact else "about "
     relabelled = schedule.describe()["rotate"]
-    table = Table(show_header=False, title=f"{schedule.name}, {schedule.world_size:,} ranks")
+    table = Table(show_header=False, title=_title(schedule))
     table.add_column(style="bold")
     table.add_column()
     table.add_row("partners", "symmetric" if schedule.symmetric else "directed")
@@ -127,6 +128,10 @@ def _print_table(schedule: Schedule, analysis: Analysis, options: TopologyOption
         console.print("Estimates, from random vectors and a sample of the ranks.")
     if options.image is not None:
         console.print(f"Drawn into {options.image}", soft_wrap=True)
+
+
+def _title(schedule: Schedule) -> str:
+    return f"{schedule.name}, {schedule.world_size:,} rank{'s' * (schedule.world_size != 1)}"
 
 
 def _meeting(schedule: Schedule, round: int) -> str:
@@ -155,7 +160,7 @@ def _draw(schedule: Schedule, weight: float, path: Path) -> None:
     }
     figure = Figure(figsize=(13, 4.6), layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle(f"{schedule.name}, {schedule.world_size} ranks: share of each rank's value")
+    figure.suptitle(f"{_title(schedule)}: share of each rank's value")
     for axes, (title, rounds) in zip(figure.subplots(1, 3), panels.items(), strict=True):
         product = mixing_product(schedule, rounds, weight=weight)
         image = axes.imshow(product, cmap="viridis", vmin=0.0, interpolation="nearest")
