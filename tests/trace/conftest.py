@@ -72,7 +72,7 @@ def metrics(rank: int, steps: int) -> list[dict[str, Any]]:
             {
                 "event": "step",
                 "step": step,
-                "epoch": epoch,
+                "epoch": epoch - 1,
                 "seconds": step / 10,
                 "loss": math.exp(-step / 10) + rank / 100,
                 "samples": 32 * step,
@@ -85,7 +85,7 @@ def metrics(rank: int, steps: int) -> list[dict[str, Any]]:
             records.append(
                 {
                     "event": "epoch",
-                    "epoch": epoch,
+                    "epoch": epoch - 1,
                     "step": step,
                     "seconds": step / 10,
                     "accuracy": 1 - 1 / (epoch + 1),

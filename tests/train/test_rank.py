@@ -123,7 +123,7 @@ def test_trace_has_the_steps_asked_for(train):
     _, run_dir = train(epochs=1, trace=3)
     lines = [json.loads(line) for line in run_dir.rank_trace(0).read_text().splitlines()[1:]]
     forward = [line["attributes"]["step"] for line in lines if line["name"] == "forward"]
-    assert forward == [5, 6, 7]
+    assert forward == [6, 7, 8]
     assert {line["name"] for line in lines} == {"data", "forward", "backward", "optimizer"}
 
 

@@ -26,7 +26,7 @@ class Run:
         config: The resolved options, empty when there are none.
         summary: What the run said of itself at its end, empty when it did not come so far.
         steps: The step records of each rank, in the order written.
-        epochs: The epoch records of each rank, in the order written.
+        epochs: The epoch records of each rank, in the order written; epochs count from 1.
         trace_events: The Chrome trace events of all ranks.
         problems: A sentence for each thing that was expected and could not be read.
     """
@@ -137,7 +137,9 @@ def _read_metrics(
         rank = int(match[1])
         records, skipped = read_json_lines(path)
         steps[rank] = [record for record in records if record.get("event") == "step"]
-        epochs[rank] = [record for record in records if record.get("event") == "epoch"]
+        epochs[rank] = [
+            _numbered_from_one(record) for record in records if record.get("event") == "epoch"
+        ]
         if skipped:
             lines = "1 line of" if skipped == 1 else f"{skipped} lines of"
             problems.append(
@@ -145,6 +147,12 @@ def _read_metrics(
                 "killed while it wrote."
             )
     return dict(sorted(steps.items())), dict(sorted(epochs.items()))
+
+
+def _numbered_from_one(record: Record) -> Record:
+    """The record with its epoch as people count; the file counts from 0, steps from 1."""
+    epoch = record.get("epoch")
+    return record | {"epoch": epoch + 1} if isinstance(epoch, int) else record
 
 
 def _read_trace(path: Path, problems: list[str]) -> list[Record]:

@@ -73,7 +73,7 @@ class Loop:
         for _ in range(len(self.batches)):
             if self.stop.is_set():
                 return False
-            step = self.metrics.steps
+            step = self.metrics.steps + 1
             self.spans.begin(step)
             start_seconds = perf_counter()
             with self.spans.measure("data", step):
@@ -99,7 +99,7 @@ class Loop:
             self.scheduler.step()
             self.optimizer.zero_grad()
         if not math.isfinite(value := loss.item()):
-            raise DivergedError(f"the loss became {value} in step {step + 1}; lower --lr")
+            raise DivergedError(f"the loss became {value} in step {step}; lower --lr")
         return value
 
     def _log(self, epoch: int, loss: float, step_seconds: float) -> None:

@@ -27,8 +27,8 @@ class StepSpans:
         self._recording = False
 
     def begin(self, step: int) -> None:
-        """Tell the step that starts now."""
-        self._recording = self._first <= step < self._end
+        """Tell the step that starts now, counted from 1."""
+        self._recording = self._first < step <= self._end
 
     def span(
         self, name: str, start_seconds: float, end_seconds: float, **attributes: object

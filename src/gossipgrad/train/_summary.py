@@ -20,6 +20,12 @@ from ._ring_clock import ring_bytes
 
 _PACKAGES = ("gossipgrad", "torch", "numpy", "pyzmq", "scikit-learn", "safetensors")
 
+_BYTES_ARE = {
+    "gossip": "counted; what the last step sent ahead for a step that did not come is in it",
+    "allreduce": "computed: ring all-reduce, 2 (p - 1) / p of the gradient bytes",
+    "local": "counted",
+}
+
 
 def compose(
     config: TrainConfig,
@@ -75,9 +81,7 @@ def compose(
         "samples_per_second": sum(_ratio(r.samples, r.train_seconds) or 0.0 for r in ranks),
         "step_seconds": _mean_ratio(ranks, "train_seconds", "steps"),
         "bytes_sent_per_step": _mean_ratio(ranks, "bytes_sent", "steps"),
-        "bytes_sent_are": "computed: ring all-reduce, 2 (p - 1) / p of the gradient bytes"
-        if config.strategy == "allreduce"
-        else "counted",
+        "bytes_sent_are": _BYTES_ARE[config.strategy],
         "all_reduce_bytes_per_step": ring_bytes(exported.gradient_bytes, world_size),
         "exposed_seconds_per_step": _mean_ratio(ranks, "exposed_seconds", "steps"),
         "mixing_seconds_per_step": None
