@@ -224,7 +224,9 @@ def _take_part(
         with contextlib.suppress(RuntimeError):
             mailbox.set(f"rank{world.rank}", json.dumps({"cause": cause}))
         start.free_folder()
-        raise RunFailedError(f"rank {world.rank} {cause} (traceback in {where})") from error
+        raise RunFailedError(
+            f"rank {world.rank} {cause.rstrip('.')} (traceback in {where})"
+        ) from error
     finally:
         progress.close()
     mailbox.set(f"rank{world.rank}", json.dumps({"result": result.to_json()}))
