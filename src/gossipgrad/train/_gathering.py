@@ -25,9 +25,7 @@ def open_store(rank: int, world_size: int) -> dist.Store:
         GossipError: It cannot be reached, or the others did not come to it.
     """
     try:
-        store, _, _ = next(
-            dist.rendezvous("env://", rank, world_size, timeout=_GATHER_TIMEOUT)  # type: ignore
-        )
+        store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=_GATHER_TIMEOUT))
     except RuntimeError as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise GossipError(
