@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import time
+import weakref
 
 import pytest
 import torch
@@ -238,6 +239,84 @@ def _interrupt(*_):
     raise KeyboardInterrupt
 
 
+def test_a_step_that_fails_with_its_gradients_mixed_breaks_no_later_round():
+    """The update itself raises, the batch is dropped, training goes on."""
+    link = transport_by_name("in-process", 2)
+
+    def rank_main(rank, group):
+        model = network()
+        optimizer = sgd(list(model.parameters()))
+        with gg.gossip(
+            model, optimizer, process_group=group, transport=link, payload="gradients+weights"
+        ) as session:
+            take = session._rounds.channel.take
+            for step in range(10):
+                backward(model, rank, step)
+                if rank == 0 and step in (2, 3, 4):
+                    session._rounds.channel.take = _interrupt
+                with contextlib.suppress(KeyboardInterrupt):
+                    optimizer.step()
+                session._rounds.channel.take = take
+            session.consensus_distance()
+            outcomes = session.stats().outcomes
+            group.barrier()
+        return outcomes
+
+    for outcomes in run_ranks(2, rank_main):
+        assert outcomes["delivered"] >= 10
+
+
+def test_an_average_that_fails_leaves_a_replica_to_train_on():
+    link = transport_by_name("in-process", 2)
+
+    def rank_main(rank, group):
+        model = network()
+        optimizer = sgd(list(model.parameters()))
+        with gg.gossip(model, optimizer, process_group=group, transport=link) as session:
+            set_gradients(model, rank, 0)
+            optimizer.step()
+            reduce, group.all_reduce_ = group.all_reduce_, _fail
+            with pytest.raises(gg.GossipError, match="gone"):
+                session.average_()
+            group.all_reduce_ = reduce
+            set_gradients(model, rank, 1)
+            optimizer.step()
+            group.barrier()
+
+    run_ranks(2, rank_main)
+
+
+def test_an_interrupt_while_the_consensus_is_shown_is_undone():
+    link = transport_by_name("in-process", 2)
+
+    def rank_main(rank, group):
+        model = network()
+        optimizer = sgd(list(model.parameters()))
+        with gg.gossip(model, optimizer, process_group=group, transport=link) as session:
+            set_gradients(model, rank, 0)
+            optimizer.step()
+            before = flat(model)
+            (section,) = session._sections.weights
+            show = section.show
+
+            def half(flats, kept):
+                show(flats[:1], kept)
+                raise KeyboardInterrupt
+
+            section.show = half
+            with contextlib.suppress(KeyboardInterrupt), session.consensus():
+                pass
+            section.show = show
+            assert torch.equal(flat(model), before)
+            group.barrier()
+
+    run_ranks(2, rank_main)
+
+
+def _fail(*_):
+    raise gg.GossipError("a rank is gone")
+
+
 def test_an_interrupted_collective_holds_up_no_round():
     link = transport_by_name("in-process", 2)
 
@@ -352,8 +431,15 @@ def test_a_session_nobody_closed_says_leave_when_it_is_collected():
             model, optimizer, process_group=group, transport=lambda g: hub.transport(g.rank)
         )
         if rank == 0:
+            alive = weakref.ref(session)
             del session, optimizer
-            gc.collect()
+            # A collection that another thread has under way makes this one do nothing.
+            for _ in range(100):
+                gc.collect()
+                if alive() is None:
+                    break
+                time.sleep(0.05)
+            assert alive() is None
             return None
         for step in range(3):
             backward(model, rank, step)

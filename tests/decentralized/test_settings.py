@@ -169,6 +169,24 @@ def test_the_order_of_parameters_is_part_of_the_agreement():
     run_ranks(2, rank_main)
 
 
+def test_the_order_in_the_model_is_part_of_the_agreement():
+    link = transport_by_name("in-process", 2)
+
+    def rank_main(rank, group):
+        model = nn.Module()
+        for name in ("ab", "ba")[rank]:
+            model.register_parameter(name, nn.Parameter(torch.zeros(2)))
+        with pytest.raises(gg.AgreementError, match="order of parameters and buffers is"):
+            gg.gossip(
+                model,
+                torch.optim.SGD([model.a, model.b], lr=0.1),
+                process_group=group,
+                transport=link,
+            )
+
+    run_ranks(2, rank_main)
+
+
 def test_parameters_of_the_optimizer_alone_start_equal_or_are_refused():
     """A temperature in the loss, say: trained, though the model does not know it."""
     links = [transport_by_name("in-process", 2) for _ in range(2)]

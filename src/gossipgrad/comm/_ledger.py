@@ -25,6 +25,7 @@ class Ledger:
         cancelled: Rounds this rank awaits nothing of any more, though it sent its part.
         voided: Rounds the peer named as given up.
         settled: The collective the peer last came to (its epoch), and its last round before that.
+        latest: The highest round heard of; nothing comes of an earlier one any more.
         gone: How the peer ended, None while it lives.
         parted: Whether a peer that was lost, and still speaks, was told that it is.
     """
@@ -35,6 +36,7 @@ class Ledger:
     cancelled: set[int] = field(default_factory=set)
     voided: set[int] = field(default_factory=set)
     settled: tuple[int, int] = (0, -1)
+    latest: int = -1
     gone: str | None = None
     parted: bool = False
 
@@ -48,6 +50,8 @@ class Ledger:
         if self.gone is not None:
             return Outcome.DEAD_PEER
         settled_epoch, settled_round = self.settled
+        if round < self.latest:
+            return Outcome.VOID
         if round in self.voided or (settled_epoch > epoch and round > settled_round):
             return Outcome.VOID
         if round in self.given_up or round in self.cancelled:
@@ -71,6 +75,7 @@ class Ledger:
 
     def passed(self, round: int) -> None:
         """The peer is at `round`: what is open before it can come no more."""
+        self.latest = max(self.latest, round)
         self.resolve(lambda earlier: earlier < round, Outcome.VOID)
         _discard(self.given_up, round)
         _discard(self.cancelled, round)

@@ -25,13 +25,14 @@ def fingerprint(
         for name, tensor in tensors:
             frozen = "" if kind == "buffer" or tensor.requires_grad else ", frozen"
             table[f"{kind} {name!r}"] = f"{tuple(local(tensor).shape)} {tensor.dtype}{frozen}"
+    order = [list(parameters), [name for name, _ in model.named_buffers()]]
+    table["order of parameters and buffers"] = _digest(order)
     names = {id(parameter): name for name, parameter in parameters.items()}
     for number, optimizer in enumerate(optimizers):
         groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-        digest = hashlib.sha256(json.dumps(groups).encode()).hexdigest()[:12]
         counts = "+".join(str(len(group)) for group in groups)
         table[f"optimizer {number}"] = (
-            f"{type(optimizer).__name__} of {counts} parameters (in the order {digest})"
+            f"{type(optimizer).__name__} of {counts} parameters (in the order {_digest(groups)})"
         )
     return table
 
@@ -48,8 +49,9 @@ def agree(group: Group, table: dict[str, str]) -> None:
         return
     tables = group.all_gather_object(table)
     for rank, other in enumerate(tables):
-        # Optimizers last: that they differ in size is told better by the parameter that does.
-        for key in sorted({**tables[0], **other}, key=lambda key: key.startswith("optimizer")):
+        # Digests last: what makes them differ is told better by name.
+        last = ("order", "optimizer")
+        for key in sorted({**tables[0], **other}, key=lambda key: key.startswith(last)):
             here, there = tables[0].get(key), other.get(key)
             if here != there:
                 raise AgreementError(
@@ -58,3 +60,7 @@ def agree(group: Group, table: dict[str, str]) -> None:
                     "on every rank; nothing was sent"
                 )
     raise AssertionError("digests differ, tables do not")
+
+
+def _digest(names: Any) -> str:
+    return hashlib.sha256(json.dumps(names).encode()).hexdigest()[:12]

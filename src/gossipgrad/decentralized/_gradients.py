@@ -35,7 +35,7 @@ class GradientExchange:
         self._begun = False
         self._transfers: dict[Section, Transfer] = {}
         self._waiting: dict[tuple[Section, int], set[int]] = {}
-        self._sent_versions: dict[tuple[Section, int], int] = {}
+        self._sent: dict[tuple[Section, int], tuple[Tensor, int]] = {}
         self._finished = False
         self._handles = [
             section.entries[index].parameter.register_post_accumulate_grad_hook(
@@ -57,18 +57,18 @@ class GradientExchange:
         self._begin()
         self._check_unchanged()
         self._finished = True
-        rounds, transfers = self._rounds, list(self._transfers.values())
-        self._begun = False
-        self._transfers = {}
+        rounds = self._rounds
         deadline = time.perf_counter() + self._deadline_seconds
-        for transfer in transfers:
-            transfer.post_all()
-            for bucket in sorted(transfer.exchanges):
-                if rounds.take(transfer, bucket, deadline) is Outcome.LATE:
-                    rounds.outcomes[Outcome.LATE] += 1
-                rounds.mix(transfer, bucket, transfer.delta(bucket, keep=False))
+        try:
+            for transfer in self._transfers.values():
+                transfer.post_all()
+                for bucket in sorted(transfer.exchanges):
+                    if rounds.take(transfer, bucket, deadline) is Outcome.LATE:
+                        rounds.outcomes[Outcome.LATE] += 1
+                    rounds.mix(transfer, bucket, transfer.delta(bucket, keep=False))
+        finally:
             # A gradient that comes after its step is worth nothing: late ones are given up.
-            transfer.cancel()
+            self._give_up()
 
     def step_is_over(self) -> None:
         """The optimizer has used the gradients; the next backward begins a new round."""
@@ -78,13 +78,19 @@ class GradientExchange:
         """Takes the hooks off and gives up what is under way."""
         for handle in self._handles:
             handle.remove()
+        self._give_up()
+
+    def _give_up(self) -> None:
         for transfer in self._transfers.values():
             transfer.cancel()
-        self._transfers = {}
+        self._begun, self._transfers, self._sent = False, {}, {}
 
     def _begin(self) -> None:
         if self._begun:
             return
+        if self._finished:  # the last step failed after its gradients had met
+            self._finished = False
+            self._rounds.next_round += 1
         self._begun = True
         self._transfers = {t.section: t for t in self._rounds.begin(self._sections)}
         self._waiting = {
@@ -94,10 +100,9 @@ class GradientExchange:
         }
 
     def _check_unchanged(self) -> None:
-        versions, self._sent_versions = self._sent_versions, {}
-        for (section, index), version in versions.items():
+        for (section, index), (sent, version) in self._sent.items():
             grad = section.entries[index].parameter.grad
-            if grad is not None and grad._version != version:
+            if grad is not sent or grad._version != version:
                 raise GossipError(
                     f"the gradient of {section.entries[index].spec.name!r} was written after it "
                     "was sent. Call session.synchronize() after backward, then clip: it mixes the "
@@ -119,7 +124,7 @@ class GradientExchange:
                 )
             waiting.remove(index)
             if parameter.grad is not None:
-                self._sent_versions[section, index] = parameter.grad._version
+                self._sent[section, index] = (parameter.grad, parameter.grad._version)
             if not waiting and section in self._transfers:
                 self._transfers[section].post(bucket)
 

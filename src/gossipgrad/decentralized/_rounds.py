@@ -77,6 +77,9 @@ class Rounds:
         transfers: list[Transfer] = []
         for section in sections:
             transfer = section.begin(self.channel, round, peers, self._deadline_seconds)
+            if transfer is None:
+                self._settle_late([])
+                transfer = section.begin(self.channel, round, peers, self._deadline_seconds)
             while transfer is None and self._late:
                 self._give_up_oldest()
                 transfer = section.begin(self.channel, round, peers, self._deadline_seconds)
@@ -114,10 +117,7 @@ class Rounds:
     def settle(self, wait_seconds: float | None = None) -> None:
         """Takes and mixes whatever is outstanding; waits for it `wait_seconds`, or the deadline."""
         squares: list[Tensor] = []
-        self.channel.poll()
-        for transfer in list(self._late):
-            if self._finish(transfer, time.perf_counter(), squares, again=True):
-                self._late.remove(transfer)
+        self._settle_late(squares)
         wait = self._deadline_seconds if wait_seconds is None else wait_seconds
         deadline = time.perf_counter() + wait
         # One leaves the list when it is dealt with, so that an interrupt loses none.
@@ -214,6 +214,13 @@ class Rounds:
                 transfer.round,
             )
         return False
+
+    def _settle_late(self, squares: list[Tensor]) -> None:
+        """Mixes what has come of late transfers since."""
+        self.channel.poll()
+        for transfer in list(self._late):
+            if self._finish(transfer, time.perf_counter(), squares, again=True):
+                self._late.remove(transfer)
 
     def _give_up_oldest(self) -> None:
         """Frees the snapshot of the latest of the late: a stuck partner must not stop the rest."""

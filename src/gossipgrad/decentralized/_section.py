@@ -123,16 +123,14 @@ class Section:
                 residual.zero_()
 
     @torch.no_grad()
-    def show(self, flats: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Overwrites the tensors for a while; returns each with a copy of what it was."""
-        kept = []
+    def show(self, flats: Sequence[Tensor], kept: list[tuple[Tensor, Tensor]]) -> None:
+        """Overwrites the tensors for a while; each goes to `kept` first, with a copy of it."""
         for bucket, flat in enumerate(flats):
             pieces = split(flat, self.plan, self.plan.buckets[bucket])
             for v, shown in zip(self.tensors(bucket), pieces, strict=True):
                 if v is not None:
                     kept.append((v, v.clone()))
                     v.copy_(shown)
-        return kept
 
     @torch.no_grad()
     def totals(self) -> list[Tensor]:

@@ -125,7 +125,7 @@ class GossipSession:
         try:
             self._averaging.mean_buffers(self._model)
             for section, flats in zip(self._sections.weights, means, strict=True):
-                kept.extend(section.show(flats))
+                section.show(flats, kept)
             self._in_consensus = True
             yield
         finally:
@@ -141,13 +141,15 @@ class GossipSession:
         A collective. What is outstanding is mixed first.
 
         Raises:
-            GossipError: If a rank has died or left; the replica is unchanged then.
+            GossipError: If a rank has died or left; what was outstanding may be mixed then.
         """
         self._check_ready("average_")
         self._averaging.meet("average", self._pending_change())
-        self._averaging.average(self._sections)
+        try:
+            self._averaging.average(self._sections)
+        finally:
+            self._watch.note()
         self._begin()
-        self._watch.note()
 
     def consensus_distance(self) -> float:
         """Root mean square over ranks of the distance between weights and their mean, now.
@@ -308,9 +310,10 @@ class GossipSession:
             raise GossipError(
                 "optimizer.step() inside consensus(): the weights are not this rank's"
             )
-        if self._mid_step or self._rounds is None:
+        if self._rounds is None:
             return
-        self._watch.check(self._is_as_sent)
+        if not self._mid_step:
+            self._watch.check(self._is_as_sent)
         self.synchronize()
         self._mid_step = True
 
