@@ -24,7 +24,7 @@ def transports(kind):
     for transport in made:
         transport.close()
     try:
-        until(lambda: set(ours()) <= before, 10.0)
+        until(lambda: set(ours()) <= before, 1.0)
     except AssertionError:
         pytest.fail("left behind: " + "".join(map(where, set(ours()) - before)))
 

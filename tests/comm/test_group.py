@@ -21,6 +21,26 @@ DTYPES = (
 )
 
 
+def test_a_group_is_there_when_all_are_connected(monkeypatch):
+    """Else one that leaves at once would break those that are still connecting."""
+    connect = dist.ProcessGroupGloo
+
+    def late(store, rank, *others):
+        made = connect(store, rank, *others)
+        time.sleep(0.3 * rank)
+        return made
+
+    monkeypatch.setattr(_group.dist, "ProcessGroupGloo", late)
+    store, start = dist.HashStore(), time.perf_counter()
+    others = [threading.Thread(target=Group, args=(store, rank, 3)) for rank in (1, 2)]
+    for other in others:
+        other.start()
+    Group(store, 0, 3)
+    assert time.perf_counter() - start > 0.5
+    for other in others:
+        other.join()
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_all_reduce_sums_in_place(dtype):
     def work(rank, group):
@@ -114,8 +134,10 @@ def test_a_rank_that_never_comes_is_awaited_up_to_the_timeout():
 
 
 def test_an_interrupted_collective_ends_the_group_everywhere(monkeypatch):
+    within = threading.Event()
+
     def sleep(seconds):
-        if threading.current_thread().name == "rank 0":
+        if threading.current_thread().name == "rank 0" and within.is_set():
             raise KeyboardInterrupt
         time.sleep(seconds)
 
@@ -124,6 +146,7 @@ def test_an_interrupted_collective_ends_the_group_everywhere(monkeypatch):
 
     def work(rank, group):
         if rank == 0:
+            within.set()
             with pytest.raises(KeyboardInterrupt):
                 group.barrier()
             interrupted.set()

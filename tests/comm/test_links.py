@@ -1,6 +1,8 @@
 """What each transport must stand by itself: strangers, broken links, queues that are full."""
 
+import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -13,9 +15,11 @@ from gossipgrad.comm import (
     Header,
     Hub,
     Kind,
+    Lost,
     Outcome,
     Part,
     ZeroMQTransport,
+    _gloo,
     _zeromq,
 )
 from gossipgrad.errors import GossipError
@@ -213,6 +217,23 @@ def test_a_gloo_link_nobody_answers_ends_with_its_transport():
     ends[0].close()
     until(lambda: ticket.done and not ours())
     ends[1].close()
+
+
+def test_a_gloo_link_that_breaks_in_the_middle_of_a_message_lets_go(monkeypatch):
+    """Gloo forgets whoever waits in the middle; tickets and the loss must not wait with them."""
+    monkeypatch.setattr(_gloo, "_MID_MESSAGE", timedelta(seconds=3))
+    before = set(threading.enumerate())
+    for attempt in range(4):
+        ends = make_transports("gloo", 2)
+        messages = [torch.zeros(32 << 20, dtype=torch.uint8) for _ in range(2)]
+        tickets = [end.send(1 - end.rank, b"x", m) for end, m in zip(ends, messages, strict=True)]
+        time.sleep(0.004 * attempt)
+        ends[1].close()
+        until(lambda ends=ends: any(isinstance(e, Lost) for e in ends[0].receive(0.0)))
+        until(lambda tickets=tickets: all(ticket.done for ticket in tickets))
+        ends[0].close()
+    until(lambda: set(ours()) <= before)
+    until(lambda: set(threading.enumerate()) <= before, 10.0)
 
 
 def test_a_gloo_store_that_died_does_not_break_close():

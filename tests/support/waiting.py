@@ -6,7 +6,7 @@ from collections.abc import Callable
 __all__ = ["until"]
 
 
-def until(condition: Callable[[], object], timeout_seconds: float = 20.0) -> None:
+def until(condition: Callable[[], object], timeout_seconds: float = 3.0) -> None:
     """Returns when `condition()` holds; fails if it does not in time."""
     deadline = time.monotonic() + timeout_seconds
     while not condition():

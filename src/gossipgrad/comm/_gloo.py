@@ -5,6 +5,7 @@ import queue
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -20,11 +21,13 @@ __all__ = ["GlooTransport"]
 _POLL_SECONDS = (0.001, 0.05)  # how often a link looks for its other end, at first and later
 _CONNECT = timedelta(seconds=60)
 _FOREVER = timedelta(days=30)  # a deadline that expires inside Gloo breaks the pair for good
+_MID_MESSAGE = timedelta(minutes=5)
 _AT_ONCE = timedelta(milliseconds=1)
 _JOIN_SECONDS = 0.5
-_UNUSED_TAG = 1
+_MESSAGE_TAG, _WATCH_TAG, _UNUSED_TAG = range(3)
 _GIVEN_UP = 1 << 20
 _HEADER_BYTES = 1 << 14
+_LET_GO = " (let go)"  # a thread in the middle of a message of a broken pair
 
 
 class _Message:
@@ -46,7 +49,10 @@ class GlooTransport:
     """Links of real `torch.distributed` Gloo pairs, made when first used.
 
     Gloo's point-to-point works have no future and poll false until waited for, so each link has a
-    thread that sends and one that receives; a late partner blocks only its own link.
+    thread that sends and one that receives; a late partner blocks only its own link. A broken pair
+    wakes whoever waits to begin a message, but not who is in the middle of one: hence a third
+    thread that only waits for the end and lets everything go, and a deadline on the middles. A
+    partner that stands still for five minutes in the middle of a message is lost.
 
     Args:
         group: Its store is where the two ends of a link find each other.
@@ -124,7 +130,7 @@ class GlooTransport:
 
 
 class _GlooLink:
-    """The two threads of a link. It ends when both ends have said bye, or when one breaks it."""
+    """The three threads of a link. It ends when both ends have said bye, or when one breaks it."""
 
     def __init__(
         self,
@@ -139,19 +145,20 @@ class _GlooLink:
         self._events = events
         self._max_payload_bytes = max_payload_bytes
         self._outbox: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
-        self._putting = threading.Lock()
+        self._lock = threading.Lock()
+        self._under_way: _Message | None = None
         self._over = False
+        self._lost = False
         self._pair: Any = None  # a ProcessGroupGloo, whose stub lacks send and recv
         self._stopped = threading.Event()
         self._receiver: threading.Thread | None = None
-        self._sender = threading.Thread(
-            target=self._send_all, args=(store, rank), name=f"gossipgrad-to-{peer}", daemon=True
-        )
-        self._sender.start()
+        self._watcher: threading.Thread | None = None
+        self._sender: threading.Thread | None = None
+        self._sender = self._start("to", self._send_all, store, rank)
 
     def put(self, message: _Message) -> None:
         """Queues a message; once the link is over it is let go at once."""
-        with self._putting:
+        with self._lock:
             if self._over:
                 message.done = True
             else:
@@ -162,7 +169,7 @@ class _GlooLink:
         self._outbox.put(None)
 
     def stop(self) -> None:
-        """Breaks the link; what is queued is dropped, and both its threads end."""
+        """Breaks the link; what is queued is dropped, and its threads end."""
         self._stopped.set()
         self._outbox.put(None)
         pair, self._pair = self._pair, None
@@ -173,13 +180,21 @@ class _GlooLink:
 
     def finish(self, deadline: float) -> None:
         """After `say_bye`: waits for the other end's until `deadline` (monotonic), then stops."""
-        self._sender.join(max(0.0, deadline - time.monotonic()))
-        if self._receiver is not None:
-            self._receiver.join(max(0.0, deadline - time.monotonic()))
+        self._join(deadline, self._sender, self._receiver)
         self.stop()
-        for thread in (self._sender, self._receiver):
-            if thread is not None:
-                thread.join(_JOIN_SECONDS)
+        self._join(time.monotonic() + _JOIN_SECONDS, self._watcher, self._sender, self._receiver)
+
+    def _start(self, name: str, target: Callable[..., None], *arguments: Any) -> threading.Thread:
+        name = f"gossipgrad-{name}-{self._peer}"
+        thread = threading.Thread(target=target, args=arguments, name=name, daemon=True)
+        thread.start()
+        return thread
+
+    @staticmethod
+    def _join(deadline: float, *threads: threading.Thread | None) -> None:
+        for thread in threads:
+            if thread is not None and not thread.name.endswith(_LET_GO):
+                thread.join(max(0.0, deadline - time.monotonic()))
 
     def _make(self, store: dist.Store, rank: int) -> Any:
         """Waits for the other end without blocking anyone; None if it left or we stopped."""
@@ -206,23 +221,12 @@ class _GlooLink:
             if pair is None:
                 self._lose()
                 return
-            receiver = threading.Thread(
-                target=self._receive_all,
-                args=(pair,),
-                name=f"gossipgrad-from-{self._peer}",
-                daemon=True,
-            )
-            receiver.start()
-            self._receiver = receiver
+            self._watcher = self._start("with", self._watch, pair)
+            self._receiver = self._start("from", self._receive_all, pair)
             self._pair = pair
-            while (message := self._outbox.get()) is not None and not self._stopped.is_set():
-                try:
-                    self._send(pair, message)
-                finally:
-                    message.done = True
-            if message is not None:
-                message.done = True
-            elif not self._stopped.is_set():
+            while (message := self._next()) is not None:
+                self._send(pair, message)
+            if not self._stopped.is_set():
                 self._send(pair, None)
         except RuntimeError:
             self._lose()
@@ -230,6 +234,14 @@ class _GlooLink:
             self._release()
             if self._stopped.is_set():
                 self.stop()
+
+    def _next(self) -> _Message | None:
+        """The next message to send; None when there is no more, or the link is over."""
+        message = self._outbox.get()
+        with self._lock:
+            self._under_way = message
+            over = self._over or self._stopped.is_set()
+        return None if over else message
 
     def _send(self, pair: Any, message: _Message | None) -> None:
         """Sends sizes, header and payload; sizes of zero are the bye."""
@@ -241,33 +253,51 @@ class _GlooLink:
         if payload is not None and size:
             tensors.append(payload)
         for tensor in tensors:
-            pair.send([tensor], 1 - self._side, 0).wait(_FOREVER)
+            pair.send([tensor], 1 - self._side, _MESSAGE_TAG).wait(_MID_MESSAGE)
+        if message is not None:
+            message.done = True
 
     def _receive_all(self, pair: Any) -> None:
-        def take(count: int, dtype: torch.dtype) -> Tensor:
+        def take(count: int, dtype: torch.dtype, deadline: timedelta) -> Tensor:
             tensor = torch.empty(count, dtype=dtype)
-            pair.recv([tensor], 1 - self._side, 0).wait(_FOREVER)
+            pair.recv([tensor], 1 - self._side, _MESSAGE_TAG).wait(deadline)
             return tensor
 
         with contextlib.suppress(RuntimeError):
             while not self._stopped.is_set():
-                header_bytes, size = take(2, torch.int64).tolist()
+                header_bytes, size = take(2, torch.int64, _FOREVER).tolist()
                 if not 0 < header_bytes < _HEADER_BYTES or not 0 <= size <= self._max_payload_bytes:
                     break
-                header = take(header_bytes, torch.uint8).numpy().tobytes()
-                payload = take(size, torch.uint8) if size else None
+                header = take(header_bytes, torch.uint8, _MID_MESSAGE).numpy().tobytes()
+                payload = take(size, torch.uint8, _MID_MESSAGE) if size else None
                 self._events.put(Arrival(header, payload))
         self._lose()
         self.say_bye()
 
+    def _watch(self, pair: Any) -> None:
+        """Waits for the pair to break, on whichever side; then nobody touches our memory."""
+        with contextlib.suppress(RuntimeError):
+            pair.recv([torch.empty(1)], 1 - self._side, _WATCH_TAG).wait(_FOREVER)
+        self._release()
+        self.say_bye()
+        self._join(time.monotonic() + _JOIN_SECONDS, self._sender, self._receiver)
+        self._lose()  # after what the receiver still lays down
+        for thread in (self._sender, self._receiver):
+            if thread is not None and thread.is_alive():
+                thread.name += _LET_GO
+
     def _lose(self) -> None:
-        if not self._stopped.is_set():
+        with self._lock:
+            lost, self._lost = self._lost, True
+        if not lost and not self._stopped.is_set():
             self._events.put(Lost(self._peer))
 
     def _release(self) -> None:
-        """Lets go of the memory of whatever is still queued."""
-        with self._putting:
+        """Lets go of the memory of whatever is under way or still queued."""
+        with self._lock:
             self._over = True
+            if self._under_way is not None:
+                self._under_way.done = True
         with contextlib.suppress(queue.Empty):
             while True:
                 message = self._outbox.get_nowait()

@@ -55,6 +55,8 @@ class Group:
                     f"rank {rank} waited in vain for the other {world_size - 1} ranks to enter "
                     f"gossip(): {_first_line(error)}"
                 ) from error
+            # One that leaves as soon as it is connected breaks those who are still connecting.
+            self.barrier()
 
     @classmethod
     def from_process_group(
