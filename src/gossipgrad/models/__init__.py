@@ -2,5 +2,8 @@
 
 from ._build import NAMES as NAMES
 from ._build import build as build
+from ._gpt import GPT as GPT
 from ._lenet import LeNet as LeNet
+from ._loss import AuxiliaryLogits as AuxiliaryLogits
+from ._loss import training_loss as training_loss
 from ._mlp import MLP as MLP
