@@ -10,21 +10,21 @@ from gossipgrad.data._digits import stratified_mask
 def test_loads_what_info_says():
     digits = data.load("digits")
     assert digits.info == data.info("digits")
-    assert len(digits.train_y) == 1437
-    assert len(digits.test_y) == 360
+    assert len(digits.train) == 1437
+    assert len(digits.test) == 360
 
 
 def test_is_normalised_by_the_training_part():
     digits = data.load("digits")
-    assert abs(float(digits.train_x.mean())) < 1e-5
-    assert abs(float(digits.train_x.std()) - 1) < 1e-3
-    assert abs(float(digits.test_x.mean())) > 1e-4
+    assert abs(float(digits.train.x.mean())) < 1e-5
+    assert abs(float(digits.train.x.std()) - 1) < 1e-3
+    assert abs(float(digits.test.x.mean())) > 1e-4
 
 
 def test_split_is_the_same_every_time_and_shares_no_sample():
     first, second = data.load("digits"), data.load("digits")
-    torch.testing.assert_close(first.test_x, second.test_x, rtol=0, atol=0)
-    both = torch.cat([first.train_x, first.test_x]).flatten(1)
+    torch.testing.assert_close(first.test.x, second.test.x, rtol=0, atol=0)
+    both = torch.cat([first.train.x, first.test.x]).flatten(1)
     assert len(both.unique(dim=0)) == len(both)
 
 

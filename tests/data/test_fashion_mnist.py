@@ -107,6 +107,6 @@ def test_loads_what_info_says(monkeypatch):
     monkeypatch.setenv("GOSSIPGRAD_DATA", str(SHARED))
     fashion = data.load("fashion-mnist")
     assert fashion.info == data.info("fashion-mnist")
-    assert np.bincount(fashion.train_y.numpy()).tolist() == [6000] * 10
-    assert abs(float(fashion.train_x.double().mean())) < 1e-6
-    assert abs(float(fashion.train_x.double().std()) - 1) < 1e-6
+    assert np.bincount(fashion.train.y.numpy()).tolist() == [6000] * 10
+    assert abs(float(fashion.train.x.double().mean())) < 1e-6
+    assert abs(float(fashion.train.x.double().std()) - 1) < 1e-6

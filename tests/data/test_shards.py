@@ -3,15 +3,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gossipgrad.data import Dataset, ShardedBatches, info, load, shard_bounds
+from gossipgrad.data import ShardedBatches, TensorSamples, info, load, shard_bounds
 
 
 def shards(num_samples, world_size, *, batch_size=3, seed=0):
-    x = torch.arange(num_samples, dtype=torch.float32).reshape(-1, 1, 1, 1)
+    numbers = torch.arange(num_samples)
     return [
         ShardedBatches(
-            x=x,
-            y=torch.arange(num_samples),
+            samples=TensorSamples(numbers.float(), numbers),
             batch_size=batch_size,
             rank=rank,
             world_size=world_size,
@@ -64,6 +63,20 @@ def test_epoch_can_be_entered_at_any_batch():
     assert seen(shard, 2, start_batch=4) == seen(shard, 2)[12:]
 
 
+def test_augments_by_seed_and_epoch():
+    told = []
+
+    def augmentation(rows, indices, augment):
+        told.append((indices.tolist(), augment))
+        return -rows
+
+    samples = TensorSamples(torch.arange(4.0), torch.arange(4), augmentation)
+    batches = ShardedBatches(samples=samples, batch_size=3, rank=0, world_size=1, seed=7)
+    for x, y in batches.epoch(2):
+        assert x.tolist() == (-y.float()).tolist()
+        assert told.pop() == (y.tolist(), (7, 2))
+
+
 def test_other_samples_sit_out_in_other_epochs():
     parts = shards(11, 4)
     missing = [
@@ -86,21 +99,6 @@ def test_shard_bounds_cover_everything_once(num_samples, world_size):
     )
     sizes = [end - start for start, end in bounds]
     assert max(sizes) - min(sizes) <= 1
-
-
-def test_dataset_refuses_labels_out_of_range():
-    x = torch.zeros(2, 1, 1, 1)
-    with pytest.raises(
-        ValueError, match=r"toy: test labels run from 0 to 2, but must lie in 0\.\.1"
-    ):
-        Dataset(
-            name="toy",
-            train_x=x,
-            train_y=torch.tensor([0, 1]),
-            test_x=x,
-            test_y=torch.tensor([0, 2]),
-            num_classes=2,
-        )
 
 
 def test_unknown_name_tells_the_known_ones():

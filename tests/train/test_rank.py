@@ -50,7 +50,7 @@ def test_learns_digits_and_leaves_the_model_it_measured(train, digits):
     assert result.accuracy > 0.93
     model = models.build("mlp", digits.info)
     model.load_state_dict(load_file(run_dir.rank_model(0)))
-    correct = (model(digits.test_x).argmax(1) == digits.test_y).float().mean()
+    correct = (model(digits.test.x).argmax(1) == digits.test.y).float().mean()
     assert result.accuracy == pytest.approx(float(correct))
 
 

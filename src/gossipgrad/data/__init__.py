@@ -1,4 +1,4 @@
-"""Data sets as tensors in memory, and how their samples are dealt to the ranks."""
+"""Data sets, and how their samples are dealt to the ranks."""
 
 from ._dataset import Dataset as Dataset
 from ._dataset import DatasetInfo as DatasetInfo
@@ -7,5 +7,7 @@ from ._registry import NAMES as NAMES
 from ._registry import info as info
 from ._registry import load as load
 from ._registry import prepare as prepare
+from ._samples import Samples as Samples
+from ._samples import TensorSamples as TensorSamples
 from ._shards import ShardedBatches as ShardedBatches
 from ._shards import shard_bounds as shard_bounds

@@ -1,9 +1,12 @@
-"""A data set as a value: four tensors and a name."""
+"""A data set as a value: what is known of it, its training part and its test part."""
 
 from dataclasses import dataclass
+from typing import Literal
 
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
+
+from ._samples import Samples
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -12,62 +15,49 @@ class DatasetInfo:
 
     name: str
     """Name on the command line."""
-    input_shape: tuple[int, int, int]
-    """Channels, height and width of one sample."""
+    input_shape: tuple[int, ...]
+    """Of one sample: channels, height and width of an image; the length of a text."""
     num_classes: int
-    """Labels run from 0 to `num_classes - 1`."""
+    """Labels run from 0 to `num_classes - 1`; of a text, the size of its vocabulary."""
     train_samples: int
     """Size of the training part."""
     test_samples: int
     """Size of the test part."""
+    kind: Literal["images", "text"] = "images"
+    """images: one label a sample. text: one label a position, the character that comes next."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dataset:
-    """A classification data set in memory, its inputs normalised by the training part.
+    """A data set: what is known of it and its two parts.
 
-    Attributes:
-        name: Name on the command line.
-        train_x: Training inputs, `(train, channel, height, width)`.
-        train_y: Training labels, `(train,)`.
-        test_x: Test inputs, `(test, channel, height, width)`.
-        test_y: Test labels, `(test,)`.
-        num_classes: Labels run from 0 to `num_classes - 1`.
+    Raises:
+        ValueError: A part is not as long as `info` says, or a label is out of range.
     """
 
-    name: str
-    train_x: Float[Tensor, "train channel height width"]
-    train_y: Int[Tensor, " train"]
-    test_x: Float[Tensor, "test channel height width"]
-    test_y: Int[Tensor, " test"]
-    num_classes: int
+    info: DatasetInfo
+    train: Samples
+    test: Samples
 
     def __post_init__(self) -> None:
-        for part, x, y in (
-            ("train", self.train_x, self.train_y),
-            ("test", self.test_x, self.test_y),
+        name, num_classes = self.info.name, self.info.num_classes
+        for part, samples, told in (
+            ("train", self.train, self.info.train_samples),
+            ("test", self.test, self.info.test_samples),
         ):
-            if len(x) != len(y):
+            if len(samples) != told:
                 raise ValueError(
-                    f"{self.name}: {len(x)} {part} inputs but {len(y)} labels; each needs one."
+                    f"{name}: {len(samples)} {part} samples, but its info says {told}."
                 )
-            if len(y) and not 0 <= int(y.min()) <= int(y.max()) < self.num_classes:
+            labels = samples.labels
+            if labels is None or not len(labels):
+                continue
+            low, high = int(labels.min()), int(labels.max())
+            if not 0 <= low <= high < num_classes:
                 raise ValueError(
-                    f"{self.name}: {part} labels run from {int(y.min())} to {int(y.max())}, but "
-                    f"must lie in 0..{self.num_classes - 1} for num_classes={self.num_classes}."
+                    f"{name}: {part} labels run from {low} to {high}, but must lie in "
+                    f"0..{num_classes - 1} for num_classes={num_classes}."
                 )
-
-    @property
-    def info(self) -> DatasetInfo:
-        """Sizes and shapes of this data set."""
-        channels, height, width = self.train_x.shape[1:]
-        return DatasetInfo(
-            name=self.name,
-            input_shape=(channels, height, width),
-            num_classes=self.num_classes,
-            train_samples=len(self.train_x),
-            test_samples=len(self.test_x),
-        )
 
 
 def normalised(

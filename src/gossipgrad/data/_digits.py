@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Int
 
 from ._dataset import Dataset, DatasetInfo, normalised
+from ._samples import TensorSamples
 
 INFO = DatasetInfo(
     name="digits", input_shape=(1, 8, 8), num_classes=10, train_samples=1437, test_samples=360
@@ -42,12 +43,9 @@ def load_digits() -> Dataset:
     test = torch.from_numpy(stratified_mask(labels, INFO.test_samples, seed=_SPLIT_SEED))
     train_x, test_x = normalised(images[~test], images[test])
     return Dataset(
-        name=INFO.name,
-        train_x=train_x,
-        train_y=targets[~test],
-        test_x=test_x,
-        test_y=targets[test],
-        num_classes=INFO.num_classes,
+        info=INFO,
+        train=TensorSamples(train_x, targets[~test]),
+        test=TensorSamples(test_x, targets[test]),
     )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from ._dataset import Dataset, DatasetInfo, normalised
 from ._fetch import fetch
 from ._idx import read_idx
+from ._samples import TensorSamples
 
 INFO = DatasetInfo(
     name="fashion-mnist",
@@ -96,13 +97,12 @@ def load_fashion_mnist(data_dir: Path | None = None) -> Dataset:
     train_x, test_x = normalised(
         _images(arrays["train-images-idx3-ubyte.gz"]), _images(arrays["t10k-images-idx3-ubyte.gz"])
     )
+    train_y, test_y = (
+        torch.from_numpy(arrays[f"{part}-labels-idx1-ubyte.gz"].astype(np.int64))
+        for part in ("train", "t10k")
+    )
     return Dataset(
-        name=INFO.name,
-        train_x=train_x,
-        train_y=torch.from_numpy(arrays["train-labels-idx1-ubyte.gz"].astype(np.int64)),
-        test_x=test_x,
-        test_y=torch.from_numpy(arrays["t10k-labels-idx1-ubyte.gz"].astype(np.int64)),
-        num_classes=INFO.num_classes,
+        info=INFO, train=TensorSamples(train_x, train_y), test=TensorSamples(test_x, test_y)
     )
 
 

@@ -9,8 +9,12 @@ _INFOS = {module.INFO.name: module.INFO for module in (_digits, _fashion_mnist)}
 NAMES = tuple(_INFOS)
 
 
-def info(name: str) -> DatasetInfo:
+def info(name: str, data_dir: Path | None = None) -> DatasetInfo:
     """Sizes and shapes of a data set, without loading it.
+
+    Args:
+        name: One of `NAMES`.
+        data_dir: Folder of data sets, for those whose sizes lie there.
 
     Raises:
         ValueError: There is no data set of this name.

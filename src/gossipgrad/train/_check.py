@@ -18,7 +18,7 @@ def check(config: TrainConfig, world_size: int) -> None:
     """
     if find_spec("safetensors") is None:
         raise ValueError("a run exports its model: pip install 'gossipgrad[train]'.")
-    info = data.info(config.data)
+    info = data.info(config.data, config.data_dir)
     with torch.device("meta"):
         models.build(config.model, info)
     if config.strategy == "gossip":

@@ -1,14 +1,19 @@
 """Accuracy on the test part, alone or shared out over the ranks."""
 
+import math
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor, nn
 
-from gossipgrad.data import Dataset, shard_bounds
+from gossipgrad.data import Dataset, Samples, shard_bounds
 
-_BATCH_SIZE = 1000
+# Values in a batch of inputs; activations take many times as much memory.
+_BATCH_VALUES = 1 << 20
+_MAX_BATCH_SIZE = 1000
+# A position of a text has activations of the model's width, and logits of its own.
+_TEXT_BATCH_SIZE = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,43 +38,53 @@ class TestPart:
 
     __test__ = False  # no test case, whatever its name
 
-    x: Float[Tensor, "sample channel height width"]
-    y: Int[Tensor, " sample"]
+    samples: Samples
+    num_labels: int
+    """Predictions to make: one a sample, or one a position of each sample."""
+    batch_size: int
     rank: int
     world_size: int
 
     @classmethod
     def of(cls, dataset: Dataset, *, rank: int, world_size: int) -> "TestPart":
         """The test part of a data set."""
-        return cls(x=dataset.test_x, y=dataset.test_y, rank=rank, world_size=world_size)
+        info = dataset.info
+        values = math.prod(info.input_shape)
+        is_text = info.kind == "text"
+        return cls(
+            samples=dataset.test,
+            num_labels=len(dataset.test) * (values if is_text else 1),
+            batch_size=_TEXT_BATCH_SIZE
+            if is_text
+            else min(_MAX_BATCH_SIZE, max(1, _BATCH_VALUES // values)),
+            rank=rank,
+            world_size=world_size,
+        )
 
     def accuracy(self, model: nn.Module) -> float:
-        """Share of all test samples that `model` gets right."""
-        return _count_correct(model, self.x, self.y) / len(self.y)
+        """Share of all test labels that `model` gets right."""
+        return self._count_correct(model, 0, len(self.samples)) / self.num_labels
 
     def count_share(self, model: nn.Module) -> Int[Tensor, ""]:
-        """How many samples of this rank's share `model` gets right; shares are disjoint."""
-        start, end = shard_bounds(len(self.y), self.rank, self.world_size)
-        return torch.tensor(_count_correct(model, self.x[start:end], self.y[start:end]))
+        """How many labels of this rank's share `model` gets right; shares are disjoint."""
+        start, end = shard_bounds(len(self.samples), self.rank, self.world_size)
+        return torch.tensor(self._count_correct(model, start, end))
+
+    @torch.no_grad()
+    def _count_correct(self, model: nn.Module, start: int, end: int) -> int:
+        was_training = model.training
+        model.eval()
+        try:
+            correct = 0
+            for first in range(start, end, self.batch_size):
+                indices = torch.arange(first, min(first + self.batch_size, end))
+                x, y = self.samples.batch(indices)
+                correct += int((model(x).argmax(-1) == y).sum())
+            return correct
+        finally:
+            model.train(was_training)
 
 
 def copy_of(model: nn.Module) -> dict[str, Tensor]:
     """The state of a model in memory of its own."""
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
-
-
-@torch.no_grad()
-def _count_correct(
-    model: nn.Module,
-    x: Float[Tensor, "sample channel height width"],
-    y: Int[Tensor, " sample"],
-) -> int:
-    was_training = model.training
-    model.eval()
-    try:
-        return sum(
-            int((model(inputs).argmax(1) == labels).sum())
-            for inputs, labels in zip(x.split(_BATCH_SIZE), y.split(_BATCH_SIZE), strict=True)
-        )
-    finally:
-        model.train(was_training)

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 
-from jaxtyping import Float, Int
-from torch import Tensor, nn
+from jaxtyping import Int, Shaped
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from gossipgrad.data import ShardedBatches
+from gossipgrad.models import training_loss
 
 from ._evaluate import Evaluation, TestPart
 from ._metrics import Event, Metrics
@@ -88,10 +89,10 @@ class Loop:
         return True
 
     def _step(
-        self, x: Float[Tensor, "batch channel height width"], y: Int[Tensor, " batch"], step: int
+        self, x: Shaped[Tensor, "batch ..."], y: Int[Tensor, "batch ..."], step: int
     ) -> float:
         with self.spans.measure("forward", step):
-            loss = nn.functional.cross_entropy(self.strategy.model(x), y)
+            loss = training_loss(self.strategy.model, x, y)
         with self.spans.measure("backward", step):
             self.strategy.backward(loss)
         with self.spans.measure("optimizer", step):

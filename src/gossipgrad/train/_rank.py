@@ -60,8 +60,7 @@ def train_rank(
     model = models.build(config.model, dataset.info)
     optimizer = make_optimizer(config, model)
     batches = ShardedBatches(
-        x=dataset.train_x,
-        y=dataset.train_y,
+        samples=dataset.train,
         batch_size=config.batch_size,
         rank=rank,
         world_size=world_size,

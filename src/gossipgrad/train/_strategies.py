@@ -127,7 +127,7 @@ class AllReduce(Strategy):
                 correct = test.count_share(self._replica)
                 dist.all_reduce(correct)
                 return Evaluation(
-                    accuracy=int(correct) / len(test.y),
+                    accuracy=int(correct) / test.num_labels,
                     is_consensus=True,
                     consensus_distance=self._consensus_distance(),
                     final=final,
@@ -224,7 +224,7 @@ class Gossip(Strategy):
                     final = any(group.all_gather_object(final))
                     correct = group.all_reduce_(test.count_share(self.model))
                     return Evaluation(
-                        accuracy=int(correct) / len(test.y),
+                        accuracy=int(correct) / test.num_labels,
                         is_consensus=True,
                         consensus_distance=self._session.stats().consensus_distance,
                         final=final,

@@ -1,0 +1,54 @@
+import pytest
+import torch
+
+from gossipgrad.data import Dataset, DatasetInfo, Samples, TensorSamples
+
+
+def toy_info(**changes):
+    sizes = {"input_shape": (1,), "num_classes": 2, "train_samples": 2, "test_samples": 2}
+    return DatasetInfo(name="toy", **{**sizes, **changes})
+
+
+def toy(labels):
+    return TensorSamples(torch.zeros(len(labels), 1), torch.tensor(labels))
+
+
+def test_rows_come_in_the_order_of_the_indices():
+    samples = TensorSamples(torch.arange(8).reshape(4, 2), torch.arange(4))
+    x, y = samples.batch(torch.tensor([3, 0]))
+    assert (x.tolist(), y.tolist()) == ([[6, 7], [0, 1]], [3, 0])
+    assert isinstance(samples, Samples)
+
+
+def test_augmentation_goes_before_the_finish_and_only_when_asked_for():
+    samples = TensorSamples(
+        torch.tensor([10, 20], dtype=torch.uint8),
+        torch.arange(2),
+        lambda rows, indices, augment: rows + indices + augment[0] + augment[1],
+        lambda rows: rows / 2,
+    )
+    everything = torch.arange(2)
+    assert samples.batch(everything)[0].tolist() == [5.0, 10.0]
+    assert samples.batch(everything, augment=(2, 3))[0].tolist() == [7.5, 13.0]
+
+
+def test_labels_of_positions_are_no_labels_of_samples():
+    assert TensorSamples(torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.int64)).labels is None
+    assert toy([1, 0]).labels.tolist() == [1, 0]
+
+
+def test_refuses_inputs_without_labels():
+    with pytest.raises(ValueError, match="3 inputs but 2 labels; each needs one"):
+        TensorSamples(torch.zeros(3), torch.arange(2))
+
+
+def test_dataset_refuses_labels_out_of_range():
+    with pytest.raises(
+        ValueError, match=r"toy: test labels run from 0 to 2, but must lie in 0\.\.1"
+    ):
+        Dataset(info=toy_info(), train=toy([0, 1]), test=toy([0, 2]))
+
+
+def test_dataset_refuses_another_size_than_its_info():
+    with pytest.raises(ValueError, match="toy: 2 train samples, but its info says 3"):
+        Dataset(info=toy_info(train_samples=3), train=toy([0, 1]), test=toy([0, 1]))
