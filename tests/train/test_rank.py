@@ -80,7 +80,10 @@ def test_metrics_have_a_line_for_every_tenth_step_and_epoch(train):
         "samples",
         "consensus_distance_estimate",
         "exposed_seconds",
+        "train_seconds",
         "step_seconds",
+        "bytes_sent",
+        "outcomes",
     }
     assert set(events[-1]) == {
         "event",

@@ -7,6 +7,7 @@ import torch
 from gossipgrad import data, models, topology
 
 from ._config import TrainConfig
+from ._loggers import check_loggers
 
 
 def check(config: TrainConfig, world_size: int) -> None:
@@ -18,6 +19,7 @@ def check(config: TrainConfig, world_size: int) -> None:
     """
     if find_spec("safetensors") is None:
         raise ValueError("a run exports its model: pip install 'gossipgrad[train]'.")
+    check_loggers(config)
     info = data.info(config.data, config.data_dir)
     with torch.device("meta"):
         models.build(config.model, info)

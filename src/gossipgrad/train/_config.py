@@ -90,6 +90,11 @@ class TrainConfig:
     """Steps between two lines of the metrics files."""
     trace: int = 50
     """Steps whose spans go into trace.json; 0: no trace."""
+    tensorboard: bool = False
+    """Write TensorBoard event files, too: a folder a rank under tensorboard/."""
+    wandb: str | None = None
+    """Weights & Biases project to log rank 0 to, too; None: none. WANDB_MODE=offline sends
+    nothing."""
     quiet: bool = False
     """Show no progress."""
 
@@ -101,6 +106,8 @@ class TrainConfig:
             raise ValueError(f"lr is {self.lr}, but must be above 0 and finite.")
         if self.weight_decay == math.inf:
             raise ValueError(f"weight_decay is {self.weight_decay}, but must be finite.")
+        if self.wandb == "":
+            raise ValueError("wandb is empty, but must name a project.")
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum is {self.momentum}, but must be at least 0 and below 1.")
 

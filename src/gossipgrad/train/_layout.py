@@ -44,6 +44,10 @@ class RunDir:
         """Traceback of a rank that failed."""
         return self.path / f"errors-rank{rank}.txt"
 
+    def tensorboard(self, rank: int) -> Path:
+        """TensorBoard event files of a rank."""
+        return self.path / "tensorboard" / f"rank{rank}"
+
     def rank_model(self, rank: int) -> Path:
         """What a rank has for export."""
         return self.partial / f"model-rank{rank}.safetensors"
@@ -78,6 +82,7 @@ class RunDir:
             "report.html",
             "metrics-rank*.jsonl",
             "errors-rank*.txt",
+            "tensorboard/rank*/events.out.tfevents.*",
         ):
             for file in self.path.glob(pattern):
                 file.unlink()

@@ -117,7 +117,10 @@ class Loop:
                 samples=metrics.samples,
                 consensus_distance_estimate=traffic.consensus_distance_estimate,
                 exposed_seconds=traffic.exposed_seconds,
+                train_seconds=metrics.train_seconds,
                 step_seconds=step_seconds,
+                bytes_sent=traffic.bytes_sent,
+                outcomes=traffic.outcomes,
             )
         if metrics.seconds - self._last_progress >= _PROGRESS_SECONDS:
             self._last_progress = metrics.seconds

@@ -8,6 +8,8 @@ from time import perf_counter
 from types import TracebackType
 from typing import Any
 
+from ._loggers import Loggers, scalars_of
+
 Event = dict[str, Any]
 
 
@@ -16,6 +18,7 @@ class Metrics:
 
     Args:
         path: The file; replaced.
+        loggers: Get the figures of each event, too; closed with the file.
         now: The clock, in seconds.
 
     Attributes:
@@ -26,7 +29,13 @@ class Metrics:
         train_seconds: Spent in steps.
     """
 
-    def __init__(self, path: Path, *, now: Callable[[], float] = perf_counter) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        loggers: Loggers | None = None,
+        now: Callable[[], float] = perf_counter,
+    ) -> None:
         self.steps = 0
         self.samples = 0
         self.epochs = 0
@@ -37,6 +46,7 @@ class Metrics:
         self.epoch_samples = 0
         self._epoch_seconds = 0.0
         self._file = path.open("w", buffering=1)
+        self._loggers = loggers or Loggers({})
 
     def __enter__(self) -> "Metrics":
         return self
@@ -48,6 +58,7 @@ class Metrics:
         traceback: TracebackType | None,
     ) -> None:
         self._file.close()
+        self._loggers.close()
 
     @property
     def seconds(self) -> float:
@@ -82,6 +93,7 @@ class Metrics:
         """Write one event and return it; numbers that are not finite become null."""
         record = {"event": event, **{name: _plain(value) for name, value in values.items()}}
         self._file.write(json.dumps(record) + "\n")
+        self._loggers.log(self.steps, scalars_of(record))
         return record
 
 

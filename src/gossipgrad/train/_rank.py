@@ -16,6 +16,7 @@ from gossipgrad.data import Dataset, ShardedBatches
 from ._config import TrainConfig
 from ._evaluate import TestPart
 from ._layout import RunDir
+from ._loggers import open_loggers
 from ._loop import Loop
 from ._metrics import Event, Metrics
 from ._result import RankResult
@@ -70,7 +71,8 @@ def train_rank(
     spans = StepSpans(rank, num_steps=config.trace, total_steps=total_steps)
     test = TestPart.of(dataset, rank=rank, world_size=world_size)
     strategy = make_strategy(config, model, optimizer, stop=stop, spans=spans)
-    with Metrics(run_dir.metrics(rank)) as metrics:
+    loggers = open_loggers(config, run_dir, rank)
+    with Metrics(run_dir.metrics(rank), loggers=loggers) as metrics:
         emit({"event": "ready", "total_steps": total_steps})
         final = Loop(
             strategy=strategy,
@@ -110,7 +112,7 @@ def train_rank(
         mixing_seconds=traffic.mixing_seconds,
         extra_memory_bytes=traffic.extra_memory_bytes,
         outcomes=traffic.outcomes,
-        notes=tuple(strategy.notes),
+        notes=(*strategy.notes, *loggers.notes),
     )
 
 
