@@ -116,6 +116,11 @@ class TrainConfig:
         """A name for the folder of the run."""
         return f"{self.data}-{self.model}-{self.strategy}"
 
+    @property
+    def needs_every_rank(self) -> bool:
+        """Whether the run is over when a rank dies."""
+        return self.strategy not in ("gossip", "local")
+
     def resolved(self, *, nproc: int, out: Path) -> "TrainConfig":
         """The same run with nothing left to a default."""
         lr = DEFAULT_LR[self.optimizer] if self.lr is None else self.lr

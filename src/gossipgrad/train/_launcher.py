@@ -191,7 +191,7 @@ def _supervise(
 def _is_fatal(failure: Failure | None, config: TrainConfig) -> TypeGuard[Failure]:
     """Whether the run cannot go on without this worker."""
     return failure is not None and (
-        not failure.started or failure.is_fatal or config.strategy == "allreduce"
+        not failure.started or failure.is_fatal or config.needs_every_rank
     )
 
 
@@ -208,8 +208,8 @@ def _check_end(launched: Launched, config: TrainConfig, run_dir: RunDir) -> None
     if not first.started:
         verb, colon, rest = what.partition(":")
         what = f"{verb} before its first step{colon}{rest}"
-    elif config.strategy == "allreduce" and not first.is_fatal:
-        what += "; all-reduce needs every rank, so the run is over"
+    elif config.needs_every_rank and not first.is_fatal:
+        what += f"; strategy {config.strategy} needs every rank, so the run is over"
     where = run_dir.errors(first.rank)
     trace = f" (traceback in {where})" if where.exists() else ""
     raise RunFailedError(f"rank {first.rank} {what}{trace}")

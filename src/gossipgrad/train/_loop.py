@@ -91,6 +91,7 @@ class Loop:
     def _step(
         self, x: Shaped[Tensor, "batch ..."], y: Int[Tensor, "batch ..."], step: int
     ) -> float:
+        self.strategy.begin_step()
         with self.spans.measure("forward", step):
             loss = training_loss(self.strategy.model, x, y)
         with self.spans.measure("backward", step):

@@ -1,0 +1,4 @@
+"""The ways to keep replicas together, behind one small interface for the loop."""
+
+from gossipgrad.train._strategies._make import make_strategy as make_strategy
+from gossipgrad.train._strategies._strategy import Strategy as Strategy

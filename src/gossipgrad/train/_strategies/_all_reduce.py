@@ -1,0 +1,43 @@
+"""Gradients averaged in every step by DistributedDataParallel."""
+
+import threading
+
+from torch import Tensor, nn
+
+from gossipgrad.train._ring_clock import RingClock
+
+from ._lockstep import Lockstep
+from ._strategy import Traffic
+
+
+class AllReduce(Lockstep):
+    """DistributedDataParallel: gradients averaged over all ranks in every step.
+
+    Exposed time runs from the moment that the last gradients of a step were handed over to the
+    return of the backward pass; the wait for slower ranks is in it. Bytes are those of a ring
+    all-reduce, computed and not counted.
+    """
+
+    def __init__(self, model: nn.Module, stop: threading.Event) -> None:
+        super().__init__(model, stop)
+        self._clock = RingClock(self._world_size)
+        parallel = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        parallel.register_comm_hook(self._clock, RingClock.hook)
+        self.model = parallel
+
+    def traffic(self) -> Traffic:
+        """Exposed time measured, bytes computed."""
+        return Traffic(
+            bytes_sent=self._clock.bytes_sent, exposed_seconds=self._clock.exposed_seconds
+        )
+
+    def close(self) -> None:
+        """Nothing to let go of: the process group is not this object's."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Run the backward pass and with it the all-reduce; see `Strategy.backward`."""
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            raise self._explained(error) from error
+        self._clock.backward_returned()

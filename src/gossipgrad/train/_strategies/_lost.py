@@ -1,0 +1,30 @@
+"""What it means that a peer is gone: the run was stopped, or is lost."""
+
+import threading
+
+import torch.distributed as dist
+
+from gossipgrad.errors import GossipError
+from gossipgrad.train._result import PeerLostError, RunStopped
+
+# The word to stop and the loss of a peer that heard it first arrive by different ways.
+_STOP_GRACE_SECONDS = 2.0
+
+
+def explained(error: RuntimeError, stop: threading.Event, what: str) -> RuntimeError:
+    """The error to raise for one that `what`, a collective of all ranks, has raised.
+
+    A failed collective is the stop if this rank, too, was told to stop; the word may take a moment.
+    """
+    if not _is_lost_peer(error):
+        return error
+    if stop.wait(_STOP_GRACE_SECONDS):
+        return RunStopped("the run was told to stop")
+    first_line = str(error).split("\n", 1)[0]
+    return PeerLostError(f"{what} failed because a rank is gone ({first_line})")
+
+
+def _is_lost_peer(error: RuntimeError) -> bool:
+    """Whether Gloo raised this: its errors are plain RuntimeErrors."""
+    text = str(error)
+    return isinstance(error, dist.DistError | GossipError) or "gloo" in text or "Connection" in text

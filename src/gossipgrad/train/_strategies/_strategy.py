@@ -1,0 +1,74 @@
+"""What keeps replicas together, as the loop sees it."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from gossipgrad.train._evaluate import Evaluation, TestPart, copy_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traffic:
+    """What communication has cost so far on this rank."""
+
+    bytes_sent: int = 0
+    exposed_seconds: float = 0.0
+    mixing_seconds: float | None = None
+    extra_memory_bytes: int | None = None
+    consensus_distance_estimate: float | None = None
+    outcomes: dict[str, int] = field(default_factory=dict)
+
+
+class Strategy(ABC):
+    """Keeps the replicas of one model together while the loop trains it.
+
+    Attributes:
+        model: What the loop calls in the forward pass.
+        notes: What the user should know, in words.
+    """
+
+    model: nn.Module
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    @abstractmethod
+    def evaluate(self, test: TestPart, *, final: bool) -> Evaluation:
+        """Evaluate the model that stands for all ranks; a collective but for `local`."""
+
+    @abstractmethod
+    def traffic(self) -> Traffic:
+        """What communication has cost so far; local."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of the model; local."""
+
+    def begin_step(self) -> None:  # noqa: B027  (most have nothing to get ready)
+        """Get ready for a step; called before its forward pass.
+
+        Raises:
+            RunStopped: A peer has left because the run was told to stop, and so was this rank.
+            PeerLostError: A peer that this strategy needs is gone.
+        """
+
+    def backward(self, loss: Tensor) -> None:
+        """Run the backward pass of a step, and what has to come between it and the update.
+
+        Raises:
+            RunStopped: A peer has left because the run was told to stop, and so was this rank.
+            PeerLostError: A peer that this strategy needs is gone.
+        """
+        loss.backward()
+
+
+def alone(model: nn.Module, test: TestPart, *, final: bool, is_consensus: bool) -> Evaluation:
+    """Evaluate this rank's replica on the whole test part; local."""
+    return Evaluation(
+        accuracy=test.accuracy(model),
+        is_consensus=is_consensus,
+        consensus_distance=None,
+        final=final,
+        weights=copy_of(model) if final else {},
+    )
