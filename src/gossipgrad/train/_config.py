@@ -54,8 +54,9 @@ class TrainConfig:
 
     data: Literal["digits", "fashion-mnist"] = "digits"
     """Data set. digits comes with scikit-learn; fashion-mnist is fetched once if missing."""
-    model: Literal["mlp", "lenet"] = "mlp"
-    """Model. lenet takes 28x28 images."""
+    model: Literal["mlp", "lenet", "cifarnet", "resnet20", "resnet50", "googlenet", "gpt"] = "mlp"
+    """Model. lenet takes 28x28 images, cifarnet 32x32; resnet50 and googlenet take 32x32 or
+    larger; gpt takes text; mlp and resnet20 take images."""
     strategy: Literal["gossip", "allreduce", "local"] = "gossip"
     """How replicas are kept together. gossip: one partner a step. allreduce:
     DistributedDataParallel. local: not at all."""
