@@ -4,7 +4,6 @@ References:
     Xiao, Rasul, Vollgraf, Fashion-MNIST, arXiv:1708.07747; MIT licence.
 """
 
-import os
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from torch import Tensor
 from ._dataset import Dataset, DatasetInfo, normalised
 from ._fetch import fetch
 from ._idx import read_idx
+from ._places import place_to_fetch_to, place_with, places, way_out
 from ._samples import TensorSamples
 
 INFO = DatasetInfo(
@@ -59,9 +59,8 @@ def prepare_fashion_mnist(data_dir: Path | None = None) -> None:
 def find_fashion_mnist(data_dir: Path | None = None, *, address: str = ADDRESS) -> Path:
     """Find the four files; fetch them where no place has them all.
 
-    Looked at in this order: `data_dir`, the folder that `GOSSIPGRAD_DATA` names, the user's cache
-    (`$XDG_CACHE_HOME/gossipgrad`, `~/.cache/gossipgrad`), each time in its folder
-    `fashion-mnist`. Missing files go to `data_dir`, or to the cache when none is given.
+    See `places` for where is looked. Missing files go to `data_dir`, or to the user's cache when
+    none is given.
 
     Returns:
         The folder with the four files.
@@ -69,19 +68,14 @@ def find_fashion_mnist(data_dir: Path | None = None, *, address: str = ADDRESS) 
     Raises:
         GossipError: A file could not be fetched, or is not the right one.
     """
-    places = _places(data_dir)
-    for folder in places:
-        if all((folder / name).is_file() for name in DIGESTS):
-            return folder
-    folder = places[0] if data_dir is not None else places[-1]
-    way_out = (
-        f"put the four files of {INFO.name} into {folder}, or name the folder that has them in its "
-        f"{INFO.name}/ with --data-dir or GOSSIPGRAD_DATA"
-    )
+    if (found := place_with(DIGESTS, places(INFO.name, data_dir))) is not None:
+        return found
+    folder = place_to_fetch_to(INFO.name, data_dir)
+    instead = way_out(f"the four files of {INFO.name}", INFO.name, folder)
     for name, digest in DIGESTS.items():
         if not (folder / name).is_file():
             check = partial(read_idx, sha256=digest)
-            fetch(f"{address}/{name}", folder / name, check, way_out=way_out)
+            fetch(f"{address}/{name}", folder / name, check, way_out=instead)
     return folder
 
 
@@ -104,13 +98,6 @@ def load_fashion_mnist(data_dir: Path | None = None) -> Dataset:
     return Dataset(
         info=INFO, train=TensorSamples(train_x, train_y), test=TensorSamples(test_x, test_y)
     )
-
-
-def _places(data_dir: Path | None) -> list[Path]:
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gossipgrad"
-    shared = os.environ.get("GOSSIPGRAD_DATA")
-    roots = [data_dir, Path(shared) if shared else None, cache]
-    return [root / INFO.name for root in roots if root is not None]
 
 
 def _images(

@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import UInt8
 
+from ._digest import DELETE_IT
+
 _UNSIGNED_BYTE = 0x08
 
 
@@ -34,11 +36,10 @@ def read_idx(path: Path, *, sha256: str | None = None) -> UInt8[np.ndarray, "...
     try:
         content = gzip.decompress(path.read_bytes())
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{path} is damaged ({error}); delete it to fetch it anew.") from error
+        raise ValueError(f"{path} is damaged ({error}){DELETE_IT}") from error
     if sha256 is not None and (found := hashlib.sha256(content).hexdigest()) != sha256:
         raise ValueError(
-            f"{path} unpacks to content with SHA-256 {found}, expected {sha256}; "
-            "delete it to fetch it anew."
+            f"{path} unpacks to content with SHA-256 {found}, expected {sha256}{DELETE_IT}"
         )
     if len(content) < 4 or content[:2] != b"\0\0" or content[2] != _UNSIGNED_BYTE:
         raise ValueError(f"{path} is no IDX file of unsigned bytes: it starts {content[:4]!r}.")
