@@ -28,11 +28,12 @@ def test_file_states_what_the_learning_rate_does(tmp_path):
     resolved(tmp_path).write(tmp_path / "config.json", VERSIONS)
     content = json.loads((tmp_path / "config.json").read_text())
     assert content["lr"] == 0.1
-    assert content["lr_rule"] == "lr * (1 + cos(pi * step / steps)) / 2, every step"
+    assert content["lr_rule"] == "none"
+    assert content["lr_formula"] == "lr * (1 + cos(pi * step / steps)) / 2, every step"
     assert content["versions"] == VERSIONS
 
 
-@pytest.mark.parametrize(("optimizer", "lr"), [("sgd", 0.1), ("adamw", 1e-3)])
+@pytest.mark.parametrize(("optimizer", "lr"), [("sgd", 0.1), ("adamw", 1e-3), ("muon", 1e-3)])
 def test_learning_rate_follows_the_optimizer(tmp_path, optimizer, lr):
     assert resolved(tmp_path, optimizer=optimizer).lr == lr
     assert resolved(tmp_path, optimizer=optimizer, lr=7.0).lr == 7.0
@@ -51,6 +52,10 @@ def test_learning_rate_follows_the_optimizer(tmp_path, optimizer, lr):
         ({"weight_decay": float("nan")}, "weight_decay is nan, but must be at least 0"),
         ({"momentum": 1.0}, "momentum is 1.0, but must be at least 0 and below 1"),
         ({"trace": -1}, "trace is -1, but must be at least 0"),
+        ({"warmup_epochs": -1}, "warmup_epochs is -1, but must be at least 0"),
+        ({"warmup_epochs": 5, "epochs": 5}, "warmup_epochs is 5, but must be below epochs, 5: the"),
+        ({"lr_step_epochs": 0}, "lr_step_epochs is 0, but must be at least 1"),
+        ({"lr_gamma": 1.0}, "lr_gamma is 1.0, but must be above 0 and below 1"),
     ],
 )
 def test_refuses_numbers_out_of_range(options, message):
@@ -88,4 +93,21 @@ def test_warns_of_options_without_effect():
         config.warn_of_unused()
     with pytest.warns(UserWarning, match="momentum=0.5 is not used: optimizer is adamw"):
         TrainConfig(optimizer="adamw", momentum=0.5).warn_of_unused()
+    with pytest.warns(UserWarning, match="lr_rule=sqrt is not used: strategy is local"):
+        TrainConfig(strategy="local", lr_rule="sqrt").warn_of_unused()
+    with pytest.warns(UserWarning, match="lr_step_epochs=3 is not used: lr_schedule is cosine"):
+        TrainConfig(lr_step_epochs=3).warn_of_unused()
     TrainConfig(gossip=GossipConfig(every=4)).warn_of_unused()
+    TrainConfig(lr_schedule="step", lr_step_epochs=3, lr_gamma=0.5, lr_rule="sqrt").warn_of_unused()
+
+
+def test_steps_of_the_rate_are_thirds_of_the_run_unless_given(tmp_path):
+    assert resolved(tmp_path, lr_schedule="step", epochs=20).lr_step_epochs == 7
+    assert resolved(tmp_path, lr_schedule="step", lr_step_epochs=4).lr_step_epochs == 4
+    assert resolved(tmp_path, lr_schedule="cosine").lr_step_epochs is None
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("gossip", 2), ("allreduce", 2), ("local", 1)])
+def test_rate_scales_with_the_ranks_that_share_a_step(tmp_path, strategy, ranks):
+    rate = resolved(tmp_path, strategy=strategy, lr=0.5, lr_rule="linear").learning_rate
+    assert rate.peak == 0.5 * ranks

@@ -9,7 +9,7 @@ from gossipgrad import data, models
 from gossipgrad.errors import GossipError
 from gossipgrad.train import TrainConfig
 from gossipgrad.train._layout import claim
-from gossipgrad.train._rank import make_optimizer, make_scheduler, train_rank
+from gossipgrad.train._rank import train_rank
 
 
 @pytest.fixture(scope="module")
@@ -138,31 +138,3 @@ def test_no_trace_when_none_is_asked_for(train):
 def test_loss_that_is_not_finite_ends_the_run(train):
     with pytest.raises(GossipError, match=r"the loss became (nan|inf) in step \d+; lower --lr"):
         train(epochs=2, lr=1e20)
-
-
-def test_optimizer_options_take_effect(tmp_path):
-    parameters = dict.fromkeys(("sgd", "adamw"))
-    for name in parameters:
-        config = TrainConfig(optimizer=name, lr=0.25, momentum=0.5, weight_decay=0.125)
-        model = models.MLP(2, 2)
-        optimizer = make_optimizer(config.resolved(nproc=1, out=tmp_path), model)
-        (group,) = optimizer.param_groups
-        assert len(group["params"]) == 6
-        assert (group["lr"], group["weight_decay"]) == (0.25, 0.125)
-        assert group.get("momentum", 0.5) == 0.5
-
-
-def test_learning_rate_rules(tmp_path):
-    def rates(schedule):
-        config = TrainConfig(lr=2.0, lr_schedule=schedule).resolved(nproc=1, out=tmp_path)
-        optimizer = make_optimizer(config, models.MLP(2, 2))
-        scheduler = make_scheduler(config, optimizer, total_steps=4)
-        found = []
-        for _ in range(4):
-            found.append(optimizer.param_groups[0]["lr"])
-            optimizer.step()
-            scheduler.step()
-        return found
-
-    assert rates("constant") == [2.0] * 4
-    assert rates("cosine") == pytest.approx([2.0, 1 + 0.5**0.5, 1.0, 1 - 0.5**0.5])

@@ -1,6 +1,7 @@
 """What can be known to be wrong before a process starts."""
 
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 
@@ -8,6 +9,7 @@ from gossipgrad import data, models, topology
 
 from ._config import TrainConfig
 from ._loggers import check_loggers
+from ._optimizers import make_optimizers
 
 
 def check(config: TrainConfig, world_size: int) -> None:
@@ -22,7 +24,10 @@ def check(config: TrainConfig, world_size: int) -> None:
     check_loggers(config)
     info = data.info(config.data, config.data_dir)
     with torch.device("meta"):
-        models.build(config.model, info)
+        model = models.build(config.model, info)
+        make_optimizers(
+            config.resolved(nproc=world_size, out=Path()), model, num_classes=info.num_classes
+        )
     if config.strategy == "gossip":
         topology.by_name(config.gossip.topology, world_size, seed=config.seed)
     if info.train_samples < world_size:

@@ -8,16 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from ._learning_rate import LearningRate, LrRule, LrSchedule
 from ._options import check_at_least, check_choices, from_plain
 
 # Of each optimizer, where none is given.
-DEFAULT_LR = {"sgd": 0.1, "adamw": 1e-3}
-_LR_RULES = {
-    "cosine": "lr * (1 + cos(pi * step / steps)) / 2, every step",
-    "constant": "lr",
-}
+DEFAULT_LR = {"sgd": 0.1, "adamw": 1e-3, "muon": 1e-3}
 # What config.json holds beside the options.
-_NOTES = ("lr_rule", "versions")
+_NOTES = ("lr_formula", "versions")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,18 +57,29 @@ class TrainConfig:
     strategy: Literal["gossip", "allreduce", "local"] = "gossip"
     """How replicas are kept together. gossip: one partner a step. allreduce:
     DistributedDataParallel. local: not at all."""
-    optimizer: Literal["sgd", "adamw"] = "sgd"
-    """Optimizer, the same on every rank."""
+    optimizer: Literal["sgd", "adamw", "muon"] = "sgd"
+    """Optimizer, the same on every rank. muon: Muon for the matrices of hidden linear layers, AdamW
+    for all else (convolutions, embeddings, heads, biases and norms)."""
     epochs: int = 20
     """Passes over the training part, each rank over its share."""
     batch_size: int = 16
     """Samples a step on each rank."""
     lr: float | None = None
-    """Learning rate at the start; None: 0.1 for sgd, 0.001 for adamw."""
-    lr_schedule: Literal["cosine", "constant"] = "cosine"
-    """cosine: the rate falls to 0 over the run, step by step. constant: it stays."""
+    """Learning rate, of one rank; None: 0.1 for sgd, 0.001 for adamw and muon."""
+    lr_rule: LrRule = "none"
+    """What the learning rate is multiplied by: 1 (none, what GossipGraD's authors did in their
+    code), the number of ranks (linear), or its square root (sqrt)."""
+    warmup_epochs: int = 0
+    """Epochs in which the rate rises, step by step, before the schedule begins."""
+    lr_schedule: LrSchedule = "cosine"
+    """cosine, linear: the rate falls to 0 over the run, step by step. step: it drops every
+    lr_step_epochs. constant: it stays."""
+    lr_step_epochs: int | None = None
+    """Epochs between two drops of lr_schedule step; None: a third of the run."""
+    lr_gamma: float = 0.1
+    """What a drop of lr_schedule step multiplies the rate by."""
     momentum: float = 0.9
-    """Momentum of sgd; adamw does not use it."""
+    """Momentum of sgd; adamw does not use it, and muon has its own, 0.95."""
     weight_decay: float = 5e-4
     """Weight decay."""
     seed: int = 0
@@ -101,8 +109,15 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_choices(type(self), dataclasses.asdict(self))
-        check_at_least(self, 1, "epochs", "batch_size", "nproc", "log_every")
-        check_at_least(self, 0, "seed", "weight_decay", "trace")
+        check_at_least(self, 1, "epochs", "batch_size", "nproc", "log_every", "lr_step_epochs")
+        check_at_least(self, 0, "seed", "weight_decay", "trace", "warmup_epochs")
+        if self.warmup_epochs >= self.epochs:
+            raise ValueError(
+                f"warmup_epochs is {self.warmup_epochs}, but must be below epochs, {self.epochs}: "
+                "the schedule begins after it."
+            )
+        if not 0 < self.lr_gamma < 1:
+            raise ValueError(f"lr_gamma is {self.lr_gamma}, but must be above 0 and below 1.")
         if self.lr is not None and not 0 < self.lr < math.inf:
             raise ValueError(f"lr is {self.lr}, but must be above 0 and finite.")
         if self.weight_decay == math.inf:
@@ -125,24 +140,42 @@ class TrainConfig:
     def resolved(self, *, nproc: int, out: Path) -> "TrainConfig":
         """The same run with nothing left to a default."""
         lr = DEFAULT_LR[self.optimizer] if self.lr is None else self.lr
-        return dataclasses.replace(self, nproc=nproc, out=out, lr=lr)
+        step_epochs = self.lr_step_epochs
+        if self.lr_schedule == "step" and step_epochs is None:
+            step_epochs = math.ceil(self.epochs / 3)
+        return dataclasses.replace(self, nproc=nproc, out=out, lr=lr, lr_step_epochs=step_epochs)
+
+    @property
+    def learning_rate(self) -> LearningRate:
+        """The rate as a function of the step; of a resolved configuration."""
+        assert self.lr is not None, "resolve the configuration first"
+        assert self.nproc is not None
+        return LearningRate(
+            base=self.lr,
+            sharing_ranks=1 if self.strategy == "local" else self.nproc,
+            rule=self.lr_rule,
+            schedule=self.lr_schedule,
+            warmup_epochs=self.warmup_epochs,
+            step_epochs=self.lr_step_epochs or 1,
+            gamma=self.lr_gamma,
+        )
 
     def warn_of_unused(self) -> None:
         """Warn of options that differ from their defaults and that this run does not use."""
+        strategy, schedule = f"strategy is {self.strategy}", f"lr_schedule is {self.lr_schedule}"
+        unused: list[tuple[Any, str, str]] = []
         if self.strategy != "gossip":
-            for option in dataclasses.fields(GossipConfig):
-                value = getattr(self.gossip, option.name)
-                if value != option.default:
-                    warnings.warn(
-                        f"{option.name}={value} is not used: strategy is {self.strategy}.",
-                        stacklevel=2,
-                    )
-        momentum = type(self).__dataclass_fields__["momentum"].default
-        if self.optimizer != "sgd" and self.momentum != momentum:
-            warnings.warn(
-                f"momentum={self.momentum} is not used: optimizer is {self.optimizer}.",
-                stacklevel=2,
-            )
+            unused += [(self.gossip, f.name, strategy) for f in dataclasses.fields(GossipConfig)]
+        if self.strategy == "local":
+            unused.append((self, "lr_rule", strategy))
+        if self.optimizer != "sgd":
+            unused.append((self, "momentum", f"optimizer is {self.optimizer}"))
+        if self.lr_schedule != "step":
+            unused += [(self, name, schedule) for name in ("lr_step_epochs", "lr_gamma")]
+        for owner, name, why in unused:
+            value = getattr(owner, name)
+            if value != type(owner).__dataclass_fields__[name].default:
+                warnings.warn(f"{name}={value} is not used: {why}.", stacklevel=2)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, as `config.json` holds them."""
@@ -192,5 +225,5 @@ class TrainConfig:
 
     def write(self, path: Path, versions: dict[str, str]) -> None:
         """Write `config.json`: the options, what the learning rate does, and the versions."""
-        notes = dict(zip(_NOTES, (_LR_RULES[self.lr_schedule], versions), strict=True))
+        notes = dict(zip(_NOTES, (self.learning_rate.formula, versions), strict=True))
         path.write_text(json.dumps({**self.to_json(), **notes}, indent=2) + "\n")

@@ -2,7 +2,7 @@
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -31,8 +31,8 @@ class Loop:
 
     Attributes:
         strategy: Keeps the replicas together.
-        optimizer: Updates the replica.
-        scheduler: Sets the learning rate, step by step.
+        optimizers: Update the replica, one after the other.
+        schedulers: Set their learning rates, step by step.
         batches: Training samples of this rank.
         test: The test part.
         epochs: How many passes.
@@ -44,8 +44,8 @@ class Loop:
     """
 
     strategy: Strategy
-    optimizer: Optimizer
-    scheduler: LRScheduler
+    optimizers: Sequence[Optimizer]
+    schedulers: Sequence[LRScheduler]
     batches: ShardedBatches
     test: TestPart
     epochs: int
@@ -97,9 +97,12 @@ class Loop:
         with self.spans.measure("backward", step):
             self.strategy.backward(loss)
         with self.spans.measure("optimizer", step):
-            self.optimizer.step()
-            self.scheduler.step()
-            self.optimizer.zero_grad()
+            for optimizer in self.optimizers:
+                optimizer.step()
+            for scheduler in self.schedulers:
+                scheduler.step()
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
         if not math.isfinite(value := loss.item()):
             raise DivergedError(f"the loss became {value} in step {step}; lower --lr")
         return value

@@ -1,14 +1,10 @@
 """What one rank does: the training loop and the evaluations around it."""
 
-import math
 import threading
 from collections.abc import Callable
 
 import torch
 from safetensors.torch import save
-from torch import nn
-from torch.optim import SGD, AdamW, Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from gossipgrad import models
 from gossipgrad.data import Dataset, ShardedBatches
@@ -19,6 +15,7 @@ from ._layout import RunDir
 from ._loggers import open_loggers
 from ._loop import Loop
 from ._metrics import Event, Metrics
+from ._optimizers import make_optimizers, make_schedulers
 from ._result import RankResult
 from ._spans import StepSpans
 from ._strategies import make_strategy
@@ -59,7 +56,7 @@ def train_rank(
     torch.set_num_threads(1)
     torch.manual_seed(config.seed)
     model = models.build(config.model, dataset.info)
-    optimizer = make_optimizer(config, model)
+    optimizers = make_optimizers(config, model, dataset.info.num_classes)
     batches = ShardedBatches(
         samples=dataset.train,
         batch_size=config.batch_size,
@@ -70,14 +67,19 @@ def train_rank(
     total_steps = config.epochs * len(batches)
     spans = StepSpans(rank, num_steps=config.trace, total_steps=total_steps)
     test = TestPart.of(dataset, rank=rank, world_size=world_size)
-    strategy = make_strategy(config, model, optimizer, stop=stop, spans=spans)
+    strategy = make_strategy(config, model, optimizers, stop=stop, spans=spans)
     loggers = open_loggers(config, run_dir, rank)
     with Metrics(run_dir.metrics(rank), loggers=loggers) as metrics:
         emit({"event": "ready", "total_steps": total_steps})
         final = Loop(
             strategy=strategy,
-            optimizer=optimizer,
-            scheduler=make_scheduler(config, optimizer, total_steps=total_steps),
+            optimizers=optimizers,
+            schedulers=make_schedulers(
+                config.learning_rate,
+                optimizers,
+                steps_per_epoch=len(batches),
+                epochs=config.epochs,
+            ),
             batches=batches,
             test=test,
             epochs=config.epochs,
@@ -114,23 +116,3 @@ def train_rank(
         outcomes=traffic.outcomes,
         notes=(*strategy.notes, *loggers.notes),
     )
-
-
-def make_optimizer(config: TrainConfig, model: nn.Module) -> Optimizer:
-    """The optimizer that `config` names, over all parameters of `model`."""
-    assert config.lr is not None, "resolve the configuration first"
-    if config.optimizer == "sgd":
-        return SGD(
-            model.parameters(),
-            lr=config.lr,
-            momentum=config.momentum,
-            weight_decay=config.weight_decay,
-        )
-    return AdamW(model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
-
-
-def make_scheduler(config: TrainConfig, optimizer: Optimizer, *, total_steps: int) -> LRScheduler:
-    """The learning rate as a function of the step; see `TrainConfig.lr_schedule`."""
-    if config.lr_schedule == "constant":
-        return LambdaLR(optimizer, lambda step: 1.0)
-    return LambdaLR(optimizer, lambda step: 0.5 * (1 + math.cos(math.pi * step / total_steps)))

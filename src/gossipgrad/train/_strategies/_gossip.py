@@ -1,5 +1,7 @@
 """Gossip, as a strategy of the loop."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -23,7 +25,7 @@ class Gossip(Strategy):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizers: Sequence[Optimizer],
         options: GossipConfig,
         *,
         seed: int,
@@ -34,7 +36,7 @@ class Gossip(Strategy):
         self._all_here = True
         self._session = gg.gossip(
             model,
-            optimizer,
+            optimizers,
             topology=options.topology,
             mode=options.mode,
             payload=options.payload,

@@ -1,6 +1,7 @@
 """Strategies by name."""
 
 import threading
+from collections.abc import Sequence
 
 from torch import nn
 from torch.optim import Optimizer
@@ -17,7 +18,7 @@ from ._strategy import Strategy
 def make_strategy(
     config: TrainConfig,
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizers: Sequence[Optimizer],
     *,
     stop: threading.Event,
     spans: StepSpans,
@@ -27,4 +28,4 @@ def make_strategy(
         return Local(model)
     if config.strategy == "allreduce":
         return AllReduce(model, stop)
-    return Gossip(model, optimizer, config.gossip, seed=config.seed, spans=spans)
+    return Gossip(model, optimizers, config.gossip, seed=config.seed, spans=spans)

@@ -1,0 +1,85 @@
+"""The learning rate of a run: how it scales with the ranks, rises at first and falls later."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+LrRule = Literal["none", "linear", "sqrt"]
+LrSchedule = Literal["cosine", "constant", "linear", "step"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LearningRate:
+    """The rate as a function of the step.
+
+    Each rank keeps its batch size whatever their number, so p ranks learn from p times the samples
+    a step. GossipGraD's code leaves the rate as it is and divides the number of steps by p, which
+    is rule `none`; what the paper's text says of it is not known to this project. `linear` and
+    `sqrt` are the usual rules for large batches.
+
+    Attributes:
+        base: Given by the user, for one rank.
+        sharing_ranks: How many ranks' batches make up a step, p.
+        rule: The rate that schedules start from is `base` for `none`, `base * p` for `linear`,
+            `base * sqrt(p)` for `sqrt`.
+        schedule: What becomes of it, after the warm-up.
+        warmup_epochs: In these it rises from near 0, by the same amount every step.
+        step_epochs: Epochs between two drops of schedule `step`, counted from the start of the run.
+        gamma: What schedule `step` multiplies it by.
+
+    References:
+        Goyal et al., Accurate, large minibatch SGD, arXiv:1706.02677, section 2: linear scaling
+        and warm-up. Deviation: (1) the warm-up begins near 0, not at the rate of one rank.
+
+    Example:
+        >>> rate = LearningRate(base=0.1, sharing_ranks=4, rule="linear", warmup_epochs=2)
+        >>> [round(rate.peak * rate.factor(step, steps_per_epoch=2, epochs=4), 3)
+        ...     for step in range(8)]
+        [0.1, 0.2, 0.3, 0.4, 0.4, 0.341, 0.2, 0.059]
+    """
+
+    base: float
+    sharing_ranks: int = 1
+    rule: LrRule = "none"
+    schedule: LrSchedule = "cosine"
+    warmup_epochs: int = 0
+    step_epochs: int = 1
+    gamma: float = 0.1
+
+    @property
+    def peak(self) -> float:
+        """The rate that the schedule starts from."""
+        powers = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
+        return self.base * self.sharing_ranks ** powers[self.rule]
+
+    def factor(self, step: int, *, steps_per_epoch: int, epochs: int) -> float:
+        """The share of `peak` in a step, counted from 0."""
+        warmup = self.warmup_epochs * steps_per_epoch
+        if step < warmup:
+            return (step + 1) / warmup
+        if self.schedule == "constant":
+            return 1.0
+        if self.schedule == "step":
+            return self.gamma ** (step // steps_per_epoch // self.step_epochs)
+        done = (step - warmup) / (epochs * steps_per_epoch - warmup)
+        return 1 - done if self.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+
+    @property
+    def formula(self) -> str:
+        """The rate in words and signs, for `config.json`."""
+        p = self.sharing_ranks
+        peak = {"none": "lr", "linear": f"lr * {p}", "sqrt": f"lr * sqrt({p})"}[self.rule]
+        done, rise = "step / steps", ""
+        if self.warmup_epochs:
+            done = "(step - warmup) / (steps - warmup)"
+            rise = (
+                f"{peak} * (step + 1) / warmup in the first {self.warmup_epochs} epochs, "
+                "which have warmup steps, then "
+            )
+        fall = {
+            "cosine": f"{peak} * (1 + cos(pi * {done})) / 2, every step",
+            "linear": f"{peak} * (1 - {done}), every step",
+            "step": f"{peak} * {self.gamma:g} ** (epoch // {self.step_epochs})",
+            "constant": peak,
+        }
+        return rise + fall[self.schedule]
