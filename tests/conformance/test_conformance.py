@@ -385,11 +385,11 @@ def test_several_optimizers_are_one_step(payload):
                     optimizer.step()
                     optimizer.zero_grad()
                 first, last = (loss.item() if number == 0 else first), loss.item()
-            assert session.stats().rounds == 40
+            sent = session.stats().bytes_sent
             session.average_()
             state = [muon.state[model[0].weight]["momentum_buffer"]]
             state += [adamw.state[model[2].bias][key] for key in ("exp_avg", "exp_avg_sq")]
-            return first, last, session.stats().bytes_sent, [s.clone() for s in state]
+            return first, last, sent, [s.clone() for s in state]
 
     found = on_ranks(FAMILIES["gossip"], rank_main)
     for first, last, sent, state in found:
