@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-BENCHMARKS = ("transports", "step", "reference_drift", "accuracy")
+BENCHMARKS = ("transports", "step", "images", "reference_drift", "accuracy")
 
 
 def main() -> int:

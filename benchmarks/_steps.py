@@ -1,0 +1,196 @@
+"""Contestants that take turns in the same two processes, and the figures of their steps.
+
+They take turns, block by block, so that they share whatever else the machine does. Each step is
+timed on rank 0; the ratio is taken block by block. Memory is the one thing taken apart: the peak of
+processes in which one contestant is alone.
+"""
+
+import cProfile
+import multiprocessing
+import pstats
+import queue
+import resource
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gossipgrad as gg
+
+WORLD_SIZE = 2
+CONTESTANTS = ("gossip", "gossip, bf16 wire", "ddp", "no communication")
+
+# What a task is: a function to a model, one to a new batch, and one from model and batch to loss.
+Batch = tuple[Tensor, ...]
+Task = Callable[[], tuple[nn.Module, Callable[[], Batch], Callable[..., Tensor]]]
+
+
+class Contestant:
+    """One way to keep replicas together, with a model and optimizer of its own."""
+
+    def __init__(self, name: str, task: Task, group: dist.ProcessGroup) -> None:
+        self.model, self.batch, self.loss = task()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
+        self.session = None
+        if name.startswith("gossip"):
+            wire = torch.bfloat16 if "bf16" in name else None
+            self.session = gg.gossip(
+                self.model, self.optimizer, process_group=group, wire_dtype=wire
+            )
+        elif name == "ddp":
+            self.model = DistributedDataParallel(self.model)
+
+    def step(self, batch: Batch) -> float:
+        """One step, its seconds."""
+        start = time.perf_counter()
+        self.optimizer.zero_grad()
+        self.loss(self.model, *batch).backward()
+        self.optimizer.step()
+        return time.perf_counter() - start
+
+    def close(self) -> None:
+        if self.session is not None:
+            self.session.close()
+
+
+def measure(tasks: dict[str, Task], blocks: int, steps: int) -> dict[str, dict]:
+    """Medians and quartiles of each contestant, and the ratio to DDP block by block."""
+    return _summarise(_in_processes(_take_turns, tasks, blocks, steps))
+
+
+def peak_memory_bytes(task: Task, steps: int) -> dict[str, int]:
+    """The peak of resident memory of rank 0, Python and torch included, by contestant."""
+    return {name: _in_processes(_run_alone, name, task, steps) for name in CONTESTANTS}
+
+
+def _in_processes(function: Callable[..., Any], *arguments: object) -> Any:
+    """What `function(group, *arguments)` returns on rank 0 of two new processes."""
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
+    processes = [
+        context.Process(target=_main, args=(rank, store.port, results, function, arguments))
+        for rank in range(WORLD_SIZE)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        while True:
+            try:
+                result = results.get(timeout=1)
+                break
+            except queue.Empty:
+                if any(process.exitcode for process in processes):
+                    raise RuntimeError("a process failed; its error stands above") from None
+    except BaseException:
+        for process in processes:
+            process.kill()
+        raise
+    for process in processes:
+        process.join()
+    return result
+
+
+def _main(
+    rank: int, port: int, results: Any, function: Callable[..., Any], arguments: tuple
+) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE)
+    result = function(dist.group.WORLD, *arguments)
+    if rank == 0:
+        results.put(result)
+    dist.destroy_process_group()
+
+
+def _take_turns(
+    group: dist.ProcessGroup, tasks: dict[str, Task], blocks: int, steps: int
+) -> dict[str, dict]:
+    figures = {}
+    for title, task in tasks.items():
+        torch.manual_seed(0)
+        made = {name: Contestant(name, task, group) for name in CONTESTANTS}
+        torch.manual_seed(dist.get_rank())
+        times: dict[str, list[list[float]]] = {name: [] for name in made}
+        for number in range(blocks + 1):
+            for name, contestant in made.items():
+                dist.barrier()
+                block = [contestant.step(contestant.batch()) for _ in range(steps)]
+                if number:  # the first block warms up
+                    times[name].append(block)
+        own = _own_share(made["gossip"], steps * 2)
+        for contestant in made.values():
+            contestant.close()
+        figures[title] = {"times": times, "own": own}
+        dist.barrier()
+    return figures
+
+
+def _run_alone(group: dist.ProcessGroup, name: str, task: Task, steps: int) -> int:
+    contestant = Contestant(name, task, group)
+    for _ in range(steps):
+        contestant.step(contestant.batch())
+    contestant.close()
+    dist.barrier()
+    # Linux counts it in kibibytes.
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def _own_share(contestant: Contestant, steps: int) -> float:
+    """The share of a gossip step spent in gossipgrad's own Python, waiting excluded.
+
+    From a profile: the time of the step hooks, with what they call, less the time in `poll`.
+    """
+    profile = cProfile.Profile()
+    batches = [contestant.batch() for _ in range(steps)]
+    dist.barrier()
+    profile.enable()
+    for batch in batches:
+        contestant.step(batch)
+    profile.disable()
+    total = hooks = waiting = 0.0
+    for (file, _, name), (_, _, _, cumulative, _) in pstats.Stats(profile).stats.items():
+        if file == __file__ and name == "step":
+            total = cumulative
+        elif file.endswith("_session.py") and name in ("_before_step", "_after_step"):
+            hooks += cumulative
+        elif name == "<method 'poll' of 'zmq.backend.cython._zmq.Socket' objects>" or (
+            "zmq" in file and name == "poll"
+        ):
+            waiting = max(waiting, cumulative)
+    assert total, "the profile saw no step"
+    return (hooks - waiting) / total
+
+
+def _summarise(figures: dict) -> dict[str, dict]:
+    rows = {}
+    for task, held in figures.items():
+        medians = {
+            name: [statistics.median(block) for block in blocks]
+            for name, blocks in held["times"].items()
+        }
+        rows[task] = {
+            name: {
+                "step_milliseconds_median": round(1e3 * statistics.median(values), 3),
+                "step_milliseconds_quartiles": [
+                    round(1e3 * q, 3) for q in statistics.quantiles(values, n=4)
+                ],
+                "ratio_to_ddp_median": round(
+                    statistics.median(a / b for a, b in zip(values, medians["ddp"], strict=True)), 3
+                ),
+                "ratio_to_ddp_quartiles": [
+                    round(q, 3)
+                    for q in statistics.quantiles(
+                        [a / b for a, b in zip(values, medians["ddp"], strict=True)], n=4
+                    )
+                ],
+            }
+            for name, values in medians.items()
+        }
+        rows[task]["gossip"]["own_python_share_of_step"] = round(held["own"], 4)
+    return rows
