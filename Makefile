@@ -3,7 +3,7 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test lint format types bench clean
+.PHONY: demo test lint format types docs bench clean
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -28,8 +28,12 @@ format: $(READY)
 types: $(READY)
 	$(BIN)/pyrefly check --summary=none --python-interpreter-path $(BIN)/python
 
+docs: $(READY)
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs docs/_build
+	@echo docs/_build/index.html
+
 bench: $(READY)
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist docs/_build .pytest_cache .ruff_cache .hypothesis

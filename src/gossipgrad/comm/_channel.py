@@ -27,7 +27,7 @@ _WAKE_SECONDS = 0.5  # a wait wakes this often, so that Ctrl-C and silent deaths
 
 
 class Channel:
-    """Exchanges buckets with partners, one round after the other; the rules of DESIGN's links.
+    """Exchanges buckets with partners, one round after the other.
 
     An exchange counts iff both ends sent their part. A rank gives a round up (voids it) only
     before sending, and names it in the next header on that link. What is received is checked

@@ -1,0 +1,197 @@
+"""The pages of docs/: they build without a warning, cover all names, and their code runs."""
+
+import contextlib
+import doctest
+import importlib
+import io
+import json
+import re
+import shlex
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+import torch
+from torch import nn
+
+from gossipgrad.topology import analyse, by_name
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+ROOMS = ("", ".topology", ".comm", ".data", ".models", ".trace", ".train")
+NUMBER = re.compile(r"[-+]?\d[\d,.e+-]*")
+
+
+def blocks(page, language):
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def ids(page):
+    return page.stem
+
+
+def public_names():
+    """Every public name, with all names of the same object: one page is enough for it."""
+    names = {}
+    for room in ROOMS:
+        module = importlib.import_module(f"gossipgrad{room}")
+        for name, value in vars(module).items():
+            if not name.startswith("_") and not isinstance(value, type(sys)):
+                key = id(value) if callable(value) else f"{module.__name__}.{name}"
+                names.setdefault(key, set()).add(f"{module.__name__}.{name}")
+    return list(names.values())
+
+
+@pytest.mark.skipif(find_spec("sphinx") is None, reason="Sphinx is not installed")
+def test_pages_build_without_a_warning_and_cover_all_public_names(tmp_path):
+    from sphinx.util.inventory import InventoryFile
+
+    done = subprocess.run(
+        [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "docs", tmp_path / "html"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    inventory = InventoryFile.loads((tmp_path / "html" / "objects.inv").read_bytes(), uri="")
+    described = {
+        name for kind, found in inventory.data.items() if kind.startswith("py:") for name in found
+    }
+    missing = [names for names in public_names() if not names & described]
+    assert not missing, "not in docs/api"
+    pictures = re.findall(r"!\[.*?\]\(pictures/", "".join(page.read_text() for page in PAGES))
+    html = "".join(path.read_text() for path in (tmp_path / "html").glob("*.html"))
+    assert html.count("<svg role") == len(pictures)
+    assert "http" not in "".join(re.findall(r"<(?:script|link|img)[^>]*>", html))
+
+
+def test_pictures_are_what_the_script_draws(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "figures.py", "--into", tmp_path],
+        cwd=ROOT / "docs",
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    for drawn in tmp_path.glob("*.svg"):
+        assert drawn.read_text() == (ROOT / "docs" / "pictures" / drawn.name).read_text(), (
+            drawn.name
+        )
+
+
+def rows_below(page, heading):
+    """The rows of the first table whose heading starts so, as lists of cells."""
+    text = (ROOT / "docs" / page).read_text()
+    lines = text[text.index(heading) :].split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_topology_table_is_what_analyse_finds():
+    rows = rows_below("choosing.md", "| ranks | topology | to a tenth")
+    assert rows
+    for ranks, name, *figures in rows:
+        found = analyse(by_name(name, int(ranks)), max_rounds=5_000)
+        assert [int(figure) for figure in figures] == [
+            found.rounds_to_contract_10x,
+            found.rounds_to_contract_1000x,
+            found.rounds_until_all_know_all,
+        ], (ranks, name)
+
+
+def test_accuracy_table_is_what_was_measured():
+    measured = json.loads((ROOT / "benchmarks/results/accuracy.json").read_text())["rows"]
+    rows = rows_below("choosing.md", "| task | workers | all-reduce")
+    assert rows
+    for task, workers, *figures in rows:
+        (row,) = [r for r in measured if (r["task"], r["world_size"]) == (task, int(workers))]
+        difference = row["difference_to_allreduce_points"]["gossip"]
+        accuracies = [fmean(row["accuracy"][name]) for name in ("allreduce", "gossip")]
+        assert figures == [
+            *(f"{100 * accuracy:.2f} %" for accuracy in accuracies),
+            f"{difference['mean']:+.2f} +- {difference['half_width_95']:.2f}",
+        ], (task, workers)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=ids)
+def test_python_blocks_run(page, tmp_path, monkeypatch):
+    """In order, with what the pages say that a reader has; alone, as one rank."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    names = {
+        "torch": torch,
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        "loader": [(torch.randn(8, 4), torch.randint(2, (8,))) for _ in range(4)],
+        "loss_function": nn.functional.cross_entropy,
+    }
+    for block in blocks(page, "python"):
+        if not is_file(page, block):
+            exec(compile(block, page.name, "exec"), names)
+    if "session" in names:
+        names["session"].close()
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "pycon")], ids=ids)
+def test_examples_at_the_prompt(page):
+    text = "\n".join(blocks(page, "pycon"))
+    test = doctest.DocTestParser().get_doctest(text, {}, page.name, str(page), 0)
+    output = io.StringIO()
+    runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)
+    with contextlib.redirect_stdout(output):
+        runner.run(test, out=output.write)
+    assert runner.summarize(verbose=False).failed == 0, output.getvalue()
+
+
+def is_file(page, block):
+    return file_of(page, block) is not None
+
+
+def file_of(page, block):
+    found = re.search(r"Save this as `([\w.]+)`:\s*```python\n\Z", page.read_text().split(block)[0])
+    return found and found[1]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "console")], ids=ids)
+def test_commands_run_and_print_what_the_page_shows(page, tmp_path):
+    """Numbers aside, every line shown is printed; other machines' commands are no `console`."""
+    for block in blocks(page, "python"):
+        if name := file_of(page, block):
+            (tmp_path / name).write_text(block)
+    for block in blocks(page, "console"):
+        for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+            command, *shown = part.rstrip().split("\n")
+            printed = run(command, tmp_path)
+            for line in shown:
+                if line != "...":
+                    assert shape(line) in printed, f"{command}: {line!r} is not in\n{printed}"
+
+
+def shape(text):
+    return NUMBER.sub("#", " ".join(text.split()))
+
+
+def run(command, folder):
+    program, *arguments = shlex.split(command)
+    modules = {"gossipgrad": ["-m", "gossipgrad"], "torchrun": ["-m", "torch.distributed.run"]}
+    if program in ("make", "pip", "source"):
+        return ""
+    done = subprocess.run(
+        [sys.executable, *modules.get(program, []), *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, f"{command}\n{done.stderr}"
+    return "\n".join(shape(line) for line in (done.stdout + done.stderr).splitlines())
