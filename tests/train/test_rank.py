@@ -28,15 +28,15 @@ def one_thread():
 def train(digits, tmp_path, one_thread):
     """Train one rank alone, in this process."""
 
-    def train_alone(*, stop=None, emit=lambda event: None, name="run", **options):
+    def train_alone(*, stop=None, emit=lambda event: None, name="run", rank=0, **options):
         run_dir = claim(tmp_path / name, name="", overwrite=True)
         config = TrainConfig(strategy="local", **options).resolved(nproc=1, out=run_dir.path)
         result = train_rank(
             config,
             digits,
             run_dir,
-            rank=0,
-            world_size=1,
+            rank=rank,
+            world_size=rank + 1,
             stop=stop or threading.Event(),
             emit=emit,
         )
@@ -104,6 +104,14 @@ def test_repeats_bit_for_bit_by_seed(train):
     first, again, other = [run_dir.rank_model(0).read_bytes() for _, run_dir in runs]
     assert first == again
     assert first != other
+
+
+def test_each_rank_draws_masks_of_its_own(train):
+    draws = []
+    for rank in range(2):
+        train(epochs=1, rank=rank)
+        draws.append(torch.rand(1))
+    assert draws[0] != draws[1]
 
 
 def test_stop_ends_at_the_next_step_and_keeps_the_model(train):

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from safetensors.torch import save
 
@@ -57,6 +58,8 @@ def train_rank(
     torch.manual_seed(config.seed)
     model = models.build(config.model, dataset.info)
     optimizers = make_optimizers(config, model, dataset.info.num_classes)
+    # Equal weights at the start, but dropout masks of its own.
+    torch.manual_seed(int(np.random.SeedSequence((config.seed, rank)).generate_state(1)[0]))
     batches = ShardedBatches(
         samples=dataset.train,
         batch_size=config.batch_size,
