@@ -9,12 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from jaxtyping import Float, UInt8
-from torch import Tensor
 
-from ._dataset import Dataset, DatasetInfo, normalised
+from ._dataset import Dataset, DatasetInfo
 from ._fetch import fetch
 from ._idx import read_idx
+from ._pixels import Standardise
 from ._places import place_to_fetch_to, place_with, places, way_out
 from ._samples import TensorSamples
 
@@ -88,19 +87,14 @@ def load_fashion_mnist(data_dir: Path | None = None) -> Dataset:
     """
     folder = find_fashion_mnist(data_dir)
     arrays = {name: read_idx(folder / name, sha256=digest) for name, digest in DIGESTS.items()}
-    train_x, test_x = normalised(
-        _images(arrays["train-images-idx3-ubyte.gz"]), _images(arrays["t10k-images-idx3-ubyte.gz"])
-    )
-    train_y, test_y = (
-        torch.from_numpy(arrays[f"{part}-labels-idx1-ubyte.gz"].astype(np.int64))
+    finish = Standardise.of(arrays["train-images-idx3-ubyte.gz"][:, None])
+    train, test = (
+        TensorSamples(
+            # Copied, since the unpacked content is read-only.
+            torch.from_numpy(arrays[f"{part}-images-idx3-ubyte.gz"].copy()).unsqueeze(1),
+            torch.from_numpy(arrays[f"{part}-labels-idx1-ubyte.gz"].astype(np.int64)),
+            finish=finish,
+        )
         for part in ("train", "t10k")
     )
-    return Dataset(
-        info=INFO, train=TensorSamples(train_x, train_y), test=TensorSamples(test_x, test_y)
-    )
-
-
-def _images(
-    pixels: UInt8[np.ndarray, "sample height width"],
-) -> Float[Tensor, "sample channel height width"]:
-    return torch.from_numpy(pixels.astype(np.float32)).unsqueeze(1)
+    return Dataset(info=INFO, train=train, test=test)

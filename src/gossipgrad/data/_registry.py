@@ -1,12 +1,41 @@
 """Data sets by name."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-from . import _digits, _fashion_mnist
+from . import _cifar10, _cifar10_small, _digits, _fashion_mnist, _shakespeare
 from ._dataset import Dataset, DatasetInfo
 
-_INFOS = {module.INFO.name: module.INFO for module in (_digits, _fashion_mnist)}
-NAMES = tuple(_INFOS)
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """How one data set is come by; each function takes the folder of data sets."""
+
+    info: DatasetInfo
+    prepare: Callable[[Path | None], None]
+    load: Callable[[Path | None], Dataset]
+
+
+_SOURCES = {
+    source.info.name: source
+    for source in (
+        _Source(_digits.INFO, lambda _: _digits.prepare_digits(), lambda _: _digits.load_digits()),
+        _Source(
+            _fashion_mnist.INFO,
+            _fashion_mnist.prepare_fashion_mnist,
+            _fashion_mnist.load_fashion_mnist,
+        ),
+        _Source(_cifar10.INFO, _cifar10.prepare_cifar10, _cifar10.load_cifar10),
+        _Source(
+            _cifar10_small.INFO,
+            _cifar10_small.prepare_cifar10_small,
+            _cifar10_small.load_cifar10_small,
+        ),
+        _Source(_shakespeare.INFO, _shakespeare.prepare_shakespeare, _shakespeare.load_shakespeare),
+    )
+}
+NAMES = tuple(_SOURCES)
 
 
 def info(name: str, data_dir: Path | None = None) -> DatasetInfo:
@@ -23,9 +52,7 @@ def info(name: str, data_dir: Path | None = None) -> DatasetInfo:
         >>> info("digits").input_shape
         (1, 8, 8)
     """
-    if name not in _INFOS:
-        raise ValueError(f"data {name!r} is not known; choose one of {', '.join(NAMES)}.")
-    return _INFOS[name]
+    return _source(name).info
 
 
 def prepare(name: str, data_dir: Path | None = None) -> None:
@@ -35,26 +62,28 @@ def prepare(name: str, data_dir: Path | None = None) -> None:
 
     Raises:
         ValueError: There is no data set of this name, or a package it needs is missing, or a
-            file of it is damaged.
+            file of it is damaged or missing without an address to fetch it from.
         GossipError: A file could not be fetched.
     """
-    if info(name) is _digits.INFO:
-        _digits.prepare_digits()
-    else:
-        _fashion_mnist.prepare_fashion_mnist(data_dir)
+    _source(name).prepare(data_dir)
 
 
 def load(name: str, data_dir: Path | None = None) -> Dataset:
-    """Load a data set into memory, in about a second.
+    """Load a data set, in about a second.
 
     Args:
         name: One of `NAMES`.
-        data_dir: Folder of data sets; see `find_fashion_mnist` for where else is looked.
+        data_dir: Folder of data sets; looked in before the one that `GOSSIPGRAD_DATA` names and
+            the user's cache. Missing files are fetched to it, or to the cache when None.
 
     Raises:
-        ValueError: There is no data set of this name, or a file of it is damaged.
+        ValueError: As `prepare`.
         GossipError: A file is missing and could not be fetched.
     """
-    if info(name) is _digits.INFO:
-        return _digits.load_digits()
-    return _fashion_mnist.load_fashion_mnist(data_dir)
+    return _source(name).load(data_dir)
+
+
+def _source(name: str) -> _Source:
+    if name not in _SOURCES:
+        raise ValueError(f"data {name!r} is not known; choose one of {', '.join(NAMES)}.")
+    return _SOURCES[name]

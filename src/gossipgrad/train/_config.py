@@ -49,8 +49,9 @@ class GossipConfig:
 class TrainConfig:
     """One training run."""
 
-    data: Literal["digits", "fashion-mnist"] = "digits"
-    """Data set. digits comes with scikit-learn; fashion-mnist is fetched once if missing."""
+    data: Literal["digits", "fashion-mnist", "cifar10", "cifar10-small", "shakespeare"] = "digits"
+    """Data set. digits comes with scikit-learn; fashion-mnist, cifar10 and shakespeare are fetched
+    once if missing; cifar10-small has to be there."""
     model: Literal["mlp", "lenet", "cifarnet", "resnet20", "resnet50", "googlenet", "gpt"] = "mlp"
     """Model. lenet takes 28x28 images, cifarnet 32x32; resnet50 and googlenet take 32x32 or
     larger; gpt takes text; mlp and resnet20 take images."""

@@ -1,0 +1,170 @@
+"""CIFAR-10 from its binary files, fetched and unpacked once where they are missing.
+
+References:
+    Krizhevsky, Learning multiple layers of features from tiny images, 2009.
+"""
+
+import shutil
+import tarfile
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from jaxtyping import UInt8
+
+from gossipgrad.errors import GossipError
+
+from ._dataset import Dataset, DatasetInfo
+from ._digest import check_sha256
+from ._fetch import fetch
+from ._pixels import CropAndFlip, Standardise
+from ._places import place_to_fetch_to, place_with, places, way_out
+from ._samples import TensorSamples
+
+INFO = DatasetInfo(
+    name="cifar10",
+    input_shape=(3, 32, 32),
+    num_classes=10,
+    train_samples=50_000,
+    test_samples=10_000,
+)
+TRAIN_FILES = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
+TEST_FILE = "test_batch.bin"
+ADDRESS = "https://www.cs.toronto.edu/~kriz"
+ARCHIVE = "cifar-10-binary.tar.gz"
+# Of the archive; its published MD5 is c32a1d4ab5d03f1284b67883e8d87530.
+SHA256 = "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"
+_ARCHIVED_IN = "cifar-10-batches-bin"
+_RECORDS = 10_000
+_RECORD_BYTES = 1 + 3 * 32 * 32
+
+
+def prepare_cifar10(data_dir: Path | None = None) -> None:
+    """Make sure that the six files are there and can be read.
+
+    Raises:
+        GossipError: They are missing and could not be fetched.
+        ValueError: A file in place is damaged; the message names it.
+    """
+    folder = find_cifar10(data_dir)
+    for name in (*TRAIN_FILES, TEST_FILE):
+        read_batch(folder / name)
+
+
+def find_cifar10(data_dir: Path | None = None, *, address: str = ADDRESS) -> Path:
+    """Find the six files; unpack or fetch them where no place has them all.
+
+    See `places` for where is looked: in the folder `cifar10`, and in the `cifar-10-batches-bin`
+    in it that the publisher's archive unpacks to. An archive found there is unpacked beside
+    itself. Else it is fetched to `data_dir`, or to the user's cache when none is given.
+
+    Returns:
+        The folder with the six files.
+
+    Raises:
+        GossipError: The archive could not be fetched or unpacked, or is not the right one.
+        ValueError: An archive in place is not the right one.
+    """
+    names = (*TRAIN_FILES, TEST_FILE)
+    folders = places(INFO.name, data_dir)
+    unpacked = [folder / inner for folder in folders for inner in ("", _ARCHIVED_IN)]
+    if (found := place_with(names, unpacked)) is not None:
+        return found
+    check = partial(check_sha256, sha256=SHA256)
+    folder = place_with([ARCHIVE], folders)
+    if folder is not None:
+        check(folder / ARCHIVE)
+    else:
+        folder = place_to_fetch_to(INFO.name, data_dir)
+        instead = way_out(f"{ARCHIVE}, or the six .bin files in it,", INFO.name, folder)
+        fetch(f"{address}/{ARCHIVE}", folder / ARCHIVE, check, way_out=instead)
+    _unpack(folder / ARCHIVE, names)
+    return folder
+
+
+def load_cifar10(data_dir: Path | None = None) -> Dataset:
+    """CIFAR-10: 50,000 training and 10,000 test images, 32x32 in colour, ten classes.
+
+    Training images are cropped and mirrored at random; all are standardised by the mean and
+    deviation of each channel of the training part.
+
+    Raises:
+        GossipError: A file is missing and could not be fetched.
+        ValueError: A file in place is damaged; the message names it.
+    """
+    folder = find_cifar10(data_dir)
+    batches = [read_batch(folder / name) for name in TRAIN_FILES]
+    pixels, labels = (np.concatenate(parts) for parts in zip(*batches, strict=True))
+    return pixel_dataset(INFO, pixels, labels, *read_batch(folder / TEST_FILE))
+
+
+def pixel_dataset(
+    info: DatasetInfo,
+    train_pixels: UInt8[np.ndarray, "train 3 32 32"],
+    train_labels: UInt8[np.ndarray, " train"],
+    test_pixels: UInt8[np.ndarray, "test 3 32 32"],
+    test_labels: UInt8[np.ndarray, " test"],
+) -> Dataset:
+    """A data set of images like CIFAR's, augmented and standardised as these are."""
+    finish = Standardise.of(train_pixels)
+    return Dataset(
+        info=info,
+        train=TensorSamples(
+            torch.from_numpy(train_pixels),
+            torch.from_numpy(train_labels.astype(np.int64)),
+            CropAndFlip(len(train_pixels)),
+            finish,
+        ),
+        test=TensorSamples(
+            torch.from_numpy(test_pixels),
+            torch.from_numpy(test_labels.astype(np.int64)),
+            finish=finish,
+        ),
+    )
+
+
+def read_batch(
+    path: Path,
+) -> tuple[UInt8[np.ndarray, "sample 3 32 32"], UInt8[np.ndarray, " sample"]]:
+    """Images and labels of one binary file.
+
+    Raises:
+        ValueError: The file is not 10,000 records of a label from 0 to 9 and 3,072 pixels.
+    """
+    content = np.fromfile(path, dtype=np.uint8)
+    if content.size != _RECORDS * _RECORD_BYTES:
+        raise ValueError(
+            f"{path} has {content.size:,} bytes, expected {_RECORDS * _RECORD_BYTES:,}; delete it "
+            "to unpack or fetch it anew."
+        )
+    records = content.reshape(_RECORDS, _RECORD_BYTES)
+    labels = records[:, 0]
+    if labels.max() >= INFO.num_classes:
+        raise ValueError(
+            f"{path} holds the label {labels.max()}, but labels run from 0 to 9; delete it to "
+            "unpack or fetch it anew."
+        )
+    return records[:, 1:].reshape(-1, 3, 32, 32), labels
+
+
+def _unpack(archive: Path, names: tuple[str, ...]) -> None:
+    folder = archive.parent
+    try:
+        with (
+            tarfile.open(archive) as tar,
+            tempfile.TemporaryDirectory(dir=folder, prefix=".unpacking-") as partial_folder,
+        ):
+            for name in names:
+                content = tar.extractfile(f"{_ARCHIVED_IN}/{name}")
+                assert content is not None, "the archive with this digest holds files"
+                with content, (Path(partial_folder) / name).open("wb") as file:
+                    shutil.copyfileobj(content, file)
+            for name in names:
+                (Path(partial_folder) / name).replace(folder / name)
+    except OSError as error:
+        raise GossipError(
+            f"could not unpack {archive} ({error.strerror}); unpack it by hand to a folder "
+            f"{INFO.name}/ and name the one that holds this with --data-dir or GOSSIPGRAD_DATA."
+        ) from error
