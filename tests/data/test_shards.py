@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given
@@ -75,6 +77,13 @@ def test_augments_by_seed_and_epoch():
     for x, y in batches.epoch(2):
         assert x.tolist() == (-y.float()).tolist()
         assert told.pop() == (y.tolist(), (7, 2))
+
+
+def test_threads_change_nothing():
+    (shard,) = shards(50, 1)
+    threaded = dataclasses.replace(shard, threads=3)
+    assert seen(threaded, 1) == seen(shard, 1)
+    assert seen(threaded, 1, start_batch=4) == seen(shard, 1)[12:]
 
 
 def test_other_samples_sit_out_in_other_epochs():

@@ -1,12 +1,15 @@
 """Data sets, and how their samples are dealt to the ranks."""
 
+from ._ahead import made_ahead as made_ahead
 from ._dataset import Dataset as Dataset
 from ._dataset import DatasetInfo as DatasetInfo
 from ._idx import read_idx as read_idx
+from ._image_folder import image_folder as image_folder
 from ._registry import NAMES as NAMES
 from ._registry import info as info
 from ._registry import load as load
 from ._registry import prepare as prepare
+from ._sampler import ShardedSampler as ShardedSampler
 from ._samples import Samples as Samples
 from ._samples import TensorSamples as TensorSamples
 from ._shards import ShardedBatches as ShardedBatches

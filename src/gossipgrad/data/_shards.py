@@ -2,12 +2,15 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import Literal
 
 import numpy as np
 import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
+from ._ahead import made_ahead
 from ._samples import Samples
 
 
@@ -41,17 +44,13 @@ class ShardedBatches:
     rank: int
     world_size: int
     seed: int
+    threads: int = 0
+    """How many make batches ahead; worth it where samples are decoded."""
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
             raise ValueError(f"batch_size is {self.batch_size}, but must be at least 1.")
-        if not 0 <= self.rank < self.world_size:
-            raise ValueError(f"rank {self.rank} is not in 0..{self.world_size - 1}.")
-        if len(self.samples) < self.world_size:
-            raise ValueError(
-                f"{len(self.samples)} samples do not give one to each of {self.world_size} ranks; "
-                "start fewer."
-            )
+        check_place(len(self.samples), self.rank, self.world_size)
 
     @property
     def samples_per_epoch(self) -> int:
@@ -66,11 +65,49 @@ class ShardedBatches:
         self, epoch: int, *, start_batch: int = 0
     ) -> Iterator[tuple[Shaped[Tensor, "batch ..."], Int[Tensor, "batch ..."]]]:
         """The batches of an epoch, from batch `start_batch` on."""
-        order = np.random.default_rng((self.seed, epoch)).permutation(len(self.samples))
-        mine = torch.from_numpy(order[self.rank :: self.world_size][: self.samples_per_epoch])
-        for start in range(start_batch * self.batch_size, len(mine), self.batch_size):
-            chosen = mine[start : start + self.batch_size]
-            yield self.samples.batch(chosen, augment=(self.seed, epoch))
+        share = epoch_share(
+            num_samples=len(self.samples),
+            rank=self.rank,
+            world_size=self.world_size,
+            seed=self.seed,
+            epoch=epoch,
+        )
+        chosen = torch.from_numpy(share).split(self.batch_size)[start_batch:]
+        make = partial(self.samples.batch, augment=(self.seed, epoch))
+        return made_ahead(make, chosen, threads=self.threads)
+
+
+def epoch_share(
+    *,
+    num_samples: int,
+    rank: int,
+    world_size: int,
+    seed: int,
+    epoch: int,
+    shuffle: bool = True,
+    uneven: Literal["drop", "keep"] = "drop",
+) -> Int[np.ndarray, " sample"]:
+    """Indices of the samples that a rank gets in an epoch, in their order.
+
+    Positions r, r + p, r + 2p, ... of one permutation for all ranks; `uneven` "drop" gives every
+    rank equally many.
+    """
+    if shuffle:
+        order = np.random.default_rng((seed, epoch)).permutation(num_samples)
+    else:
+        order = np.arange(num_samples)
+    mine = order[rank::world_size]
+    return mine[: num_samples // world_size] if uneven == "drop" else mine
+
+
+def check_place(num_samples: int, rank: int, world_size: int) -> None:
+    """Raise `ValueError` for a rank out of its world, or fewer samples than ranks."""
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} is not in 0..{world_size - 1}.")
+    if num_samples < world_size:
+        raise ValueError(
+            f"{num_samples} samples do not give one to each of {world_size} ranks; start fewer."
+        )
 
 
 def shard_bounds(num_samples: int, rank: int, world_size: int) -> tuple[int, int]:

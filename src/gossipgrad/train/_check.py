@@ -22,7 +22,7 @@ def check(config: TrainConfig, world_size: int) -> None:
     if find_spec("safetensors") is None:
         raise ValueError("a run exports its model: pip install 'gossipgrad[train]'.")
     check_loggers(config)
-    info = data.info(config.data, config.data_dir)
+    info = data.info(config.data, config.data_dir, image_size=config.image_size)
     with torch.device("meta"):
         model = models.build(config.model, info)
         make_optimizers(
@@ -35,4 +35,4 @@ def check(config: TrainConfig, world_size: int) -> None:
             f"{world_size} processes cannot share the {info.train_samples} samples of "
             f"{config.data}; start fewer."
         )
-    data.prepare(config.data, config.data_dir)
+    data.prepare(config.data, config.data_dir, image_size=config.image_size)

@@ -49,9 +49,12 @@ class GossipConfig:
 class TrainConfig:
     """One training run."""
 
-    data: Literal["digits", "fashion-mnist", "cifar10", "cifar10-small", "shakespeare"] = "digits"
+    data: Literal[
+        "digits", "fashion-mnist", "cifar10", "cifar10-small", "shakespeare", "imagefolder"
+    ] = "digits"
     """Data set. digits comes with scikit-learn; fashion-mnist, cifar10 and shakespeare are fetched
-    once if missing; cifar10-small has to be there."""
+    once if missing; cifar10-small has to be there; imagefolder: JPEG files in train/CLASS and
+    val/CLASS of data_dir."""
     model: Literal["mlp", "lenet", "cifarnet", "resnet20", "resnet50", "googlenet", "gpt"] = "mlp"
     """Model. lenet takes 28x28 images, cifarnet 32x32; resnet50 and googlenet take 32x32 or
     larger; gpt takes text; mlp and resnet20 take images."""
@@ -94,6 +97,11 @@ class TrainConfig:
     """Replace the run that `out` holds."""
     data_dir: Path | None = None
     """Folder of data sets; None: $GOSSIPGRAD_DATA, then the cache of the user."""
+    image_size: int | None = None
+    """Height and width of the inputs from imagefolder; None: 224."""
+    data_threads: int | None = None
+    """Threads of a rank that make batches ahead; None: 2 for imagefolder, whose files have to be
+    decoded, and 0 for what lies in memory."""
     gossip: GossipConfig = field(default_factory=GossipConfig)
     """How replicas gossip."""
     log_every: int = 10
@@ -110,8 +118,10 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_choices(type(self), dataclasses.asdict(self))
-        check_at_least(self, 1, "epochs", "batch_size", "nproc", "log_every", "lr_step_epochs")
-        check_at_least(self, 0, "seed", "weight_decay", "trace", "warmup_epochs")
+        check_at_least(
+            self, 1, "epochs", "batch_size", "nproc", "log_every", "image_size", "lr_step_epochs"
+        )
+        check_at_least(self, 0, "seed", "weight_decay", "trace", "data_threads", "warmup_epochs")
         if self.warmup_epochs >= self.epochs:
             raise ValueError(
                 f"warmup_epochs is {self.warmup_epochs}, but must be below epochs, {self.epochs}: "
@@ -127,6 +137,13 @@ class TrainConfig:
             raise ValueError("wandb is empty, but must name a project.")
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum is {self.momentum}, but must be at least 0 and below 1.")
+
+    @property
+    def batch_threads(self) -> int:
+        """`data_threads`, or what it is for these data where None."""
+        if self.data_threads is None:
+            return 2 if self.data == "imagefolder" else 0
+        return self.data_threads
 
     @property
     def label(self) -> str:

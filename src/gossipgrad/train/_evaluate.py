@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from gossipgrad.data import Dataset, Samples, shard_bounds
+from gossipgrad.data import Dataset, Samples, made_ahead, shard_bounds
 
 # Values in a batch of inputs; activations take many times as much memory.
 _BATCH_VALUES = 1 << 20
@@ -44,9 +44,11 @@ class TestPart:
     batch_size: int
     rank: int
     world_size: int
+    threads: int
+    """How many make batches ahead."""
 
     @classmethod
-    def of(cls, dataset: Dataset, *, rank: int, world_size: int) -> "TestPart":
+    def of(cls, dataset: Dataset, *, rank: int, world_size: int, threads: int = 0) -> "TestPart":
         """The test part of a data set."""
         info = dataset.info
         values = math.prod(info.input_shape)
@@ -59,6 +61,7 @@ class TestPart:
             else min(_MAX_BATCH_SIZE, max(1, _BATCH_VALUES // values)),
             rank=rank,
             world_size=world_size,
+            threads=threads,
         )
 
     def accuracy(self, model: nn.Module) -> float:
@@ -76,9 +79,8 @@ class TestPart:
         model.eval()
         try:
             correct = 0
-            for first in range(start, end, self.batch_size):
-                indices = torch.arange(first, min(first + self.batch_size, end))
-                x, y = self.samples.batch(indices)
+            chosen = torch.arange(start, end).split(self.batch_size)
+            for x, y in made_ahead(self.samples.batch, chosen, threads=self.threads):
                 correct += int((model(x).argmax(-1) == y).sum())
             return correct
         finally:

@@ -60,16 +60,18 @@ def train_rank(
     optimizers = make_optimizers(config, model, dataset.info.num_classes)
     # Equal weights at the start, but dropout masks of its own.
     torch.manual_seed(int(np.random.SeedSequence((config.seed, rank)).generate_state(1)[0]))
+    threads = config.batch_threads
     batches = ShardedBatches(
         samples=dataset.train,
         batch_size=config.batch_size,
         rank=rank,
         world_size=world_size,
         seed=config.seed,
+        threads=threads,
     )
     total_steps = config.epochs * len(batches)
     spans = StepSpans(rank, num_steps=config.trace, total_steps=total_steps)
-    test = TestPart.of(dataset, rank=rank, world_size=world_size)
+    test = TestPart.of(dataset, rank=rank, world_size=world_size, threads=threads)
     strategy = make_strategy(config, model, optimizers, stop=stop, spans=spans)
     loggers = open_loggers(config, run_dir, rank)
     with Metrics(run_dir.metrics(rank), loggers=loggers) as metrics:

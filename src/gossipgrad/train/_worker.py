@@ -58,7 +58,8 @@ def worker_main(spec: WorkerSpec, pipe: Connection) -> None:
         pipe.send(event)
 
     try:
-        dataset = data.load(spec.config.data, spec.config.data_dir)
+        config = spec.config
+        dataset = data.load(config.data, config.data_dir, image_size=config.image_size)
         if spec.config.strategy != "local":
             _join(spec)
         result = train_rank(

@@ -205,7 +205,7 @@ def _take_part(
             progress.take(0, event)
 
     try:
-        dataset = data.load(config.data, config.data_dir)
+        dataset = data.load(config.data, config.data_dir, image_size=config.image_size)
         gather(mailbox, world.rank, world.world_size)
         dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.world_size)
         result = train_rank(
