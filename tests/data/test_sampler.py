@@ -49,7 +49,7 @@ def test_drop_gives_every_rank_equally_many(sizes, epoch, shuffle):
 @given(sizes, st.integers(0, 3), st.booleans())
 def test_keep_deals_every_sample_once(sizes, epoch, shuffle):
     shares = dealt(*sizes, epoch=epoch, shuffle=shuffle, uneven="keep")
-    assert sorted(list(chain(*shares))) == list(range(sizes[0]))
+    assert sorted(chain(*shares)) == list(range(sizes[0]))
     assert {len(share) - sizes[0] // sizes[1] for share in shares} <= {0, 1}
 
 
