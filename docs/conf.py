@@ -37,10 +37,10 @@ nitpick_ignore_regex = [
 ]
 
 default_role = "code"  # docstrings write code between single backticks, as Markdown does
-autodoc_default_options = {"members": True, "imported-members": True}
+autodoc_default_options = {"members": True}
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
-autodoc_member_order = "groupwise"
+autodoc_member_order = "bysource"
 napoleon_use_ivar = True
 napoleon_use_rtype = False
 python_maximum_signature_line_length = 88

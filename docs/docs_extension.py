@@ -2,6 +2,7 @@
 
 import html
 import importlib
+import inspect
 import itertools
 import re
 from pathlib import Path
@@ -17,6 +18,7 @@ from sphinx.writers.html5 import HTML5Translator
 import gossipgrad
 
 SOURCE = Path(gossipgrad.__file__).parent
+KINDS = ("function", "class", "exception", "data")
 
 
 def inline_math(translator: HTML5Translator, node: nodes.math) -> None:
@@ -93,28 +95,40 @@ def tables(lines: list[str]) -> list[str]:
 
 
 class Room(SphinxDirective):
-    """`.. room:: MODULE`: all that a module exports, constants too."""
+    """`.. room:: MODULE`: all that a module exports: functions, classes, exceptions, constants.
+
+    What `gossipgrad` exports too is described there only.
+    """
 
     required_arguments = 1
 
     def run(self) -> list[nodes.Node]:
         """Leaves the work to autodoc."""
         (module,) = self.arguments
-        lines = [f".. automodule:: {module}", ""]
+        lines = [f".. automodule:: {module}", "   :no-members:", ""]
+        entries = []
         for name, value in vars(importlib.import_module(module)).items():
-            if name.isupper() and not callable(value):
-                lines += [f".. autodata:: {module}.{name}", ""]
+            at_the_top = module != "gossipgrad" and vars(gossipgrad).get(name) is value
+            if name.startswith("_") or inspect.ismodule(value) or (at_the_top and callable(value)):
+                continue
+            entries.append((KINDS.index(kind_of(value)), f"{module}.{name}"))
+        for kind, name in sorted(entries, key=lambda entry: entry[0]):
+            lines += [f".. auto{KINDS[kind]}:: {name}", ""]
         return self.parse_text_to_nodes("\n".join(lines))
 
 
-def skip_what_stands_at_the_top(
-    app: Sphinx, what: str, name: str, value: Any, skip: bool, options: Any
-) -> bool | None:
-    """A name of a room that `gossipgrad` exports too is described there only."""
-    at_the_top = app.env.docname == "api/gossipgrad"
-    if what == "module" and not at_the_top and vars(gossipgrad).get(name) is value:
-        return True
-    return None
+def kind_of(value: object) -> str:
+    """What autodoc calls it; one of `KINDS`."""
+    if inspect.isclass(value):
+        return "exception" if issubclass(value, BaseException) else "class"
+    return "function" if inspect.isfunction(value) else "data"
+
+
+def readable_defaults(
+    app: Sphinx, what: str, name: str, value: Any, options: Any, signature: str, returns: str
+) -> tuple[str, str] | None:
+    """A default that is made anew for each object is no Python: `...` stands for it."""
+    return (signature.replace("<factory>", "..."), returns) if signature else None
 
 
 def constant_docs(name: str) -> list[str]:
@@ -137,6 +151,6 @@ def setup(app: Sphinx) -> dict[str, bool]:
     docstrings = Docstrings()
     app.connect("autodoc-process-docstring", docstrings.before_napoleon, priority=400)
     app.connect("autodoc-process-docstring", docstrings.after_napoleon, priority=600)
-    app.connect("autodoc-skip-member", skip_what_stands_at_the_top)
+    app.connect("autodoc-process-signature", readable_defaults)
     app.connect("doctree-resolved", inline_figures)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
