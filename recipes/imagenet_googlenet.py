@@ -1,6 +1,6 @@
 """GoogLeNet on ImageNet at 128 workers by gossip, the other large workload of GossipGraD's paper.
 
-`DATA/imagefolder` has `train/CLASS/*.jpg` and `val/CLASS/*.jpg`. Sixteen nodes with eight workers
+`DATA` has `train/CLASS/*.jpg` and `val/CLASS/*.jpg`. Sixteen nodes with eight workers
 each, by torchrun on every node:
 
     torchrun --nnodes 16 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint NODE0:29500 \

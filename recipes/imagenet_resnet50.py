@@ -1,6 +1,6 @@
 """ResNet-50 on ImageNet at 128 workers by gossip, the headline of GossipGraD's evaluation.
 
-`DATA/imagefolder` has `train/CLASS/*.jpg` and `val/CLASS/*.jpg`. Sixteen nodes with eight workers
+`DATA` has `train/CLASS/*.jpg` and `val/CLASS/*.jpg`. Sixteen nodes with eight workers
 each, by torchrun on every node:
 
     torchrun --nnodes 16 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint NODE0:29500 \

@@ -2,13 +2,17 @@
 
 import gzip
 import importlib.util
+import json
+import os
 import struct
+import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from gossipgrad import data
 from support.ranks import run_ranks
@@ -108,3 +112,31 @@ def test_gpt_on_shakespeare(small_data):
         "shakespeare_gpt", epochs=1, steps=16, batch_size=4, layers=1, lr=0.01, warmup_steps=4
     )
     assert reached < 2.0  # knowing nothing is ln 65, 4.2
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("name", ["imagenet_resnet50", "imagenet_googlenet"])
+def test_imagenet(name, tmp_path):
+    """Two workers, a few small images; the rest is as in the recipe."""
+    images, _ = striped(12, 32, channels=3)
+    for number, image in enumerate((255 * images).byte().permute(0, 2, 3, 1).numpy()):
+        folder = tmp_path / ("val" if number < 4 else "train") / f"class{number % 2}"
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(folder / f"{number}.jpg")
+    small = "--nproc 2 --epochs 1 --warmup-epochs 0 --batch-size 2 --image-size 32 --quiet"
+    recipe, out = RECIPES / f"{name}.py", tmp_path / "run"
+    done = subprocess.run(
+        [sys.executable, recipe, *small.split(), "--data-dir", tmp_path, "--out", out],
+        cwd=tmp_path,
+        env={k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((out / "summary.json").read_text())
+    assert (summary["steps"], summary["world_size"]) == (2, 2)
+    assert summary["outcomes"]["delivered"] > 0
+    config = json.loads((out / "config.json").read_text())
+    assert config["gossip"]["payload"] == "weights+state"
