@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from gossipgrad.topology import Schedule, by_name
 from gossipgrad.trace import Trace, merge_traces
 
 STEPS_PER_EPOCH = 10
@@ -17,18 +18,29 @@ WriteRun = Callable[..., Path]
 
 
 @pytest.fixture
-def write_run(tmp_path) -> WriteRun:
+def write_run(tmp_path, write_run_into) -> WriteRun:
     """Writes a run directory of `world_size` ranks; keyword arguments go into its config."""
 
-    def write(name: str = "small", *, world_size: int = 4, **config: Any) -> Path:
-        directory = tmp_path / name
-        directory.mkdir()
+    def write(name: str = "small", **options: Any) -> Path:
+        return write_run_into(tmp_path / name, **options)
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def write_run_into() -> WriteRun:
+    """The same, into a directory that is named."""
+
+    def write(directory: Path, *, world_size: int = 4, **config: Any) -> Path:
+        directory.mkdir(parents=True)
         steps = STEPS_PER_EPOCH * EPOCHS
+        topology = "hypercube" if world_size & (world_size - 1) == 0 else "matching"
         options = {
             "strategy": "gossip",
             "model": "mlp",
             "data": "digits",
-            "gossip": {"topology": "hypercube", "mode": "overlap", "payload": "weights"},
+            "seed": 0,
+            "gossip": {"topology": topology, "mode": "overlap", "payload": "weights"},
         }
         write_json(directory / "config.json", options | config)
         for rank in range(world_size):
@@ -53,7 +65,8 @@ def write_run(tmp_path) -> WriteRun:
             "outcomes": {"delivered": 118, "late": 2, "dead_peer": 0, "void": 0},
         }
         write_json(directory / "summary.json", summary)
-        traces = [save_trace(directory, rank, steps) for rank in range(world_size)]
+        schedule = by_name(topology, world_size, seed=0)
+        traces = [save_trace(directory, rank, steps, schedule) for rank in range(world_size)]
         merge_traces(traces, directory / "trace.json")
         return directory
 
@@ -78,7 +91,10 @@ def metrics(rank: int, steps: int) -> list[dict[str, Any]]:
                 "samples": 32 * step,
                 "consensus_distance_estimate": 1 / step,
                 "exposed_seconds": 0.005 * step,
+                "train_seconds": 0.1 * step,
                 "step_seconds": 0.1,
+                "bytes_sent": 1000 * step,
+                "outcomes": {"delivered": step - step // 15, "late": step // 15},
             }
         )
         if step % STEPS_PER_EPOCH == 0:
@@ -97,19 +113,21 @@ def metrics(rank: int, steps: int) -> list[dict[str, Any]]:
     return records
 
 
-def save_trace(directory: Path, rank: int, steps: int) -> Path:
+def save_trace(directory: Path, rank: int, steps: int, schedule: Schedule) -> Path:
     """Steps of 100 ms: forward, backward, optimizer, and two exchanges under way meanwhile."""
     trace = Trace(rank)
-    partner = rank ^ 1
     for step in range(1, steps + 1):
         start = step / 10
-        trace.span("forward", start, start + 0.03, step=step)
+        send_to, recv_from = schedule.peers(step, rank)
+        trace.span("snapshot", start, start + 0.001, round=step)
+        trace.span("forward", start + 0.001, start + 0.03, step=step)
         trace.span("backward", start + 0.03, start + 0.08, step=step)
         trace.span("optimizer", start + 0.08, start + 0.09, step=step)
-        trace.span("wait", start + 0.09, start + 0.095, round=step)
+        trace.span("wait", start + 0.09, start + 0.094, round=step)
+        trace.span("mix", start + 0.094, start + 0.095, round=step, bucket=0)
         for bucket in range(2):
-            attributes = {"round": step, "bucket": bucket, "send_to": partner}
-            attributes |= {"recv_from": partner, "bytes": 500, "outcome": "delivered"}
+            attributes = {"round": step, "bucket": bucket, "send_to": send_to}
+            attributes |= {"recv_from": recv_from, "bytes": 500, "outcome": "delivered"}
             trace.span("exchange", start + 0.001, start + 0.09, **attributes)
         if step % STEPS_PER_EPOCH == 0:
             trace.span("evaluate", start + 0.095, start + 0.1, step=step)

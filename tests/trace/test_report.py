@@ -4,57 +4,12 @@ import base64
 import hashlib
 import json
 import re
-from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from gossipgrad.trace import write_report
-
-VOID = {"meta", "link", "path", "br"}
-
-
-class Page(HTMLParser):
-    """Checks that elements close in order, and keeps text, attributes and table rows."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__(convert_charrefs=True)
-        self.html = html
-        self.open: list[str] = []
-        self.attributes: list[tuple[str, str, str | None]] = []
-        self.contents: dict[str, list[str]] = {}
-        self.rows: list[list[str]] = []
-        self.feed(html)
-        self.close()
-        assert self.open == [], f"never closed: {self.open}"
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.attributes += [(tag, name, value) for name, value in attrs]
-        if tag not in VOID:
-            self.open.append(tag)
-            self.contents.setdefault(tag, []).append("")
-        if tag == "tr":
-            self.rows.append([])
-        if tag in ("td", "th"):
-            self.rows[-1].append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if not self.open:
-            return
-        self.contents[self.open[-1]][-1] += data
-        if self.open[-1] in ("td", "th"):
-            self.rows[-1][-1] += data
-
-    def data(self) -> dict[str, Any]:
-        (text,) = (text for text in self.contents["script"] if text.startswith("{"))
-        return json.loads(text)
-
-    def row(self, name: str) -> list[str]:
-        return next(row for row in self.rows if row[0] == name)
+from support.html_page import Page
 
 
 def report(directory: Path) -> Page:
@@ -105,20 +60,23 @@ def test_ranks_that_disagree_on_the_accuracy_are_drawn_apart(write_run):
     page = report(directory)
     accuracy = page.data()["charts"][1]["series"]
     assert [series["label"] for series in accuracy] == ["rank 0", "rank 1", "mean"]
-    assert accuracy[-1]["points"][-1] == [3, 0.5]
+    assert accuracy[-1]["points"][-1] == [3, 0.5, 3.0]
     assert "as each worker found it" in page.html
 
 
 def test_embeds_the_curves(write_run):
-    loss, accuracy, consensus = report(write_run()).data()["charts"]
-    labels = [series["label"] for series in loss["series"]]
+    found = {chart["id"]: chart["series"] for chart in report(write_run()).data()["charts"]}
+    assert list(found) == ["loss", "accuracy", "consensus", "exposed", "throughput"]
+    labels = [series["label"] for series in found["loss"]]
     assert labels == ["rank 0", "rank 1", "rank 2", "rank 3", "mean"]
-    assert len(loss["series"][0]["points"]) == 30
-    mean = dict(loss["series"][-1]["points"])
-    assert mean[10] == pytest.approx(0.3678794 + 0.015)
-    assert accuracy["series"][0]["points"] == [[1, 0.5], [2, pytest.approx(2 / 3)], [3, 0.75]]
-    assert [series["role"] for series in consensus["series"]] == ["rank"] * 4 + ["mean", "exact"]
-    assert consensus["series"][-1]["points"][0] == [10, pytest.approx(0.11)]
+    assert len(found["loss"][0]["points"]) == 30
+    mean = {x: (y, seconds) for x, y, seconds in found["loss"][-1]["points"]}
+    assert mean[10] == (pytest.approx(0.3678794 + 0.015, rel=1e-5), pytest.approx(1.0))
+    assert [y for _, y, _ in found["accuracy"][0]["points"]] == [0.5, pytest.approx(2 / 3), 0.75]
+    assert [series["role"] for series in found["consensus"]] == ["rank"] * 4 + ["mean", "exact"]
+    assert found["consensus"][-1]["points"][0] == [10, pytest.approx(0.11), pytest.approx(1.0)]
+    assert found["exposed"][-1]["points"][7] == [8, pytest.approx(0.05), pytest.approx(0.8)]
+    assert [y for _, y, _ in found["throughput"][-1]["points"]] == [320.0] * 3
 
 
 def test_thins_long_curves_without_moving_them(write_run):
@@ -129,8 +87,18 @@ def test_thins_long_curves_without_moving_them(write_run):
     page = report(directory)
     points = page.data()["charts"][0]["series"][0]["points"]
     assert len(points) == 500
-    assert all(x == y for x, y in points)
+    assert all(x == y for x, y, _ in points)
     assert "Each point of a line is the mean of 10 records." in page.html
+
+
+def test_many_workers_are_drawn_as_their_range(write_run):
+    page = report(write_run(world_size=17))
+    loss = page.data()["charts"][0]["series"]
+    assert [series["role"] for series in loss] == ["range", "mean"]
+    x, low, _, high = loss[0]["points"][9]
+    assert (x, high - low) == (10, pytest.approx(0.16))
+    assert "on its own batches (their range) and the mean (bold)" in page.html
+    assert len(page.data()["timelines"][0]["ranks"]) == 16
 
 
 def test_curves_have_tables_with_the_same_values(write_run):
@@ -141,23 +109,6 @@ def test_curves_have_tables_with_the_same_values(write_run):
     assert [row[0] for row in accuracies] == ["2"]
     exact = [row for row in page.rows if row[0] == "20" and len(row) == 7]
     assert exact[0][-1] == "0.055"
-
-
-def test_draws_three_ordinary_steps(write_run):
-    page = report(write_run())
-    timeline = page.data()["timeline"]
-    assert timeline["length"] == pytest.approx(300_000)
-    assert [rank["rank"] for rank in timeline["ranks"]] == [0, 1, 2, 3]
-    lanes = {lane["name"]: lane["spans"] for lane in timeline["ranks"][0]["lanes"]}
-    names = ["compute", "communication", "exchange, bucket 0", "exchange, bucket 1"]
-    assert list(lanes) == names
-    forward = [span for span in lanes["compute"] if span[2] == "forward"]
-    assert [span[3]["step"] for span in forward] == [14, 15, 16]
-    assert "evaluate" not in {span[2] for span in lanes["compute"]}
-    assert "Steps 14 to 16 of rank 0" in page.html
-    assert page.row("Rank")[:4] == ["Rank", "forward", "backward", "optimizer"]
-    spent = next(row for row in page.rows if row[0] == "rank 0" and row[1] == "90")
-    assert spent[1:4] == ["90", "150", "30"]
 
 
 def test_shows_ranks_and_exchanges(write_run):
@@ -206,7 +157,7 @@ def test_takes_the_figures_from_the_metrics_where_there_is_no_summary(write_run)
         "Consensus distance": "0.03667",
         "Throughput": "1,280/s",
         "Time": "3 s",
-        "Sent per step": "n/a",
+        "Sent per step": "1 kB",
         "Exposed share": "5.0%",
     }
     assert any("left no summary.json" in text for text in page.contents["li"])
@@ -219,7 +170,8 @@ def test_makes_do_with_a_single_file(write_run, kept):
         if path.name != kept:
             path.unlink()
     page = report(directory)
-    assert page.data()["timeline"] is None
+    assert page.data()["timelines"] == []
+    assert "There are no spans of this run: trace.json is missing or empty." in page.html
     assert bool(page.data()["charts"]) == (kept == "metrics-rank1.jsonl")
 
 
@@ -248,7 +200,8 @@ def test_values_cannot_leave_their_place(write_run):
     page = report(directory)
     assert len(page.contents["script"]) == 2
     assert "alert('1')" not in "".join(page.contents["script"][1:])
-    assert page.data()["timeline"]["ranks"][0]["lanes"][0]["spans"][0][3]["note"] == nasty
+    (timeline,) = page.data()["timelines"]
+    assert timeline["ranks"][0]["lanes"][0]["spans"][0][3]["note"] == nasty
     assert page.contents["h1"] == ["a<b>&\"'"]
     assert json.loads(page.contents["pre"][0])["model"] == nasty
     assert nasty in [row[0] for row in page.rows]
@@ -287,6 +240,10 @@ def test_is_the_same_page_each_time(write_run):
 def test_baselines_are_not_described_by_gossip_options(write_run):
     directory = write_run(strategy="allreduce")
     change(directory / "summary.json", strategy="allreduce", outcomes={})
+    (directory / "trace.json").unlink()
+    for path in directory.glob("metrics-rank*.jsonl"):
+        path.write_text(re.sub(r', "outcomes": \{.*?\}', "", path.read_text()))
     page = report(directory)
     assert page.contents["span"][1] == "4 workers"
-    assert "Exchanges" not in page.html
+    assert "How exchanges ended" not in page.contents["h2"]
+    assert "Exchanges" not in page.contents["caption"]

@@ -13,7 +13,7 @@ _COMMANDS = {
     "train": "train a model on several workers, here or inside torchrun or Slurm",
     "demo": "train on digits by gossip and by all-reduce, and compare the two",
     "topology": "show who meets whom in a schedule and how fast it mixes",
-    "report": "write report.html of a run anew",
+    "report": "write report.html of a run anew, or compare several runs",
 }
 _USAGE = """\
 usage: gossipgrad [-h] [--version] COMMAND ...

@@ -1,18 +1,26 @@
 """The figures of a run that stand alone: its headline, its table of ranks, its exchanges."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from statistics import fmean
 
+from ._exchanges import OUTCOMES, outcome_counts
 from ._format import UNKNOWN, byte_count, duration, is_number, number, percent
-from ._runs import Record, Run, find_key
-
-_OUTCOMES = {
-    "delivered": "Taken and mixed in, in its round",
-    "late": "Not there when asked for; the step went on without it",
-    "dead_peer": "The partner had died or left",
-    "void": "Called off before anything was sent; counts on neither end",
-}
+from ._runs import Run, find_key
+from ._values import (
+    accuracy,
+    bytes_per_step,
+    consensus_distance,
+    exposed_and_step_seconds,
+    last_of,
+    latest,
+    lost_ranks,
+    of_rank,
+    ratio,
+    run_seconds,
+    samples_per_second,
+    steps_made,
+    strategy,
+    throughput,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,43 +34,23 @@ class Card:
 
 def headline(run: Run) -> list[Card]:
     """The figures to look at first, from the summary or, where it lacks them, the metrics."""
-    summary = run.summary
-    last_epoch = _latest(run.epochs)
-    bytes_per_step = summary.get("bytes_sent_per_step")
-    accuracy = summary.get("accuracy", last_epoch.get("accuracy"))
-    distance = summary.get("consensus_distance", last_epoch.get("consensus_distance"))
-    share, share_note = _exposed_share(run)
+    sent = bytes_per_step(run)
+    exposed, step = exposed_and_step_seconds(run)
+    share = ratio(exposed, step)
+    hidden = f"{duration(exposed)} of a step's {duration(step)} not hidden by compute"
     return [
         Card("Strategy", strategy(run), _strategy_note(run)),
-        Card("Accuracy", percent(accuracy), _accuracy_note(run)),
+        Card("Accuracy", percent(accuracy(run)), _accuracy_note(run)),
         Card(
-            "Consensus distance", number(distance), "RMS over ranks of the distance to their mean"
+            "Consensus distance",
+            number(consensus_distance(run)),
+            "RMS over ranks of the distance to their mean",
         ),
         Card("Throughput", *_throughput(run)),
         Card("Time", duration(run_seconds(run)), _progress_note(run)),
-        Card("Sent per step", byte_count(bytes_per_step), _all_reduce_note(run, bytes_per_step)),
-        Card("Exposed share", percent(share), share_note),
+        Card("Sent per step", byte_count(sent), _all_reduce_note(run, sent)),
+        Card("Exposed share", percent(share), "" if share is None else hidden),
     ]
-
-
-def strategy(run: Run) -> str:
-    """What the run calls its way of keeping the workers together."""
-    return _text(run.summary.get("strategy") or find_key(run.config, "strategy"))
-
-
-def run_seconds(run: Run) -> float | None:
-    """How long the run took, or how far its metrics reach."""
-    told = run.summary.get("seconds")
-    if is_number(told):
-        return float(told)
-    return max(
-        (
-            float(record["seconds"])
-            for record in _last_records(run)
-            if is_number(record.get("seconds"))
-        ),
-        default=None,
-    )
 
 
 def rank_rows(run: Run) -> list[list[str]]:
@@ -71,19 +59,19 @@ def rank_rows(run: Run) -> list[list[str]]:
     end = "finished" if run.finished else "unfinished"
     rows = []
     for rank in run.ranks:
-        last = _last(run.steps, rank)
-        rate = _samples_per_second(run, rank)
-        counted = _of_rank(run.summary.get("steps_per_rank"), rank, run.world_size)
+        last = last_of(run.steps, rank)
+        rate = samples_per_second(run, rank)
+        counted = of_rank(run.summary.get("steps_per_rank"), rank, run.world_size)
         rows.append(
             [
                 f"rank {rank}",
                 "lost" if rank in lost else end,
-                percent(_of_rank(run.summary.get("accuracy_per_rank"), rank, run.world_size)),
+                percent(of_rank(run.summary.get("accuracy_per_rank"), rank, run.world_size)),
                 number(last.get("loss")),
                 number(last.get("step") if counted is None else counted),
                 number(last.get("samples")),
                 number(rate and round(rate, 1)),
-                percent(_ratio(last.get("exposed_seconds"), _ratio(last.get("samples"), rate))),
+                percent(ratio(last.get("exposed_seconds"), ratio(last.get("samples"), rate))),
             ]
         )
     return rows
@@ -102,17 +90,16 @@ RANK_HEAD = [
 
 
 def outcome_rows(run: Run) -> list[list[str]]:
-    """How the exchanges went: outcome, count, share and meaning, as the summary tells it."""
-    told = run.summary.get("outcomes")
-    counts = told if isinstance(told, dict) else {}
-    total = sum(count for count in counts.values() if is_number(count))
-    names = [*_OUTCOMES, *sorted(counts.keys() - _OUTCOMES.keys())] if counts else []
+    """How the exchanges went: outcome, count, share and meaning."""
+    counts = outcome_counts(run)
+    total = sum(counts.values())
+    names = [*OUTCOMES, *sorted(counts.keys() - OUTCOMES.keys())] if counts else []
     return [
         [
             name.replace("_", " "),
             number(counts.get(name, 0)),
-            percent(_ratio(counts.get(name, 0), total)),
-            _OUTCOMES.get(name, ""),
+            percent(ratio(counts.get(name, 0), total)),
+            OUTCOMES.get(name, ""),
         ]
         for name in names
     ]
@@ -136,12 +123,6 @@ def notices(run: Run) -> list[str]:
     return [*found, *(map(str, notes) if isinstance(notes, list) else []), *run.problems]
 
 
-def lost_ranks(run: Run) -> list[int]:
-    """The ranks that the summary says died or left before the end."""
-    told = run.summary.get("lost_ranks")
-    return sorted(rank for rank in told if isinstance(rank, int)) if isinstance(told, list) else []
-
-
 def _strategy_note(run: Run) -> str:
     gossips = strategy(run) in ("gossip", UNKNOWN)  # others have no use for these options
     options = ("topology", "mode", "payload") if gossips else ()
@@ -154,7 +135,7 @@ def _accuracy_note(run: Run) -> str:
     told = run.summary.get("accuracy_per_rank")
     values = [
         value
-        for value in (_of_rank(told, rank, run.world_size) for rank in run.ranks)
+        for value in (of_rank(told, rank, run.world_size) for rank in run.ranks)
         if is_number(value)
     ]
     owner = run.summary.get("model_from_rank")
@@ -166,20 +147,16 @@ def _accuracy_note(run: Run) -> str:
 
 
 def _throughput(run: Run) -> tuple[str, str]:
-    told = run.summary.get("samples_per_second")
-    if not is_number(told):
-        rates = [_samples_per_second(run, rank) for rank in run.ranks]
-        told = sum(rate for rate in rates if rate is not None) or None
+    told = throughput(run)
     if told is None:
         return UNKNOWN, ""
     return f"{number(round(told) if told >= 100 else told)}/s", "samples, all workers together"
 
 
 def _progress_note(run: Run) -> str:
-    last = _latest(run.steps)
-    last_epoch = _latest(run.epochs)
+    last_epoch = latest(run.epochs)
     counts = {
-        "steps": run.summary.get("steps", last.get("step")),
+        "steps": steps_made(run),
         "epochs": run.summary.get("epochs", last_epoch.get("epoch")),
     }
     return ", ".join(f"{number(n)} {name}" for name, n in counts.items() if is_number(n))
@@ -188,67 +165,7 @@ def _progress_note(run: Run) -> str:
 def _all_reduce_note(run: Run, bytes_per_step: object) -> str:
     """Compare with what ring all-reduce of the same gradients would send, where that is known."""
     ring = run.summary.get("all_reduce_bytes_per_step")
-    share = _ratio(bytes_per_step, ring)
+    share = ratio(bytes_per_step, ring)
     if share is None:
         return "by each worker"
     return f"by each worker; {share:.0%} of ring all-reduce ({byte_count(ring)})"
-
-
-def _exposed_share(run: Run) -> tuple[float | None, str]:
-    """The share of a step that communication is waited for, and the two times behind it."""
-    step = run.summary.get("step_seconds")
-    if not is_number(step):
-        every = (record.get("step_seconds") for records in run.steps.values() for record in records)
-        step = _mean(every)
-    exposed = run.summary.get("exposed_seconds_per_step")
-    if not is_number(exposed):
-        exposed = _mean(
-            _ratio(record.get("exposed_seconds"), record.get("step"))
-            for record in _last_records(run)
-        )
-    share = _ratio(exposed, step)
-    if share is None:
-        return None, ""
-    return share, f"{duration(exposed)} of a step's {duration(step)} not hidden by compute"
-
-
-def _samples_per_second(run: Run, rank: int) -> float | None:
-    """A rank's own rate, without the evaluations where it has ended an epoch."""
-    rate = _mean(record.get("samples_per_second") for record in run.epochs.get(rank, []))
-    last = _last(run.steps, rank)
-    return rate or _ratio(last.get("samples"), last.get("seconds"))
-
-
-def _last_records(run: Run) -> list[Record]:
-    return [records[-1] for records in run.steps.values() if records]
-
-
-def _latest(records_of_rank: dict[int, list[Record]]) -> Record:
-    """The last record of the rank that came furthest."""
-    last = [records[-1] for records in records_of_rank.values() if records]
-    return max(last, key=lambda record: record.get("step") or 0, default={})
-
-
-def _of_rank(values: object, rank: int, world_size: int) -> object:
-    """A rank's entry of a list over all ranks or of an object keyed by rank."""
-    if isinstance(values, list) and len(values) == world_size and rank < world_size:
-        return values[rank]
-    return values.get(str(rank)) if isinstance(values, dict) else None
-
-
-def _last(records_of_rank: dict[int, list[Record]], rank: int) -> Record:
-    return next(reversed(records_of_rank.get(rank, [])), {})
-
-
-def _mean(values: Iterable[object]) -> float | None:
-    """The mean of the values that are numbers, None when none is."""
-    known = [value for value in values if is_number(value)]
-    return fmean(known) if known else None
-
-
-def _ratio(part: object, whole: object) -> float | None:
-    return part / whole if is_number(part) and is_number(whole) and whole > 0 else None
-
-
-def _text(value: object) -> str:
-    return UNKNOWN if value is None else str(value)

@@ -1,34 +1,18 @@
-"""The report of a run: one HTML page that needs nothing but itself."""
+"""The report of a run, or of several side by side: one HTML page that needs nothing but itself."""
 
-import base64
-import hashlib
-import json
 import os
-from html import escape
-from importlib import resources
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
-from string import Template
 
-from ._charts import Chart, charts
-from ._figures import (
-    OUTCOME_HEAD,
-    RANK_HEAD,
-    Card,
-    headline,
-    notices,
-    outcome_rows,
-    rank_rows,
-)
-from ._html import Markup, disclosure, element, join, table
-from ._json import dumps_for_script
-from ._runs import Run, find_key, read_run
-from ._timeline import Timeline, timeline
-
-_SUBTITLE_KEYS = ("model", "data", "optimizer")
+from ._page import page
+from ._runs import Run, read_run
 
 
-def write_report(run_dir: str | os.PathLike[str]) -> Path:
-    """Write `report.html` into a run directory: the run's figures, curves and timeline.
+def write_report(
+    *run_dirs: str | os.PathLike[str], out: str | os.PathLike[str] | None = None
+) -> Path:
+    """Write one HTML page on a run, or one that lays several runs side by side.
 
     Reads `config.json`, `summary.json`, `metrics-rank*.jsonl` and `trace.json`, as far as they are
     there: of a run that was killed the report shows what there is and says what is missing. The
@@ -37,120 +21,57 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
     Local: reads and writes files only.
 
     Args:
-        run_dir: The directory that `gossipgrad train` wrote to.
+        run_dirs: Directories that `gossipgrad train` wrote to. The first is what the others are
+            measured against.
+        out: The file to write, replaced if there is one; None for `report.html` in the directory
+            of the only run.
 
     Returns:
         The path of the report.
 
     Raises:
-        ValueError: `run_dir` is no directory or holds nothing of a run.
+        ValueError: There is no run, `out` is missing and there are several, or a directory holds
+            nothing of a run.
+
+    Example:
+        >>> write_report()
+        Traceback (most recent call last):
+        ...
+        ValueError: there is no run to report on: name the directory of one
     """
-    report = Path(run_dir) / "report.html"
-    page = _page(read_run(run_dir))
+    if not run_dirs:
+        raise ValueError("there is no run to report on: name the directory of one")
+    if out is None and len(run_dirs) > 1:
+        raise ValueError(
+            f"a report on {len(run_dirs)} runs belongs to none of them: say with out where to "
+            "write it"
+        )
+    report = Path(run_dirs[0]) / "report.html" if out is None else Path(out)
+    content = page(_with_names_of_their_own([read_run(each) for each in run_dirs], run_dirs))
     partial = report.with_name(report.name + ".partial")
-    partial.write_text(page, encoding="utf-8")
-    partial.replace(report)
+    try:
+        partial.write_text(content, encoding="utf-8")
+        partial.replace(report)
+    except OSError as error:
+        raise ValueError(f"cannot write {report}: {error.strerror}") from error
     return report
 
 
-def _page(run: Run) -> str:
-    drawn = charts(run)
-    steps = timeline(run.trace_events)
-    data = {"charts": [chart.payload() for chart in drawn], "timeline": steps and steps.payload()}
-    style = _asset("report.css")
-    script = "".join(_asset(name) for name in ("page.js", "charts.js", "timeline.js"))
-    return Template(_asset("report.html")).substitute(
-        style=style,
-        style_hash=_content_hash(style),
-        script=script,
-        script_hash=_content_hash(script),
-        data=dumps_for_script(data),
-        title=escape(run.name),
-        subtitle=_subtitle(run),
-        notices=_notices(run),
-        cards=join(_card(card) for card in headline(run)),
-        charts=_charts(drawn),
-        timeline=_timeline(steps),
-        tables=_tables(run),
-        details=_details(run),
-    )
-
-
-def _asset(name: str) -> str:
-    return resources.files("gossipgrad.trace").joinpath("page", name).read_text(encoding="utf-8")
-
-
-def _content_hash(text: str) -> str:
-    """The name by which the page's own policy lets this script or style, and no other, apply."""
-    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
-def _subtitle(run: Run) -> Markup:
-    """Model, data and optimizer, as far as the run names them."""
-    named = (run.summary.get(key) or find_key(run.config, key) for key in _SUBTITLE_KEYS)
-    return element(
-        "p", ", ".join(name for name in named if isinstance(name, str)), class_="subtitle"
-    )
-
-
-def _notices(run: Run) -> Markup:
-    items = [element("li", text) for text in notices(run)]
-    return element("ul", *items, class_="notices") if items else Markup()
-
-
-def _card(card: Card) -> Markup:
-    value = element("span", card.value, class_="value")
-    note = element("span", card.note, class_="note")
-    return element("div", element("dt", card.label), element("dd", value, note), class_="card")
-
-
-def _charts(drawn: list[Chart]) -> Markup:
-    figures = []
-    for position, chart in enumerate(drawn):
-        figures.append(
-            element(
-                "figure",
-                element("figcaption", element("h2", chart.title), element("p", chart.description)),
-                element("div", class_="chart", data_chart=chart.id),
-                disclosure("Values as a table", table(chart.title, *chart.table())),
-                class_="panel first" if position == 0 else "panel",
-            )
-        )
-    return element("div", *figures, class_="panels") if figures else Markup()
-
-
-def _timeline(steps: Timeline | None) -> Markup:
-    if steps is None:
-        return Markup()
-    caption = "Milliseconds in the time shown, by rank"
-    return element(
-        "section",
-        element("h2", "Timeline"),
-        element("p", steps.description),
-        element("ul", class_="legend timeline-legend"),
-        element("div", class_="timeline"),
-        disclosure("Times as a table", table(caption, *steps.table())),
-        class_="panel",
-    )
-
-
-def _tables(run: Run) -> Markup:
-    tables = [table("Ranks", RANK_HEAD, rank_rows(run), text_columns={1})]
-    outcomes = outcome_rows(run)
-    if outcomes:
-        tables.append(table("Exchanges", OUTCOME_HEAD, outcomes, text_columns={3}))
-    return join(element("section", content, class_="panel") for content in tables)
-
-
-def _details(run: Run) -> Markup:
-    return join(
-        element(
-            "section",
-            disclosure(
-                element("h2", name), element("pre", json.dumps(value, indent=2, default=str))
-            ),
-            class_="panel",
-        )
-        for name, value in (("Configuration", run.config), ("Summary", run.summary))
-        if value
-    )
+def _with_names_of_their_own(
+    runs: list[Run], run_dirs: tuple[str | os.PathLike[str], ...]
+) -> list[Run]:
+    """The runs, those of one name called by as much of their path as tells them apart."""
+    paths = [Path(each).resolve() for each in run_dirs]
+    names = [run.name for run in runs]
+    for length in range(2, max(len(path.parts) for path in paths) + 1):
+        counts = Counter(names)
+        names = [
+            "/".join(path.parts[-length:]) if counts[name] > 1 else name
+            for name, path in zip(names, paths, strict=True)
+        ]
+    seen: Counter[str] = Counter()
+    for index, name in enumerate(names):
+        seen[name] += 1
+        if seen[name] > 1:
+            names[index] = f"{name} ({seen[name]})"
+    return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]

@@ -5,15 +5,15 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ._json import read_json_lines
-
-Record = dict[str, Any]
+from ._spans import Record, Spans, parse_events
 
 _METRICS_NAME = re.compile(r"metrics-rank(\d+)\.jsonl")
 # Past this a trace is left to Perfetto: to read it here would take gigabytes of memory.
 _MAX_TRACE_BYTES = 400_000_000
+# A file that claims more has come to harm.
+_MAX_WORLD_SIZE = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +27,7 @@ class Run:
         summary: What the run said of itself at its end, empty when it did not come so far.
         steps: The step records of each rank, in the order written.
         epochs: The epoch records of each rank, in the order written; epochs count from 1.
-        trace_events: The Chrome trace events of all ranks.
+        trace: The spans of all ranks.
         problems: A sentence for each thing that was expected and could not be read.
     """
 
@@ -37,7 +37,7 @@ class Run:
     summary: Record
     steps: dict[int, list[Record]]
     epochs: dict[int, list[Record]]
-    trace_events: list[Record]
+    trace: Spans
     problems: tuple[str, ...]
 
     @property
@@ -79,13 +79,14 @@ def read_run(run_dir: str | os.PathLike[str]) -> Run:
             "The run left no summary.json, so it was killed or is still going on. The figures are "
             "those of the metrics written so far."
         )
-    told = (summary or {}).get("world_size") or find_key(config, "world_size")
-    world_size = told if isinstance(told, int) else max(steps, default=0) + 1
+    told = (summary or {}).get("world_size") or find_key(config, "nproc")
+    known = type(told) is int and 0 < told <= _MAX_WORLD_SIZE
+    world_size = told if known else max(steps, default=0) + 1
     silent = [str(rank) for rank in range(world_size) if rank not in steps]
     if silent:
         noun = "rank" if len(silent) == 1 else "ranks"
         problems.append(f"There are no metrics of {noun} {', '.join(silent)}.")
-    trace_events = _read_trace(directory / "trace.json", problems)
+    trace = _read_trace(directory / "trace.json", problems)
     return Run(
         name=directory.resolve().name,
         world_size=world_size,
@@ -93,7 +94,7 @@ def read_run(run_dir: str | os.PathLike[str]) -> Run:
         summary=summary or {},
         steps=steps,
         epochs=epochs,
-        trace_events=trace_events,
+        trace=trace,
         problems=tuple(problems),
     )
 
@@ -116,7 +117,10 @@ def _read_object(path: Path, problems: list[str]) -> Record | None:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
-    except ValueError:
+    except OSError as error:
+        problems.append(f"{path.name} could not be read: {error.strerror}.")
+        return None
+    except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
         problems.append(f"{path.name} is no JSON object and was left out.")
@@ -135,7 +139,11 @@ def _read_metrics(
         if not match:
             continue
         rank = int(match[1])
-        records, skipped = read_json_lines(path)
+        try:
+            records, skipped = read_json_lines(path)
+        except OSError as error:
+            problems.append(f"{path.name} could not be read: {error.strerror}.")
+            continue
         steps[rank] = [record for record in records if record.get("event") == "step"]
         epochs[rank] = [
             _numbered_from_one(record) for record in records if record.get("event") == "epoch"
@@ -155,10 +163,13 @@ def _numbered_from_one(record: Record) -> Record:
     return record | {"epoch": epoch + 1} if isinstance(epoch, int) else record
 
 
-def _read_trace(path: Path, problems: list[str]) -> list[Record]:
-    """The events of a Chrome trace; none when there is no trace, or one too large to draw."""
+def _read_trace(path: Path, problems: list[str]) -> Spans:
+    """The spans of a Chrome trace; none when there is no trace, or one too large to draw."""
     if path.exists() and path.stat().st_size > _MAX_TRACE_BYTES:
         problems.append(f"{path.name} is too large to draw here; open it in Perfetto.")
-        return []
-    events = (_read_object(path, problems) or {}).get("traceEvents", [])
-    return [event for event in events if isinstance(event, dict)]
+        return Spans()
+    trace = parse_events((_read_object(path, problems) or {}).get("traceEvents", []))
+    if trace.skipped:
+        events = "1 event" if trace.skipped == 1 else f"{trace.skipped} events"
+        problems.append(f"{events} of {path.name} could not be read.")
+    return trace

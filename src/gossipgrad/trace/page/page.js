@@ -1,8 +1,10 @@
-// What charts and timeline share: SVG elements, axes, words for numbers, the tooltip.
+// What all drawings share: SVG elements, axes, words for numbers, the tooltip, the theme.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const svgNamespace = document.getElementById("svg").namespaceURI;
 const tooltip = document.getElementById("tooltip");
+// Drawings that must be made again when the theme or the axis changes.
+const redraws = [];
 
 function svg(parent, tag, attributes = {}, text = "") {
   const node = document.createElementNS(svgNamespace, tag);
@@ -12,11 +14,29 @@ function svg(parent, tag, attributes = {}, text = "") {
   return node;
 }
 
-function html(parent, tag, text = "") {
+function html(parent, tag, text = "", attributes = {}) {
   const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
   node.textContent = text;
   parent.append(node);
   return node;
+}
+
+function button(parent, text, label, press) {
+  const node = html(parent, "button", text, { type: "button", "aria-label": label });
+  node.addEventListener("click", press);
+  return node;
+}
+
+// A choice with a label before it; calls pick(index).
+function choice(parent, label, options, chosen, pick) {
+  const box = html(parent, "label", `${label} `);
+  const select = html(box, "select");
+  options.forEach((text, index) => {
+    html(select, "option", text, { value: index }).selected = index === chosen;
+  });
+  select.addEventListener("change", () => pick(select.selectedIndex));
+  return select;
 }
 
 function words(value) {
@@ -30,15 +50,32 @@ function percent(value) {
   return `${(100 * value).toLocaleString("en", { maximumFractionDigits: 2 })}%`;
 }
 
+function byteCount(value) {
+  for (const [factor, unit] of [[1e12, "TB"], [1e9, "GB"], [1e6, "MB"], [1e3, "kB"]]) {
+    if (value >= factor) return `${Number((value / factor).toPrecision(3))} ${unit}`;
+  }
+  return `${words(value)} B`;
+}
+
 function microseconds(value) {
   return value < 1000 ? `${words(value)} us` : `${words(value / 1000)} ms`;
+}
+
+function clamp(value, low, high) {
+  return Math.min(high, Math.max(low, value));
+}
+
+// Text that fits about `width` pixels of the drawings' font.
+function shortened(text, width) {
+  const most = Math.max(3, Math.floor(width / 6.6));
+  return text.length <= most ? text : `${text.slice(0, most - 1)}\u2026`;
 }
 
 // Round values that divide [low, high] into about `count` parts.
 function ticks(low, high, count) {
   const raw = (high - low) / count || 1;
   const power = 10 ** Math.floor(Math.log10(raw));
-  const step = [1, 2, 2.5, 5, 10].find((factor) => factor * power >= raw) * power;
+  const step = [1, 2, 2.5, 5, 10].find((factor) => factor * power >= raw * 0.999) * power;
   const found = [];
   for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) {
     found.push(Number((i * step).toPrecision(12)));
@@ -70,7 +107,7 @@ function showTooltip(title, rows, x, y) {
   const { offsetWidth: width, offsetHeight: height } = tooltip;
   const room = document.documentElement.clientWidth;
   const left = x + 14 + width < room ? x + 14 : Math.max(4, x - 14 - width);
-  const top = Math.max(4, Math.min(y - height / 2, window.innerHeight - height - 4));
+  const top = clamp(y - height / 2, 4, Math.max(4, window.innerHeight - height - 4));
   tooltip.style.left = `${left + window.scrollX}px`;
   tooltip.style.top = `${top + window.scrollY}px`;
 }
@@ -79,7 +116,21 @@ function hideTooltip() {
   tooltip.hidden = true;
 }
 
-// Calls draw(width) now and whenever the box gets another width.
+// Calls point(event) while something points at the node, leave() when nothing does any more. A
+// finger that is lifted still reads what it has pointed at, until it touches elsewhere.
+function onPointing(node, point, leave) {
+  node.addEventListener("pointermove", point);
+  node.addEventListener("pointerdown", point);
+  node.addEventListener("pointerleave", (event) => {
+    if (event.pointerType !== "touch") leave();
+  });
+  node.addEventListener("blur", leave);
+  document.addEventListener("pointerdown", (event) => {
+    if (!node.contains(event.target)) leave();
+  });
+}
+
+// Calls draw(width) now, whenever the box gets another width, and on every redraw.
 function drawToFit(box, draw) {
   let drawn = 0;
   const fit = () => {
@@ -88,8 +139,55 @@ function drawToFit(box, draw) {
   };
   fit();
   new ResizeObserver(() => requestAnimationFrame(fit)).observe(box);
+  const again = () => {
+    if (drawn > 0) draw(drawn);
+  };
+  redraws.push(again);
+  return again;
 }
 
+function redrawAll() {
+  hideTooltip();
+  for (const redraw of redraws) redraw();
+}
+
+// What a colour of the style sheet is in the theme of the moment, as [red, green, blue].
+function colourOf(name) {
+  const probe = html(document.body, "span");
+  probe.style.color = `var(${name})`;
+  const { color } = getComputedStyle(probe);
+  probe.remove();
+  return color.match(/[\d.]+/g).slice(0, 3).map(Number);
+}
+
+const themes = ["system", "light", "dark"];
+
+function applyTheme(theme) {
+  if (theme === "system") delete document.documentElement.dataset.theme;
+  else document.documentElement.dataset.theme = theme;
+  document.getElementById("theme").textContent = `Theme: ${theme}`;
+  redrawAll();
+}
+
+// A page opened from a file may be denied a memory.
+function remembered(theme) {
+  try {
+    if (theme) localStorage.setItem("gossipgrad-theme", theme);
+    return localStorage.getItem("gossipgrad-theme");
+  } catch {
+    return null;
+  }
+}
+
+document.querySelector(".toolbar").hidden = false;
+document.getElementById("theme").addEventListener("click", () => {
+  const now = themes.indexOf(document.documentElement.dataset.theme ?? "system");
+  const next = themes[(now + 1) % themes.length];
+  remembered(next);
+  applyTheme(next);
+});
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redrawAll);
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") hideTooltip();
 });
+applyTheme(themes.includes(remembered()) ? remembered() : "system");

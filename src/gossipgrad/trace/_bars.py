@@ -1,0 +1,232 @@
+"""Bars: what adds up, side by side for ranks or runs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ._exchanges import LATENESS, OUTCOMES, outcome_counts, outcomes_by_rank, rounds_late
+from ._format import byte_count, is_number, number, percent
+from ._runs import Run
+from ._values import samples_per_second, shuffle_bytes_per_step
+
+_MAX_ROWS = 32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bar:
+    """One row: its parts in their order; none where nothing is known.
+
+    Attributes:
+        label: Of whom or what.
+        parts: A value for each kind.
+        note: What is written beside it, the whole value by itself.
+        is_reference: Whether it was computed for comparison and not measured.
+    """
+
+    label: str
+    parts: Mapping[str, float] = field(default_factory=dict)
+    note: str = ""
+    is_reference: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bars:
+    """Rows of stacked bars on a common scale, or each as the parts of its whole.
+
+    Attributes:
+        kinds: What the parts are: their names in words, by the name that styles them.
+    """
+
+    id: str
+    title: str
+    description: str
+    y_format: Literal["bytes", "number"]
+    of_whole: bool
+    kinds: dict[str, str]
+    bars: list[Bar]
+
+    def payload(self) -> dict[str, Any]:
+        """The bars as the page's script takes them."""
+        return {
+            "id": self.id,
+            "format": self.y_format,
+            "ofWhole": self.of_whole,
+            "kinds": self.kinds,
+            "bars": [
+                {
+                    "label": bar.label,
+                    "parts": dict(bar.parts),
+                    "note": bar.note,
+                    "reference": bar.is_reference,
+                }
+                for bar in self.bars
+            ],
+        }
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """Head and rows with the same values."""
+        write = byte_count if self.y_format == "bytes" else number
+        return ["", *self.kinds.values()], [
+            [
+                bar.label,
+                *(write(bar.parts.get(kind, 0) if bar.parts else None) for kind in self.kinds),
+            ]
+            for bar in self.bars
+        ]
+
+
+def bars(runs: list[Run]) -> list[Bars]:
+    """The bars that the runs have values for."""
+    drawn = [_traffic(runs), _rates(runs), _outcomes(runs), _lateness(runs)]
+    return [each for each in drawn if any(bar.parts for bar in each.bars)]
+
+
+def _traffic(runs: list[Run]) -> Bars:
+    rows: list[Bar] = []
+    references: dict[float, list[str]] = {}
+    for run in runs:
+        sent, ring = (
+            run.summary.get(name) for name in ("bytes_sent_per_step", "all_reduce_bytes_per_step")
+        )
+        shuffled = shuffle_bytes_per_step(run)
+        computed = str(run.summary.get("bytes_sent_are", "")).startswith("computed")
+        parts = {"exchanges": float(sent)} if is_number(sent) else {}
+        if shuffled:
+            parts["shuffle"] = shuffled
+        if is_number(ring):
+            references.setdefault(float(ring), []).append(run.name)
+        share = f", {sent / ring:.0%}" if is_number(sent) and is_number(ring) and ring > 0 else ""
+        rows.append(
+            Bar(
+                label=_run_label(runs, run, "sent") + (" (computed)" if computed else ""),
+                parts=parts,
+                note=byte_count(sum(parts.values())) + share if parts else "",
+            )
+        )
+    for ring, names in references.items():
+        of_which = f" for {', '.join(names)}" if len(references) > 1 else ""
+        rows.append(
+            Bar(
+                label=f"ring all-reduce{of_which}",
+                parts={"reference": ring},
+                note=byte_count(ring),
+                is_reference=True,
+            )
+        )
+    kinds = {"exchanges": "parameters or gradients", "shuffle": "ring shuffle of samples"}
+    kinds |= {"reference": "ring all-reduce, computed"}
+    used = {kind for row in rows for kind in row.parts}
+    return Bars(
+        id="traffic",
+        title="Sent in a step",
+        description=(
+            "Bytes that each worker sends, beside ring all-reduce of the same model's gradients. "
+            "That one is computed, 2 (p - 1) / p of the gradient bytes, and not measured; the "
+            "shares are of it."
+        ),
+        y_format="bytes",
+        of_whole=False,
+        kinds={kind: name for kind, name in kinds.items() if kind in used},
+        bars=rows,
+    )
+
+
+def _rates(runs: list[Run]) -> Bars:
+    rows = []
+    for run in runs:
+        for rank in run.ranks[:_MAX_ROWS]:
+            rate = samples_per_second(run, rank)
+            rows.append(
+                Bar(
+                    label=_rank_label(runs, run, rank),
+                    parts={} if rate is None else {"rate": rate},
+                    note="" if rate is None else f"{number(round(rate, 1))}/s",
+                )
+            )
+    return Bars(
+        id="rates",
+        title="Samples per second of each worker",
+        description="Mean over the epochs, evaluations left out." + _cut(runs, len(rows)),
+        y_format="number",
+        of_whole=False,
+        kinds={"rate": "samples/s"},
+        bars=rows[:_MAX_ROWS],
+    )
+
+
+def _outcomes(runs: list[Run]) -> Bars:
+    rows = []
+    names = dict.fromkeys(OUTCOMES)
+    for run in runs:
+        counts = outcome_counts(run)
+        ranks = outcomes_by_rank(run) if len(runs) == 1 else {}
+        names |= dict.fromkeys(name for each in (counts, *ranks.values()) for name in each)
+        if counts or len(runs) == 1:
+            rows.append(_share_bar(_run_label(runs, run, "all workers"), counts, "delivered"))
+        if ranks:
+            rows += [_share_bar(f"rank {r}", ranks.get(r, {}), "delivered") for r in run.ranks]
+    return Bars(
+        id="outcomes",
+        title="How exchanges ended",
+        description=(
+            "Exchanges by outcome, counted by bucket. All workers: at the end of the run; single "
+            "ranks: as of the last line of their metrics."
+            if len(runs) == 1
+            else "Exchanges of all workers by outcome, counted by bucket."
+        )
+        + _cut(runs, len(rows)),
+        y_format="number",
+        of_whole=True,
+        kinds={name: name.replace("_", " ") for name in names},
+        bars=rows[:_MAX_ROWS],
+    )
+
+
+def _lateness(runs: list[Run]) -> Bars:
+    rows = []
+    for run in runs:
+        found = rounds_late(run)
+        if len(runs) > 1 and found:
+            total: dict[str, int] = {}
+            for counts in found.values():
+                for late, count in counts.items():
+                    total[late] = total.get(late, 0) + count
+            rows.append(_share_bar(run.name, total, LATENESS[0]))
+        elif found:
+            rows += [_share_bar(f"rank {r}", found.get(r, {}), LATENESS[0]) for r in run.ranks]
+    used = {late for row in rows for late in row.parts}
+    words = {late: f"{late} rounds late" for late in LATENESS}
+    words |= {LATENESS[0]: "in its round", LATENESS[1]: "1 round late"}
+    return Bars(
+        id="lateness",
+        title="Staleness",
+        description=(
+            "Exchanges in the trace by how many rounds after their own they were mixed in."
+            + _cut(runs, len(rows))
+        ),
+        y_format="number",
+        of_whole=True,
+        kinds={late: words[late] for late in LATENESS if late in used},
+        bars=rows[:_MAX_ROWS],
+    )
+
+
+def _share_bar(label: str, counts: Mapping[str, int], good: str) -> Bar:
+    total = sum(counts.values())
+    note = f"{percent(counts.get(good, 0) / total)} of {total:,}" if total else ""
+    return Bar(
+        label=label, parts={k: float(n) for k, n in counts.items()} if total else {}, note=note
+    )
+
+
+def _run_label(runs: list[Run], run: Run, alone: str) -> str:
+    return alone if len(runs) == 1 else run.name
+
+
+def _rank_label(runs: list[Run], run: Run, rank: int) -> str:
+    return f"rank {rank}" if len(runs) == 1 else f"{run.name}, rank {rank}"
+
+
+def _cut(runs: list[Run], rows: int) -> str:
+    ranks = sum(len(run.ranks) for run in runs)
+    return f" The first {_MAX_ROWS} only." if rows > _MAX_ROWS or ranks > _MAX_ROWS else ""

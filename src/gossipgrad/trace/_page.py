@@ -1,0 +1,297 @@
+"""The page of one run or of several: what stands where, and the data that its scripts draw."""
+
+import base64
+import hashlib
+import json
+from collections.abc import Callable
+from html import escape
+from importlib import resources
+from string import Template
+from typing import TypeVar
+
+from ._bars import Bars, bars
+from ._charts import Chart, charts
+from ._comparison import figure_rows, option_rows
+from ._figures import (
+    OUTCOME_HEAD,
+    RANK_HEAD,
+    headline,
+    notices,
+    outcome_rows,
+    rank_rows,
+)
+from ._html import Markup, disclosure, element, join, table
+from ._json import dumps_for_script
+from ._mixing import INTRODUCTION as MIXING
+from ._mixing import Mixing, mixing
+from ._runs import Run, find_key
+from ._timeline import INTRODUCTION as TIMELINE
+from ._timeline import Timeline, timeline
+from ._values import strategy
+
+_Found = TypeVar("_Found")
+_SCRIPTS = ("page.js", "charts.js", "bars.js", "mixing.js", "timeline.js")
+_SUBTITLE_KEYS = ("model", "data", "optimizer")
+_MAX_SPANS = 12_000
+
+
+def page(runs: list[Run]) -> str:
+    """The whole page; with more than one run it compares them, the first being the measure."""
+    alone = runs[0] if len(runs) == 1 else None
+    drawn, stacked = charts(runs), bars(runs)
+    mixings = _of_each(runs, mixing)
+    timelines = _of_each(
+        runs, lambda run: timeline(run.trace, max_spans=max(1000, _MAX_SPANS // len(runs)))
+    )
+    data = {
+        "runs": [run.name for run in runs],
+        "charts": [chart.payload() for chart in drawn],
+        "bars": [each.payload() for each in stacked],
+        "mixings": [found.payload() | {"run": run.name} for run, found in mixings],
+        "timelines": [found.payload() | {"run": run.name} for run, found in timelines],
+    }
+    style = _asset("report.css")
+    script = "".join(_asset(name) for name in _SCRIPTS)
+    return Template(_asset("report.html")).substitute(
+        style=style,
+        style_hash=_content_hash(style),
+        script=script,
+        script_hash=_content_hash(script),
+        data=dumps_for_script(data),
+        kicker="gossipgrad run report" if alone else "gossipgrad comparison",
+        title=escape(alone.name if alone else " and ".join(run.name for run in runs)),
+        heading=escape(alone.name if alone else f"{len(runs)} runs"),
+        subtitle=_subtitle(alone) if alone else _run_list(runs),
+        notices=_notices(runs),
+        figures=_cards(alone) if alone else _comparison(runs),
+        charts=_charts(drawn),
+        bars=_bars(stacked),
+        mixing=_mixing(runs, mixings),
+        timeline=_timeline(runs, timelines),
+        tables=join(_tables(run, alone=alone is not None) for run in runs),
+        details=join(_details(run, alone=alone is not None) for run in runs),
+    )
+
+
+def _of_each(runs: list[Run], find: Callable[[Run], _Found | None]) -> list[tuple[Run, _Found]]:
+    found = ((run, find(run)) for run in runs)
+    return [(run, value) for run, value in found if value is not None]
+
+
+def _asset(name: str) -> str:
+    return resources.files("gossipgrad.trace").joinpath("page", name).read_text(encoding="utf-8")
+
+
+def _content_hash(text: str) -> str:
+    """The name by which the page's own policy lets this script or style, and no other, apply."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _subtitle(run: Run) -> Markup:
+    """Model, data and optimizer, as far as the run names them."""
+    named = (run.summary.get(key) or find_key(run.config, key) for key in _SUBTITLE_KEYS)
+    return element(
+        "p", ", ".join(name for name in named if isinstance(name, str)), class_="subtitle"
+    )
+
+
+def _run_list(runs: list[Run]) -> Markup:
+    """The key to the curves: a button for each run that hides its own."""
+    items = [
+        element(
+            "li",
+            element(
+                "button",
+                _swatch(index),
+                element("span", run.name),
+                type="button",
+                class_="run-toggle",
+                data_run=str(index),
+                aria_pressed="true",
+                title="Show or hide the curves of this run",
+            ),
+            element("span", f"{strategy(run)}, {run.world_size} workers", class_="kicker"),
+        )
+        for index, run in enumerate(runs)
+    ]
+    return element("ul", *items, class_="runs")
+
+
+def _swatch(index: int) -> Markup:
+    line = element("path", class_=f"line mean run-{index % 8}", d="M0 5H28")
+    return element("svg", line, viewBox="0 0 28 10", aria_hidden="true")
+
+
+def _notices(runs: list[Run]) -> Markup:
+    named = [(run, text) for run in runs for text in notices(run)]
+    items = [
+        element("li", text if len(runs) == 1 else f"{run.name}: {text}") for run, text in named
+    ]
+    return element("ul", *items, class_="notices") if items else Markup()
+
+
+def _cards(run: Run) -> Markup:
+    cards = []
+    for card in headline(run):
+        value = element("span", card.value, class_="value")
+        note = element("span", card.note, class_="note")
+        cards.append(
+            element("div", element("dt", card.label), element("dd", value, note), class_="card")
+        )
+    return element("dl", *cards, class_="cards")
+
+
+def _comparison(runs: list[Run]) -> Markup:
+    names = [run.name for run in runs]
+    figures = [
+        [
+            name,
+            *(join([value, _beside(ratio)]) for value, ratio in cells),
+        ]
+        for (name, _), *cells in figure_rows(runs)
+    ]
+    different, same = option_rows(runs)
+    marked = [
+        [
+            row[0],
+            row[1],
+            *(element("mark", value) if value != row[1] else value for value in row[2:]),
+        ]
+        for row in different
+    ]
+    options = (
+        table("Options that differ", ["Option", *names], marked)
+        if marked
+        else element("p", "No option differs.")
+    )
+    rest = disclosure(
+        f"{len(same)} options that are the same", table("Same options", ["Option", *names], same)
+    )
+    note = f"Beside each value: its ratio to that of {names[0]}."
+    return join(
+        [
+            element(
+                "section",
+                table("Figures", ["", *(join([name, _beside("")]) for name in names)], figures),
+                element("p", note),
+                class_="panel",
+            ),
+            element("section", options, *([rest] if same else []), class_="panel"),
+        ]
+    )
+
+
+def _beside(text: str) -> Markup:
+    return element("span", text, class_="ratio")
+
+
+def _figure(drawn: Chart | Bars, kind: str, class_: str) -> Markup:
+    # The legend and the drawing are put in by the page's script.
+    return element(
+        "figure",
+        element("figcaption", element("h2", drawn.title), element("p", drawn.description)),
+        element("div", class_=kind, **{f"data_{kind}": drawn.id}),
+        disclosure("Values as a table", table(drawn.title, *drawn.table())),
+        class_=class_,
+    )
+
+
+def _charts(drawn: list[Chart]) -> Markup:
+    figures = [
+        _figure(chart, "chart", "panel first" if index == 0 else "panel")
+        for index, chart in enumerate(drawn)
+    ]
+    return element("div", *figures, class_="panels") if figures else Markup()
+
+
+def _bars(stacked: list[Bars]) -> Markup:
+    figures = [_figure(each, "bars", "panel") for each in stacked]
+    return element("div", *figures, class_="panels") if figures else Markup()
+
+
+def _mixing(runs: list[Run], mixings: list[tuple[Run, Mixing]]) -> Markup:
+    if not mixings:
+        return Markup()
+    several = len(runs) > 1
+    parts = [
+        element("p", f"{run.name}: {found.description}" if several else found.description)
+        for run, found in mixings
+    ]
+    tables = [
+        table(_caption("Exchanges taken, by rank", run, several), *found.table())
+        for run, found in mixings
+    ]
+    return element(
+        "section",
+        element("h2", "Who met whom"),
+        element("p", MIXING),
+        *parts,
+        element("div", class_="mixing"),
+        disclosure("Meetings as a table", *tables),
+        class_="panel",
+    )
+
+
+def _timeline(runs: list[Run], timelines: list[tuple[Run, Timeline]]) -> Markup:
+    several = len(runs) > 1
+    with_trace = [run for run, _ in timelines]
+    without = [run.name for run in runs if run not in with_trace]
+    parts = [
+        element("p", f"{run.name}: {found.description}" if several else found.description)
+        for run, found in timelines
+    ]
+    if without:
+        whose = f"of {', '.join(without)}" if several else "of this run"
+        parts.append(
+            element(
+                "p",
+                f"There are no spans {whose}: trace.json is missing or empty. "
+                "`gossipgrad train --trace 50` records those of 50 steps.",
+                class_="missing",
+            )
+        )
+    caption = "Milliseconds in the time first shown, by rank"
+    tables = [table(_caption(caption, run, several), *found.table()) for run, found in timelines]
+    drawing = [
+        element("div", class_="timeline"),
+        disclosure("Times as a table", *tables),
+    ]
+    return element(
+        "section",
+        element("h2", "Timeline"),
+        *([element("p", TIMELINE)] if timelines else []),
+        *parts,
+        *(drawing if timelines else []),
+        class_="panel",
+    )
+
+
+def _tables(run: Run, *, alone: bool) -> Markup:
+    tables = [table(_caption("Ranks", run, not alone), RANK_HEAD, rank_rows(run), text_columns={1})]
+    outcomes = outcome_rows(run)
+    if outcomes:
+        caption = _caption("Exchanges", run, not alone)
+        tables.append(table(caption, OUTCOME_HEAD, outcomes, text_columns={3}))
+    if alone:
+        return join(element("section", content, class_="panel") for content in tables)
+    summary = element("h2", f"Ranks and exchanges of {run.name}")
+    return element("section", disclosure(summary, *tables), class_="panel")
+
+
+def _details(run: Run, *, alone: bool) -> Markup:
+    return join(
+        element(
+            "section",
+            disclosure(
+                element("h2", _caption(name, run, not alone)),
+                element("pre", json.dumps(value, indent=2, default=str)),
+            ),
+            class_="panel",
+        )
+        for name, value in (("Configuration", run.config), ("Summary", run.summary))
+        if value
+    )
+
+
+def _caption(text: str, run: Run, several: bool) -> str:
+    return f"{text}, {run.name}" if several else text

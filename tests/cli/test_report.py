@@ -1,0 +1,54 @@
+"""`gossipgrad report`: where the page goes, and who opens it."""
+
+import json
+import webbrowser
+
+import pytest
+
+from gossipgrad import cli
+
+
+@pytest.fixture
+def write_run(tmp_path):
+    def write(name):
+        (tmp_path / name).mkdir()
+        summary = {"strategy": "local", "world_size": 1, "accuracy": 0.5}
+        (tmp_path / name / "summary.json").write_text(json.dumps(summary))
+        return str(tmp_path / name)
+
+    return write
+
+
+def test_the_report_of_a_run_lies_in_its_folder_or_where_it_is_told(write_run, tmp_path, capsys):
+    run = write_run("run")
+    assert cli.main(["report", run]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'run' / 'report.html'}\n"
+    assert cli.main(["report", run, "--out", str(tmp_path / "mine.html")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'mine.html'}\n"
+    assert "gossipgrad run report" in (tmp_path / "mine.html").read_text()
+
+
+def test_a_comparison_lies_here(write_run, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["report", write_run("a"), write_run("b")]) == 0
+    assert capsys.readouterr().out == "comparison.html\n"
+    assert "<h1>2 runs</h1>" in (tmp_path / "comparison.html").read_text()
+
+
+def test_a_report_is_of_something(capsys):
+    assert cli.main(["report"]) == 2
+    assert "there is no run to report on: name the directory of one" in capsys.readouterr().err
+
+
+def test_a_browser_opens_the_page(write_run, tmp_path, monkeypatch, capsys):
+    opened = []
+    monkeypatch.setattr(webbrowser, "open", lambda uri: not opened.append(uri))
+    assert cli.main(["report", write_run("run"), "--open"]) == 0
+    assert opened == [(tmp_path / "run" / "report.html").as_uri()]
+
+
+@pytest.mark.filterwarnings("default")
+def test_without_a_browser_the_page_is_named(write_run, monkeypatch, capsys):
+    monkeypatch.setattr(webbrowser, "open", lambda uri: False)
+    assert cli.main(["report", write_run("run"), "--open"]) == 0
+    assert "warning: no browser could be started; open " in capsys.readouterr().err
