@@ -14,8 +14,9 @@ def pixels():
 
 
 def test_standardised_channels_have_mean_0_and_deviation_1(pixels, monkeypatch):
-    monkeypatch.setattr(_pixels, "_COUNTED_AT_ONCE", 100)
-    x = Standardise.of(pixels)(torch.from_numpy(pixels)).double()
+    monkeypatch.setattr(_pixels, "_MEASURED_AT_ONCE", 7)
+    rows = torch.from_numpy(pixels)
+    x = Standardise.of(rows)(rows).double()
     torch.testing.assert_close(x.mean((0, 2, 3)), torch.zeros(3).double(), atol=1e-6, rtol=0)
     torch.testing.assert_close(
         x.std((0, 2, 3), correction=0), torch.ones(3).double(), atol=1e-6, rtol=0
@@ -23,8 +24,8 @@ def test_standardised_channels_have_mean_0_and_deviation_1(pixels, monkeypatch):
 
 
 def test_channel_without_contrast_becomes_0():
-    pixels = np.full((4, 1, 2, 2), 7, dtype=np.uint8)
-    assert not Standardise.of(pixels)(torch.from_numpy(pixels)).any()
+    pixels = torch.full((4, 1, 2, 2), 7, dtype=torch.uint8)
+    assert not Standardise.of(pixels)(pixels).any()
 
 
 def padded(rows, padding):

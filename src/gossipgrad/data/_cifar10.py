@@ -108,11 +108,12 @@ def pixel_dataset(
     test_labels: UInt8[np.ndarray, " test"],
 ) -> Dataset:
     """A data set of images like CIFAR's, augmented and standardised as these are."""
-    finish = Standardise.of(train_pixels)
+    train_x = torch.from_numpy(train_pixels)
+    finish = Standardise.of(train_x)
     return Dataset(
         info=info,
         train=TensorSamples(
-            torch.from_numpy(train_pixels),
+            train_x,
             torch.from_numpy(train_labels.astype(np.int64)),
             CropAndFlip(len(train_pixels)),
             finish,

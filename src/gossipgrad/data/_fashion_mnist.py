@@ -87,14 +87,12 @@ def load_fashion_mnist(data_dir: Path | None = None) -> Dataset:
     """
     folder = find_fashion_mnist(data_dir)
     arrays = {name: read_idx(folder / name, sha256=digest) for name, digest in DIGESTS.items()}
-    finish = Standardise.of(arrays["train-images-idx3-ubyte.gz"][:, None])
-    train, test = (
-        TensorSamples(
-            # Copied, since the unpacked content is read-only.
-            torch.from_numpy(arrays[f"{part}-images-idx3-ubyte.gz"].copy()).unsqueeze(1),
-            torch.from_numpy(arrays[f"{part}-labels-idx1-ubyte.gz"].astype(np.int64)),
-            finish=finish,
-        )
-        for part in ("train", "t10k")
-    )
+    parts = []
+    for part in ("train", "t10k"):
+        # Copied, since the unpacked content is read-only.
+        pixels = torch.from_numpy(arrays[f"{part}-images-idx3-ubyte.gz"].copy()).unsqueeze(1)
+        labels = torch.from_numpy(arrays[f"{part}-labels-idx1-ubyte.gz"].astype(np.int64))
+        parts.append((pixels, labels))
+    finish = Standardise.of(parts[0][0])
+    train, test = (TensorSamples(pixels, labels, finish=finish) for pixels, labels in parts)
     return Dataset(info=INFO, train=train, test=test)

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 from torch.nn import functional as F
 
-_COUNTED_AT_ONCE = 1 << 22
+_MEASURED_AT_ONCE = 500
 # Sets the stream of draws apart from the one that orders the samples of an epoch.
 _STREAM = 1
 
@@ -27,18 +27,20 @@ class Standardise:
     std: tuple[float, ...]
 
     @classmethod
-    def of(cls, pixels: UInt8[np.ndarray, "sample channel height width"]) -> "Standardise":
-        """By the exact mean and deviation of each channel of `pixels`, a training part."""
-        values = np.arange(256)
-        moments = []
-        for channel in range(pixels.shape[1]):
-            counts = _counts(pixels[:, channel])
-            mean = (counts * values).sum() / counts.sum()
-            square = (counts * values**2).sum() / counts.sum()
-            moments.append((float(mean), float(square - mean**2) ** 0.5))
-        means, stds = zip(*moments, strict=True)
+    def of(cls, pixels: UInt8[Tensor, "sample channel height width"]) -> "Standardise":
+        """By the mean and deviation of each channel of `pixels`, a training part."""
+        sums = torch.zeros(2, pixels.shape[1], dtype=torch.float64)
+        for rows in pixels.flatten(2).split(_MEASURED_AT_ONCE):
+            values = rows.float()
+            for total in sums:
+                # Float32 within an image and float64 across images is as exact as is needed.
+                total += values.sum(-1).double().sum(0)
+                values.square_()
+        mean, square = sums / (pixels.numel() / pixels.shape[1])
+        std = (square - mean.square()).clamp(min=0).sqrt()
         # A channel without contrast is 0 throughout.
-        return cls(means, tuple(std or 1.0 for std in stds))
+        std[std == 0] = 1
+        return cls(tuple(mean.tolist()), tuple(std.tolist()))
 
     def __call__(
         self, rows: UInt8[Tensor, "batch channel height width"]
@@ -85,15 +87,3 @@ def _draws(num_samples: int, padding: int, augment: tuple[int, int]) -> Int[np.n
     """Top, left and whether to mirror, of every sample in an epoch."""
     rng = np.random.default_rng((*augment, _STREAM))
     return rng.integers(0, (2 * padding + 1, 2 * padding + 1, 2), size=(num_samples, 3))
-
-
-def _counts(pixels: UInt8[np.ndarray, "sample height width"]) -> Int[np.ndarray, "256"]:
-    """How often each value occurs; takes little memory."""
-    at_once = max(1, _COUNTED_AT_ONCE // max(1, pixels[0].size))
-    return sum(
-        (
-            np.bincount(pixels[start : start + at_once].ravel(), minlength=256)
-            for start in range(0, len(pixels), at_once)
-        ),
-        start=np.zeros(256, dtype=np.int64),
-    )
