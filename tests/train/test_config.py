@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from gossipgrad.train import GossipConfig, TrainConfig
+from gossipgrad.train import GossipConfig, PostLocalConfig, TrainConfig
 
 VERSIONS = {"python": "3"}
 
@@ -18,6 +18,7 @@ def test_file_gives_back_the_run_without_its_folder(tmp_path):
         strategy="allreduce",
         data_dir=tmp_path / "data",
         gossip=GossipConfig(topology="matching", every=3, average_every="log_p"),
+        post_local=PostLocalConfig(post_local_after=0.25, local_steps=3),
     )
     config.write(tmp_path / "config.json", VERSIONS)
     read = TrainConfig.from_file(tmp_path / "config.json")
@@ -68,10 +69,12 @@ def test_refuses_numbers_out_of_range(options, message):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"strategy": "gosip"}', "strategy is 'gosip', but must be one of gossip, allreduce, lo"),
+        ('{"strategy": "gosip"}', "strategy is 'gosip', but must be one of gossip, allreduce, ag"),
         ('{"gossip": {"mode": 3}}', "mode is 3, but must be one of overlap, sync, lagged"),
         ('{"gossip": {"every": 0}}', "every is 0, but must be at least 1"),
         ('{"gossip": {"average_every": 0}}', "average_every is 0, but must be at least 1"),
+        ('{"post_local": {"local_steps": 0}}', "local_steps is 0, but must be at least 1"),
+        ('{"post_local": {"post_local_after": 2}}', "post_local_after is 2.0, but is a share of "),
         ('{"epoch": 3}', "option 'epoch' is not known to TrainConfig"),
         ("[]", "holds no options"),
         ("{", "is not JSON"),
@@ -95,6 +98,10 @@ def test_warns_of_options_without_effect():
         config.warn_of_unused()
     with pytest.warns(UserWarning, match="momentum=0.5 is not used: optimizer is adamw"):
         TrainConfig(optimizer="adamw", momentum=0.5).warn_of_unused()
+    post_local = PostLocalConfig(local_steps=3)
+    with pytest.warns(UserWarning, match="local_steps=3 is not used: strategy is agd"):
+        TrainConfig(strategy="agd", post_local=post_local).warn_of_unused()
+    TrainConfig(strategy="post-local-sgd", post_local=post_local).warn_of_unused()
     with pytest.warns(UserWarning, match="lr_rule=sqrt is not used: strategy is local"):
         TrainConfig(strategy="local", lr_rule="sqrt").warn_of_unused()
     with pytest.warns(UserWarning, match="lr_step_epochs=3 is not used: lr_schedule is cosine"):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from gossipgrad.train import GossipConfig, RunFailedError, TrainConfig, run
+from gossipgrad.train import GossipConfig, PostLocalConfig, RunFailedError, TrainConfig, run
 from gossipgrad.train._launcher import launch
 
 pytestmark = pytest.mark.process
@@ -117,26 +117,34 @@ def test_gossip_goes_on_without_a_killed_worker(tmp_path, capfd):
     ]
 
 
-def test_all_reduce_ends_with_a_killed_worker(tmp_path):
+@pytest.mark.parametrize("strategy", ["allreduce", "every-log-p"])
+def test_what_needs_every_rank_ends_with_a_killed_worker(tmp_path, strategy):
     with (
         after_steps(tmp_path, 20, kill("gossipgrad-rank0")),
-        pytest.raises(RunFailedError, match=r"^rank 0 was killed by SIGKILL .*needs every rank"),
+        pytest.raises(
+            RunFailedError, match=rf"^rank 0 was killed by SIGKILL .*{strategy} needs every"
+        ),
     ):
-        run(config(tmp_path, strategy="allreduce", nproc=3, epochs=ENDLESS))
+        run(config(tmp_path, strategy=strategy, nproc=3, epochs=ENDLESS))
     assert not (tmp_path / "partial").exists()
     assert not workers()
 
 
-@pytest.mark.parametrize("strategy", ["gossip", "allreduce", "local"])
+@pytest.mark.parametrize(
+    "strategy", ["gossip", "allreduce", "agd", "every-log-p", "post-local-sgd", "local"]
+)
 def test_ctrl_c_keeps_what_was_reached(tmp_path, strategy):
+    options = {"epochs": ENDLESS}
+    if strategy == "post-local-sgd":
+        options["post_local"] = PostLocalConfig(post_local_after=0.0)
     with after_steps(tmp_path, 20, press_ctrl_c):
-        outcome = run(config(tmp_path, strategy=strategy, nproc=3, epochs=ENDLESS))
+        outcome = run(config(tmp_path, strategy=strategy, nproc=3, **options))
     assert outcome.exit_code == 130
     assert outcome.summary["interrupted"]
     assert outcome.summary["stopped_by"] == "SIGINT"
     assert outcome.summary["lost_ranks"] == []
     assert outcome.summary["model_is_consensus"] == (strategy != "local")
-    if strategy == "allreduce":
+    if strategy in ("allreduce", "agd"):
         assert len(set(outcome.summary["steps_per_rank"])) == 1
     assert (tmp_path / "model.safetensors").exists()
     assert (tmp_path / "report.html").exists()

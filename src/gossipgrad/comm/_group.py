@@ -72,6 +72,11 @@ class Group:
         prefix = dist.PrefixStore(f"gossipgrad/{number}", store)
         return cls(prefix, rank, group.size(), timeout_seconds=timeout_seconds)
 
+    @property
+    def broken(self) -> str | None:
+        """Why collectives are over, None while they are not; local."""
+        return self._broken
+
     @torch.no_grad()
     def all_reduce_(self, tensor: Tensor) -> Tensor:
         """Sums `tensor` over all ranks, in place; any floating or integer dtype, any device."""

@@ -31,10 +31,16 @@ class Averaging:
 
     Attributes:
         last_distance: The consensus distance when it was last computed, None before.
+        averages: How often all replicas were made the average.
+        averaged_bytes: What was averaged then, all times together.
+        seconds: Spent in periodic averages, the wait for other ranks included.
     """
 
     def __init__(self, group: Group, rounds: Rounds | None) -> None:
         self.last_distance: float | None = None
+        self.averages = 0
+        self.averaged_bytes = 0
+        self.seconds = 0.0
         self._group = group
         self._rounds = rounds
 
@@ -87,6 +93,8 @@ class Averaging:
         self._measure(sections.weights, means[: len(sections.weights)])
         for section, flats in zip(averaged, means, strict=True):
             section.load(flats)
+        self.averages += 1
+        self.averaged_bytes += sum(flat.nbytes for flats in means for flat in flats)
 
     def consensus(self, weights: Sequence[Section]) -> list[list[Tensor]]:
         """The exact average of the weights, flat, a list a section; changes nothing."""

@@ -1,7 +1,6 @@
 """A gossip session: hangs on the user's model and optimizers, and comes off again."""
 
 import logging
-import math
 import secrets
 import time
 import weakref
@@ -22,7 +21,7 @@ from gossipgrad.decentralized._rounds import Rounds
 from gossipgrad.decentralized._sections import Sections
 from gossipgrad.decentralized._settings import Gradients, Lagged, Settings, Sync
 from gossipgrad.decentralized._start import broadcast_replica
-from gossipgrad.decentralized._stats import Stats
+from gossipgrad.decentralized._stats import Stats, collect
 from gossipgrad.decentralized._watch import ReplicaWatch
 from gossipgrad.errors import GossipError, ReplicaChangedError
 
@@ -233,27 +232,7 @@ class GossipSession:
 
     def stats(self) -> Stats:
         """What this rank has done so far; no communication."""
-        rounds = self._rounds
-        sections = self._sections.all
-        counted = {} if rounds is None else {o.value: n for o, n in rounds.outcomes.items()}
-        squared = None if rounds is None else rounds.pair_distance_squared()
-        p = self.world_size
-        return Stats(
-            rounds=0 if rounds is None else rounds.closed_rounds,
-            bytes_sent=0 if rounds is None else rounds.channel.bytes_sent,
-            bytes_received=0 if rounds is None else rounds.channel.bytes_received,
-            exposed_seconds=0.0 if rounds is None else rounds.exposed_seconds,
-            mixing_seconds=0.0 if rounds is None else rounds.mixing_seconds,
-            outcomes={"delivered": 0, "late": 0, "dead_peer": 0, "void": 0, **counted},
-            extra_memory_bytes=sum(section.memory_bytes for section in sections)
-            + (0 if rounds is None else rounds.channel.early_bytes),
-            clamps=int(sum(int(section.clamped) for section in sections)),
-            refused_messages=0 if rounds is None else rounds.channel.refused,
-            consensus_distance_estimate=(
-                None if squared is None else math.sqrt(squared * (p - 1) / (2 * p))
-            ),
-            consensus_distance=self._averaging.last_distance,
-        )
+        return collect(self._rounds, self._sections, self._averaging, self.world_size)
 
     def close(self) -> None:
         """Ends the session: mixes what is outstanding, says LEAVE, takes all hooks off; local.
@@ -361,8 +340,10 @@ class GossipSession:
         except GossipError as error:
             self._averages_lost = True
             logger.warning("rank %d: no periodic average any more: %s", self.rank, error)
+        end = time.perf_counter()
+        self._averaging.seconds += end - start
         if self._recorder is not None:
-            self._recorder.span("average", start, time.perf_counter(), step=self._steps)
+            self._recorder.span("average", start, end, step=self._steps)
 
     def _check_ready(self, method: str) -> None:
         if self._closed:

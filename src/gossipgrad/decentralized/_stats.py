@@ -1,8 +1,13 @@
 """What a session has done so far, in numbers."""
 
+import math
 from dataclasses import dataclass
 
-__all__ = ["Stats"]
+from gossipgrad.decentralized._averaging import Averaging
+from gossipgrad.decentralized._rounds import Rounds
+from gossipgrad.decentralized._sections import Sections
+
+__all__ = ["Stats", "collect"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +28,12 @@ class Stats:
         consensus_distance_estimate: From the differences to this rank's own partners in the last
             period; None before the first round and where no weights travel. It costs no traffic.
             Partners that met recently are closer than any two ranks, so it tends to read low.
-        consensus_distance: The exact one, as of the last collective that computed it.
+        consensus_distance: The exact one, as of the last collective that computed it; with a mesh,
+            that of this rank's shards.
+        averages: How often all replicas were made their exact average.
+        averaged_bytes: Weights and state averaged then, all times together; a ring all-reduce
+            sends 2 (p - 1) / p of it.
+        averaging_seconds: Time that steps were blocked on periodic averages.
     """
 
     rounds: int
@@ -37,3 +47,34 @@ class Stats:
     refused_messages: int
     consensus_distance_estimate: float | None
     consensus_distance: float | None
+    averages: int
+    averaged_bytes: int
+    averaging_seconds: float
+
+
+def collect(
+    rounds: Rounds | None, sections: Sections, averaging: Averaging, world_size: int
+) -> Stats:
+    """The figures of a session; `rounds` is None where there are no partners."""
+    counted = {} if rounds is None else {o.value: n for o, n in rounds.outcomes.items()}
+    squared = None if rounds is None else rounds.pair_distance_squared()
+    p = world_size
+    return Stats(
+        rounds=0 if rounds is None else rounds.closed_rounds,
+        bytes_sent=0 if rounds is None else rounds.channel.bytes_sent,
+        bytes_received=0 if rounds is None else rounds.channel.bytes_received,
+        exposed_seconds=0.0 if rounds is None else rounds.exposed_seconds,
+        mixing_seconds=0.0 if rounds is None else rounds.mixing_seconds,
+        outcomes={"delivered": 0, "late": 0, "dead_peer": 0, "void": 0, **counted},
+        extra_memory_bytes=sum(section.memory_bytes for section in sections.all)
+        + (0 if rounds is None else rounds.channel.early_bytes),
+        clamps=int(sum(int(section.clamped) for section in sections.all)),
+        refused_messages=0 if rounds is None else rounds.channel.refused,
+        consensus_distance_estimate=(
+            None if squared is None else math.sqrt(squared * (p - 1) / (2 * p))
+        ),
+        consensus_distance=averaging.last_distance,
+        averages=averaging.averages,
+        averaged_bytes=averaging.averaged_bytes,
+        averaging_seconds=averaging.seconds,
+    )

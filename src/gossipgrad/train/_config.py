@@ -46,6 +46,24 @@ class GossipConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PostLocalConfig:
+    """When and how often replicas are averaged; used by `strategy` post-local-sgd alone."""
+
+    post_local_after: float = 0.5
+    """Share of the run, from 0 to 1, in which gradients are all-reduced before local steps."""
+    local_steps: int = 16
+    """Local steps between two averages."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "local_steps")
+        if not 0 <= self.post_local_after <= 1:
+            raise ValueError(
+                f"post_local_after is {self.post_local_after}, but is a share of the run: from 0 "
+                "to 1."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
     """One training run."""
 
@@ -58,9 +76,13 @@ class TrainConfig:
     model: Literal["mlp", "lenet", "cifarnet", "resnet20", "resnet50", "googlenet", "gpt"] = "mlp"
     """Model. lenet takes 28x28 images, cifarnet 32x32; resnet50 and googlenet take 32x32 or
     larger; gpt takes text; mlp and resnet20 take images."""
-    strategy: Literal["gossip", "allreduce", "local"] = "gossip"
+    strategy: Literal["gossip", "allreduce", "agd", "every-log-p", "local", "post-local-sgd"] = (
+        "gossip"
+    )
     """How replicas are kept together. gossip: one partner a step. allreduce:
-    DistributedDataParallel. local: not at all."""
+    DistributedDataParallel. agd: all-reduce layer by layer, behind the backward pass. every-log-p:
+    local steps, all averaged every ceil(log2 p). local: not at all. post-local-sgd: all-reduce
+    first, then local steps with averages."""
     optimizer: Literal["sgd", "adamw", "muon"] = "sgd"
     """Optimizer, the same on every rank. muon: Muon for the matrices of hidden linear layers, AdamW
     for all else (convolutions, embeddings, heads, biases and norms)."""
@@ -104,6 +126,8 @@ class TrainConfig:
     decoded, and 0 for what lies in memory."""
     gossip: GossipConfig = field(default_factory=GossipConfig)
     """How replicas gossip."""
+    post_local: PostLocalConfig = field(default_factory=PostLocalConfig)
+    """How post-local-sgd goes."""
     log_every: int = 10
     """Steps between two lines of the metrics files."""
     trace: int = 50
@@ -184,6 +208,9 @@ class TrainConfig:
         unused: list[tuple[Any, str, str]] = []
         if self.strategy != "gossip":
             unused += [(self.gossip, f.name, strategy) for f in dataclasses.fields(GossipConfig)]
+        if self.strategy != "post-local-sgd":
+            fields = dataclasses.fields(PostLocalConfig)
+            unused += [(self.post_local, f.name, strategy) for f in fields]
         if self.strategy == "local":
             unused.append((self, "lr_rule", strategy))
         if self.optimizer != "sgd":
@@ -212,10 +239,11 @@ class TrainConfig:
         """
         values = dict(values)
         gossip = GossipConfig(**from_plain(GossipConfig, values.pop("gossip", {})))
+        post_local = PostLocalConfig(**from_plain(PostLocalConfig, values.pop("post_local", {})))
         for name in ("out", "data_dir"):
             if values.get(name) is not None:
                 values[name] = Path(values[name])
-        return cls(gossip=gossip, **from_plain(cls, values))
+        return cls(gossip=gossip, post_local=post_local, **from_plain(cls, values))
 
     @classmethod
     def from_file(cls, path: Path) -> "TrainConfig":

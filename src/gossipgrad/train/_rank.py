@@ -72,7 +72,9 @@ def train_rank(
     total_steps = config.epochs * len(batches)
     spans = StepSpans(rank, num_steps=config.trace, total_steps=total_steps)
     test = TestPart.of(dataset, rank=rank, world_size=world_size, threads=threads)
-    strategy = make_strategy(config, model, optimizers, stop=stop, spans=spans)
+    strategy = make_strategy(
+        config, model, optimizers, total_steps=total_steps, stop=stop, spans=spans
+    )
     loggers = open_loggers(config, run_dir, rank)
     with Metrics(run_dir.metrics(rank), loggers=loggers) as metrics:
         emit({"event": "ready", "total_steps": total_steps})
@@ -96,7 +98,7 @@ def train_rank(
         ).run()
         seconds = metrics.seconds
     traffic = strategy.traffic()
-    own_accuracy = test.accuracy(model) if config.strategy == "gossip" else final.accuracy
+    own_accuracy = test.accuracy(model) if strategy.replicas_differ else final.accuracy
     strategy.close()
     run_dir.rank_model(rank).write_bytes(save(final.weights))
     spans.save(run_dir.rank_trace(rank))

@@ -20,10 +20,16 @@ from ._ring_clock import ring_bytes
 
 _PACKAGES = ("gossipgrad", "torch", "numpy", "pyzmq", "scikit-learn", "safetensors")
 
+_ALL_REDUCED = "computed: ring all-reduce, 2 (p - 1) / p of the gradient bytes"
+_AVERAGED = "2 (p - 1) / p of what is averaged"
 _BYTES_ARE = {
-    "gossip": "counted; what the last step sent ahead for a step that did not come is in it",
-    "allreduce": "computed: ring all-reduce, 2 (p - 1) / p of the gradient bytes",
+    "gossip": "counted; what the last step sent ahead for a step that did not come is in it; "
+    f"periodic averages computed: {_AVERAGED}",
+    "allreduce": _ALL_REDUCED,
+    "agd": _ALL_REDUCED,
+    "every-log-p": f"computed: ring all-reduce, {_AVERAGED}",
     "local": "counted",
+    "post-local-sgd": f"{_ALL_REDUCED}, then {_AVERAGED}",
 }
 
 

@@ -3,15 +3,20 @@
 import threading
 from collections.abc import Sequence
 
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+import gossipgrad as gg
 from gossipgrad.train._config import TrainConfig
 from gossipgrad.train._spans import StepSpans
 
+from ._agd import LayerwiseAllReduce
 from ._all_reduce import AllReduce
+from ._averaged import EveryLogP
 from ._gossip import Gossip
 from ._local import Local
+from ._post_local import PostLocal
 from ._strategy import Strategy
 
 
@@ -20,6 +25,7 @@ def make_strategy(
     model: nn.Module,
     optimizers: Sequence[Optimizer],
     *,
+    total_steps: int,
     stop: threading.Event,
     spans: StepSpans,
 ) -> Strategy:
@@ -28,4 +34,20 @@ def make_strategy(
         return Local(model)
     if config.strategy == "allreduce":
         return AllReduce(model, stop)
-    return Gossip(model, optimizers, config.gossip, seed=config.seed, spans=spans)
+    if config.strategy == "agd":
+        return LayerwiseAllReduce(model, stop, spans)
+    if config.strategy == "gossip":
+        return Gossip(model, optimizers, config.gossip, seed=config.seed, spans=spans)
+    assert dist.group.WORLD is not None
+    group = gg.Group.from_process_group(dist.group.WORLD)
+    if config.strategy == "every-log-p":
+        return EveryLogP(model, optimizers, group=group, stop=stop, spans=spans)
+    return PostLocal(
+        model,
+        optimizers,
+        after_steps=round(config.post_local.post_local_after * total_steps),
+        every=config.post_local.local_steps,
+        group=group,
+        stop=stop,
+        spans=spans,
+    )

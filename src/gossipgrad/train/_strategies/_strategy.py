@@ -26,9 +26,11 @@ class Strategy(ABC):
     Attributes:
         model: What the loop calls in the forward pass.
         notes: What the user should know, in words.
+        replicas_differ: Whether a replica is another model than the one that stands for all.
     """
 
     model: nn.Module
+    replicas_differ = False
 
     def __init__(self) -> None:
         self.notes: list[str] = []

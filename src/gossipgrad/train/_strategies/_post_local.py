@@ -1,0 +1,113 @@
+"""Post-local SGD: all-reduce first, local steps with averages later."""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import gossipgrad as gg
+from gossipgrad.train._evaluate import Evaluation, TestPart
+from gossipgrad.train._spans import StepSpans
+
+from ._all_reduce import AllReduce
+from ._averaged import Averaged
+from ._lost import explained
+from ._strategy import Strategy, Traffic
+
+
+class PostLocal(Strategy):
+    """All-reduce of gradients for the first part of the run, then weights averaged every H steps.
+
+    Early steps are large and replicas would part; later local steps explore around one solution and
+    save communication. Momentum stays each rank's own in the second part.
+
+    A peer that dies or stops means what it means to `AllReduce` in the first part, and to
+    `Averaged` in the second.
+
+    Args:
+        model: The replica.
+        optimizers: Train it.
+        after_steps: All-reduced steps before the first local one.
+        every: Local steps between two averages, H.
+        group: The ranks, in a group that becomes this object's. Made before training, so that the
+            change to the second part waits for nobody who has stopped just before it.
+        stop: Set when the run is told to stop.
+        spans: Gets spans of the averages.
+
+    References:
+        Lin et al., Don't use large mini-batches, use local SGD, arXiv:1808.07217. Deviation: (1)
+        the second part begins at a step of the user's choice, not at the first drop of the rate.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        *,
+        after_steps: int,
+        every: int,
+        group: gg.Group,
+        stop: threading.Event,
+        spans: StepSpans,
+    ) -> None:
+        super().__init__()
+        self._replica = model
+        self._optimizers = optimizers
+        self._steps_left = after_steps
+        self._every = every
+        self._group = group
+        self._stop = stop
+        self._spans = spans
+        self._part: Strategy = AllReduce(model, stop)
+        self._before = Traffic()
+        self.model = self._part.model
+
+    def begin_step(self) -> None:
+        """Go over to local steps when it is time; see `Strategy.begin_step`."""
+        if self._steps_left == 0:
+            self._begin_local_steps()
+        self._steps_left -= 1
+        self._part.begin_step()
+
+    def backward(self, loss: Tensor) -> None:
+        """Run the backward pass; see `Strategy.backward`."""
+        self._part.backward(loss)
+
+    def evaluate(self, test: TestPart, *, final: bool) -> Evaluation:
+        """Evaluate as the part under way does."""
+        return self._part.evaluate(test, final=final)
+
+    def traffic(self) -> Traffic:
+        """What both parts have cost."""
+        now = self._part.traffic()
+        return replace(
+            now,
+            bytes_sent=now.bytes_sent + self._before.bytes_sent,
+            exposed_seconds=now.exposed_seconds + self._before.exposed_seconds,
+        )
+
+    def close(self) -> None:
+        """Let go of the model and the group."""
+        self._part.close()
+        self._group.close()
+
+    def _begin_local_steps(self) -> None:
+        try:
+            local = Averaged(
+                self._replica,
+                self._optimizers,
+                every=self._every,
+                payload="weights",
+                group=self._group,
+                stop=self._stop,
+                spans=self._spans,
+            )
+        except RuntimeError as error:
+            raise explained(error, self._stop, "the start of local steps") from error
+        self._before = self._part.traffic()
+        self._part.close()
+        self._part, self.model = local, self._replica
+        self.replicas_differ = True
+        local.notes = self.notes
