@@ -20,6 +20,13 @@ from support.ranks import run_ranks
 RECIPES = Path(__file__).parents[2] / "recipes"
 
 
+def test_the_table_lists_every_recipe():
+    table = (RECIPES / "README.md").read_text()
+    for path in RECIPES.glob("*.py"):
+        assert f"| `{path.name}` |" in table
+        assert f"recipes/{path.name}" in path.read_text(), "the command to run it"
+
+
 def load(name):
     """A recipe as a module, in spite of its folder being no package."""
     spec = importlib.util.spec_from_file_location(name, RECIPES / f"{name}.py")
