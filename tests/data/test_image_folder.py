@@ -164,16 +164,23 @@ def test_broken_image_is_named(root):
         data.load("imagefolder", root).train.batch(torch.tensor([1, 0]), augment=(0, 0))
 
 
-def test_missing_folder_names_all_places_and_the_layout(tmp_path, monkeypatch):
+def test_missing_folder_names_all_places_and_the_layout(monkeypatch):
     monkeypatch.setenv("GOSSIPGRAD_DATA", "/shared")
     monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
     with pytest.raises(
         ValueError,
-        match=rf"needs a folder with train/CLASS/\*\.jpg .*, and none of {tmp_path}, "
-        rf"{tmp_path}/imagefolder, /shared/imagefolder, /cache/gossipgrad/imagefolder has train "
-        r"and val; name it with --data-dir\.",
+        match=r"needs a folder with train/CLASS/\*\.jpg .*, and none of /shared/imagefolder, "
+        r"/cache/gossipgrad/imagefolder has train and val; name it with --data-dir\.",
     ):
-        data.prepare("imagefolder", tmp_path)
+        data.prepare("imagefolder")
+
+
+def test_images_elsewhere_do_not_stand_in_for_a_folder_that_was_named(root, tmp_path, monkeypatch):
+    monkeypatch.setenv("GOSSIPGRAD_DATA", str(tmp_path))
+    assert data.info("imagefolder").num_classes == 2
+    named = tmp_path / "empty"
+    with pytest.raises(ValueError, match=rf"none of {named}, {named}/imagefolder has train and"):
+        data.info("imagefolder", named)
 
 
 def test_size_of_images_is_for_image_folders(root):

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from urllib.error import HTTPError, URLError
 
 from gossipgrad.errors import GossipError
 
@@ -73,8 +74,7 @@ def fetch(
                 f"deleted; make room there, or {way_out}."
             ) from error
         raise GossipError(
-            f"could not fetch {url} to {path.parent} ({error or type(error).__name__})"
-            f"{_kept(part)}; {way_out}."
+            f"could not fetch {url} to {path.parent} ({_reason(error)}){_kept(part)}; {way_out}."
         ) from error
 
 
@@ -165,6 +165,12 @@ def _is_at(part: Path, file: io.FileIO) -> bool:
         return os.path.samestat(part.stat(), os.fstat(file.fileno()))
     except FileNotFoundError:
         return False
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, URLError) and not isinstance(error, HTTPError):
+        return str(error.reason)
+    return str(error) or type(error).__name__
 
 
 def _kept(part: Path) -> str:

@@ -81,13 +81,14 @@ def prepare_image_folder(data_dir: Path | None, *, image_size: int) -> None:
 
 
 def load_image_folder(data_dir: Path | None, *, image_size: int) -> Dataset:
-    """The image folder of `data_dir`, or of the other places that hold data sets.
+    """The image folder in `data_dir`, or this folder itself; of the other places only if None.
 
     Raises:
         ValueError: As `image_folder`; or no place has one.
     """
     check_pillow(NAME)
-    folders = ([] if data_dir is None else [data_dir]) + places(NAME, data_dir)
+    # Images elsewhere, unlike the files of other data sets, are not the ones that were meant.
+    folders = places(NAME, None) if data_dir is None else [data_dir, data_dir / NAME]
     for folder in folders:
         if all((folder / part).is_dir() for part in ("train", "val")):
             return image_folder(folder, image_size=image_size)
