@@ -91,6 +91,14 @@ def test_server_without_ranges_sends_all_again(site, path, part):
     assert path.read_bytes() == CONTENT
 
 
+def test_nothing_is_kept_of_a_part_that_had_to_be_given_up(site, path, part):
+    part.write_bytes(CONTENT[:1000])
+    site.ranges, site.cut = False, [0, 0, 0]
+    with pytest.raises(GossipError, match=r"ended after 0 of 256,000 bytes\); do it by hand"):
+        get(site, path)
+    assert names(path) == []
+
+
 def test_whole_part_needs_no_more_than_its_check(site, path, part):
     part.write_bytes(CONTENT)
     get(site, path)

@@ -133,7 +133,7 @@ def _alone_at(part: Path, path: Path, timeout_seconds: float) -> Iterator[io.Fil
                 try:
                     yield file
                 finally:
-                    if _is_at(part, file) and not file.tell():
+                    if _is_at(part, file) and not os.fstat(file.fileno()).st_size:
                         part.unlink()
                 return
             # Taken: wait for as long as the other process brings something.
