@@ -22,10 +22,17 @@ def gossip(model, optimizer, group: Group, *, hub: Hub, **settings):
     return gg.gossip(model, optimizer, process_group=group, **settings)
 
 
+def data_parallel(model, optimizer, group: Group, *, hub: Hub, scaler=None, **settings):
+    settings.setdefault("transport", lambda group: hub.transport(group.rank))
+    wrapper = gg.GossipDataParallel(model, process_group=group, **settings)
+    return wrapper.attach(optimizer, scaler=scaler).session
+
+
 FAMILIES: dict[str, Callable] = {
     "gossip": gossip,
     "gossip, sync": partial(gossip, mode="sync"),
     "gossip, state": partial(gossip, payload="weights+state"),
+    "gossip, data parallel": data_parallel,
     "gossip, bf16 wire": partial(gossip, wire_dtype=torch.bfloat16),
 }
 SENDS_WEIGHTS_EXACTLY = {"gossip", "gossip, sync", "gossip, state"}

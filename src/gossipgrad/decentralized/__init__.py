@@ -1,5 +1,6 @@
 """Gossip: every step mixes each replica with that of one rotating partner."""
 
+from gossipgrad.decentralized._data_parallel import GossipDataParallel as GossipDataParallel
 from gossipgrad.decentralized._gossip import gossip as gossip
 from gossipgrad.decentralized._session import GossipSession as GossipSession
 from gossipgrad.decentralized._settings import Gradients as Gradients

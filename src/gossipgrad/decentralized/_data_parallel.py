@@ -1,0 +1,186 @@
+"""The door in the shape of DistributedDataParallel: a module around the user's module."""
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gossipgrad.decentralized._gossip import gossip
+from gossipgrad.decentralized._session import GossipSession
+from gossipgrad.errors import GossipError
+
+__all__ = ["GossipDataParallel"]
+
+_PREFIX = "module."
+
+
+class GossipDataParallel(nn.Module):
+    """Wraps a module like `DistributedDataParallel`, and trains it by gossip.
+
+    `DistributedDataParallel(module)` becomes `GossipDataParallel(module)`, and after the optimizer
+    is made comes one line more: `model.attach(optimizer)`. All else is `gossip()`, which that
+    calls: the same bits, the same guarantees when a partner is late or dead.
+
+    Unlike with `DistributedDataParallel`, names of parameters and keys of `state_dict()` are those
+    of the module itself, replicas differ until `model.session.consensus()` shows their average, and
+    the wrapper cannot be pickled or copied: save `model.state_dict()`, copy `model.module`.
+
+    Args:
+        module: The model.
+        **settings: As for `gossip()`: `topology`, `mode`, `payload`, `process_group`, ...
+
+    Attributes:
+        module: The model.
+
+    Raises:
+        TypeError: If `gossip()` has no such setting.
+
+    Example:
+        >>> import torch, gossipgrad as gg
+        >>> model = gg.GossipDataParallel(torch.nn.Linear(2, 1), topology="matching")
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> with model.attach(optimizer):
+        ...     model(torch.ones(1, 2)).sum().backward()
+        ...     optimizer.step()
+        >>> list(model.state_dict())
+        ['weight', 'bias']
+
+    References:
+        Li et al., PyTorch Distributed, VLDB 2020, for the shape of the interface.
+    """
+
+    def __init__(self, module: nn.Module, **settings: Any) -> None:
+        super().__init__()
+        inspect.signature(gossip).bind(module, [], **settings)
+        self.module = module
+        self._settings = settings
+        self._session: GossipSession | None = None
+        self.register_load_state_dict_pre_hook(_add_prefix)
+
+    @property
+    def session(self) -> GossipSession:
+        """What `attach` began.
+
+        Raises:
+            GossipError: If nothing is attached.
+        """
+        if self._session is None:
+            raise GossipError(
+                "no optimizer is attached, so there is no session: call model.attach(optimizer) "
+                "first, on every rank"
+            )
+        return self._session
+
+    def attach(
+        self,
+        optimizer: Optimizer | Sequence[Optimizer],
+        *,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> "GossipDataParallel":
+        """Begins to gossip: from now on every step of the optimizer is a round.
+
+        A collective. The replicas become that of rank 0, which `DistributedDataParallel` does when
+        it is made.
+
+        Args:
+            optimizer: The optimizer, or several: a round ends when the last of them has stepped.
+            scaler: The `torch.amp.GradScaler` that steps it, if one does.
+
+        Returns:
+            The wrapper, for a `with` statement.
+
+        Raises:
+            GossipError: If something is attached already, or a rank dies meanwhile.
+            ValueError, AgreementError: As by `gossip()`.
+        """
+        if self._session is not None:
+            raise GossipError(
+                "an optimizer is attached already: attach several as one sequence, in the order in "
+                "which they step; after close(), make a new wrapper around model.module"
+            )
+        if scaler is not None:
+            self._settings = {**self._settings, "scaler": scaler}
+        self._session = gossip(self.module, optimizer, **self._settings)
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward pass.
+
+        Raises:
+            GossipError: If it is a training pass and nothing is attached: the rank would train
+                alone.
+        """
+        if self._session is None and self.training and torch.is_grad_enabled():
+            raise GossipError(
+                "a training pass before an optimizer is attached: this rank would train alone. "
+                "Call model.attach(optimizer) on every rank first, or model.eval() or "
+                "torch.no_grad() if this is no training"
+            )
+        return self.module(*args, **kwargs)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """For gradient accumulation, around all but the last backward pass of a step.
+
+        Weights travel at `optimizer.step()` anyway; only payloads with gradients need it.
+        """
+        return nullcontext() if self._session is None else self._session.no_sync()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The module's own state, without a prefix."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Loads the module's own state; inside a session, `session.broadcast_()` has to follow.
+
+        Keys that all begin with `module.`, as `DistributedDataParallel` saves them, do as well.
+        """
+        named = {name for name, _ in self.module.named_children()}
+        if state_dict and "module" not in named and all(k.startswith(_PREFIX) for k in state_dict):
+            state_dict = {key.removeprefix(_PREFIX): value for key, value in state_dict.items()}
+        return self.module.load_state_dict(state_dict, *args, **kwargs)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The module's own parameters, by their names there."""
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The module's own buffers, by their names there."""
+        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def close(self) -> None:
+        """Ends the session, if there is one; local. The wrapper is then the plain module."""
+        if self._session is not None:
+            self._session.close()
+
+    def __enter__(self) -> "GossipDataParallel":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._session is not None:
+            self._session.__exit__(kind, error, traceback)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a GossipDataParallel cannot be pickled or copied, it holds connections: save "
+            "model.state_dict(), or pickle or copy model.module"
+        )
+
+
+def _add_prefix(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: object) -> None:
+    """For a wrapper inside another module, whose `load_state_dict` knows of `module`."""
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        state_dict[prefix + _PREFIX + key.removeprefix(prefix)] = state_dict.pop(key)
