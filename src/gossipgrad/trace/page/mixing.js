@@ -167,6 +167,7 @@ function mountMixing(box, specs) {
 
   function begin(next) {
     spec = next;
+    document.querySelector(".mixing-about").textContent = spec.about;
     slider.max = spec.observed.length;
     // A whole period mixes all: the round before shows how it comes about.
     count = clamp((spec.period ?? 2) - 1, 1, spec.observed.length);
