@@ -9,15 +9,19 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
 from torch import nn
 
+from gossipgrad import data, models
 from gossipgrad.topology import analyse, by_name
+from gossipgrad.train import GossipConfig, TrainConfig
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -103,6 +107,26 @@ def test_topology_table_is_what_analyse_finds():
             found.rounds_to_contract_1000x,
             found.rounds_until_all_know_all,
         ], (ranks, name)
+
+
+def test_models_table_counts_right():
+    rows = rows_below("data.md", "| `--model` | is")
+    imagenet = replace(data.info("cifar10"), input_shape=(3, 224, 224), num_classes=1000)
+    assert [row[0].strip("`") for row in rows] == list(models.NAMES)
+    for name, _, figure in rows:
+        parameters, on = re.fullmatch(r"([\d,]+) \((.*)\)", figure).groups()
+        with torch.device("meta"):
+            model = models.build(name.strip("`"), imagenet if on == "ImageNet" else data.info(on))
+        assert sum(p.numel() for p in model.parameters()) == int(parameters.replace(",", "")), name
+
+
+def test_every_choice_of_the_command_is_described():
+    text = "".join(page.read_text() for page in PAGES)
+    for config in (TrainConfig, GossipConfig):
+        for name, hint in get_type_hints(config).items():
+            for part in (hint, *get_args(hint)):
+                for choice in get_args(part) if get_origin(part) is Literal else ():
+                    assert f"`{choice}`" in text or f'"{choice}"' in text, (name, choice)
 
 
 def test_accuracy_table_is_what_was_measured():
