@@ -16,11 +16,11 @@ from benchmarks.accuracy import Task, compare
 CIFAR = ("--data", "cifar10-small", "--model", "resnet20", "--batch-size", "32", "--lr", "0.1")
 SHAKESPEARE = ("--data", "shakespeare", "--model", "gpt", "--optimizer", "adamw")
 TASKS = [
-    Task("CIFAR-10 small, ResNet-20", 4, (*CIFAR, "--epochs", "8", "--warmup-epochs", "1")),
+    Task("CIFAR-10 small, ResNet-20", 4, (*CIFAR, "--epochs", "5", "--warmup-epochs", "1")),
     Task(
         "Shakespeare, GPT",
         4,
-        (*SHAKESPEARE, "--batch-size", "8", "--lr", "0.002", "--epochs", "3"),
+        (*SHAKESPEARE, "--batch-size", "8", "--lr", "0.002", "--epochs", "2"),
     ),
 ]
 
