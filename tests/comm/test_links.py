@@ -9,6 +9,7 @@ import torch
 import zmq
 
 from gossipgrad.comm import (
+    Arrival,
     Channel,
     GlooTransport,
     Group,
@@ -234,6 +235,44 @@ def test_a_gloo_link_that_breaks_in_the_middle_of_a_message_lets_go(monkeypatch)
         ends[0].close()
     until(lambda: set(ours()) <= before)
     until(lambda: set(threading.enumerate()) <= before, 10.0)
+
+
+def test_a_gloo_link_tells_what_came_before_it_tells_the_loss(monkeypatch):
+    def slow(header, payload):
+        if header == b"last":
+            time.sleep(0.05)
+        return Arrival(header, payload)
+
+    monkeypatch.setattr(_gloo, "Arrival", slow)
+    a, b = make_transports("gloo", 2)
+    b.send(0, b"first")
+    events = []
+    until(lambda: events.extend(a.receive(0.0)) or events)
+    ticket = b.send(0, b"last", torch.zeros(64, dtype=torch.uint8))
+    until(lambda: ticket.done)
+    b.forget(0)
+    until(lambda: events.extend(a.receive(0.0)) or any(isinstance(e, Lost) for e in events))
+    time.sleep(0.1)
+    assert [type(e) for e in [*events, *a.receive(0.0)]] == [Arrival, Arrival, Lost]
+    a.close()
+    b.close()
+
+
+def test_a_gloo_link_in_the_making_still_waits_for_the_others_bye():
+    a, b = run_ranks(2, lambda rank, group: GlooTransport(group))
+    a.send(1, b"hello")
+
+    def answer():
+        time.sleep(0.2)
+        for _ in range(30):
+            b.send(0, b"answer", torch.zeros(1 << 16, dtype=torch.uint8))
+        b.close(linger_seconds=3.0)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    a.close(linger_seconds=3.0)
+    thread.join()
+    assert sum(isinstance(event, Arrival) for event in a.receive(0.0)) == 30
 
 
 def test_a_gloo_store_that_died_does_not_break_close():

@@ -1,11 +1,16 @@
 """A step or a collective that is interrupted or fails: nothing trained is lost, no round is."""
 
 import contextlib
+import gc
+import time
+import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import gossipgrad as gg
+from gossipgrad.comm import Header, Hub
 from support.ranks import run_ranks
 from support.replicas import (
     backward,
@@ -148,3 +153,176 @@ def test_an_interrupted_collective_holds_up_no_round():
         return delivered
 
     assert min(run_ranks(2, rank_main)) >= 18
+
+
+@pytest.mark.parametrize("where", ["in backward", "after backward"])
+def test_a_batch_that_is_dropped_costs_no_later_step(where):
+    """Out of memory, or a bad batch: zero_grad() and step() go on; no partner waits."""
+    link = transport_by_name("in-process", 2)
+
+    def fail(gradient):
+        raise MemoryError
+
+    def rank_main(rank, group):
+        model = network()
+        optimizer = sgd(list(model.parameters()))
+        longest = 0.0
+        with gg.gossip(
+            model, optimizer, process_group=group, transport=link, payload="gradients+weights"
+        ) as session:
+            for step in range(6):
+                start = time.perf_counter()
+                dropped = rank == 0 and step == 2
+                handle = model[0].weight.register_hook(fail) if dropped else None
+                if handle is None or where == "in backward":
+                    with contextlib.suppress(MemoryError):
+                        backward(model, rank, step)
+                else:
+                    handle.remove()
+                    backward(model, rank, step)
+                if handle is not None:
+                    handle.remove()
+                    optimizer.zero_grad()
+                optimizer.step()
+                longest = max(longest, time.perf_counter() - start)
+            outcomes = session.stats().outcomes
+            group.barrier()
+        return outcomes, longest
+
+    for outcomes, longest in run_ranks(2, rank_main):
+        assert outcomes["late"] == outcomes["void"] == 0
+        assert longest < 5.0
+
+
+def test_an_update_that_fails_keeps_no_partner_waiting():
+    """Of eight ranks one fails after its gradients met: the partner of its weights is told."""
+    link = transport_by_name("in-process", 8)
+
+    def rank_main(rank, group):
+        model = network()
+        optimizer = sgd(list(model.parameters()))
+        fails, longest = False, 0.0
+
+        def fail(*_):
+            if fails:
+                raise MemoryError
+
+        with gg.gossip(
+            model, optimizer, process_group=group, transport=link, payload="gradients+weights"
+        ):
+            optimizer.register_step_pre_hook(fail)
+            for step in range(9):
+                start = time.perf_counter()
+                backward(model, rank, step)
+                fails = rank == 0 and step in (2, 4, 5)
+                with contextlib.suppress(MemoryError):
+                    optimizer.step()
+                longest = max(longest, time.perf_counter() - start)
+            group.barrier()
+        return longest
+
+    assert max(run_ranks(8, rank_main)) < 10.0
+
+
+def test_no_weights_are_mixed_while_gradients_are_made():
+    """Late weights are there, and no snapshot for the gradients is free: backward goes on."""
+    hub, held = Hub(2), []
+
+    class Slow:
+        """Never lets go of the gradients it was given, as a slow link does for a while."""
+
+        def __init__(self, group):
+            self._inner = hub.transport(group.rank)
+            self.rank, self.world_size = self._inner.rank, self._inner.world_size
+            self.gradients = set()
+
+        def send(self, peer, header, payload=None):
+            ticket = self._inner.send(peer, header, payload)
+            if payload is not None and Header.unpack(header).bucket in self.gradients:
+                ticket = SimpleNamespace(done=False)
+                held.append(ticket)
+            return ticket
+
+        def __getattr__(self, name):
+            return getattr(self._inner, name)
+
+    def rank_main(rank, group):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*[torch.nn.Linear(6, 6) for _ in range(4)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        made = []
+
+        def transport(group):
+            made.append(Slow(group))
+            return made[0]
+
+        with gg.gossip(
+            model,
+            optimizer,
+            process_group=group,
+            transport=transport,
+            payload="gradients+weights",
+            mode=gg.Overlap(deadline_seconds=0.3),
+        ) as session:
+            section = session._sections.gradients[0]
+            buckets = range(section.first_bucket, section.first_bucket + len(section.plan.buckets))
+            made[0].gradients = set(buckets) if rank == 0 else set()
+            group.barrier()
+            for step in range(4):
+                backward(model, rank, step)
+                if rank == 1 and step == 1:
+                    session.synchronize()
+                    time.sleep(0.45)  # its weights come late to rank 0
+                optimizer.step()
+            outcomes = session.stats().outcomes
+            for ticket in held:
+                ticket.done = True
+        return outcomes
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        first, _ = run_ranks(2, rank_main, timeout_seconds=30)
+    assert first["late"] > 0
+    assert first["void"] > 0
+
+
+@pytest.mark.parametrize("as_keyword", [False, True])
+def test_a_closure_with_gradients_in_the_payload_is_refused(as_keyword):
+    link = transport_by_name("in-process", 2)
+
+    def rank_main(rank, group):
+        model = network()
+        optimizer = sgd(list(model.parameters()))
+
+        def closure():
+            return backward(model, rank, 0)
+
+        with gg.gossip(
+            model, optimizer, process_group=group, transport=link, payload="gradients+weights"
+        ):
+            with pytest.raises(gg.GossipError, match=r"step\(closure\) computes gradients after"):
+                optimizer.step(closure=closure) if as_keyword else optimizer.step(closure)
+            optimizer.step(None)
+            group.barrier()
+
+    run_ranks(2, rank_main)
+
+
+def test_a_collected_session_leaves_no_hook_on_the_gradients():
+    links = [transport_by_name("in-process", 2) for _ in range(2)]
+
+    def rank_main(rank, group):
+        model = network()
+        for link in links:
+            optimizer = sgd(list(model.parameters()))
+            gg.gossip(
+                model, optimizer, process_group=group, transport=link, payload="gradients+weights"
+            )
+            backward(model, rank, 0)
+            optimizer.step()
+            group.barrier()
+            del optimizer
+            gc.collect()
+        return sum(len(p._post_accumulate_grad_hooks or {}) for p in model.parameters())
+
+    assert run_ranks(2, rank_main) == [0, 0]

@@ -24,6 +24,7 @@ _FOREVER = timedelta(days=30)  # a deadline that expires inside Gloo breaks the 
 _MID_MESSAGE = timedelta(minutes=5)
 _AT_ONCE = timedelta(milliseconds=1)
 _JOIN_SECONDS = 0.5
+_LET_GO_SECONDS = 1.0
 _MESSAGE_TAG, _WATCH_TAG, _UNUSED_TAG = range(3)
 _GIVEN_UP = 1 << 20
 _HEADER_BYTES = 1 << 14
@@ -52,7 +53,7 @@ class GlooTransport:
     thread that sends and one that receives; a late partner blocks only its own link. A broken pair
     wakes whoever waits to begin a message, but not who is in the middle of one: hence a third
     thread that only waits for the end and lets everything go, and a deadline on the middles. A
-    partner that stands still for five minutes in the middle of a message is lost.
+    partner that stands still for five minutes while a message is on its way to it is lost.
 
     Args:
         group: Its store is where the two ends of a link find each other.
@@ -180,9 +181,12 @@ class _GlooLink:
 
     def finish(self, deadline: float) -> None:
         """After `say_bye`: waits for the other end's until `deadline` (monotonic), then stops."""
-        self._join(deadline, self._sender, self._receiver)
+        self._join(self._sender, deadline)
+        self._join(self._receiver, deadline)
         self.stop()
-        self._join(time.monotonic() + _JOIN_SECONDS, self._watcher, self._sender, self._receiver)
+        deadline = time.monotonic() + _JOIN_SECONDS
+        for thread in (self._watcher, self._sender, self._receiver):
+            self._join(thread, deadline)
 
     def _start(self, name: str, target: Callable[..., None], *arguments: Any) -> threading.Thread:
         name = f"gossipgrad-{name}-{self._peer}"
@@ -191,10 +195,9 @@ class _GlooLink:
         return thread
 
     @staticmethod
-    def _join(deadline: float, *threads: threading.Thread | None) -> None:
-        for thread in threads:
-            if thread is not None and not thread.name.endswith(_LET_GO):
-                thread.join(max(0.0, deadline - time.monotonic()))
+    def _join(thread: threading.Thread | None, deadline: float) -> None:
+        if thread is not None and not thread.name.endswith(_LET_GO):
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _make(self, store: dist.Store, rank: int) -> Any:
         """Waits for the other end without blocking anyone; None if it left or we stopped."""
@@ -229,7 +232,8 @@ class _GlooLink:
             if not self._stopped.is_set():
                 self._send(pair, None)
         except RuntimeError:
-            self._lose()
+            if self._watcher is None:
+                self._lose()
         finally:
             self._release()
             if self._stopped.is_set():
@@ -280,11 +284,12 @@ class _GlooLink:
             pair.recv([torch.empty(1)], 1 - self._side, _WATCH_TAG).wait(_FOREVER)
         self._release()
         self.say_bye()
-        self._join(time.monotonic() + _JOIN_SECONDS, self._sender, self._receiver)
-        self._lose()  # after what the receiver still lays down
-        for thread in (self._sender, self._receiver):
+        deadline = time.monotonic() + _LET_GO_SECONDS
+        for thread in (self._receiver, self._sender):
+            self._join(thread, deadline)
             if thread is not None and thread.is_alive():
                 thread.name += _LET_GO
+        self._lose()  # after what the receiver still lays down
 
     def _lose(self) -> None:
         with self._lock:

@@ -1,6 +1,7 @@
 """Gradients layer by layer: each bucket leaves as backward finishes it."""
 
 import time
+import weakref
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
@@ -23,10 +24,11 @@ class GradientExchange:
         sections: Buckets over the gradients.
         rounds: Tells the partner; shared with the weights of the same round.
         deadline_seconds: How long the step waits for the partner's gradients.
+        owner: When it is collected, the hooks come off.
     """
 
     def __init__(
-        self, sections: Sequence[Section], rounds: Rounds, deadline_seconds: float
+        self, sections: Sequence[Section], rounds: Rounds, deadline_seconds: float, owner: object
     ) -> None:
         self.enabled = True
         self._rounds = rounds
@@ -45,6 +47,7 @@ class GradientExchange:
             for bucket, layout in enumerate(section.plan.buckets)
             for index in layout.indices
         ]
+        weakref.finalize(owner, self.remove).atexit = False  # pyrefly: ignore[missing-attribute]
 
     def finish(self) -> None:
         """Sends what is missing, waits for the partner, and mixes into `.grad`; once a step.
@@ -90,9 +93,11 @@ class GradientExchange:
             return
         if self._finished:  # the last step failed after its gradients had met
             self._finished = False
+            # Of weights nothing was sent yet: the partner must not wait for them.
+            self._rounds.channel.void(self._rounds.next_round, self._rounds.partners.send_to)
             self._rounds.next_round += 1
-        self._begun = True
         self._transfers = {t.section: t for t in self._rounds.begin(self._sections)}
+        self._begun = True
         self._waiting = {
             (section, bucket): set(layout.indices)
             for section in self._sections
@@ -102,11 +107,14 @@ class GradientExchange:
     def _check_unchanged(self) -> None:
         for (section, index), (sent, version) in self._sent.items():
             grad = section.entries[index].parameter.grad
+            if grad is None:  # the batch was dropped: nothing of the partner's is mixed into it
+                continue
             if grad is not sent or grad._version != version:
                 raise GossipError(
                     f"the gradient of {section.entries[index].spec.name!r} was written after it "
                     "was sent. Call session.synchronize() after backward, then clip: it mixes the "
-                    "gradients with the partner's first"
+                    "gradients with the partner's first. To drop this batch, call zero_grad() and "
+                    "step()"
                 )
 
     def _hook(self, section: Section, bucket: int, index: int) -> Callable[[Tensor], None]:
@@ -120,7 +128,8 @@ class GradientExchange:
                     f"the gradient of {section.entries[index].spec.name!r} was already sent in "
                     "this round: backward ran twice before optimizer.step(). To accumulate, put "
                     "all but the last backward inside `with session.no_sync():`; a step cannot be "
-                    "left out once its gradients travel"
+                    "left out once its gradients travel: to drop a batch, call zero_grad() and "
+                    "step()"
                 )
             waiting.remove(index)
             if parameter.grad is not None:

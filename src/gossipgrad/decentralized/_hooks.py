@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from gossipgrad.errors import GossipError
+
 __all__ = ["StepHooks"]
 
 
@@ -24,6 +26,9 @@ class StepHooks:
         scaler: The scaler the user steps with, if any.
         before: Called with no arguments before each step.
         after: Called with no arguments after the last optimizer's step.
+
+    Attributes:
+        closures: Whether a step may compute its gradients itself.
     """
 
     def __init__(
@@ -36,6 +41,7 @@ class StepHooks:
         self._last = optimizers[-1]
         self._before = before
         self._after = after
+        self.closures = True
         self._scaler = scaler
         self._stepped = False
         self._checked = scaler is not None
@@ -59,6 +65,13 @@ class StepHooks:
         if not self._checked:
             self._checked = True
             _warn_of_unknown_scaler()
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is not None and not self.closures:
+            raise GossipError(
+                "optimizer.step(closure) computes gradients after they should have met the "
+                "partner's: with gradients in the payload call backward() and then step(), or "
+                'send payload="weights"'
+            )
         self._before()
 
     def _on_post(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -65,27 +65,31 @@ class Rounds:
         """What was sent and is not mixed: of the open round, and late ones."""
         return [*self._late, *self._under_way]
 
-    def begin(self, sections: Sequence[Section]) -> list[Transfer]:
+    def begin(self, sections: Sequence[Section], *, free_late: bool = False) -> list[Transfer]:
         """A transfer a section to the next round's partner, with nothing sent yet.
 
         None at all if this rank sits out, or cannot have a snapshot of every section: the round is
-        void then, as a whole, and the partner is told.
+        void then, as a whole, and the partner is told. With `free_late`, snapshots that late
+        rounds hold are freed before that: what has come of them is mixed, the oldest given up.
         """
         peers, round = self.partners, self.next_round
         if peers.send_to is None and peers.recv_from is None:
             return []
         transfers: list[Transfer] = []
         for section in sections:
-            transfer = section.begin(self.channel, round, peers, self._deadline_seconds)
-            if transfer is None:
-                self._settle_late([])
+            try:
                 transfer = section.begin(self.channel, round, peers, self._deadline_seconds)
-            while transfer is None and self._late:
-                self._give_up_oldest()
-                transfer = section.begin(self.channel, round, peers, self._deadline_seconds)
+                if transfer is None and free_late:
+                    self._settle_late([])
+                    transfer = section.begin(self.channel, round, peers, self._deadline_seconds)
+                while transfer is None and free_late and self._late:
+                    self._give_up_oldest()
+                    transfer = section.begin(self.channel, round, peers, self._deadline_seconds)
+            except BaseException:
+                _release(transfers)
+                raise
             if transfer is None:
-                for begun in transfers:
-                    begun.release()
+                _release(transfers)
                 self.channel.void(round, peers.send_to)
                 self.outcomes[Outcome.VOID] += 1
                 logger.warning(
@@ -100,7 +104,7 @@ class Rounds:
     def open(self, sections: Sequence[Section]) -> None:
         """Snapshots the sections and sends them to the next round's partner."""
         start = time.perf_counter()
-        transfers, round = self.begin(sections), self.next_round
+        transfers, round = self.begin(sections, free_late=True), self.next_round
         self.next_round += 1
         for transfer in transfers:
             transfer.post_all()
@@ -237,3 +241,8 @@ class Rounds:
     def _span(self, name: str, start: float, end: float, **attributes: object) -> None:
         if self._recorder is not None:
             self._recorder.span(name, start, end, **attributes)
+
+
+def _release(transfers: Sequence[Transfer]) -> None:
+    for transfer in transfers:
+        transfer.release()

@@ -90,6 +90,7 @@ class GossipSession:
                 raise
         self._averaging = Averaging(group, self._rounds)
         self._hooks = StepHooks(self._optimizers, scaler, self._before_step, self._after_step)
+        self._hooks.closures = not self._sections.gradients
         self._begin()
 
     @property
@@ -268,7 +269,7 @@ class GossipSession:
             return
         if self._sections.gradients and self._gradients is None:
             self._gradients = GradientExchange(
-                self._sections.gradients, rounds, self._settings.mode.deadline_seconds
+                self._sections.gradients, rounds, self._settings.mode.deadline_seconds, self
             )
         if self._sends_early and self._steps % self._settings.every == 0:
             rounds.open(self._sections.of_round(rounds.next_round))
@@ -286,9 +287,7 @@ class GossipSession:
 
     def _before_step(self) -> None:
         if self._in_consensus:
-            raise GossipError(
-                "optimizer.step() inside consensus(): the weights are not this rank's"
-            )
+            raise GossipError("optimizer.step() in consensus(): the weights are not this rank's")
         if self._rounds is None:
             return
         if not self._mid_step:
