@@ -35,6 +35,7 @@ def test_outcomes_come_from_the_trace_where_nothing_else_tells():
         (0, "exchange", 0.0, 1.0, {"outcome": "delivered"}),
         (0, "exchange", 1.0, 2.0, {"outcome": "void"}),
         (3, "exchange", 0.0, 1.0, {"outcome": "delivered"}),
+        (2, "exchange", 0.0, 1.0, {"bucket": 0}),
     )
     assert outcomes_by_rank(run) == {0: {"delivered": 1, "void": 1}, 3: {"delivered": 1}}
     assert outcome_counts(run) == {"delivered": 2, "void": 1}

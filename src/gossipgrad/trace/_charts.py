@@ -142,6 +142,7 @@ def _accuracy(runs: list[Run]) -> Chart:
 def _consensus(runs: list[Run]) -> Chart:
     estimate = value_of("consensus_distance_estimate")
     series, thinned = _lines(runs, lambda run: by_rank(run.steps, "step", estimate))
+    is_estimated = bool(series)
     for index, run in _numbered(runs):
         curves = by_rank(run.epochs, "step", value_of("consensus_distance"))
         exact = agreed_on(curves) or mean_of(curves)
@@ -149,7 +150,9 @@ def _consensus(runs: list[Run]) -> Chart:
         if exact:
             series.append(Series(label=label, role="exact", points=exact, run=index))
     what = "How far the replicas are from their mean: "
-    if len(runs) == 1:
+    if not is_estimated:
+        what += "exact, after each epoch."
+    elif len(runs) == 1:
         what += (
             f"each worker's estimate from its exchanges ({_lines_are(runs)}), the mean of these "
             "(bold), and the exact distance (dots)."

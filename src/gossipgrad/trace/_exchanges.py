@@ -39,8 +39,9 @@ def outcomes_by_rank(run: Run) -> dict[int, dict[str, int]]:
         return found
     traced: dict[int, Counter[str]] = {}
     for span in run.trace.named("exchange"):
-        outcome = span.attributes.get("outcome", "delivered")
-        traced.setdefault(span.rank, Counter())[str(outcome)] += 1
+        # An exchange of a collective has no outcome: it comes about or the run fails.
+        if isinstance(outcome := span.attributes.get("outcome"), str):
+            traced.setdefault(span.rank, Counter())[outcome] += 1
     return {rank: dict(counts) for rank, counts in sorted(traced.items())}
 
 
