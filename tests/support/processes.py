@@ -24,7 +24,9 @@ def run_processes(
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "gossipgrad"])
+    context.set_forkserver_preload(
+        ["torch", "torch.distributed.fsdp", "torch._dynamo", "gossipgrad"]
+    )
     pipes, processes = [], []
     for rank in range(world_size):
         ours, theirs = context.Pipe(duplex=False)

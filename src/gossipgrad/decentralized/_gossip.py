@@ -79,7 +79,9 @@ def gossip(
             `ceil(log2(world_size))`; None for never.
         process_group: Whose ranks take part; by default all. Nothing is sent on it. A `gg.Group`
             becomes the session's own, and closes with it.
-        mesh: A one-dimensional mesh whose ranks take part, in place of `process_group`.
+        mesh: A one-dimensional mesh whose ranks take part, in place of `process_group`. With FSDP2
+            inside a replica, the axis between replicas: each rank mixes its shards with those of
+            the same place in its partner's replica, and distances are of these shards alone.
         wire_dtype: What everything is sent as, for example `torch.bfloat16` to halve the bytes.
             The mean over ranks is kept all the same.
         scaler: The `torch.amp.GradScaler` that steps the optimizer, if one does.

@@ -20,6 +20,7 @@ from gossipgrad.decentralized._hooks import StepHooks
 from gossipgrad.decentralized._rounds import Rounds
 from gossipgrad.decentralized._sections import Sections
 from gossipgrad.decentralized._settings import Gradients, Lagged, Settings, Sync
+from gossipgrad.decentralized._sharding import reshard
 from gossipgrad.decentralized._start import broadcast_replica
 from gossipgrad.decentralized._stats import Stats, collect
 from gossipgrad.decentralized._watch import ReplicaWatch
@@ -130,6 +131,7 @@ class GossipSession:
             yield
         finally:
             self._in_consensus = False
+            reshard(self._model)
             with torch.no_grad():
                 for tensor, own in kept:
                     tensor.copy_(own)
@@ -256,6 +258,7 @@ class GossipSession:
 
     def _deal(self) -> Sections:
         """Deals what travels into sections and checks that all ranks do the same; a collective."""
+        reshard(self._model)
         sections = Sections(self._model, self._optimizers, self._settings)
         if self.world_size > 1:
             settings = self._settings.describe()
@@ -352,6 +355,7 @@ class GossipSession:
                 f"{method}() inside consensus(): the model is the average already, and goes back "
                 "to this rank's replica on exit. Call it after the block"
             )
+        reshard(self._model)
 
     def _pending_change(self) -> str | None:
         """What is wrong with the replica, if it was changed since the last step."""
