@@ -5,6 +5,7 @@ from importlib.metadata import version as _version
 from gossipgrad import topology as topology
 from gossipgrad.comm import Group as Group
 from gossipgrad.comm import Outcome as Outcome
+from gossipgrad.data import RingShuffle as RingShuffle
 from gossipgrad.decentralized import GossipDataParallel as GossipDataParallel
 from gossipgrad.decentralized import GossipSession as GossipSession
 from gossipgrad.decentralized import Gradients as Gradients

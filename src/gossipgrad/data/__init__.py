@@ -9,6 +9,8 @@ from ._registry import NAMES as NAMES
 from ._registry import info as info
 from ._registry import load as load
 from ._registry import prepare as prepare
+from ._ring_shuffle import RingShuffle as RingShuffle
+from ._ring_shuffle_stats import RingShuffleStats as RingShuffleStats
 from ._sampler import ShardedSampler as ShardedSampler
 from ._samples import Samples as Samples
 from ._samples import TensorSamples as TensorSamples

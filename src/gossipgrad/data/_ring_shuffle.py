@@ -1,0 +1,381 @@
+"""GossipGraD's asynchronous distributed shuffle of shards that lie in memory."""
+
+import os
+import secrets
+import threading
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from jaxtyping import Int, Shaped
+from torch import Tensor
+from torch.utils.data import IterableDataset, get_worker_info
+
+from gossipgrad.comm import Group
+
+from ._ring_shuffle_ring import Ring
+from ._ring_shuffle_rows import Parcel, Rows
+from ._ring_shuffle_start import (
+    Flow,
+    TransportFactory,
+    agree,
+    check_arguments,
+    num_batches,
+    resolve_group,
+    resolve_transport,
+)
+from ._ring_shuffle_stats import RingShuffleStats
+
+Batch = tuple[Shaped[Tensor, "row ..."], ...]
+
+_LINGER_SECONDS = 2.0
+_VERSION = 1
+_NO_WORKERS = (
+    "a RingShuffle lives in one process, with its rows and its links to other ranks: use "
+    "DataLoader(shuffle, batch_size=None, num_workers=0)"
+)
+
+
+class RingShuffle(IterableDataset[Batch]):
+    """Batches of this rank's shard, whose rows move on to rank - 1 while training runs.
+
+    Each rank holds a part of the data in memory, and no rank has room for all of it. With every
+    batch that is handed out, a copy of its rows leaves for rank - 1, and those of rank + 1 take
+    their place when they come: after an epoch the shard has moved on by one rank, after as many
+    epochs as there are ranks each has seen everything. The order within a shard is drawn anew each
+    epoch, from seed, epoch and rank.
+
+    A collective when made; after that only neighbours talk, and only while a batch is fetched.
+    With one rank it is a plain shuffle.
+
+    **A row is never lost or doubled.** At every moment it is held by exactly one rank, or in flight
+    between exactly two; it passes on when the receiver takes it, and a sender keeps it until it
+    knows. After `settle()` nothing is in flight, and every shard has its size.
+
+    **When a neighbour is late** no step waits, unless `deadline_seconds` says so. Rows that have
+    not come are not overwritten: their slots come last in the epoch, and if it ends before they are
+    filled, the old row is handed out once more (`rows_stale`). Once `credits` batches are on their
+    way, the rows of further ones stay (`late_rounds`). With a deadline that is never reached, a run
+    repeats bit for bit.
+
+    **When a neighbour leaves** (`close()`, also by `break` or an exception in a `with` block) what
+    it has not taken comes back, and the ring closes behind it. **When it dies** what it held and
+    what was on its way to it is lost: `rows_lost` and a warning say so.
+
+    **Which rows travel.** All of a batch where all ranks have batches of one size. With uneven
+    shards a step moves as many rows on every link as the smallest batch of any rank in that step
+    has, the first ones of each batch. So each shard keeps its size.
+
+    **Memory.** The shard, copied, and at most `3 * credits` batches of rows on their way, reached
+    only when neighbours are late; while the ring closes a gap, `credits` more.
+
+    Args:
+        tensors: Inputs, targets and whatever else a sample has, in host memory: one row a sample,
+            of any dtype and shape, which are equal on all ranks. Copied.
+        batch_size: Rows of a batch, equal on all ranks.
+        process_group: Whose ranks take part; by default all. Nothing is sent on it. A `gg.Group`
+            becomes the shuffle's own, and closes with it.
+        seed: Of the order within the shards.
+        drop_last: Leave out a smaller last batch of an epoch.
+        credits: Batches that may be on their way to a neighbour.
+        deadline_seconds: How long a batch waits for rows that are late, or for a neighbour to take
+            some; one that lets it pass is not awaited again before it has caught up. 0: not at all.
+        transport: `"zeromq"`, `"gloo"`, or a function from the shuffle's group to a transport.
+
+    Raises:
+        ValueError: For shards or settings that cannot be.
+        AgreementError: If the ranks differ in dtypes, shapes or settings.
+        GossipError: If a rank dies meanwhile.
+
+    Example:
+        >>> import torch, gossipgrad as gg
+        >>> x, y = torch.randn(10, 3), torch.arange(10)
+        >>> with gg.RingShuffle(x, y, batch_size=4) as shuffle:
+        ...     [len(targets) for inputs, targets in shuffle]
+        [4, 4, 2]
+
+        `DataLoader(shuffle, batch_size=None)` takes it as well, without worker processes.
+
+    References:
+        Daily et al., GossipGraD, arXiv:1803.05880, on the asynchronous distributed shuffle of
+        samples. Deviations: (1) The order within a shard is drawn anew each epoch; there, rows are
+        taken in turn. (2) A step never waits for a neighbour by default; there, each waits for the
+        rows of the one before. (3) Shards may be uneven, and ranks may be late, leave or die.
+    """
+
+    def __init__(
+        self,
+        *tensors: Shaped[Tensor, "sample ..."],
+        batch_size: int,
+        process_group: dist.ProcessGroup | Group | None = None,
+        seed: int = 0,
+        drop_last: bool = False,
+        credits: int = 8,
+        deadline_seconds: float = 0.0,
+        transport: str | TransportFactory = "zeromq",
+    ) -> None:
+        super().__init__()
+        self._group = resolve_group(process_group)
+        try:
+            check_arguments(tensors, batch_size, seed, drop_last, credits, deadline_seconds)
+            self.rank, self.world_size = self._group.rank, self._group.world_size
+            self.batch_size, self.seed, self.drop_last = batch_size, seed, drop_last
+            self._num_rows = len(tensors[0])
+            settings = {
+                "batch_size": batch_size,
+                "drop_last": drop_last,
+                "dtypes": [str(tensor.dtype) for tensor in tensors],
+                "shapes of a row": [list(tensor.shape[1:]) for tensor in tensors],
+            }
+            sizes = agree(self._group, settings, self._num_rows)
+            self._flow = Flow(sizes, batch_size=batch_size, drop_last=drop_last)
+            self._rows = Rows(tensors)
+            self._ring: Ring | None = None
+            if self.world_size > 1:
+                self._ring = Ring(
+                    resolve_transport(transport)(self._group),
+                    self._rows,
+                    run=bytes.fromhex(self._group.broadcast_object(secrets.token_hex(16))),
+                    credits=credits,
+                    most_rows=self._flow.most_rows,
+                    deadline_seconds=deadline_seconds,
+                )
+        except BaseException:
+            self._group.close()
+            raise
+        self._lock = threading.RLock()
+        self._epoch = -1
+        self._next_epoch = 0
+        self._batches_left = 0
+        self._order: Int[np.ndarray, " row"] = np.empty(0, dtype=np.int64)
+        self._resumes = False
+        self._iteration = 0
+        self._steps = 0
+        self._flow_step = 0
+        self._rows_stale = 0
+        self._closed = False
+        self._process = os.getpid()
+
+    def __len__(self) -> int:
+        """Batches an epoch."""
+        return num_batches(self._num_rows, self.batch_size, drop_last=self.drop_last)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """The batches of an epoch: the one that was set, or the one after the last.
+
+        Raises:
+            ValueError: In a worker process of a DataLoader, or once closed.
+        """
+        if get_worker_info() is not None or os.getpid() != self._process:
+            raise ValueError(_NO_WORKERS)
+        return self._iterate()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Says which epoch the next iteration is; it decides the order."""
+        if epoch < 0:
+            raise ValueError(f"epoch is {epoch}, but must be at least 0")
+        with self._lock:
+            if not (self._resumes and epoch == self._epoch):
+                self._resumes = False
+                self._next_epoch = epoch
+
+    def rows(self) -> Batch:
+        """Copies of the rows that are this rank's at this moment, in no particular order."""
+        with self._lock:
+            return self._rows.content()
+
+    def settle(self, timeout_seconds: float = 60.0) -> None:
+        """Returns when nothing is in flight; ranks that gave fewer rows than others catch up.
+
+        A collective: every rank calls it, equally often, between two batches. Ranks that have left
+        or died are not awaited; without them, sizes stay as they are.
+
+        Raises:
+            GossipError: A rank did not come within `timeout_seconds`. Nothing is lost by that.
+        """
+        with self._lock:
+            self._check_open()
+            if self._ring is not None:
+                self._ring.settle(timeout_seconds)
+
+    def stats(self) -> RingShuffleStats:
+        """What was done so far; no communication."""
+        with self._lock:
+            ring, rows = self._ring, self._rows
+            return RingShuffleStats(
+                steps=self._steps,
+                rows_held=int(rows.held.sum()) + rows.unplaced_count,
+                rows_sent=0 if ring is None else ring.rows_out,
+                rows_received=0 if ring is None else ring.rows_in,
+                rows_in_flight=0 if ring is None else sum(p.count for p in ring.links.in_flight),
+                rows_lost=0 if ring is None else ring.rows_lost,
+                rows_stale=self._rows_stale,
+                late_rounds=0 if ring is None else ring.late_rounds,
+                bytes_sent=0 if ring is None else ring.links.bytes_sent,
+                bytes_received=0 if ring is None else ring.links.bytes_received,
+                exposed_seconds=0.0 if ring is None else ring.exposed_seconds,
+                moving_seconds=0.0 if ring is None else ring.moving_seconds,
+                extra_memory_bytes=0 if ring is None else ring.extra_memory_bytes,
+                refused_messages=0 if ring is None else ring.links.refused,
+                ranks_gone=() if ring is None else tuple(sorted(ring.links.gone)),
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's rows and where it stands in the epoch; local.
+
+        All ranks call `settle()` and then this, before the next batch: what is in flight would be
+        in two states, or in none.
+
+        Raises:
+            ValueError: Rows are in flight.
+        """
+        with self._lock:
+            if self._ring is not None and (parcels := self._ring.links.in_flight):
+                raise ValueError(
+                    f"{sum(parcel.count for parcel in parcels)} rows are in flight: call settle() "
+                    "on every rank before state_dict()"
+                )
+            held = np.flatnonzero(self._rows.held)
+            unplaced = self._rows.content()
+            return {
+                "version": _VERSION,
+                "rank": self.rank,
+                "world_size": self.world_size,
+                "batch_size": self.batch_size,
+                "seed": self.seed,
+                "tensors": tuple(tensor.clone() for tensor in self._rows.tensors),
+                "held": torch.from_numpy(self._rows.held.copy()),
+                "unplaced": tuple(part[len(held) :] for part in unplaced),
+                "epoch": self._epoch,
+                "next_epoch": self._next_epoch,
+                "batches_left": self._batches_left,
+                "order": torch.from_numpy(self._order.copy()),
+                "flow_step": self._flow_step,
+            }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where `state_dict` was called; on all ranks, before the first batch.
+
+        An epoch that was under way is finished first: the next iteration has what is left of it.
+
+        Raises:
+            ValueError: The state is another rank's, or of another shard, or it is too late.
+        """
+        with self._lock:
+            mine = {
+                "version": _VERSION,
+                "rank": self.rank,
+                "world_size": self.world_size,
+                "batch_size": self.batch_size,
+                "seed": self.seed,
+            }
+            for name, value in mine.items():
+                if state[name] != value:
+                    raise ValueError(
+                        f"the state has {name}={state[name]}, this shuffle has {value}: each rank "
+                        "loads its own, into a shuffle made alike"
+                    )
+            for there, here in zip(state["tensors"], self._rows.tensors, strict=True):
+                if there.shape != here.shape or there.dtype != here.dtype:
+                    raise ValueError(
+                        f"the state has rows {tuple(there.shape)} of {there.dtype}, this shuffle "
+                        f"{tuple(here.shape)} of {here.dtype}: make it of a shard as large"
+                    )
+            if self._steps:
+                raise ValueError(
+                    f"{self._steps} batches were handed out already: load the state before the "
+                    "first"
+                )
+            rows = Rows(state["tensors"])
+            rows.held[:] = state["held"].numpy()
+            rows.spare.extend(np.flatnonzero(~rows.held).tolist())
+            if count := len(state["unplaced"][0]):
+                rows.put_in(Parcel(rows.format.pack(state["unplaced"]), count))
+            self._rows = rows
+            if self._ring is not None:
+                self._ring.rows = rows
+            self._epoch, self._next_epoch = state["epoch"], state["next_epoch"]
+            self._batches_left, self._flow_step = state["batches_left"], state["flow_step"]
+            self._order = state["order"].numpy().copy()
+            self._resumes = self._batches_left > 0
+
+    def close(self) -> None:
+        """Leaves the ring; local. What this rank holds stays readable with `rows()`.
+
+        Waits at most two seconds to hear which of the rows in flight were taken.
+        """
+        with self._lock:
+            if self._closed or os.getpid() != self._process:
+                return
+            self._closed = True
+            if self._ring is not None:
+                self._ring.close(_LINGER_SECONDS)
+            self._group.close()
+
+    def __enter__(self) -> "RingShuffle":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise ValueError(_NO_WORKERS)
+
+    def _iterate(self) -> Iterator[Batch]:
+        with self._lock:
+            self._check_open()
+            self._iteration += 1
+            iteration = self._iteration
+            if not self._resumes:
+                self._begin_epoch()
+            self._resumes = False
+        while True:
+            with self._lock:
+                if iteration != self._iteration or not self._batches_left:
+                    return
+                self._check_open()
+                batch = self._next_batch()
+            yield batch
+
+    def _begin_epoch(self) -> None:
+        self._epoch = self._next_epoch
+        self._next_epoch = self._epoch + 1
+        self._batches_left = len(self)
+        self._flow_step = -(-self._flow_step // len(self)) * len(self)
+        slots = np.setdiff1d(np.arange(self._num_rows), self._rows.spare)
+        order = np.random.default_rng((self.seed, self._epoch, self.rank)).permutation(slots)
+        self._order = np.resize(order, self._num_rows)  # as long as ever, should rows be missing
+
+    def _next_batch(self) -> Batch:
+        slots = self._next_slots()
+        self._rows_stale += int((~self._rows.held[slots]).sum())
+        if self._ring is None:
+            batch = self._rows.read(slots)
+        else:
+            batch = self._ring.hand_out(slots, self._flow.rows(self._flow_step))
+        self._steps += 1
+        self._flow_step += 1
+        self._batches_left -= 1
+        return batch
+
+    def _next_slots(self) -> Int[np.ndarray, " row"]:
+        """The next slots in the order; those whose rows have not come are put off."""
+        slots = self._order[: self.batch_size]
+        if self._ring is not None and not self._ring.fetch(slots):
+            held = self._rows.held[self._order]
+            self._order = np.concatenate([self._order[held], self._order[~held]])
+            slots = self._order[: self.batch_size]
+        self._order = self._order[len(slots) :]
+        return slots
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError("the shuffle is closed: its rows are in rows()")

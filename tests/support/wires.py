@@ -1,0 +1,71 @@
+"""Links of a ring in one thread, where a test says what arrives when."""
+
+from collections import defaultdict, deque
+
+from gossipgrad.comm import Arrival, Lost, Sent
+
+__all__ = ["Wires"]
+
+
+class Wires:
+    """What is under way between any two ranks, in order; nothing arrives before `deliver`."""
+
+    def __init__(self, world_size):
+        self.world_size = world_size
+        self.under_way = defaultdict(deque)
+        self.boxes = [deque() for _ in range(world_size)]
+        self.dead = set()
+
+    def transport(self, rank):
+        return _End(self, rank)
+
+    def deliver(self, sender, receiver, count=1):
+        queue = self.under_way[sender, receiver]
+        for _ in range(min(count, len(queue))):
+            message = queue.popleft()
+            if receiver not in self.dead:
+                self.boxes[receiver].append(message)
+
+    def deliver_all(self):
+        for sender, receiver in list(self.under_way):
+            self.deliver(sender, receiver, len(self.under_way[sender, receiver]))
+
+    def kill(self, rank):
+        """What has not left a killed rank never does; all others find it gone, in time."""
+        self.dead.add(rank)
+        for peer in range(self.world_size):
+            if peer != rank:
+                self.under_way[rank, peer] = deque([Lost(rank)])
+
+    def leave(self, rank):
+        """What a rank said before it left still arrives."""
+        self.dead.add(rank)
+        for peer in range(self.world_size):
+            if peer != rank:
+                self.under_way[rank, peer].append(Lost(rank))
+
+
+class _End:
+    def __init__(self, wires, rank):
+        self.wires, self.rank, self.world_size = wires, rank, wires.world_size
+
+    def open(self, peer):
+        pass
+
+    def send(self, peer, header, payload=None):
+        if self.rank not in self.wires.dead:
+            body = None if payload is None else payload.clone()
+            self.wires.under_way[self.rank, peer].append(Arrival(header, body))
+        return Sent()
+
+    def receive(self, timeout_seconds):
+        box = self.wires.boxes[self.rank]
+        events = list(box)
+        box.clear()
+        return events
+
+    def forget(self, peer):
+        pass
+
+    def close(self, linger_seconds=0.0):
+        self.wires.leave(self.rank)
