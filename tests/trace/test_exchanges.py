@@ -112,3 +112,25 @@ def test_outcomes_that_are_none_are_no_bars(write_run, told):
     found = {each.id: each for each in bars([read_run(directory)])}
     assert found["outcomes"].bars[0].parts == {}
     assert found["outcomes"].bars[1].parts
+
+
+def test_of_many_workers_the_worst_are_drawn_and_all_are_in_the_table(write_run):
+    directory = write_run(world_size=20)
+    for rank, rate in ((3, 10.0), (17, 100.0)):
+        path = directory / f"metrics-rank{rank}.jsonl"
+        text = path.read_text().replace(
+            '"samples_per_second": 320.0', f'"samples_per_second": {rate}'
+        )
+        path.write_text(
+            text.replace('{"delivered": 28, "late": 2}', '{"delivered": 8, "late": 22}')
+        )
+    found = {each.id: each for each in bars([read_run(directory)])}
+    drawn = [bar.label for bar in found["rates"].bars]
+    assert len(drawn) == 12
+    assert {"rank 3", "rank 17"} <= set(drawn)
+    assert "The 12 slowest of 20 are drawn; the table has the others, too." in (
+        found["rates"].description
+    )
+    assert len(found["rates"].table()[1]) == 20
+    assert {"all workers", "rank 3", "rank 17"} <= {bar.label for bar in found["outcomes"].bars}
+    assert len(found["outcomes"].table()[1]) == 21

@@ -123,20 +123,21 @@ def test_tells_of_lost_ranks_and_of_an_interruption(write_run):
     directory = write_run()
     change(
         directory / "summary.json",
-        lost_ranks=[2],
+        lost_ranks=[1, 2],
         interrupted=True,
-        lost_because={"2": "killed by SIGKILL"},
+        lost_because={"2": "was killed by SIGKILL"},
         notes=["rank 0: waited for nobody"],
     )
     page = report(directory)
     assert page.contents["li"] == [
-        "Rank 2 was lost during the run: killed by SIGKILL.",
+        "Rank 1 was lost during the run.",
+        "Rank 2 was killed by SIGKILL.",
         "The run was interrupted before its last step; the figures are those of that moment.",
         "rank 0: waited for nobody",
     ]
     assert {row[0]: row[1] for row in page.rows if row[1:2] in (["lost"], ["unfinished"])} == {
         "rank 0": "unfinished",
-        "rank 1": "unfinished",
+        "rank 1": "lost",
         "rank 2": "lost",
         "rank 3": "unfinished",
     }

@@ -1,6 +1,6 @@
 """Bars: what adds up, side by side for ranks or runs."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -9,7 +9,8 @@ from ._format import byte_count, is_number, number, percent
 from ._runs import Run
 from ._values import samples_per_second, shuffle_bytes_per_step
 
-_MAX_ROWS = 32
+_MAX_ROWS = 12
+_MAX_TABLE_ROWS = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +36,8 @@ class Bars:
 
     Attributes:
         kinds: What the parts are: their names in words, by the name that styles them.
+        bars: The rows that are drawn.
+        rest: Rows that are in the table alone.
     """
 
     id: str
@@ -44,6 +47,7 @@ class Bars:
     of_whole: bool
     kinds: dict[str, str]
     bars: list[Bar]
+    rest: list[Bar] = field(default_factory=list)
 
     def payload(self) -> dict[str, Any]:
         """The bars as the page's script takes them."""
@@ -71,7 +75,7 @@ class Bars:
                 bar.label,
                 *(write(bar.parts.get(kind, 0) if bar.parts else None) for kind in self.kinds),
             ]
-            for bar in self.bars
+            for bar in [*self.bars, *self.rest][:_MAX_TABLE_ROWS]
         ]
 
 
@@ -134,7 +138,7 @@ def _traffic(runs: list[Run]) -> Bars:
 def _rates(runs: list[Run]) -> Bars:
     rows = []
     for run in runs:
-        for rank in run.ranks[:_MAX_ROWS]:
+        for rank in run.ranks:
             rate = samples_per_second(run, rank)
             rows.append(
                 Bar(
@@ -143,42 +147,46 @@ def _rates(runs: list[Run]) -> Bars:
                     note="" if rate is None else f"{number(round(rate, 1))}/s",
                 )
             )
+    shown, rest, cut = _worst(rows, lambda bar: -bar.parts.get("rate", 0.0), "slowest")
     return Bars(
         id="rates",
         title="Samples per second of each worker",
-        description="Mean over the epochs, evaluations left out." + _cut(runs, len(rows)),
+        description="Mean over the epochs, evaluations left out." + cut,
         y_format="number",
         of_whole=False,
         kinds={"rate": "samples/s"},
-        bars=rows[:_MAX_ROWS],
+        bars=shown,
+        rest=rest,
     )
 
 
 def _outcomes(runs: list[Run]) -> Bars:
-    rows = []
+    of_all, of_ranks = [], []
     names = dict.fromkeys(OUTCOMES)
     for run in runs:
         counts = outcome_counts(run)
         ranks = outcomes_by_rank(run) if len(runs) == 1 else {}
         names |= dict.fromkeys(name for each in (counts, *ranks.values()) for name in each)
         if counts or len(runs) == 1:
-            rows.append(_share_bar(_run_label(runs, run, "all workers"), counts, "delivered"))
+            of_all.append(_share_bar(_run_label(runs, run, "all workers"), counts, "delivered"))
         if ranks:
-            rows += [_share_bar(f"rank {r}", ranks.get(r, {}), "delivered") for r in run.ranks]
+            of_ranks += [_share_bar(f"rank {r}", ranks.get(r, {}), "delivered") for r in run.ranks]
+    shown, rest, cut = _worst(of_ranks, lambda bar: _share_not(bar, "delivered"), "least delivered")
+    description = "Exchanges of all workers by outcome, counted by bucket."
+    if len(runs) == 1:
+        description = (
+            "Exchanges by outcome, counted by bucket. All workers: at the end of the run; single "
+            "ranks: as of the last line of their metrics."
+        )
     return Bars(
         id="outcomes",
         title="How exchanges ended",
-        description=(
-            "Exchanges by outcome, counted by bucket. All workers: at the end of the run; single "
-            "ranks: as of the last line of their metrics."
-            if len(runs) == 1
-            else "Exchanges of all workers by outcome, counted by bucket."
-        )
-        + _cut(runs, len(rows)),
+        description=description + cut,
         y_format="number",
         of_whole=True,
         kinds={name: name.replace("_", " ") for name in names},
-        bars=rows[:_MAX_ROWS],
+        bars=[*of_all, *shown],
+        rest=rest,
     )
 
 
@@ -194,6 +202,7 @@ def _lateness(runs: list[Run]) -> Bars:
             rows.append(_share_bar(run.name, total, LATENESS[0]))
         elif found:
             rows += [_share_bar(f"rank {r}", found.get(r, {}), LATENESS[0]) for r in run.ranks]
+    shown, rest, cut = _worst(rows, lambda bar: _share_not(bar, LATENESS[0]), "latest")
     used = {late for row in rows for late in row.parts}
     words = {late: f"{late} rounds late" for late in LATENESS}
     words |= {LATENESS[0]: "in its round", LATENESS[1]: "1 round late"}
@@ -201,14 +210,32 @@ def _lateness(runs: list[Run]) -> Bars:
         id="lateness",
         title="Staleness",
         description=(
-            "Exchanges in the trace by how many rounds after their own they were mixed in."
-            + _cut(runs, len(rows))
+            "Exchanges in the trace by how many rounds after their own they were mixed in." + cut
         ),
         y_format="number",
         of_whole=True,
         kinds={late: words[late] for late in LATENESS if late in used},
-        bars=rows[:_MAX_ROWS],
+        bars=shown,
+        rest=rest,
     )
+
+
+def _worst(
+    rows: list[Bar], badness: Callable[[Bar], float], word: str
+) -> tuple[list[Bar], list[Bar], str]:
+    """The rows to draw, the others, and a sentence that says so; in their order all the while."""
+    if len(rows) <= _MAX_ROWS:
+        return rows, [], ""
+    chosen = {id(row) for row in sorted(rows, key=badness, reverse=True)[:_MAX_ROWS]}
+    shown = [row for row in rows if id(row) in chosen]
+    rest = [row for row in rows if id(row) not in chosen]
+    cut = f" The {_MAX_ROWS} {word} of {len(rows)} are drawn; the table has the others, too."
+    return shown, rest, cut
+
+
+def _share_not(bar: Bar, good: str) -> float:
+    total = sum(bar.parts.values())
+    return 1.0 - bar.parts.get(good, 0.0) / total if total else 1.0
 
 
 def _share_bar(label: str, counts: Mapping[str, int], good: str) -> Bar:
@@ -225,8 +252,3 @@ def _run_label(runs: list[Run], run: Run, alone: str) -> str:
 
 def _rank_label(runs: list[Run], run: Run, rank: int) -> str:
     return f"rank {rank}" if len(runs) == 1 else f"{run.name}, rank {rank}"
-
-
-def _cut(runs: list[Run], rows: int) -> str:
-    ranks = sum(len(run.ranks) for run in runs)
-    return f" The first {_MAX_ROWS} only." if rows > _MAX_ROWS or ranks > _MAX_ROWS else ""

@@ -114,7 +114,7 @@ def notices(run: Run) -> list[str]:
     reasons = run.summary.get("lost_because")
     for rank in lost_ranks(run):
         reason = reasons.get(str(rank)) if isinstance(reasons, dict) else None
-        found.append(f"Rank {rank} was lost during the run{f': {reason}' if reason else ''}.")
+        found.append(f"Rank {rank} {reason or 'was lost during the run'}.")
     if run.summary.get("interrupted"):
         found.append(
             "The run was interrupted before its last step; the figures are those of that moment."

@@ -3,11 +3,11 @@
 import base64
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from html import escape
 from importlib import resources
 from string import Template
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ._bars import Bars, bars
 from ._charts import Chart, charts
@@ -47,8 +47,8 @@ def page(runs: list[Run]) -> str:
         "runs": [run.name for run in runs],
         "charts": [chart.payload() for chart in drawn],
         "bars": [each.payload() for each in stacked],
-        "mixings": [found.payload() | {"run": run.name} for run, found in mixings],
-        "timelines": [found.payload() | {"run": run.name} for run, found in timelines],
+        "mixings": [_of_run(run, found) for run, found in mixings],
+        "timelines": [_of_run(run, found) for run, found in timelines],
     }
     style = _asset("report.css")
     script = "".join(_asset(name) for name in _SCRIPTS)
@@ -76,6 +76,10 @@ def page(runs: list[Run]) -> str:
 def _of_each(runs: list[Run], find: Callable[[Run], _Found | None]) -> list[tuple[Run, _Found]]:
     found = ((run, find(run)) for run in runs)
     return [(run, value) for run, value in found if value is not None]
+
+
+def _of_run(run: Run, found: Mixing | Timeline) -> dict[str, Any]:
+    return found.payload() | {"run": run.name, "about": found.description}
 
 
 def _asset(name: str) -> str:
@@ -212,36 +216,23 @@ def _bars(stacked: list[Bars]) -> Markup:
 def _mixing(runs: list[Run], mixings: list[tuple[Run, Mixing]]) -> Markup:
     if not mixings:
         return Markup()
-    several = len(runs) > 1
-    parts = [
-        element("p", f"{run.name}: {found.description}" if several else found.description)
-        for run, found in mixings
-    ]
-    tables = [
-        table(_caption("Exchanges taken, by rank", run, several), *found.table())
-        for run, found in mixings
-    ]
     return element(
         "section",
         element("h2", "Who met whom"),
         element("p", MIXING),
-        *parts,
-        element("div", class_="mixing"),
-        disclosure("Meetings as a table", *tables),
+        *_drawing(runs, mixings, kind="mixing", caption="Exchanges taken, by rank"),
         class_="panel",
     )
 
 
 def _timeline(runs: list[Run], timelines: list[tuple[Run, Timeline]]) -> Markup:
-    several = len(runs) > 1
     with_trace = [run for run, _ in timelines]
     without = [run.name for run in runs if run not in with_trace]
-    parts = [
-        element("p", f"{run.name}: {found.description}" if several else found.description)
-        for run, found in timelines
-    ]
+    parts = []
+    if timelines:
+        parts.append(element("p", TIMELINE))
     if without:
-        whose = f"of {', '.join(without)}" if several else "of this run"
+        whose = f"of {', '.join(without)}" if len(runs) > 1 else "of this run"
         parts.append(
             element(
                 "p",
@@ -251,19 +242,32 @@ def _timeline(runs: list[Run], timelines: list[tuple[Run, Timeline]]) -> Markup:
             )
         )
     caption = "Milliseconds in the time first shown, by rank"
-    tables = [table(_caption(caption, run, several), *found.table()) for run, found in timelines]
-    drawing = [
-        element("div", class_="timeline"),
-        disclosure("Times as a table", *tables),
-    ]
     return element(
         "section",
         element("h2", "Timeline"),
-        *([element("p", TIMELINE)] if timelines else []),
         *parts,
-        *(drawing if timelines else []),
+        *_drawing(runs, timelines, kind="timeline", caption=caption),
         class_="panel",
     )
+
+
+def _drawing(
+    runs: list[Run], found: Sequence[tuple[Run, Mixing | Timeline]], *, kind: str, caption: str
+) -> list[Markup]:
+    """Where a script draws one run after another, and the tables of all of them."""
+    if not found:
+        return []
+    several = len(runs) > 1
+    tables: list[Markup] = []
+    for run, each in found:
+        if several:
+            tables.append(element("p", f"{run.name}: {each.description}"))
+        tables.append(table(_caption(caption, run, several), *each.table()))
+    return [
+        element("p", found[0][1].description, class_=f"{kind}-about"),
+        element("div", class_=kind),
+        disclosure("Values as a table", *tables),
+    ]
 
 
 def _tables(run: Run, *, alone: bool) -> Markup:

@@ -58,17 +58,16 @@ function styleOf({ role, run }, alone) {
 }
 
 function legend(box, spec) {
-  const runs = new Set(spec.series.map(({ run }) => run));
   const entries = new Map();
   for (const series of spec.series) {
-    if (series.run === null || runs.size === 1) {
+    if (series.run === null) {
       const names = { rank: "each worker", mean: "mean", exact: "exact", range: "all workers" };
       entries.set(series.role, [series, names[series.role]]);
     } else if (!entries.has(series.run)) {
       entries.set(series.run, [series, data.runs[series.run]]);
     }
   }
-  if (entries.size < 2) return;
+  if (entries.size < 2 && data.runs.length === 1) return;
   const list = html(box, "ul", "", { class: "legend" });
   for (const [series, name] of [...entries.values()]) {
     const item = html(list, "li");

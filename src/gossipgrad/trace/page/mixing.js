@@ -151,7 +151,8 @@ function mountMixing(box, specs) {
     met.draw({ values: counts, most: largest, silent, what: "taken in", write: times }, each);
     const product = mixingProduct(observed, count, size);
     const plan = expected && mixingProduct(expected, count, size);
-    const top = Math.max(...[...product, ...(plan ?? [])].map((row) => Math.max(...row)));
+    const seenRows = product.filter((_, rank) => !silent.includes(rank));
+    const top = Math.max(0, ...[...seenRows, ...(plan ?? [])].map((row) => Math.max(...row)));
     const share = { most: top, what: "share", write: percent };
     seen.draw({ values: product, silent, ...share }, each);
     images.lastChild.hidden = !plan;
@@ -167,6 +168,7 @@ function mountMixing(box, specs) {
 
   function begin(next) {
     spec = next;
+    document.querySelector(".mixing-about").textContent = spec.about;
     slider.max = spec.observed.length;
     // A whole period mixes all: the round before shows how it comes about.
     count = clamp((spec.period ?? 2) - 1, 1, spec.observed.length);

@@ -180,6 +180,7 @@ function mountTimeline(box, specs) {
   }
   function begin(next) {
     spec = next;
+    document.querySelector(".timeline-about").textContent = spec.about;
     timelineLegend(legendList, spec);
     stepLabel.hidden = count.parentNode.hidden = !spec.steps.length;
     if (spec.steps.length) {
