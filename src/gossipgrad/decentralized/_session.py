@@ -290,7 +290,7 @@ class GossipSession:
 
     def _before_step(self) -> None:
         if self._in_consensus:
-            raise GossipError("optimizer.step() in consensus(): the weights are not this rank's")
+            raise GossipError("optimizer.step() inside consensus(): the weights are shared ones")
         if self._rounds is None:
             return
         if not self._mid_step:
