@@ -31,7 +31,7 @@ def probe(model):
 
 
 def train(model, optimizer, session, inputs):
-    """Steps with clipping, and evaluations of the replica and the consensus in between."""
+    """Steps with clipping; in between all that a session offers, and evaluations."""
     seen = []
     for step in range(STEPS):
         model(inputs(step)).square().mean().backward()
@@ -40,6 +40,8 @@ def train(model, optimizer, session, inputs):
         optimizer.step()
         optimizer.zero_grad()
         seen.append(norm.item())
+        if step == 1:
+            session.broadcast_()
         if step == 2:
             with session.consensus():
                 seen += probe(model)
