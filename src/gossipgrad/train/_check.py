@@ -35,4 +35,21 @@ def check(config: TrainConfig, world_size: int) -> None:
             f"{world_size} processes cannot share the {info.train_samples} samples of "
             f"{config.data}; start fewer."
         )
+    _check_shards(config, info, world_size)
     data.prepare(config.data, config.data_dir, image_size=config.image_size)
+
+
+def _check_shards(config: TrainConfig, info: data.DatasetInfo, world_size: int) -> None:
+    if config.shuffle == "ring":
+        if config.data == "imagefolder" or info.kind == "text":
+            raise ValueError(
+                f"shuffle ring moves samples that lie in memory, each for itself, which those of "
+                f"{config.data} do not; use --shuffle local or global."
+            )
+        if info.train_samples < 2 * world_size:
+            raise ValueError(
+                f"shuffle ring needs two samples on each of {world_size} processes, but "
+                f"{config.data} has {info.train_samples}; start fewer."
+            )
+    if config.shuffle != "global" and config.shards == "by-label" and info.kind == "text":
+        raise ValueError(f"{config.data} has no labels to deal by; use --shards random.")

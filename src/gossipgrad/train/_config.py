@@ -119,6 +119,12 @@ class TrainConfig:
     """Replace the run that `out` holds."""
     data_dir: Path | None = None
     """Folder of data sets; None: $GOSSIPGRAD_DATA, then the cache of the user."""
+    shuffle: Literal["global", "ring", "local"] = "global"
+    """Which samples a rank trains on. global: an even share of all, drawn anew each epoch. local:
+    its own shard. ring: a shard in memory whose rows move on to the next rank with every step."""
+    shards: Literal["random", "by-label"] = "random"
+    """How shuffle ring and local deal the shards. by-label: in the order of classes, so that each
+    rank has few of them."""
     image_size: int | None = None
     """Height and width of the inputs from imagefolder; None: 224."""
     data_threads: int | None = None
@@ -175,6 +181,11 @@ class TrainConfig:
         return f"{self.data}-{self.model}-{self.strategy}"
 
     @property
+    def needs_links(self) -> bool:
+        """Whether the ranks have to find each other."""
+        return self.strategy != "local" or self.shuffle == "ring"
+
+    @property
     def needs_every_rank(self) -> bool:
         """Whether the run is over when a rank dies."""
         return self.strategy not in ("gossip", "local")
@@ -217,6 +228,10 @@ class TrainConfig:
             unused.append((self, "momentum", f"optimizer is {self.optimizer}"))
         if self.lr_schedule != "step":
             unused += [(self, name, schedule) for name in ("lr_step_epochs", "lr_gamma")]
+        if self.shuffle == "global":
+            unused.append((self, "shards", "shuffle is global"))
+        if self.shuffle == "ring":
+            unused.append((self, "data_threads", "shuffle is ring, and rows lie in memory"))
         for owner, name, why in unused:
             value = getattr(owner, name)
             if value != type(owner).__dataclass_fields__[name].default:

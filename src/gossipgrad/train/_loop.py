@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from gossipgrad.data import ShardedBatches
 from gossipgrad.models import training_loss
 
+from ._batches import Batches, RingBatches
 from ._evaluate import Evaluation, TestPart
 from ._metrics import Event, Metrics
 from ._result import DivergedError, RunStopped
@@ -46,7 +46,7 @@ class Loop:
     strategy: Strategy
     optimizers: Sequence[Optimizer]
     schedulers: Sequence[LRScheduler]
-    batches: ShardedBatches
+    batches: Batches
     test: TestPart
     epochs: int
     log_every: int
@@ -125,6 +125,7 @@ class Loop:
                 step_seconds=step_seconds,
                 bytes_sent=traffic.bytes_sent,
                 outcomes=traffic.outcomes,
+                **(self.batches.figures() if isinstance(self.batches, RingBatches) else {}),
             )
         if metrics.seconds - self._last_progress >= _PROGRESS_SECONDS:
             self._last_progress = metrics.seconds

@@ -8,8 +8,9 @@ import torch
 from safetensors.torch import save
 
 from gossipgrad import models
-from gossipgrad.data import Dataset, ShardedBatches
+from gossipgrad.data import Dataset
 
+from ._batches import RingBatches, make_batches, notes_on
 from ._config import TrainConfig
 from ._evaluate import TestPart
 from ._layout import RunDir
@@ -34,9 +35,10 @@ def train_rank(
 ) -> RankResult:
     """Train one replica to the end or the stop, and leave it in `run_dir` for export.
 
-    The default process group must be there, except for `strategy` local. Runs one thread of
-    compute. With the same `config` and as many ranks a run repeats bit for bit, for as long as
-    every exchange is delivered: a rank that dies, or comes too late, changes what others mix.
+    The default process group must be there, except for `strategy` local without a ring shuffle.
+    Runs one thread of compute. With the same `config` and as many ranks a run repeats bit for bit,
+    for as long as every exchange is delivered: a rank that dies, or comes too late, changes what
+    others mix, and on which samples they train.
 
     Args:
         config: The options; `lr` must be filled in.
@@ -61,14 +63,7 @@ def train_rank(
     # Equal weights at the start, but dropout masks of its own.
     torch.manual_seed(int(np.random.SeedSequence((config.seed, rank)).generate_state(1)[0]))
     threads = config.batch_threads
-    batches = ShardedBatches(
-        samples=dataset.train,
-        batch_size=config.batch_size,
-        rank=rank,
-        world_size=world_size,
-        seed=config.seed,
-        threads=threads,
-    )
+    batches = make_batches(config, dataset, rank=rank, world_size=world_size)
     total_steps = config.epochs * len(batches)
     spans = StepSpans(rank, num_steps=config.trace, total_steps=total_steps)
     test = TestPart.of(dataset, rank=rank, world_size=world_size, threads=threads)
@@ -100,6 +95,10 @@ def train_rank(
     traffic = strategy.traffic()
     own_accuracy = test.accuracy(model) if strategy.replicas_differ else final.accuracy
     strategy.close()
+    shuffle = None
+    if isinstance(batches, RingBatches):
+        batches.close()
+        shuffle = batches.stats()
     run_dir.rank_model(rank).write_bytes(save(final.weights))
     spans.save(run_dir.rank_trace(rank))
     return RankResult(
@@ -121,5 +120,8 @@ def train_rank(
         mixing_seconds=traffic.mixing_seconds,
         extra_memory_bytes=traffic.extra_memory_bytes,
         outcomes=traffic.outcomes,
-        notes=(*strategy.notes, *loggers.notes),
+        shuffle_bytes_sent=0 if shuffle is None else shuffle.bytes_sent,
+        shuffle_exposed_seconds=0.0 if shuffle is None else shuffle.exposed_seconds,
+        shuffle_late_rounds=0 if shuffle is None else shuffle.late_rounds,
+        notes=(*strategy.notes, *loggers.notes, *notes_on(shuffle)),
     )

@@ -52,6 +52,11 @@ class RankResult:
     mixing_seconds: float | None
     extra_memory_bytes: int | None
     outcomes: dict[str, int]
+    shuffle_bytes_sent: int = 0
+    """Samples of the ring shuffle; not in `bytes_sent`."""
+    shuffle_exposed_seconds: float = 0.0
+    """Waiting for samples of the ring shuffle; not in `exposed_seconds`."""
+    shuffle_late_rounds: int = 0
     notes: tuple[str, ...] = ()
     """What the user should know of this rank's end."""
 

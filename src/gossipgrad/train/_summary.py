@@ -94,6 +94,7 @@ def compose(
         if exported.mixing_seconds is None
         else _mean_ratio(ranks, "mixing_seconds", "steps"),
         "extra_memory_bytes": exported.extra_memory_bytes,
+        **_shuffle(config, ranks),
         "outcomes": dict(outcomes),
         "interrupted": any(result.stopped for result in ranks),
         "stopped_by": None if stopped_by is None else stopped_by.name,
@@ -104,6 +105,21 @@ def compose(
         "machine": machine(),
         "versions": versions(),
     }
+
+
+def _shuffle(config: TrainConfig, ranks: list[RankResult]) -> dict[str, Any]:
+    told: dict[str, Any] = {"shuffle": config.shuffle}
+    if config.shuffle != "global":
+        told["shards"] = config.shards
+    if config.shuffle == "ring":
+        told |= {
+            "shuffle_bytes_sent_per_step": _mean_ratio(ranks, "shuffle_bytes_sent", "steps"),
+            "shuffle_exposed_seconds_per_step": _mean_ratio(
+                ranks, "shuffle_exposed_seconds", "steps"
+            ),
+            "shuffle_late_rounds": sum(rank.shuffle_late_rounds for rank in ranks),
+        }
+    return told
 
 
 def finish(run_dir: RunDir, summary: dict[str, Any], exported: RankResult) -> Path:

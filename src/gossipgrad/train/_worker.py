@@ -60,7 +60,7 @@ def worker_main(spec: WorkerSpec, pipe: Connection) -> None:
     try:
         config = spec.config
         dataset = data.load(config.data, config.data_dir, image_size=config.image_size)
-        if spec.config.strategy != "local":
+        if spec.config.needs_links:
             _join(spec)
         result = train_rank(
             spec.config,

@@ -1,0 +1,191 @@
+"""Which samples a rank trains on: all of them in turn, its own shard, or one that moves on."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from jaxtyping import Int, Shaped
+from torch import Tensor
+
+from gossipgrad.data import (
+    Dataset,
+    RingShuffle,
+    RingShuffleStats,
+    Samples,
+    ShardedBatches,
+    TensorSamples,
+    made_ahead,
+)
+
+from ._config import TrainConfig
+
+Batch = tuple[Shaped[Tensor, "batch ..."], Int[Tensor, "batch ..."]]
+
+# Sets the draw of the shards apart from those of an epoch's order.
+_STREAM = 2
+# How long a batch waits for rows of a late neighbour: a run repeats if it is never reached.
+_DEADLINE_SECONDS = 5.0
+
+
+@runtime_checkable
+class Batches(Protocol):
+    """The batches of one rank."""
+
+    def __len__(self) -> int:
+        """Batches an epoch, equally many on every rank."""
+        ...
+
+    def epoch(self, epoch: int) -> Iterator[Batch]:
+        """The batches of an epoch."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardBatches:
+    """Batches of one shard, in another order each epoch."""
+
+    samples: Samples
+    shard: Int[np.ndarray, " sample"]
+    batch_size: int
+    rank: int
+    seed: int
+    threads: int = 0
+
+    def __len__(self) -> int:
+        """Batches an epoch."""
+        return -(-len(self.shard) // self.batch_size)
+
+    def epoch(self, epoch: int) -> Iterator[Batch]:
+        """The batches of an epoch."""
+        rng = np.random.default_rng((self.seed, epoch, self.rank))
+        chosen = torch.from_numpy(rng.permutation(self.shard)).split(self.batch_size)
+        make = partial(self.samples.batch, augment=(self.seed, epoch))
+        return made_ahead(make, chosen, threads=self.threads)
+
+
+class RingBatches:
+    """Batches of a shard whose rows move on to the next rank; a collective when made.
+
+    A row travels with its place in the data set, which decides how it is augmented.
+    """
+
+    def __init__(
+        self,
+        samples: TensorSamples,
+        shard: Int[np.ndarray, " sample"],
+        *,
+        batch_size: int,
+        seed: int,
+    ) -> None:
+        index = torch.from_numpy(shard)
+        self._samples = samples
+        self._seed = seed
+        self._shuffle = RingShuffle(
+            samples.x[index],
+            samples.y[index],
+            index,
+            batch_size=batch_size,
+            seed=seed,
+            deadline_seconds=_DEADLINE_SECONDS,
+        )
+
+    def __len__(self) -> int:
+        """Batches an epoch."""
+        return len(self._shuffle)
+
+    def epoch(self, epoch: int) -> Iterator[Batch]:
+        """The batches of an epoch."""
+        self._shuffle.set_epoch(epoch)
+        for x, y, index in self._shuffle:
+            yield self._samples.inputs(x, index, augment=(self._seed, epoch)), y
+
+    def stats(self) -> RingShuffleStats:
+        """What the shuffle has done."""
+        return self._shuffle.stats()
+
+    def figures(self) -> dict[str, int | float]:
+        """What the shuffle has cost so far, by the names of the metrics."""
+        stats = self.stats()
+        return {
+            "shuffle_bytes_sent": stats.bytes_sent,
+            "shuffle_exposed_seconds": stats.exposed_seconds,
+            "shuffle_late_rounds": stats.late_rounds,
+        }
+
+    def close(self) -> None:
+        """Leave the ring; local."""
+        self._shuffle.close()
+
+
+def make_batches(
+    config: TrainConfig, dataset: Dataset, *, rank: int, world_size: int
+) -> ShardedBatches | ShardBatches | RingBatches:
+    """The batches that `config` asks for; a collective with `shuffle` ring."""
+    threads = config.batch_threads
+    if config.shuffle == "global":
+        return ShardedBatches(
+            samples=dataset.train,
+            batch_size=config.batch_size,
+            rank=rank,
+            world_size=world_size,
+            seed=config.seed,
+            threads=threads,
+        )
+    shard = deal(
+        dataset.train.labels if config.shards == "by-label" else None,
+        num_samples=len(dataset.train),
+        rank=rank,
+        world_size=world_size,
+        seed=config.seed,
+    )
+    if config.shuffle == "local":
+        return ShardBatches(
+            samples=dataset.train,
+            shard=shard,
+            batch_size=config.batch_size,
+            rank=rank,
+            seed=config.seed,
+            threads=threads,
+        )
+    assert isinstance(dataset.train, TensorSamples), "refused before the start"
+    return RingBatches(dataset.train, shard, batch_size=config.batch_size, seed=config.seed)
+
+
+def deal(
+    labels: Int[Tensor, " sample"] | None,
+    *,
+    num_samples: int,
+    rank: int,
+    world_size: int,
+    seed: int,
+) -> Int[np.ndarray, " share"]:
+    """A rank's shard for the whole run: equally many samples each, at most p - 1 in none.
+
+    Args:
+        labels: Deal by these, in order: a rank gets few classes. None: at random.
+        num_samples: In the training part.
+        rank: Whose shard.
+        world_size: How many there are.
+        seed: Of the random deal.
+
+    Example:
+        >>> labels = torch.tensor([1, 0, 0, 1, 0])
+        >>> [deal(labels, num_samples=5, rank=r, world_size=2, seed=0).tolist() for r in range(2)]
+        [[1, 2], [4, 0]]
+    """
+    if labels is None:
+        order = np.random.default_rng((seed, 0, 0, _STREAM)).permutation(num_samples)
+    else:
+        order = np.argsort(labels.numpy(), kind="stable")
+    start = rank * num_samples // world_size
+    return order[start : start + num_samples // world_size]
+
+
+def notes_on(shuffle: RingShuffleStats | None) -> list[str]:
+    """What the user should know of a ring shuffle."""
+    if shuffle is None or not shuffle.rows_lost:
+        return []
+    return [f"{shuffle.rows_lost} samples were on their way to a rank that died, and are lost"]
