@@ -250,3 +250,54 @@ def test_baselines_are_not_described_by_gossip_options(write_run):
     assert "How exchanges ended" not in page.contents["h2"]
     assert "Exchanges" not in page.contents["caption"]
     assert "How far the replicas are from their mean: exact, after each epoch." in page.html
+
+
+def write_uneven_epochs(path: Path, *, exposed: float) -> None:
+    """100 samples in 10 s, then 300 in 0.1 s; the last step logged is one of the fast ones."""
+    records = [
+        {"event": "step", "step": 10, "samples": 100, "train_seconds": 10.0, "step_seconds": 0.1},
+        {"event": "epoch", "epoch": 0, "step": 10, "samples_per_second": 10.0},
+        {"event": "step", "step": 40, "samples": 400, "train_seconds": 10.1, "step_seconds": 0.01},
+        {"event": "epoch", "epoch": 1, "step": 40, "samples_per_second": 3000.0},
+    ]
+    for record in records:
+        if record["event"] == "step":
+            record["exposed_seconds"] = exposed * record["train_seconds"]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_rates_and_shares_are_of_all_the_time_in_steps(write_run, is_finished):
+    directory = write_run(world_size=2)
+    for rank, exposed in enumerate((0.1, 0.3)):
+        write_uneven_epochs(directory / f"metrics-rank{rank}.jsonl", exposed=exposed)
+    if not is_finished:
+        (directory / "summary.json").unlink()
+    page = report(directory)
+    ranks = [row for row in page.rows if row[1:2] == ["finished" if is_finished else "unfinished"]]
+    assert [row[-3:] for row in ranks] == [["400", "39.6", "10.0%"], ["400", "39.6", "30.0%"]]
+    if not is_finished:
+        cards = dict(zip(page.contents["dt"], page.contents["span"][::2], strict=True))
+        assert cards["Throughput"] == "79.21/s"
+        assert cards["Exposed share"] == "20.0%"
+        assert "50.5 ms of a step's 252 ms not hidden by compute" in page.contents["span"]
+
+
+def test_rates_of_epochs_stand_in_for_steps_that_were_not_logged(write_run):
+    directory = write_run(world_size=1)
+    path = directory / "metrics-rank0.jsonl"
+    write_uneven_epochs(path, exposed=0.1)
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if '"event": "epoch"' in line))
+    (directory / "summary.json").unlink()
+    page = report(directory)
+    assert page.contents["span"][6] == "39.6/s", "40 steps: 10 at 10 samples/s, 30 at 3000"
+
+
+def test_traffic_of_a_killed_run_is_that_of_its_metrics(write_run):
+    directory = write_run(world_size=1)
+    path = directory / "metrics-rank0.jsonl"
+    path.write_text(path.read_text().replace('"outcomes"', '"shuffle_bytes_sent": 60, "outcomes"'))
+    (directory / "summary.json").unlink()
+    traffic = next(bar for bar in report(directory).data()["bars"] if bar["id"] == "traffic")
+    assert [bar["parts"] for bar in traffic["bars"]] == [{"exchanges": 1000.0, "shuffle": 2.0}]

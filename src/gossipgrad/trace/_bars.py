@@ -7,7 +7,7 @@ from typing import Any, Literal
 from ._exchanges import LATENESS, OUTCOMES, outcome_counts, outcomes_by_rank, rounds_late
 from ._format import byte_count, is_number, number, percent
 from ._runs import Run
-from ._values import samples_per_second, shuffle_bytes_per_step
+from ._values import bytes_per_step, ratio, samples_per_second, shuffle_bytes_per_step
 
 _MAX_ROWS = 12
 _MAX_TABLE_ROWS = 256
@@ -89,17 +89,16 @@ def _traffic(runs: list[Run]) -> Bars:
     rows: list[Bar] = []
     references: dict[float, list[str]] = {}
     for run in runs:
-        sent, ring = (
-            run.summary.get(name) for name in ("bytes_sent_per_step", "all_reduce_bytes_per_step")
-        )
+        sent, ring = bytes_per_step(run), run.summary.get("all_reduce_bytes_per_step")
         shuffled = shuffle_bytes_per_step(run)
         computed = str(run.summary.get("bytes_sent_are", "")).startswith("computed")
-        parts = {"exchanges": float(sent)} if is_number(sent) else {}
+        parts = {} if sent is None else {"exchanges": sent}
         if shuffled:
             parts["shuffle"] = shuffled
         if is_number(ring):
             references.setdefault(float(ring), []).append(run.name)
-        share = f", {sent / ring:.0%}" if is_number(sent) and is_number(ring) and ring > 0 else ""
+        by_ring = ratio(sent, ring)
+        share = "" if by_ring is None else f", {by_ring:.0%}"
         rows.append(
             Bar(
                 label=_run_label(runs, run, "sent") + (" (computed)" if computed else ""),
@@ -151,7 +150,7 @@ def _rates(runs: list[Run]) -> Bars:
     return Bars(
         id="rates",
         title="Samples per second of each worker",
-        description="Mean over the epochs, evaluations left out." + cut,
+        description="Over all steps, evaluations left out." + cut,
         y_format="number",
         of_whole=False,
         kinds={"rate": "samples/s"},

@@ -20,6 +20,7 @@ from ._values import (
     steps_made,
     strategy,
     throughput,
+    train_seconds,
 )
 
 
@@ -71,7 +72,7 @@ def rank_rows(run: Run) -> list[list[str]]:
                 number(last.get("step") if counted is None else counted),
                 number(last.get("samples")),
                 number(rate and round(rate, 1)),
-                percent(ratio(last.get("exposed_seconds"), ratio(last.get("samples"), rate))),
+                percent(ratio(last.get("exposed_seconds"), train_seconds(run, rank))),
             ]
         )
     return rows

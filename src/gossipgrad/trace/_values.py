@@ -1,6 +1,7 @@
 """The figures of a run as numbers: of its summary or, where it lacks them, of its metrics."""
 
 from collections.abc import Iterable
+from itertools import pairwise
 from statistics import fmean
 
 from ._format import UNKNOWN, is_number
@@ -78,8 +79,11 @@ def exposed_and_step_seconds(run: Run) -> tuple[float | None, float | None]:
     """How long communication is waited for in a step, and how long a step takes."""
     step = run.summary.get("step_seconds")
     if not is_number(step):
-        every = (record.get("step_seconds") for records in run.steps.values() for record in records)
-        step = _mean(every)
+        # Not the mean of the steps that were logged: those between them may be slower or faster.
+        step = _mean(
+            ratio(train_seconds(run, rank), last_of(run.steps, rank).get("step"))
+            for rank in run.steps
+        )
     exposed = run.summary.get("exposed_seconds_per_step")
     if not is_number(exposed):
         exposed = _mean(
@@ -90,10 +94,22 @@ def exposed_and_step_seconds(run: Run) -> tuple[float | None, float | None]:
 
 
 def samples_per_second(run: Run, rank: int) -> float | None:
-    """A rank's own rate, without the evaluations where it has ended an epoch."""
-    rate = _mean(record.get("samples_per_second") for record in run.epochs.get(rank, []))
+    """A rank's own rate: all its samples by all its time in steps, without the evaluations."""
     last = last_of(run.steps, rank)
-    return rate or ratio(last.get("samples"), last.get("seconds"))
+    return (
+        ratio(last.get("samples"), last.get("train_seconds"))
+        or _rate_of_epochs(run, rank)
+        or ratio(last.get("samples"), last.get("seconds"))
+    )
+
+
+def train_seconds(run: Run, rank: int) -> float | None:
+    """How long a rank was in steps, up to its last step record."""
+    last = last_of(run.steps, rank)
+    told = last.get("train_seconds")
+    if is_number(told):
+        return float(told)
+    return ratio(last.get("samples"), _rate_of_epochs(run, rank))
 
 
 def lost_ranks(run: Run) -> list[int]:
@@ -123,6 +139,17 @@ def of_rank(values: object, rank: int, world_size: int) -> object:
 def ratio(part: object, whole: object) -> float | None:
     """One number by another, None where that is no number."""
     return part / whole if is_number(part) and is_number(whole) and whole > 0 else None
+
+
+def _rate_of_epochs(run: Run, rank: int) -> float | None:
+    """The rates of a rank's epochs, each for as long as its epoch took."""
+    steps = seconds_by_samples = 0.0
+    for before, record in pairwise([{}, *run.epochs.get(rank, [])]):
+        made, rate = _step_of(record) - _step_of(before), record.get("samples_per_second")
+        if made > 0 and is_number(rate) and rate > 0:
+            steps += made
+            seconds_by_samples += made / rate
+    return ratio(steps, seconds_by_samples)
 
 
 def _last_records(run: Run) -> list[Record]:
