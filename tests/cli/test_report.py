@@ -1,6 +1,9 @@
 """`gossipgrad report`: where the page goes, and who opens it."""
 
+import io
 import json
+import os
+import sys
 import webbrowser
 
 import pytest
@@ -26,6 +29,15 @@ def test_the_report_of_a_run_lies_in_its_folder_or_where_it_is_told(write_run, t
     assert cli.main(["report", run, "--out", str(tmp_path / "mine.html")]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'mine.html'}\n"
     assert "gossipgrad run report" in (tmp_path / "mine.html").read_text()
+
+
+def test_a_folder_whose_name_is_no_utf8_is_named_by_its_bytes(write_run, tmp_path, monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="utf-8"))
+    run = write_run(os.fsdecode(b"run-\xff"))
+    assert cli.main(["report", run]) == 0
+    sys.stdout.flush()
+    assert written.getvalue() == os.fsencode(tmp_path) + b"/run-\xff/report.html\n"
 
 
 def test_a_comparison_lies_here(write_run, tmp_path, monkeypatch, capsys):

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import os
 import re
 from pathlib import Path
 
@@ -301,3 +302,41 @@ def test_traffic_of_a_killed_run_is_that_of_its_metrics(write_run):
     (directory / "summary.json").unlink()
     traffic = next(bar for bar in report(directory).data()["bars"] if bar["id"] == "traffic")
     assert [bar["parts"] for bar in traffic["bars"]] == [{"exchanges": 1000.0, "shuffle": 2.0}]
+
+
+def test_names_and_texts_that_are_no_utf8_are_written_with_escapes(write_run):
+    directory = write_run(os.fsdecode(b"run-\xff"), world_size=1)
+    change(directory / "summary.json", notes=["\ud800"])
+    page = report(directory)
+    assert page.contents["h1"] == ["run-\\udcff"]
+    assert page.contents["li"] == ["\\ud800"]
+    assert json.loads(page.contents["pre"][1])["notes"] == ["\ud800"]
+
+
+def test_a_page_that_cannot_be_written_leaves_nothing(write_run, tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    run = write_run(world_size=1)
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(ValueError, match=r"cannot write .*x\.html: No space left on device"):
+        write_report(run, out=tmp_path / "x.html")
+    assert not list(tmp_path.glob("*.partial"))
+
+
+@pytest.mark.parametrize("out", [".", "..", "folder"])
+def test_a_folder_is_no_file_to_write(write_run, tmp_path, monkeypatch, out):
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    advice = f"{out}: it is a folder; name a file in it, such as {Path(out) / 'report.html'}"
+    with pytest.raises(ValueError, match=f"^cannot write {re.escape(advice)}$"):
+        write_report(write_run(world_size=1), out=out)
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_an_accuracy_that_is_not_there_is_of_nothing(write_run):
+    directory = write_run(world_size=1)
+    (directory / "summary.json").unlink()
+    (directory / "metrics-rank0.jsonl").unlink()
+    spans = report(directory).contents["span"]
+    assert spans[2:4] == ["n/a", "not measured"]

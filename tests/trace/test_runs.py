@@ -4,7 +4,9 @@ import json
 
 import pytest
 
+from gossipgrad.trace import write_report
 from gossipgrad.trace._runs import find_key, read_run
+from support.html_page import Page
 
 
 def test_reads_a_whole_run(write_run):
@@ -74,3 +76,27 @@ def test_find_key_prefers_the_outer_level():
     assert find_key(tree, "name") == 1
     assert find_key(tree, "deep") == 2
     assert find_key(tree, "none") is None
+
+
+def test_lines_that_no_reader_can_bear_are_left_out(write_run):
+    directory = write_run(world_size=1)
+    with (directory / "metrics-rank0.jsonl").open("a") as file:
+        file.write('{"event": "step", "step": ' + "9" * 5000 + "}\n" + "[" * 200_000 + "\n")
+    run = read_run(directory)
+    assert len(run.steps[0]) == 30
+    assert run.problems[0].startswith("2 lines of metrics-rank0.jsonl could not be read")
+
+
+@pytest.mark.parametrize("digits", [400, 308])
+def test_absurd_numbers_are_no_numbers(write_run, digits):
+    directory = write_run(world_size=2)
+    (directory / "summary.json").unlink()
+    for path in directory.glob("metrics-rank*.jsonl"):
+        step, epoch = (json.loads(line) for line in path.read_text().splitlines()[-2:])
+        absurd = dict.fromkeys(step | epoch, int("9" * digits))
+        absurd |= {"outcomes": {"delivered": int("9" * digits)}}
+        with path.open("a") as file:
+            file.writelines(json.dumps(absurd | {"event": k}) + "\n" for k in ("step", "epoch"))
+    page = Page(write_report(directory).read_text())
+    assert page.data()["charts"][0]["series"][0]["points"][-1][0] == 30
+    assert "n/a" in page.contents["span"], "the last step is not known"

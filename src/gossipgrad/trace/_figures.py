@@ -142,6 +142,8 @@ def _accuracy_note(run: Run) -> str:
     owner = run.summary.get("model_from_rank")
     alone = run.summary.get("model_is_consensus") is False and owner is not None
     whose = f"of rank {owner}'s replica" if alone else "of the average"
+    if not is_number(accuracy(run)):
+        whose = "not measured"
     if not values:
         return whose
     return f"{whose}; single replicas {percent(min(values))} to {percent(max(values))}"

@@ -1,14 +1,22 @@
 """Numbers as people read them; "n/a" for what is not known."""
 
-import math
 from typing import TypeGuard
 
 UNKNOWN = "n/a"
+# Beyond it sums and means overflow, and a float cannot hold every int; nothing measured is near.
+_MAX_SIZE = 1e300
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Whether `value` is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether `value` is a number that can be reckoned with: finite and not absurd.
+
+    Example:
+        >>> is_number(1.5), is_number(float("nan")), is_number(10**400), is_number(True)
+        (True, False, False, False)
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return -_MAX_SIZE <= value <= _MAX_SIZE
 
 
 def number(value: object) -> str:

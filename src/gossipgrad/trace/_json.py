@@ -35,7 +35,7 @@ def read_json_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
     """Read the objects of a JSON-lines file and count the lines that are none.
 
     A process that is killed while it writes leaves a truncated last line, perhaps within a
-    character: such lines are left out and counted, never raised.
+    character: such lines are left out and counted, never raised, as is what nests too deep.
 
     Returns:
         The objects in file order, and how many lines were left out.
@@ -48,7 +48,7 @@ def read_json_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
                 continue
             try:
                 value = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 value = None
             if isinstance(value, dict):
                 objects.append(value)

@@ -2,6 +2,7 @@
 
 import os
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,8 +31,8 @@ def write_report(
         The path of the report.
 
     Raises:
-        ValueError: There is no run, `out` is missing and there are several, or a directory holds
-            nothing of a run.
+        ValueError: There is no run, `out` is missing and there are several, `out` is a folder or
+            cannot be written, or a directory holds nothing of a run.
 
     Example:
         >>> write_report()
@@ -47,12 +48,20 @@ def write_report(
             "write it"
         )
     report = Path(run_dirs[0]) / "report.html" if out is None else Path(out)
+    if report.is_dir():
+        raise ValueError(
+            f"cannot write {report}: it is a folder; name a file in it, such as "
+            f"{report / 'report.html'}"
+        )
     content = page(_with_names_of_their_own([read_run(each) for each in run_dirs], run_dirs))
     partial = report.with_name(report.name + ".partial")
     try:
-        partial.write_text(content, encoding="utf-8")
+        # A name that is no UTF-8, of a folder say, is written with escapes.
+        partial.write_text(content, encoding="utf-8", errors="backslashreplace")
         partial.replace(report)
     except OSError as error:
+        with suppress(OSError):
+            partial.unlink()
         raise ValueError(f"cannot write {report}: {error.strerror}") from error
     return report
 
@@ -60,13 +69,16 @@ def write_report(
 def _with_names_of_their_own(
     runs: list[Run], run_dirs: tuple[str | os.PathLike[str], ...]
 ) -> list[Run]:
-    """The runs, those of one name called by as much of their path as tells them apart."""
+    """The runs, those of one name called by as much of their path as tells them apart.
+
+    A run that is given twice is numbered.
+    """
     paths = [Path(each).resolve() for each in run_dirs]
     names = [run.name for run in runs]
     for length in range(2, max(len(path.parts) for path in paths) + 1):
-        counts = Counter(names)
+        counts = Counter(name for name, _ in {*zip(names, paths, strict=True)})
         names = [
-            "/".join(path.parts[-length:]) if counts[name] > 1 else name
+            str(Path(*path.parts[-length:])) if counts[name] > 1 else name
             for name, path in zip(names, paths, strict=True)
         ]
     seen: Counter[str] = Counter()
