@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import gossipgrad as gg
+from gossipgrad.data import split_batches
 from gossipgrad.data._ring_shuffle_rows import Parcel, Rows
 from gossipgrad.data._ring_shuffle_start import Flow
 from support.links import make_transports
@@ -255,6 +256,19 @@ def test_rows_of_any_dtype_and_shape_travel(parts, count):
         assert torch.equal(ours[:count], theirs[:count])
 
 
+def test_a_single_row_joins_the_batch_before_it():
+    sizes = [9, 7]
+
+    def two_epochs(shuffle):
+        assert len(shuffle) == 2
+        return [epoch(shuffle) for _ in range(2)]
+
+    for rank, epochs in enumerate(run(sizes, two_epochs, deadline_seconds=5.0)):
+        expected = [4, 5] if rank == 0 else [4, 3]
+        assert [[len(batch) for batch in batches] for batches in epochs] == [expected] * 2
+        assert all(len(set(flat(batches))) == sizes[rank] for batches in epochs)
+
+
 @given(st.lists(st.integers(2, 40), min_size=1, max_size=6), st.integers(1, 9), st.booleans())
 def test_a_step_moves_what_every_rank_can_give(sizes, batch_size, drop_last):
     sizes = [max(size, batch_size) for size in sizes]
@@ -264,7 +278,8 @@ def test_a_step_moves_what_every_rank_can_give(sizes, batch_size, drop_last):
     for step in range(30):
         own = []
         for size in sizes:
-            batches = size // batch_size if drop_last else -(-size // batch_size)
-            start = step % batches * batch_size
-            own.append(min(len(range(size)[start : start + batch_size]), size - 1))
+            parts = split_batches(torch.arange(size), batch_size)
+            if drop_last:
+                parts = torch.arange(size // batch_size * batch_size).split(batch_size)
+            own.append(min(len(parts[step % len(parts)]), batch_size, size - 1))
         assert flow.rows(step) == min(own) <= flow.most_rows

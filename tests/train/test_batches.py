@@ -56,8 +56,8 @@ def test_a_shard_stays_and_its_order_changes():
     shard = deal(None, num_samples=11, rank=1, world_size=2, seed=3)
     batches = ShardBatches(samples=samples(), shard=shard, batch_size=2, rank=1, seed=3)
     epochs = [[x.flatten().tolist() for x, _ in batches.epoch(epoch)] for epoch in (0, 1, 0)]
-    assert [len(batch) for batch in epochs[0]] == [2, 2, 1]
-    assert len(batches) == 3
+    assert [len(batch) for batch in epochs[0]] == [2, 3]  # no batch of a single sample
+    assert len(batches) == 2
     assert epochs[0] == epochs[2] != epochs[1]
     for number, epoch in enumerate(epochs[:2]):
         expected = [row + 1000 * row + 0.5 * number for row in shard.tolist()]
@@ -102,6 +102,21 @@ def test_what_is_asked_for_is_made(shuffle):
 def test_shards_that_cannot_be_are_refused_before_the_start(options, nproc, message):
     with pytest.raises(ValueError, match=message):
         check(TrainConfig(**options), nproc)
+
+
+@pytest.mark.parametrize(
+    ("options", "nproc"),
+    [({"batch_size": 1}, 1), ({"batch_size": 4}, 10_000)],
+)
+def test_batches_of_one_are_refused_where_nothing_can_be_averaged(options, nproc):
+    config = TrainConfig(data="cifar10-small", model="googlenet", strategy="local", **options)
+    with pytest.raises(
+        ValueError,
+        match=r"googlenet cannot train on batches of a single sample of shape \(3, 32, 32\): .* use "
+        r"--batch-size 2 or more, with at least two samples for each process",
+    ):
+        check(config, nproc)
+    check(TrainConfig(model="resnet20", batch_size=1), 1)  # 2x2 pixels are left of 8x8
 
 
 def test_shards_without_effect_are_named():

@@ -15,4 +15,6 @@ from ._sampler import ShardedSampler as ShardedSampler
 from ._samples import Samples as Samples
 from ._samples import TensorSamples as TensorSamples
 from ._shards import ShardedBatches as ShardedBatches
+from ._shards import num_batches as num_batches
 from ._shards import shard_bounds as shard_bounds
+from ._shards import split_batches as split_batches

@@ -75,7 +75,8 @@ class RingShuffle(IterableDataset[Batch]):
     Args:
         tensors: Inputs, targets and whatever else a sample has, in host memory: one row a sample,
             of any dtype and shape, which are equal on all ranks. Copied.
-        batch_size: Rows of a batch, equal on all ranks.
+        batch_size: Rows of a batch, equal on all ranks; the last of an epoch has fewer, or one more
+            where a single row would be left.
         process_group: Whose ranks take part; by default all. Nothing is sent on it. A `gg.Group`
             becomes the shuffle's own, and closes with it.
         seed: Of the order within the shards.
@@ -368,11 +369,14 @@ class RingShuffle(IterableDataset[Batch]):
 
     def _next_slots(self) -> Int[np.ndarray, " row"]:
         """The next slots in the order; those whose rows have not come are put off."""
-        slots = self._order[: self.batch_size]
+        size = self.batch_size
+        if self._batches_left == 1 and not self.drop_last:
+            size = len(self._order)
+        slots = self._order[:size]
         if self._ring is not None and not self._ring.fetch(slots):
             held = self._rows.held[self._order]
             self._order = np.concatenate([self._order[held], self._order[~held]])
-            slots = self._order[: self.batch_size]
+            slots = self._order[:size]
         self._order = self._order[len(slots) :]
         return slots
 

@@ -10,6 +10,8 @@ from torch import Tensor
 from gossipgrad.comm import GlooTransport, Group, Transport, ZeroMQTransport
 from gossipgrad.errors import AgreementError
 
+from . import _shards
+
 TransportFactory = Callable[[Group], Transport]
 
 _TRANSPORTS: dict[str, TransportFactory] = {"zeromq": ZeroMQTransport, "gloo": GlooTransport}
@@ -65,7 +67,7 @@ class Flow:
 
     Args:
         sizes: Rows of all shards.
-        batch_size: Rows of a batch, but the last of an epoch.
+        batch_size: Rows of a batch, but the last of an epoch: one more or fewer.
         drop_last: Whether a smaller last batch is left out.
 
     Example:
@@ -90,8 +92,10 @@ class Flow:
 
 
 def num_batches(num_rows: int, batch_size: int, *, drop_last: bool) -> int:
-    """Batches an epoch."""
-    return num_rows // batch_size if drop_last else -(-num_rows // batch_size)
+    """Batches an epoch; see `_shards.num_batches`."""
+    if drop_last:
+        return num_rows // batch_size
+    return _shards.num_batches(num_rows, batch_size)
 
 
 def resolve_transport(transport: str | TransportFactory) -> TransportFactory:

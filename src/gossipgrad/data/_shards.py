@@ -22,8 +22,10 @@ class ShardedBatches:
     every rank. Its first `world_size * (n // world_size)` positions are dealt like cards: rank r
     gets positions r, r + p, r + 2p, ... So in an epoch every rank gets equally many samples, no
     sample goes to two ranks, and at most `world_size - 1` sit out, others in each epoch. The last
-    batch of an epoch may be smaller. The samples are augmented, by `(seed, epoch)` as well, where
-    the data set has an augmentation. Nothing is communicated.
+    batch of an epoch may be smaller, but is never a single sample: that one joins the batch before
+    it, since batch normalisation may have nothing to average over in it. So only with a
+    `batch_size` of 1, or one sample a rank, are there batches of one. The samples are augmented, by
+    `(seed, epoch)` as well, where the data set has an augmentation. Nothing is communicated.
 
     An epoch depends on nothing but the fields and its number, and can be entered at any batch:
     `(epoch, batch)` is all that a resumed run needs.
@@ -59,7 +61,7 @@ class ShardedBatches:
 
     def __len__(self) -> int:
         """Batches an epoch."""
-        return -(-self.samples_per_epoch // self.batch_size)
+        return num_batches(self.samples_per_epoch, self.batch_size)
 
     def epoch(
         self, epoch: int, *, start_batch: int = 0
@@ -72,9 +74,28 @@ class ShardedBatches:
             seed=self.seed,
             epoch=epoch,
         )
-        chosen = torch.from_numpy(share).split(self.batch_size)[start_batch:]
+        chosen = split_batches(torch.from_numpy(share), self.batch_size)[start_batch:]
         make = partial(self.samples.batch, augment=(self.seed, epoch))
         return made_ahead(make, chosen, threads=self.threads)
+
+
+def num_batches(num_samples: int, batch_size: int) -> int:
+    """How many batches `split_batches` makes."""
+    whole, rest = divmod(num_samples, batch_size)
+    return whole + (rest > 1 or (rest == 1 and not whole))
+
+
+def split_batches(
+    indices: Int[Tensor, " sample"], batch_size: int
+) -> tuple[Int[Tensor, " batch"], ...]:
+    """Indices in batches; a last one of a single sample joins the batch before it.
+
+    Example:
+        >>> [batch.tolist() for batch in split_batches(torch.arange(7), 3)]
+        [[0, 1, 2], [3, 4, 5, 6]]
+    """
+    starts = range(batch_size, num_batches(len(indices), batch_size) * batch_size, batch_size)
+    return indices.tensor_split(list(starts))
 
 
 def epoch_share(

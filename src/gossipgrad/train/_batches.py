@@ -18,6 +18,8 @@ from gossipgrad.data import (
     ShardedBatches,
     TensorSamples,
     made_ahead,
+    num_batches,
+    split_batches,
 )
 
 from ._config import TrainConfig
@@ -45,7 +47,7 @@ class Batches(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardBatches:
-    """Batches of one shard, in another order each epoch."""
+    """Batches of one shard, in another order each epoch; a last one is never a single sample."""
 
     samples: Samples
     shard: Int[np.ndarray, " sample"]
@@ -56,12 +58,13 @@ class ShardBatches:
 
     def __len__(self) -> int:
         """Batches an epoch."""
-        return -(-len(self.shard) // self.batch_size)
+        return num_batches(len(self.shard), self.batch_size)
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
         """The batches of an epoch."""
         rng = np.random.default_rng((self.seed, epoch, self.rank))
-        chosen = torch.from_numpy(rng.permutation(self.shard)).split(self.batch_size)
+        order = torch.from_numpy(rng.permutation(self.shard))
+        chosen = split_batches(order, self.batch_size)
         make = partial(self.samples.batch, augment=(self.seed, epoch))
         return made_ahead(make, chosen, threads=self.threads)
 

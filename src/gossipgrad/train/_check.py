@@ -4,6 +4,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from gossipgrad import data, models, topology
 
@@ -35,8 +36,24 @@ def check(config: TrainConfig, world_size: int) -> None:
             f"{world_size} processes cannot share the {info.train_samples} samples of "
             f"{config.data}; start fewer."
         )
+    if min(config.batch_size, info.train_samples // world_size) == 1:
+        _check_batches_of_one(config, info, model)
     _check_shards(config, info, world_size)
     data.prepare(config.data, config.data_dir, image_size=config.image_size)
+
+
+def _check_batches_of_one(config: TrainConfig, info: data.DatasetInfo, model: nn.Module) -> None:
+    if info.kind == "text":
+        return
+    try:
+        with torch.device("meta"):
+            model.train()(torch.empty(1, *info.input_shape))
+    except ValueError as error:  # batch normalisation of one pixel of one sample
+        raise ValueError(
+            f"model {config.model} cannot train on batches of a single sample of shape "
+            f"{info.input_shape}: its batch normalisation has nothing to average over; use "
+            "--batch-size 2 or more, with at least two samples for each process."
+        ) from error
 
 
 def _check_shards(config: TrainConfig, info: data.DatasetInfo, world_size: int) -> None:
