@@ -26,10 +26,10 @@ def batches(monkeypatch, tmp_path):
     monkeypatch.delenv("GOSSIPGRAD_DATA", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     rng = np.random.default_rng(0)
-    return {
-        name: rng.integers(0, 10, (RECORDS, 3073), dtype=np.uint8)
-        for name in (*_cifar10.TRAIN_FILES, _cifar10.TEST_FILE)
-    }
+    contents = {name: rng.integers(0, 10, (RECORDS, 3073), dtype=np.uint8) for name in _cifar10.MD5}
+    digests = {name: hashlib.md5(content).hexdigest() for name, content in contents.items()}
+    monkeypatch.setattr(_cifar10, "MD5", digests)
+    return contents
 
 
 @pytest.fixture
@@ -131,7 +131,17 @@ def test_damaged_files_are_named_before_training(batches, tmp_path):
     (folder / "data_batch_2.bin").write_bytes(b"short")
     with pytest.raises(ValueError, match=r"data_batch_2\.bin has 5 bytes, expected 12,292; delete"):
         data.prepare("cifar10", tmp_path)
-    batches["data_batch_2.bin"][0, 0] = 10
+    batches["data_batch_2.bin"][:] = 0
     (folder / "data_batch_2.bin").write_bytes(batches["data_batch_2.bin"].tobytes())
-    with pytest.raises(ValueError, match=r"data_batch_2\.bin holds the label 10, but labels run"):
+    with pytest.raises(
+        ValueError, match=r"data_batch_2\.bin has MD5 \w{32}, expected \w{32}; delete it to unpack"
+    ):
         data.prepare("cifar10", tmp_path)
+
+
+def test_zeros_of_the_right_size_are_no_batch(tmp_path):
+    assert (*_cifar10.TRAIN_FILES, _cifar10.TEST_FILE) == tuple(_cifar10.MD5)
+    assert len({*_cifar10.MD5.values()}) == 6
+    (tmp_path / "test_batch.bin").write_bytes(bytes(30_730_000))
+    with pytest.raises(ValueError, match=r"has MD5 \w+, expected 803d5f7f4d78ea53de84dbe85f74fb6d"):
+        _cifar10.read_batch(tmp_path / "test_batch.bin")

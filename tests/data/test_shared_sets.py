@@ -35,12 +35,42 @@ def test_cifar10_small_is_decoded_once(cache, monkeypatch):
     assert np.bincount(small.test.labels).tolist() == [200] * 10
     whole, _ = small.train.batch(torch.arange(10_000))
     torch.testing.assert_close(whole.mean((0, 2, 3)), torch.zeros(3), atol=1e-5, rtol=0)
-    assert len(list((cache / "cifar10-small").iterdir())) == 2
+    assert len(list((cache / "cifar10-small").iterdir())) == 4
 
     monkeypatch.setattr(_cifar10_small, "_decoded", None)
     again = data.load("cifar10-small")
     assert torch.equal(small.train.x, again.train.x)
     assert torch.equal(small.test.x, again.test.x)
+
+
+@needs("cifar10-small")
+@pytest.mark.parametrize("damage", ["empty", "zeros", "no digest"])
+def test_damaged_pixels_in_the_cache_are_decoded_anew(cache, monkeypatch, damage):
+    decoded = np.ones((10_000, 3, 32, 32), dtype=np.uint8)
+    monkeypatch.setattr(_cifar10_small, "_decoded", lambda _, offsets: decoded[: len(offsets) - 1])
+    data.load("cifar10-small")
+    for cached in (cache / "cifar10-small").glob("*.npy"):
+        if damage == "empty":
+            cached.write_bytes(b"")
+        elif damage == "zeros":
+            np.save(cached, np.zeros_like(np.load(cached)))
+        else:
+            cached.with_suffix(".sha256").unlink()
+    decoded[:] = 2
+    for _ in range(2):
+        assert (data.load("cifar10-small").train.x == 2).all()
+        monkeypatch.setattr(_cifar10_small, "_decoded", None)  # the second time from the cache
+
+
+def test_wrong_archive_of_cifar10_small_names_what_can_be_done(tmp_path):
+    (tmp_path / "cifar10-small").mkdir()
+    for name in _cifar10_small.DIGESTS:
+        (tmp_path / "cifar10-small" / name).write_bytes(b"wrong")
+    with pytest.raises(
+        ValueError, match=r"jpeg\.npz has SHA-256 .*; put the right one there, .* or take data 'cif"
+    ) as caught:
+        data.load("cifar10-small", tmp_path)
+    assert "fetch" not in str(caught.value)
 
 
 @needs("cifar10-small")
