@@ -112,8 +112,8 @@ def test_batches_of_one_are_refused_where_nothing_can_be_averaged(options, nproc
     config = TrainConfig(data="cifar10-small", model="googlenet", strategy="local", **options)
     with pytest.raises(
         ValueError,
-        match=r"googlenet cannot train on batches of a single sample of shape \(3, 32, 32\): .* use "
-        r"--batch-size 2 or more, with at least two samples for each process",
+        match=r"googlenet cannot train on batches of a single sample of shape \(3, 32, 32\): .*"
+        r" use --batch-size 2 or more, with at least two samples for each process",
     ):
         check(config, nproc)
     check(TrainConfig(model="resnet20", batch_size=1), 1)  # 2x2 pixels are left of 8x8
