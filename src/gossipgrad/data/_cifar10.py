@@ -150,7 +150,7 @@ def read_batch(
             f"{path} has {content.size:,} bytes, expected {_RECORDS * _RECORD_BYTES:,}; delete it "
             "to unpack or fetch it anew."
         )
-    found = hashlib.md5(content, usedforsecurity=False).hexdigest()
+    found = hashlib.md5(content.data, usedforsecurity=False).hexdigest()
     if found != MD5[path.name]:
         raise ValueError(
             f"{path} has MD5 {found}, expected {MD5[path.name]}; delete it to unpack or fetch it "
