@@ -20,7 +20,17 @@ TASKS = [
     Task(
         "Shakespeare, GPT",
         4,
-        (*SHAKESPEARE, "--batch-size", "8", "--lr", "0.002", "--epochs", "2"),
+        (
+            *SHAKESPEARE,
+            "--batch-size",
+            "4",
+            "--lr",
+            "0.002",
+            "--epochs",
+            "2",
+            "--warmup-epochs",
+            "1",
+        ),
     ),
 ]
 
