@@ -1,6 +1,8 @@
 """What all strategies share in which gradients are averaged over all ranks in every step."""
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch.distributed as dist
 from torch import nn
@@ -13,7 +15,10 @@ from ._strategy import Strategy, alone
 
 
 class Lockstep(Strategy):
-    """No rank can be a step ahead of another, so replicas are equal and none needs a consensus.
+    """No rank can be a step ahead of another, so weights are equal and need no consensus.
+
+    Statistics of BatchNorm are those of each rank's own samples: what is evaluated and exported has
+    their mean over the ranks, as with gossip; training goes on with each rank's own.
 
     When a peer dies, the step it is missed in raises, and so the run ends. When the run is
     stopped, a rank caught inside an all-reduce finds its peer gone: for it, too, that is the stop.
@@ -34,20 +39,35 @@ class Lockstep(Strategy):
         """Evaluate the replica, shared out over the ranks; alone after a stop."""
         if not self._stop.is_set():
             try:
-                correct = test.count_share(self._replica)
-                dist.all_reduce(correct)
-                return Evaluation(
-                    accuracy=int(correct) / test.num_labels,
-                    is_consensus=True,
-                    consensus_distance=self._consensus_distance(),
-                    final=final,
-                    weights=copy_of(self._replica) if final else {},
-                )
+                with self._mean_buffers():
+                    correct = test.count_share(self._replica)
+                    dist.all_reduce(correct)
+                    return Evaluation(
+                        accuracy=int(correct) / test.num_labels,
+                        is_consensus=True,
+                        consensus_distance=self._consensus_distance(),
+                        final=final,
+                        weights=copy_of(self._replica) if final else {},
+                    )
             except RuntimeError as error:
                 lost = self._explained(error)
                 if not isinstance(lost, RunStopped):
                     raise lost from error
         return alone(self._replica, test, final=True, is_consensus=True)
+
+    @contextmanager
+    def _mean_buffers(self) -> Iterator[None]:
+        """Inside, floating buffers are the mean over ranks; outside, this rank's own."""
+        buffers = [b for b in self._replica.buffers() if b.is_floating_point()]
+        kept = [buffer.clone() for buffer in buffers]
+        try:
+            for buffer in buffers:
+                dist.all_reduce(buffer)
+                buffer.div_(self._world_size)
+            yield
+        finally:
+            for buffer, own in zip(buffers, kept, strict=True):
+                buffer.copy_(own)
 
     def _explained(self, error: RuntimeError) -> RuntimeError:
         return explained(error, self._stop, "an all-reduce")
