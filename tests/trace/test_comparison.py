@@ -5,6 +5,7 @@ import json
 import pytest
 
 from gossipgrad.trace import write_report
+from gossipgrad.trace._comparison import NOT_USED, _flat
 from support.html_page import Page
 
 
@@ -54,7 +55,43 @@ def test_options_that_differ_are_marked(compare):
     assert page.contents["mark"] == ["allreduce", "0.5"]
     names = [row[0] for row in page.rows]
     assert names.index("lr") < names.index("model"), "what is the same comes after, folded"
-    assert page.row("gossip.topology") == ["gossip.topology", "hypercube", "hypercube"]
+    assert page.row("gossip.topology") == ["gossip.topology", "hypercube", "not used"]
+
+
+def test_options_that_a_run_does_not_use_do_not_differ(write_run, tmp_path):
+    gossip = {"topology": "ring", "mode": "sync"}
+    runs = [
+        write_run("a", lr_rule="none", optimizer="sgd", momentum=0.9, lr_formula="x"),
+        write_run("b", lr_rule="linear", strategy="allreduce", gossip=gossip, lr_formula="y"),
+        write_run("c", lr_rule="none", gossip=gossip, optimizer="adamw", momentum=0.1),
+    ]
+    for run in runs:
+        change(run / "config.json", lr_schedule="cosine", lr_gamma=len(run.name))
+    page = Page(write_report(*runs, out=tmp_path / "x.html").read_text())
+    assert page.row("lr_rule") == ["lr_rule", "none", "linear", "none"]
+    assert page.row("gossip.topology") == ["gossip.topology", "hypercube", "not used", "ring"]
+    assert page.row("momentum") == ["momentum", "0.9", "n/a", "not used"]
+    assert "lr_gamma" not in [row[0] for row in page.rows], "none uses it"
+    assert "lr_formula" not in [row[0] for row in page.rows], "it follows from the others"
+    assert "not used" not in page.contents["mark"]
+    assert "linear" in page.contents["mark"]
+
+
+@pytest.mark.parametrize(
+    ("other", "unused"),
+    [
+        ({"strategy": "local"}, {"lr_rule", "gossip.every", "post_local.local_steps"}),
+        ({"strategy": "post-local-sgd"}, {"gossip.every"}),
+        ({"optimizer": "adamw"}, {"momentum", "post_local.local_steps"}),
+        ({"shuffle": "ring"}, {"data_threads", "post_local.local_steps"}),
+        ({"shuffle": "global"}, {"shards", "post_local.local_steps"}),
+    ],
+)
+def test_options_are_used_where_training_uses_them(other, unused):
+    names = {"lr_rule", "momentum", "data_threads", "shards"}
+    config = {"strategy": "gossip", "optimizer": "sgd", "shuffle": "local"} | other
+    config |= dict.fromkeys(names, 1) | {"gossip": {"every": 1}, "post_local": {"local_steps": 1}}
+    assert {name for name, value in _flat(config).items() if value == NOT_USED} == unused
 
 
 def test_runs_that_do_not_differ_are_said_not_to(write_run, tmp_path):

@@ -18,8 +18,21 @@ from ._values import (
     throughput,
 )
 
-# Where a run was written, and how it was shown, is not what it was.
-_NOT_OPTIONS = frozenset({"out", "overwrite", "quiet", "lr_rule"})
+NOT_USED = "not used"
+# Where a run was written, and how it was shown, is not what it was; the formula follows from it.
+_NOT_OPTIONS = frozenset({"out", "overwrite", "quiet", "lr_formula"})
+_SHARED = frozenset({"gossip", "allreduce", "agd", "every-log-p", "post-local-sgd"})
+# Options, or groups of them, that have an effect where another one has one of these values.
+_USED_WHERE = {
+    "gossip": ("strategy", {"gossip"}),
+    "post_local": ("strategy", {"post-local-sgd"}),
+    "lr_rule": ("strategy", _SHARED),
+    "momentum": ("optimizer", {"sgd"}),
+    "lr_step_epochs": ("lr_schedule", {"step"}),
+    "lr_gamma": ("lr_schedule", {"step"}),
+    "shards": ("shuffle", {"ring", "local"}),
+    "data_threads": ("shuffle", {"global", "local"}),
+}
 
 _Figure = tuple[str, Callable[[Run], object], Callable[[object], str]]
 
@@ -84,12 +97,16 @@ def ratio_text(value: object, first: object) -> str:
 
 
 def option_rows(runs: list[Run]) -> tuple[list[list[str]], list[list[str]]]:
-    """A row an option with each run's value: those that differ, and those that are the same."""
+    """A row an option with each run's value: those that differ, and those that are the same.
+
+    What a run does not use differs from nothing, and what none uses is left out.
+    """
     flat = [_flat(run.config) for run in runs]
     names = dict.fromkeys(name for options in flat for name in options)
     rows = [[name, *(options.get(name, UNKNOWN) for options in flat)] for name in names]
-    different = [row for row in rows if len(set(row[1:])) > 1]
-    return different, [row for row in rows if len(set(row[1:])) == 1]
+    used = [(row, {*row[1:]} - {NOT_USED}) for row in rows]
+    different = [row for row, values in used if len(values) > 1]
+    return different, [row for row, values in used if len(values) == 1]
 
 
 def _flat(tree: Record, prefix: str = "") -> dict[str, str]:
@@ -98,8 +115,17 @@ def _flat(tree: Record, prefix: str = "") -> dict[str, str]:
     for name, value in tree.items():
         if not prefix and name in _NOT_OPTIONS:
             continue
-        if isinstance(value, dict):
-            found |= _flat(value, f"{prefix}{name}.")
-        else:
-            found[f"{prefix}{name}"] = "none" if value is None else str(value)
+        inner = _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else None
+        if inner is None:
+            inner = {f"{prefix}{name}": "none" if value is None else str(value)}
+        if not prefix and not _is_used(name, tree):
+            inner = dict.fromkeys(inner, NOT_USED)
+        found |= inner
     return found
+
+
+def _is_used(name: str, config: Record) -> bool:
+    """Whether an option has an effect, as far as the configuration tells."""
+    other, values = _USED_WHERE.get(name, ("", ()))
+    told = config.get(other)
+    return not isinstance(told, str) or told in values

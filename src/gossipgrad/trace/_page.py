@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from ._bars import Bars, bars
 from ._charts import Chart, charts
-from ._comparison import figure_rows, option_rows
+from ._comparison import NOT_USED, figure_rows, option_rows
 from ._figures import (
     OUTCOME_HEAD,
     RANK_HEAD,
@@ -159,7 +159,10 @@ def _comparison(runs: list[Run]) -> Markup:
         [
             row[0],
             row[1],
-            *(element("mark", value) if value != row[1] else value for value in row[2:]),
+            *(
+                value if value in (row[1], NOT_USED) else element("mark", value)
+                for value in row[2:]
+            ),
         ]
         for row in different
     ]
