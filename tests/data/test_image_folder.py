@@ -1,3 +1,5 @@
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -190,3 +192,29 @@ def test_size_of_images_is_for_image_folders(root):
         ValueError, match=r"image_size is 32, but data 'digits' has .* \(1, 8, 8\); leave it out"
     ):
         data.load("digits", image_size=32)
+
+
+def test_what_is_no_image_is_left_out(root):
+    cat = root / "train" / "cat"
+    (root / "train" / ".hidden").mkdir()
+    (cat / "._0.JPEG").write_bytes(b"x")
+    (cat / "folder.jpg").mkdir()
+    expected = image_folder(root).info
+    (cat / "drawing.png").write_bytes(b"x")
+    with pytest.warns(UserWarning, match=r"1 images in .*train are not used, like .*drawing\.png"):
+        assert image_folder(root).info == expected
+
+
+@pytest.mark.parametrize("part", ["train", "val"])
+def test_a_part_that_is_not_there_is_named(root, part):
+    shutil.rmtree(root / part)
+    with pytest.raises(ValueError, match=f"there is no folder .*{part}; images lie in its class"):
+        image_folder(root)
+
+
+def test_a_data_dir_that_is_not_there_is_told(tmp_path):
+    with pytest.warns(UserWarning, match=r"data_dir=.*nope does not exist: digits is taken"):
+        data.prepare("digits", tmp_path / "nope")
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"data_dir is .*file, a file; name the folder"):
+        data.prepare("digits", tmp_path / "file")

@@ -28,7 +28,7 @@ def reports(tmp_path_factory, write_run_into):
     runs = [
         write_run_into(folder / "first"),
         write_run_into(folder / "second", world_size=8, lr=0.5),
-        write_run_into(folder / "third", world_size=2, strategy=NASTY),
+        write_run_into(folder / ("third" + 20 * "-long"), world_size=2, strategy=NASTY),
     ]
     for name in ("summary.json", "trace.json", "metrics-rank1.jsonl"):
         (runs[2] / name).unlink()

@@ -1,6 +1,7 @@
 """Images in a folder a class, the layout of ImageNet, decoded as they are needed."""
 
 import os
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from ._places import places
 NAME = "imagefolder"
 IMAGE_SIZE = 224
 _SUFFIXES = (".jpg", ".jpeg")
+_OTHER_IMAGES = (".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".jp2")
 # Mean and deviation of ImageNet's channels, as is usual also for other photographs.
 _STANDARDISE = Standardise(
     tuple(255 * mean for mean in (0.485, 0.456, 0.406)),
@@ -143,8 +145,10 @@ def image_folder(folder: Path, *, image_size: int = IMAGE_SIZE) -> Dataset:
 
 
 def _classes(folder: Path) -> tuple[str, ...]:
+    if not folder.is_dir():
+        raise ValueError(f"there is no folder {folder}; images lie in its class folders.")
     with os.scandir(folder) as entries:
-        classes = sorted(entry.name for entry in entries if entry.is_dir())
+        classes = sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
     if not classes:
         raise ValueError(
             f"{folder} has no folders; sort the images into a folder for each class of them."
@@ -155,13 +159,14 @@ def _classes(folder: Path) -> tuple[str, ...]:
 def _listed(folder: Path, classes: tuple[str, ...], image_size: int) -> ImageFolderSamples:
     files: list[bytes] = []
     labels = []
+    passed_over: list[Path] = []
     for label, name in enumerate(classes):
         with os.scandir(folder / name) as entries:
-            found = sorted(
-                os.fsencode(entry.name)
-                for entry in entries
-                if entry.name.lower().endswith(_SUFFIXES)
-            )
+            names = {e.name for e in entries if e.is_file() and not e.name.startswith(".")}
+        chosen = {file for file in names if file.lower().endswith(_SUFFIXES)}
+        others = {file for file in names - chosen if file.lower().endswith(_OTHER_IMAGES)}
+        passed_over += [folder / name / file for file in sorted(others)]
+        found = sorted(map(os.fsencode, chosen))
         if not found:
             raise ValueError(
                 f"{folder / name} has no files that end in {' or '.join(_SUFFIXES)}; put the "
@@ -169,6 +174,12 @@ def _listed(folder: Path, classes: tuple[str, ...], image_size: int) -> ImageFol
             )
         files += found
         labels.append(torch.full((len(found),), label))
+    if passed_over:
+        warnings.warn(
+            f"{len(passed_over)} images in {folder} are not used, like {passed_over[0]}: images end "
+            f"in {' or '.join(_SUFFIXES)}.",
+            stacklevel=2,
+        )
     return ImageFolderSamples(
         folder=folder,
         classes=classes,

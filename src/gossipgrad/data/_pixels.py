@@ -61,6 +61,7 @@ class CropAndFlip:
 
     References:
         He, Zhang, Ren, Sun, Deep residual learning for image recognition, 2016, section 4.2.
+        Deviation: (1) padded before the mean is taken off, so with black and not with the mean.
     """
 
     num_samples: int

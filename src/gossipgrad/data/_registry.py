@@ -1,5 +1,6 @@
 """Data sets by name."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +71,14 @@ def prepare(name: str, data_dir: Path | None = None, *, image_size: int | None =
             is not for it.
         GossipError: A file could not be fetched.
     """
+    if data_dir is not None and not data_dir.is_dir():
+        if data_dir.exists():
+            raise ValueError(f"data_dir is {data_dir}, a file; name the folder of data sets.")
+        warnings.warn(
+            f"data_dir={data_dir} does not exist: {name} is taken from where else it lies, or "
+            "fetched into a new folder there.",
+            stacklevel=2,
+        )
     if name == _image_folder.NAME:
         size = _image_folder.IMAGE_SIZE if image_size is None else image_size
         _image_folder.prepare_image_folder(data_dir, image_size=size)

@@ -224,6 +224,8 @@ class TrainConfig:
             unused += [(self.post_local, f.name, strategy) for f in fields]
         if self.strategy == "local":
             unused.append((self, "lr_rule", strategy))
+        if self.data == "digits":
+            unused.append((self, "data_dir", "data is digits, which scikit-learn brings along"))
         if self.optimizer != "sgd":
             unused.append((self, "momentum", f"optimizer is {self.optimizer}"))
         if self.lr_schedule != "step":
