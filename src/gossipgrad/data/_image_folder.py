@@ -176,8 +176,8 @@ def _listed(folder: Path, classes: tuple[str, ...], image_size: int) -> ImageFol
         labels.append(torch.full((len(found),), label))
     if passed_over:
         warnings.warn(
-            f"{len(passed_over)} images in {folder} are not used, like {passed_over[0]}: images end "
-            f"in {' or '.join(_SUFFIXES)}.",
+            f"{len(passed_over)} images in {folder} are not used, like {passed_over[0]}: they "
+            f"have to end in {' or '.join(_SUFFIXES)}.",
             stacklevel=2,
         )
     return ImageFolderSamples(
