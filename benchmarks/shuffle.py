@@ -1,7 +1,8 @@
 """What the ring shuffle buys, and what it costs.
 
-Accuracy: shards dealt by label, with the ring, without it, and with all data for everyone. Trains
-with `gossipgrad train`, the same seeds for all. Cells that are done are kept between calls.
+Accuracy: shards dealt by label and at random, with the ring and without it, and all data for
+everyone. Trains with `gossipgrad train`, the same seeds for all. Cells that are done are kept
+between calls.
 
 Cost: steps of LeNet on a shard of Fashion-MNIST, with the ring and without it, in the same
 processes, block by block in turns.
@@ -37,6 +38,8 @@ SHUFFLES = {
     "global": ["--shuffle", "global"],
     "ring": ["--shuffle", "ring", "--shards", "by-label"],
     "none": ["--shuffle", "local", "--shards", "by-label"],
+    "ring-random": ["--shuffle", "ring", "--shards", "random"],
+    "none-random": ["--shuffle", "local", "--shards", "random"],
 }
 
 
@@ -98,6 +101,7 @@ def cost_worker(rank: int, world_size: int, port: int, blocks: int, steps: int, 
     model = models.build("lenet", dataset.info)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     times: dict[str, list[float]] = {"plain": [], "ring": []}
+    processor: dict[str, list[float]] = {"plain": [], "ring": []}
     with gg.RingShuffle(x, y, batch_size=64) as shuffle:
         sources = {
             "plain": endless(gg.RingShuffle(x, y, batch_size=64, process_group=alone())),
@@ -105,15 +109,19 @@ def cost_worker(rank: int, world_size: int, port: int, blocks: int, steps: int, 
         }
         for block in range(-1, blocks):
             for name, source in sources.items():
+                taken_seconds = []
                 for _ in range(steps):
                     dist.barrier()  # as near to each other as training by gossip keeps them
-                    start = time.perf_counter()
+                    start, busy = time.perf_counter(), time.process_time()
                     inputs, targets = next(source)
                     nn.functional.cross_entropy(model(inputs), targets).backward()
                     optimizer.step()
                     optimizer.zero_grad()
-                    if block >= 0:
-                        times[name].append(time.perf_counter() - start)
+                    taken_seconds.append((time.perf_counter() - start, time.process_time() - busy))
+                if block >= 0:
+                    wall, busy_seconds = zip(*taken_seconds, strict=True)
+                    times[name].extend(wall)
+                    processor[name].extend(busy_seconds)
         shuffle.settle()
         stats = shuffle.stats()
     taken = (blocks + 1) * steps
@@ -132,6 +140,11 @@ def cost_worker(rank: int, world_size: int, port: int, blocks: int, steps: int, 
     )
     dist.barrier()
     dist.destroy_process_group()
+
+
+def milliseconds(seconds: dict[str, list[float]]) -> dict[str, float]:
+    """Medians."""
+    return {name: round(1e3 * statistics.median(found), 3) for name, found in seconds.items()}
 
 
 def alone() -> gg.Group:
