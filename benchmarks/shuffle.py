@@ -29,10 +29,11 @@ from gossipgrad.train import run as train
 
 DIGITS = "--data digits --model mlp --epochs 20"
 FASHION = "--data fashion-mnist --model mlp --epochs 8 --batch-size 64 --lr 0.05"
+BY_LABEL = ("global", "ring", "none")
 TASKS = [
-    ("digits, MLP", DIGITS, 4, ("gossip", "local")),
-    ("digits, MLP", DIGITS, 8, ("gossip", "local")),
-    ("Fashion-MNIST, MLP", FASHION, 4, ("gossip", "local")),
+    ("digits, MLP", DIGITS, 4, ("gossip", "local"), (*BY_LABEL, "ring-random", "none-random")),
+    ("digits, MLP", DIGITS, 8, ("gossip", "local"), (*BY_LABEL, "ring-random", "none-random")),
+    ("Fashion-MNIST, MLP", FASHION, 4, ("gossip",), BY_LABEL),
 ]
 SHUFFLES = {
     "global": ["--shuffle", "global"],
@@ -55,11 +56,11 @@ def run(options: list[str], out: Path) -> dict:
 def accuracy(seeds: int, folder: Path) -> list[dict]:
     """One row a task, strategy and shuffle: accuracies by seed."""
     rows = []
-    for name, task, world_size, strategies in TASKS:
+    for name, task, world_size, strategies, shuffles in TASKS:
         for strategy in strategies:
-            for shuffle, options in SHUFFLES.items():
+            for shuffle in shuffles:
                 command = [*task.split(), "--strategy", strategy, "--nproc", str(world_size)]
-                command += options
+                command += SHUFFLES[shuffle]
                 slug = "-".join([*task.split()[1:4:2], strategy, shuffle, str(world_size)])
                 summaries = [
                     run([*command, "--seed", str(seed)], folder / f"{slug}-{seed}")
