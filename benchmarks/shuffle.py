@@ -50,7 +50,10 @@ def run(options: list[str], out: Path) -> dict:
     if not summary.exists():
         # In this process: all runs then share one fork server, which has torch loaded.
         train(parse([*options, "--trace", "0", "--quiet", "--out", str(out), "--overwrite"]))
-    return json.loads(summary.read_text())
+    found = json.loads(summary.read_text())
+    if found["interrupted"]:
+        raise SystemExit(f"{out} was interrupted: remove it")
+    return found
 
 
 def accuracy(seeds: int, folder: Path) -> list[dict]:
@@ -128,9 +131,8 @@ def cost_worker(rank: int, world_size: int, port: int, blocks: int, steps: int, 
     taken = (blocks + 1) * steps
     results.put(
         {
-            "step_milliseconds": {
-                k: round(1e3 * statistics.median(v), 3) for k, v in times.items()
-            },
+            "step_milliseconds": milliseconds(times),
+            "processor_milliseconds_per_step": milliseconds(processor),  # of all threads
             "exposed_milliseconds_per_step": round(1e3 * stats.exposed_seconds / taken, 4),
             "moving_milliseconds_per_step": round(1e3 * stats.moving_seconds / taken, 4),
             "bytes_sent_per_step": stats.bytes_sent // taken,
