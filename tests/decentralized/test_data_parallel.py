@@ -6,6 +6,7 @@ import jaxtyping
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import gossipgrad as gg
 from gossipgrad.comm import Hub
@@ -57,7 +58,22 @@ def test_names_and_keys_are_those_of_the_module():
     assert [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]
     assert [n for n, _ in model.named_buffers()] == [n for n, _ in plain.named_buffers()]
     assert [id(p) for p in model.parameters()] == [id(p) for p in plain.parameters()]
+    assert model.get_parameter("0.weight") is plain[0].weight
+    assert model.get_buffer("1.running_mean") is plain[1].running_mean
     assert isinstance(repr(model), str)
+
+
+def test_what_walks_by_names_takes_the_module():
+    """As the docstring says."""
+    model = alone()
+    optimizer = sgd(list(model.parameters()))
+    saved, state = get_state_dict(model.module, optimizer)
+    assert saved.keys() == model.state_dict().keys()
+    assert state["param_groups"]
+    x = torch.ones(2, 6)
+    zeros = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    assert not torch.func.functional_call(model.module, zeros, x).any()
+    assert model.module(x).any()
 
 
 def test_loads_what_it_and_ddp_save():
@@ -68,6 +84,18 @@ def test_loads_what_it_and_ddp_save():
         assert all(torch.equal(value, source[name]) for name, value in model.state_dict().items())
     with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict: \"2.weight\""):
         alone().load_state_dict({n: v for n, v in source.items() if n != "2.weight"})
+
+
+def test_versions_of_modules_are_kept_without_the_prefix_of_ddp():
+    """Without a version, BatchNorm takes a missing counter for one of its first version."""
+    saved = nn.ModuleDict({"module": nn.Sequential(nn.BatchNorm1d(3))}).state_dict()
+    model = gg.GossipDataParallel(nn.Sequential(nn.BatchNorm1d(3)))
+    model.load_state_dict(saved)
+    assert next(iter(saved)) == "module.0.weight"
+    assert "module.0" in saved._metadata
+    del saved["module.0.num_batches_tracked"]
+    with pytest.raises(RuntimeError, match=r"Missing key\(s\).* \"0\.num_batches_tracked\""):
+        model.load_state_dict(saved)
 
 
 def test_inside_another_module_keys_have_no_prefix_either():
@@ -106,6 +134,17 @@ def test_attaches_once():
 def test_settings_are_checked_when_it_is_made():
     with pytest.raises(TypeError, match="unexpected keyword argument 'topologie'"):
         alone(topologie="ring")
+    with pytest.raises(TypeError, match=r"device_ids, find_unused_parameters: .*: leave it out"):
+        alone(device_ids=[0], find_unused_parameters=True)
+
+
+def test_a_scaler_that_is_refused_is_forgotten():
+    model = alone(payload="gradients+weights")
+    optimizer = sgd(list(model.parameters()))
+    with pytest.raises(ValueError, match="scaler has scaled them differently"):
+        model.attach(optimizer, scaler=torch.amp.GradScaler("cpu"))
+    with model.attach(optimizer):
+        assert model.session.world_size == 1
 
 
 def test_mode_and_device_reach_the_module():

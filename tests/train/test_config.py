@@ -58,6 +58,18 @@ def test_learning_rate_follows_the_optimizer(tmp_path, optimizer, lr):
         ({"warmup_epochs": -1}, "warmup_epochs is -1, but must be at least 0"),
         ({"warmup_epochs": 5, "epochs": 5}, "warmup_epochs is 5, but must be below epochs, 5: the"),
         ({"lr_step_epochs": 0}, "lr_step_epochs is 0, but must be at least 1"),
+        (
+            {"lr_schedule": "step", "lr_step_epochs": 2, "warmup_epochs": 4},
+            "lr_step_epochs is 2, but must be above warmup_epochs, 4: .*, or drop later",
+        ),
+        (
+            {"lr_schedule": "step", "lr_step_epochs": 4, "warmup_epochs": 4},
+            "lr_step_epochs is 4, but must be above warmup_epochs, 4",
+        ),
+        (
+            {"lr_schedule": "step", "epochs": 20, "warmup_epochs": 7},
+            "lr_step_epochs is 7, but must be above warmup_epochs, 7",
+        ),
         ({"lr_gamma": 1.0}, "lr_gamma is 1.0, but must be above 0 and below 1"),
     ],
 )
@@ -108,6 +120,16 @@ def test_warns_of_options_without_effect():
         TrainConfig(lr_step_epochs=3).warn_of_unused()
     TrainConfig(gossip=GossipConfig(every=4)).warn_of_unused()
     TrainConfig(lr_schedule="step", lr_step_epochs=3, lr_gamma=0.5, lr_rule="sqrt").warn_of_unused()
+
+
+def test_warns_of_steps_that_never_come():
+    never = (
+        r"the rate never drops: lr_step_epochs is 20 and epochs is 20\. Make lr_step_epochs less"
+    )
+    with pytest.warns(UserWarning, match=never):
+        TrainConfig(lr_schedule="step", lr_step_epochs=20, epochs=20).warn_of_unused()
+    TrainConfig(lr_schedule="step", lr_step_epochs=19, epochs=20).warn_of_unused()
+    TrainConfig(lr_schedule="step", lr_step_epochs=6, warmup_epochs=5).warn_of_unused()
 
 
 def test_steps_of_the_rate_are_thirds_of_the_run_unless_given(tmp_path):

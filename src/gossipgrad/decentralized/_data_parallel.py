@@ -1,6 +1,7 @@
 """The door in the shape of DistributedDataParallel: a module around the user's module."""
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
@@ -8,6 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.optim import Optimizer
 
 from gossipgrad.decentralized._gossip import gossip
@@ -17,6 +19,15 @@ from gossipgrad.errors import GossipError
 __all__ = ["GossipDataParallel"]
 
 _PREFIX = "module."
+# Settings of DistributedDataParallel that gossip has no use for.
+_NOT_NEEDED = (
+    "device_ids",
+    "output_device",
+    "dim",
+    "find_unused_parameters",
+    "static_graph",
+    "gradient_as_bucket_view",
+)
 
 
 class GossipDataParallel(nn.Module):
@@ -28,11 +39,15 @@ class GossipDataParallel(nn.Module):
 
     Unlike with `DistributedDataParallel`, names of parameters and keys of `state_dict()` are those
     of the module itself, replicas differ until `model.session.consensus()` shows their average, and
-    the wrapper cannot be pickled or copied: save `model.state_dict()`, copy `model.module`.
+    the wrapper cannot be pickled or copied: save `model.state_dict()`, copy `model.module`. What
+    walks from module to module by these names takes `model.module` as well: `torch.func`'s
+    `functional_call`, and `get_state_dict` and its kin of `torch.distributed.checkpoint`.
 
     Args:
         module: The model.
-        **settings: As for `gossip()`: `topology`, `mode`, `payload`, `process_group`, ...
+        **settings: As for `gossip()`: `topology`, `mode`, `payload`, `process_group`, ... Leave
+            out `device_ids` and `find_unused_parameters`: the model trains where it is, and a
+            parameter without a gradient holds nothing up.
 
     Attributes:
         module: The model.
@@ -56,6 +71,12 @@ class GossipDataParallel(nn.Module):
 
     def __init__(self, module: nn.Module, **settings: Any) -> None:
         super().__init__()
+        if not_needed := [name for name in _NOT_NEEDED if name in settings]:
+            raise TypeError(
+                f"{', '.join(not_needed)}: of DistributedDataParallel, and not needed here, since "
+                "the model trains on the device that it is on and parameters without gradients "
+                "hold nothing up: leave it out"
+            )
         inspect.signature(gossip).bind(module, [], **settings)
         self.module = module
         self._settings = settings
@@ -103,9 +124,8 @@ class GossipDataParallel(nn.Module):
                 "an optimizer is attached already: attach several as one sequence, in the order in "
                 "which they step; after close(), make a new wrapper around model.module"
             )
-        if scaler is not None:
-            self._settings = {**self._settings, "scaler": scaler}
-        self._session = gossip(self.module, optimizer, **self._settings)
+        settings = self._settings if scaler is None else {**self._settings, "scaler": scaler}
+        self._session = gossip(self.module, optimizer, **settings)
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -141,7 +161,7 @@ class GossipDataParallel(nn.Module):
         """
         named = {name for name, _ in self.module.named_children()}
         if state_dict and "module" not in named and all(k.startswith(_PREFIX) for k in state_dict):
-            state_dict = {key.removeprefix(_PREFIX): value for key, value in state_dict.items()}
+            state_dict = _without_prefix(state_dict)
         return self.module.load_state_dict(state_dict, *args, **kwargs)
 
     def named_parameters(
@@ -155,6 +175,14 @@ class GossipDataParallel(nn.Module):
     ) -> Iterator[tuple[str, Tensor]]:
         """The module's own buffers, by their names there."""
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        """The module's own parameter of that name."""
+        return self.module.get_parameter(target)
+
+    def get_buffer(self, target: str) -> Tensor:
+        """The module's own buffer of that name."""
+        return self.module.get_buffer(target)
 
     def close(self) -> None:
         """Ends the session, if there is one; local. The wrapper is then the plain module."""
@@ -178,6 +206,16 @@ class GossipDataParallel(nn.Module):
             "a GossipDataParallel cannot be pickled or copied, it holds connections: save "
             "model.state_dict(), or pickle or copy model.module"
         )
+
+
+def _without_prefix(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy, with the versions of the modules that `state_dict()` left beside the keys."""
+    stripped = OrderedDict(state_dict)
+    metadata = getattr(state_dict, "_metadata", None)
+    if metadata is not None:
+        stripped._metadata = OrderedDict(metadata)  # pyrefly: ignore[missing-attribute]
+    consume_prefix_in_state_dict_if_present(stripped, _PREFIX)
+    return stripped
 
 
 def _add_prefix(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: object) -> None:

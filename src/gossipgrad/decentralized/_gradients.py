@@ -113,8 +113,8 @@ class GradientExchange:
                 raise GossipError(
                     f"the gradient of {section.entries[index].spec.name!r} was written after it "
                     "was sent. Call session.synchronize() after backward, then clip: it mixes the "
-                    "gradients with the partner's first. To drop this batch, call zero_grad() and "
-                    "step()"
+                    "gradients with the partner's first. To drop this batch, call "
+                    "zero_grad(set_to_none=True) and step(); the partner mixes what was sent"
                 )
 
     def _hook(self, section: Section, bucket: int, index: int) -> Callable[[Tensor], None]:
@@ -128,8 +128,8 @@ class GradientExchange:
                     f"the gradient of {section.entries[index].spec.name!r} was already sent in "
                     "this round: backward ran twice before optimizer.step(). To accumulate, put "
                     "all but the last backward inside `with session.no_sync():`; a step cannot be "
-                    "left out once its gradients travel: to drop a batch, call zero_grad() and "
-                    "step()"
+                    "left out once its gradients travel: to drop a batch, call "
+                    "zero_grad(set_to_none=True) and step(); the partner mixes what was sent"
                 )
             waiting.remove(index)
             if parameter.grad is not None:

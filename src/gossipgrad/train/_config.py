@@ -101,7 +101,8 @@ class TrainConfig:
     """cosine, linear: the rate falls to 0 over the run, step by step. step: it drops every
     lr_step_epochs. constant: it stays."""
     lr_step_epochs: int | None = None
-    """Epochs between two drops of lr_schedule step; None: a third of the run."""
+    """Epochs between two drops of lr_schedule step, more than warmup_epochs; None: a third of the
+    run."""
     lr_gamma: float = 0.1
     """What a drop of lr_schedule step multiplies the rate by."""
     momentum: float = 0.9
@@ -157,6 +158,12 @@ class TrainConfig:
                 f"warmup_epochs is {self.warmup_epochs}, but must be below epochs, {self.epochs}: "
                 "the schedule begins after it."
             )
+        if self.lr_schedule == "step" and self._step_epochs <= self.warmup_epochs:
+            raise ValueError(
+                f"lr_step_epochs is {self._step_epochs}, but must be above warmup_epochs, "
+                f"{self.warmup_epochs}: drops count from the start of the run, and the rate would "
+                "fall as soon as it has risen. Warm up for fewer epochs, or drop later."
+            )
         if not 0 < self.lr_gamma < 1:
             raise ValueError(f"lr_gamma is {self.lr_gamma}, but must be above 0 and below 1.")
         if self.lr is not None and not 0 < self.lr < math.inf:
@@ -167,6 +174,10 @@ class TrainConfig:
             raise ValueError("wandb is empty, but must name a project.")
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum is {self.momentum}, but must be at least 0 and below 1.")
+
+    @property
+    def _step_epochs(self) -> int:
+        return self.lr_step_epochs or math.ceil(self.epochs / 3)
 
     @property
     def batch_threads(self) -> int:
@@ -193,9 +204,7 @@ class TrainConfig:
     def resolved(self, *, nproc: int, out: Path) -> "TrainConfig":
         """The same run with nothing left to a default."""
         lr = DEFAULT_LR[self.optimizer] if self.lr is None else self.lr
-        step_epochs = self.lr_step_epochs
-        if self.lr_schedule == "step" and step_epochs is None:
-            step_epochs = math.ceil(self.epochs / 3)
+        step_epochs = self._step_epochs if self.lr_schedule == "step" else self.lr_step_epochs
         return dataclasses.replace(self, nproc=nproc, out=out, lr=lr, lr_step_epochs=step_epochs)
 
     @property
@@ -238,6 +247,12 @@ class TrainConfig:
             value = getattr(owner, name)
             if value != type(owner).__dataclass_fields__[name].default:
                 warnings.warn(f"{name}={value} is not used: {why}.", stacklevel=2)
+        if self.lr_schedule == "step" and self._step_epochs >= self.epochs:
+            warnings.warn(
+                f"lr_schedule is step, but the rate never drops: lr_step_epochs is "
+                f"{self._step_epochs} and epochs is {self.epochs}. Make lr_step_epochs less.",
+                stacklevel=2,
+            )
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, as `config.json` holds them."""
