@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-BENCHMARKS = ("transports", "step", "images", "reference_drift", "accuracy", "shuffle")
+BENCHMARKS = ("transports", "step", "images", "reference_drift", "accuracy", "workloads", "shuffle")
 
 
 def main() -> int:
