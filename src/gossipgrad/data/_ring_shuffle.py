@@ -2,7 +2,6 @@
 
 import os
 import secrets
-import threading
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, NoReturn
@@ -27,7 +26,9 @@ from ._ring_shuffle_start import (
     resolve_group,
     resolve_transport,
 )
+from ._ring_shuffle_state import check_state
 from ._ring_shuffle_stats import RingShuffleStats
+from ._ring_shuffle_worker import Worker
 
 Batch = tuple[Shaped[Tensor, "row ..."], ...]
 
@@ -64,6 +65,9 @@ class RingShuffle(IterableDataset[Batch]):
     **When a neighbour leaves** (`close()`, also by `break` or an exception in a `with` block) what
     it has not taken comes back, and the ring closes behind it. **When it dies** what it held and
     what was on its way to it is lost: `rows_lost` and a warning say so.
+
+    **When a signal handler raises,** as Ctrl-C does, the exchange under way is finished all the
+    same, in the shuffle's own thread. The batch that was being fetched is not handed out.
 
     **Which rows travel.** All of a batch where all ranks have batches of one size. With uneven
     shards a step moves as many rows on every link as the smallest batch of any rank in that step
@@ -134,6 +138,7 @@ class RingShuffle(IterableDataset[Batch]):
             sizes = agree(self._group, settings, self._num_rows)
             self._flow = Flow(sizes, batch_size=batch_size, drop_last=drop_last)
             self._rows = Rows(tensors)
+            self._worker = Worker()
             self._ring: Ring | None = None
             if self.world_size > 1:
                 self._ring = Ring(
@@ -143,11 +148,11 @@ class RingShuffle(IterableDataset[Batch]):
                     credits=credits,
                     most_rows=self._flow.most_rows,
                     deadline_seconds=deadline_seconds,
+                    is_awaited=self._worker.is_awaited,
                 )
         except BaseException:
             self._group.close()
             raise
-        self._lock = threading.RLock()
         self._epoch = -1
         self._next_epoch = 0
         self._batches_left = 0
@@ -178,15 +183,11 @@ class RingShuffle(IterableDataset[Batch]):
         """Says which epoch the next iteration is; it decides the order."""
         if epoch < 0:
             raise ValueError(f"epoch is {epoch}, but must be at least 0")
-        with self._lock:
-            if not (self._resumes and epoch == self._epoch):
-                self._resumes = False
-                self._next_epoch = epoch
+        self._worker.do(lambda: self._set_epoch(epoch))
 
     def rows(self) -> Batch:
         """Copies of the rows that are this rank's at this moment, in no particular order."""
-        with self._lock:
-            return self._rows.content()
+        return self._worker.do(self._rows_now)
 
     def settle(self, timeout_seconds: float = 60.0) -> None:
         """Returns when nothing is in flight; ranks that gave fewer rows than others catch up.
@@ -197,32 +198,11 @@ class RingShuffle(IterableDataset[Batch]):
         Raises:
             GossipError: A rank did not come within `timeout_seconds`. Nothing is lost by that.
         """
-        with self._lock:
-            self._check_open()
-            if self._ring is not None:
-                self._ring.settle(timeout_seconds)
+        self._worker.do(lambda: self._settle(timeout_seconds))
 
     def stats(self) -> RingShuffleStats:
         """What was done so far; no communication."""
-        with self._lock:
-            ring, rows = self._ring, self._rows
-            return RingShuffleStats(
-                steps=self._steps,
-                rows_held=int(rows.held.sum()) + rows.unplaced_count,
-                rows_sent=0 if ring is None else ring.rows_out,
-                rows_received=0 if ring is None else ring.rows_in,
-                rows_in_flight=0 if ring is None else sum(p.count for p in ring.links.in_flight),
-                rows_lost=0 if ring is None else ring.rows_lost,
-                rows_stale=self._rows_stale,
-                late_rounds=0 if ring is None else ring.late_rounds,
-                bytes_sent=0 if ring is None else ring.links.bytes_sent,
-                bytes_received=0 if ring is None else ring.links.bytes_received,
-                exposed_seconds=0.0 if ring is None else ring.exposed_seconds,
-                moving_seconds=0.0 if ring is None else ring.moving_seconds,
-                extra_memory_bytes=0 if ring is None else ring.extra_memory_bytes,
-                refused_messages=0 if ring is None else ring.links.refused,
-                ranks_gone=() if ring is None else tuple(sorted(ring.links.gone)),
-            )
+        return self._worker.do(self._stats)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's rows and where it stands in the epoch; local.
@@ -233,29 +213,7 @@ class RingShuffle(IterableDataset[Batch]):
         Raises:
             ValueError: Rows are in flight.
         """
-        with self._lock:
-            if self._ring is not None and (parcels := self._ring.links.in_flight):
-                raise ValueError(
-                    f"{sum(parcel.count for parcel in parcels)} rows are in flight: call settle() "
-                    "on every rank before state_dict()"
-                )
-            held = np.flatnonzero(self._rows.held)
-            unplaced = self._rows.content()
-            return {
-                "version": _VERSION,
-                "rank": self.rank,
-                "world_size": self.world_size,
-                "batch_size": self.batch_size,
-                "seed": self.seed,
-                "tensors": tuple(tensor.clone() for tensor in self._rows.tensors),
-                "held": torch.from_numpy(self._rows.held.copy()),
-                "unplaced": tuple(part[len(held) :] for part in unplaced),
-                "epoch": self._epoch,
-                "next_epoch": self._next_epoch,
-                "batches_left": self._batches_left,
-                "order": torch.from_numpy(self._order.copy()),
-                "flow_step": self._flow_step,
-            }
+        return self._worker.do(self._state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where `state_dict` was called; on all ranks, before the first batch.
@@ -265,56 +223,15 @@ class RingShuffle(IterableDataset[Batch]):
         Raises:
             ValueError: The state is another rank's, or of another shard, or it is too late.
         """
-        with self._lock:
-            mine = {
-                "version": _VERSION,
-                "rank": self.rank,
-                "world_size": self.world_size,
-                "batch_size": self.batch_size,
-                "seed": self.seed,
-            }
-            for name, value in mine.items():
-                if state[name] != value:
-                    raise ValueError(
-                        f"the state has {name}={state[name]}, this shuffle has {value}: each rank "
-                        "loads its own, into a shuffle made alike"
-                    )
-            for there, here in zip(state["tensors"], self._rows.tensors, strict=True):
-                if there.shape != here.shape or there.dtype != here.dtype:
-                    raise ValueError(
-                        f"the state has rows {tuple(there.shape)} of {there.dtype}, this shuffle "
-                        f"{tuple(here.shape)} of {here.dtype}: make it of a shard as large"
-                    )
-            if self._steps:
-                raise ValueError(
-                    f"{self._steps} batches were handed out already: load the state before the "
-                    "first"
-                )
-            rows = Rows(state["tensors"])
-            rows.held[:] = state["held"].numpy()
-            rows.spare.extend(np.flatnonzero(~rows.held).tolist())
-            if count := len(state["unplaced"][0]):
-                rows.put_in(Parcel(rows.format.pack(state["unplaced"]), count))
-            self._rows = rows
-            if self._ring is not None:
-                self._ring.rows = rows
-            self._epoch, self._next_epoch = state["epoch"], state["next_epoch"]
-            self._batches_left, self._flow_step = state["batches_left"], state["flow_step"]
-            self._order = state["order"].numpy().copy()
-            self._resumes = self._batches_left > 0
+        self._worker.do(lambda: self._load(state))
 
     def close(self) -> None:
         """Leaves the ring; local. What this rank holds stays readable with `rows()`.
 
         Waits at most two seconds to hear which of the rows in flight were taken.
         """
-        with self._lock:
-            if self._closed or os.getpid() != self._process:
-                return
-            self._closed = True
-            if self._ring is not None:
-                self._ring.close(_LINGER_SECONDS)
-            self._group.close()
+        if os.getpid() == self._process:
+            self._worker.do(self._close)
 
     def __enter__(self) -> "RingShuffle":
         return self
@@ -331,20 +248,23 @@ class RingShuffle(IterableDataset[Batch]):
         raise ValueError(_NO_WORKERS)
 
     def _iterate(self) -> Iterator[Batch]:
-        with self._lock:
-            self._check_open()
-            self._iteration += 1
-            iteration = self._iteration
-            if not self._resumes:
-                self._begin_epoch()
-            self._resumes = False
-        while True:
-            with self._lock:
-                if iteration != self._iteration or not self._batches_left:
-                    return
-                self._check_open()
-                batch = self._next_batch()
+        iteration = self._worker.do(self._begin)
+        while (batch := self._worker.do(lambda: self._go_on(iteration))) is not None:
             yield batch
+
+    def _begin(self) -> int:
+        self._check_open()
+        self._iteration += 1
+        if not self._resumes:
+            self._begin_epoch()
+        self._resumes = False
+        return self._iteration
+
+    def _go_on(self, iteration: int) -> Batch | None:
+        if iteration != self._iteration or not self._batches_left:
+            return None
+        self._check_open()
+        return self._next_batch()
 
     def _begin_epoch(self) -> None:
         self._epoch = self._next_epoch
@@ -379,6 +299,95 @@ class RingShuffle(IterableDataset[Batch]):
             slots = self._order[:size]
         self._order = self._order[len(slots) :]
         return slots
+
+    def _set_epoch(self, epoch: int) -> None:
+        if not (self._resumes and epoch == self._epoch):
+            self._resumes = False
+            self._next_epoch = epoch
+
+    def _rows_now(self) -> Batch:
+        return self._rows.content()
+
+    def _settle(self, timeout_seconds: float) -> None:
+        self._check_open()
+        if self._ring is not None:
+            self._ring.settle(timeout_seconds)
+
+    def _stats(self) -> RingShuffleStats:
+        ring, rows = self._ring, self._rows
+        return RingShuffleStats(
+            steps=self._steps,
+            rows_held=int(rows.held.sum()) + rows.unplaced_count,
+            rows_sent=0 if ring is None else ring.rows_out,
+            rows_received=0 if ring is None else ring.rows_in,
+            rows_in_flight=0 if ring is None else sum(p.count for p in ring.links.in_flight),
+            rows_lost=0 if ring is None else ring.rows_lost,
+            rows_stale=self._rows_stale,
+            late_rounds=0 if ring is None else ring.late_rounds,
+            bytes_sent=0 if ring is None else ring.links.bytes_sent,
+            bytes_received=0 if ring is None else ring.links.bytes_received,
+            exposed_seconds=0.0 if ring is None else ring.exposed_seconds,
+            moving_seconds=0.0 if ring is None else ring.moving_seconds,
+            extra_memory_bytes=0 if ring is None else ring.extra_memory_bytes,
+            refused_messages=0 if ring is None else ring.links.refused,
+            ranks_gone=() if ring is None else tuple(sorted(ring.links.gone)),
+        )
+
+    def _close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._ring is not None:
+            self._ring.close(_LINGER_SECONDS)
+        self._group.close()
+        self._worker.end()
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "version": _VERSION,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "batch_size": self.batch_size,
+            "seed": self.seed,
+        }
+
+    def _state(self) -> dict[str, Any]:
+        if self._ring is not None and (count := self._ring.in_motion):
+            raise ValueError(
+                f"{count} rows are in flight: call settle() on every rank before state_dict()"
+            )
+        held = np.flatnonzero(self._rows.held)
+        unplaced = self._rows.content()
+        return {
+            **self._identity(),
+            "tensors": tuple(tensor.clone() for tensor in self._rows.tensors),
+            "held": torch.from_numpy(self._rows.held.copy()),
+            "unplaced": tuple(part[len(held) :] for part in unplaced),
+            "epoch": self._epoch,
+            "next_epoch": self._next_epoch,
+            "batches_left": self._batches_left,
+            "order": torch.from_numpy(self._order.copy()),
+            "flow_step": self._flow_step,
+        }
+
+    def _load(self, state: dict[str, Any]) -> None:
+        check_state(state, self._identity(), self._rows.tensors)
+        if self._steps:
+            raise ValueError(
+                f"{self._steps} batches were handed out already: load the state before the first"
+            )
+        rows = Rows(state["tensors"])
+        rows.held[:] = state["held"].numpy()
+        rows.spare.extend(np.flatnonzero(~rows.held).tolist())
+        if count := len(state["unplaced"][0]):
+            rows.put_in(Parcel(rows.format.pack(state["unplaced"]), count))
+        self._rows = rows
+        if self._ring is not None:
+            self._ring.rows = rows
+        self._epoch, self._next_epoch = state["epoch"], state["next_epoch"]
+        self._batches_left, self._flow_step = state["batches_left"], state["flow_step"]
+        self._order = state["order"].numpy().copy()
+        self._resumes = self._batches_left > 0
 
     def _check_open(self) -> None:
         if self._closed:

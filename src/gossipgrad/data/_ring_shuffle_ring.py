@@ -18,7 +18,7 @@ from ._ring_shuffle_rows import Parcel, Rows
 logger = logging.getLogger(__name__)
 
 _GONE = -1  # in place of the rows that a rank has given away
-_WAKE_SECONDS = 0.5  # a wait wakes this often, so that Ctrl-C is heard
+_WAKE_SECONDS = 0.5  # a wait wakes this often, so that it hears that nobody waits for it any more
 _LAST_WORD_SECONDS = 0.2
 _TOLD_AROUND = 8  # a leaver's neighbours may leave with it, and so on; those behind them are told
 
@@ -47,6 +47,8 @@ class Ring:
         most_rows: Rows in the largest parcel.
         deadline_seconds: How long a late neighbour is awaited; one that lets it pass is not awaited
             again before it has caught up.
+        is_awaited: Whether anybody still waits for what is being done; else no wait goes on, but
+            that of `close`.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Ring:
         credits: int,
         most_rows: int,
         deadline_seconds: float = 0.0,
+        is_awaited: Callable[[], bool] = lambda: True,
     ) -> None:
         self.links = Links(transport, run=run, rows=rows.format, most_rows=most_rows)
         self.rank = transport.rank
@@ -69,6 +72,8 @@ class Ring:
         self._credits = credits
         self._most_rows = most_rows
         self._deadline_seconds = deadline_seconds
+        self._is_awaited = is_awaited
+        self._rests = False
         self._patient = True
         self._is_uneven = False
         self._settlements = 0
@@ -83,6 +88,15 @@ class Ring:
     def extra_memory_bytes(self) -> int:
         """Memory of rows on their way or without a slot, beside the shard."""
         return sum(parcel.payload.nbytes for parcel in (*self.links.parcels, *self.rows.unplaced))
+
+    @property
+    def in_motion(self) -> int:
+        """Rows on their way from here, or as many as are due here and have not come.
+
+        What is still vacant after a settlement is not due: whoever had it is gone.
+        """
+        away = sum(parcel.count for parcel in self.links.in_flight)
+        return max(away, 0 if self._rests else len(self.rows.vacant))
 
     def hand_out(
         self, slots: Int[np.ndarray, " row"], count: int
@@ -143,6 +157,7 @@ class Ring:
                     "settle(), equally often"
                 )
             self._settled = number
+            self._rests = True
             self._is_uneven = False
         finally:
             self._settling = False
@@ -211,6 +226,8 @@ class Ring:
     def _wait(self, ready: Callable[[], bool], timeout_seconds: float) -> bool:
         deadline = time.perf_counter() + timeout_seconds
         while not (done := ready()) and (left := deadline - time.perf_counter()) > 0:
+            if not (self._leaving or self._is_awaited()):
+                break
             self._receive(min(left, _WAKE_SECONDS))
         return done
 
@@ -345,5 +362,6 @@ class Ring:
                     )
 
     def _send(self, peer: int, parcel: Parcel) -> None:
+        self._rests = False
         self.rows_out += parcel.count
         self.links.send_parcel(peer, parcel, is_uneven=self._is_uneven)
