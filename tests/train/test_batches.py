@@ -144,9 +144,8 @@ def test_a_run_with_a_ring_tells_what_it_cost(tmp_path):
     summary = outcome.summary
     assert (summary["shuffle"], summary["shards"]) == ("ring", "by-label")
     row_bytes = 64 * 4 + 8 + 8
-    assert summary["shuffle_bytes_sent_per_step"] == pytest.approx(
-        718 * row_bytes / 12, rel=0.01
-    )  # 12 batches an epoch; a parcel is a little larger than its rows
+    most = 718 * row_bytes / 12  # 12 batches an epoch; a round that is late sends nothing
+    assert 0.5 * most < summary["shuffle_bytes_sent_per_step"] < 1.01 * most
     assert summary["bytes_sent_per_step"] == 0
     assert summary["shuffle_exposed_seconds_per_step"] >= 0
     lines = (tmp_path / "run" / "metrics-rank0.jsonl").read_text().splitlines()
