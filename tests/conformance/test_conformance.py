@@ -14,6 +14,7 @@ from torch import nn
 import gossipgrad as gg
 from gossipgrad.comm import Group, Hub
 from support.ranks import run_ranks
+from support.regression import batches
 from support.replicas import network
 
 
@@ -53,15 +54,6 @@ def on_ranks(family, rank_main, world_size=WORLD_SIZE):
         return rank_main(rank, lambda m, o, **kw: family(m, o, group, hub=hub, **kw))
 
     return run_ranks(world_size, start)
-
-
-def batches(rank, count=24, seed=0):
-    """Batches of a small regression task, other ones on each rank, one truth for all."""
-    truth = torch.randn(6, 3, generator=torch.Generator().manual_seed(99))
-    generator = torch.Generator().manual_seed(1000 * seed + rank)
-    for _ in range(count):
-        x = torch.randn(16, 6, generator=generator)
-        yield x, x @ truth
 
 
 def train(model, optimizer, rank, *, count=24, after_backward=None, scheduler=None):
@@ -373,35 +365,3 @@ def test_hooks_are_gone_after_close(family):
         assert hooks() == before
 
     on_ranks(family, rank_main)
-
-
-@pytest.mark.parametrize("payload", ["weights", "weights+state"])
-def test_several_optimizers_are_one_step(payload):
-    """Muon for the hidden matrix, AdamW for the rest; what both keep is mixed if it travels."""
-
-    def rank_main(rank, attach):
-        model = network()
-        muon = torch.optim.Muon([model[0].weight], lr=0.1, adjust_lr_fn="match_rms_adamw")
-        adamw = torch.optim.AdamW([model[0].bias, *model[2].parameters()], lr=0.1)
-        with attach(model, [muon, adamw], payload=payload) as session:
-            first = last = 0.0
-            for number, (x, y) in enumerate(batches(rank, 40)):
-                loss = (model(x) - y).square().mean()
-                loss.backward()
-                for optimizer in (muon, adamw):
-                    optimizer.step()
-                    optimizer.zero_grad()
-                first, last = (loss.item() if number == 0 else first), loss.item()
-            sent = session.stats().bytes_sent
-            session.average_()
-            state = [muon.state[model[0].weight]["momentum_buffer"]]
-            state += [adamw.state[model[2].bias][key] for key in ("exp_avg", "exp_avg_sq")]
-            return first, last, sent, [s.clone() for s in state]
-
-    found = on_ranks(FAMILIES["gossip"], rank_main)
-    for first, last, sent, state in found:
-        assert last < first / 2
-        weights, moments = 48 + 8 + 24 + 3, 48 + 2 * (8 + 24 + 3)
-        assert sent == 41 * 4 * (weights + (moments if payload == "weights+state" else 0))
-        alike = [torch.equal(a, b) for a, b in zip(state, found[0][3], strict=True)]
-        assert all(alike) == (payload == "weights+state" or state is found[0][3])
