@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from gossipgrad.comm import Group
+from gossipgrad.decentralized import resolve_group
 
 from ._ring_shuffle_ring import Ring
 from ._ring_shuffle_rows import Parcel, Rows
@@ -23,7 +24,6 @@ from ._ring_shuffle_start import (
     agree,
     check_arguments,
     num_batches,
-    resolve_group,
     resolve_transport,
 )
 from ._ring_shuffle_state import check_state
@@ -123,7 +123,7 @@ class RingShuffle(IterableDataset[Batch]):
         transport: str | TransportFactory = "zeromq",
     ) -> None:
         super().__init__()
-        self._group = resolve_group(process_group)
+        self._group = resolve_group(process_group, asks="RingShuffle(...)")
         try:
             check_arguments(tensors, batch_size, seed, drop_last, credits, deadline_seconds)
             self.rank, self.world_size = self._group.rank, self._group.world_size

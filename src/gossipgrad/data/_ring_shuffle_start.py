@@ -1,10 +1,8 @@
 """How the ranks of a ring shuffle find each other, and agree on which rows travel."""
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from gossipgrad.comm import GlooTransport, Group, Transport, ZeroMQTransport
@@ -15,24 +13,6 @@ from . import _shards
 TransportFactory = Callable[[Group], Transport]
 
 _TRANSPORTS: dict[str, TransportFactory] = {"zeromq": ZeroMQTransport, "gloo": GlooTransport}
-
-
-def resolve_group(process_group: dist.ProcessGroup | Group | None) -> Group:
-    """The ranks that take part: those of a group, by default all."""
-    if isinstance(process_group, Group):
-        return process_group
-    if process_group is not None:
-        return Group.from_process_group(process_group)
-    if dist.is_initialized():
-        assert dist.group.WORLD is not None
-        return Group.from_process_group(dist.group.WORLD)
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    if launched > 1:
-        raise ValueError(
-            f"WORLD_SIZE is {launched}, but torch.distributed is not initialised: call "
-            "torch.distributed.init_process_group('gloo') before RingShuffle(...)"
-        )
-    return Group(dist.HashStore(), 0, 1)
 
 
 def agree(group: Group, settings: dict[str, Any], num_rows: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from gossipgrad.decentralized._data_parallel import GossipDataParallel as GossipDataParallel
 from gossipgrad.decentralized._gossip import gossip as gossip
+from gossipgrad.decentralized._gossip import resolve_group as resolve_group
 from gossipgrad.decentralized._session import GossipSession as GossipSession
 from gossipgrad.decentralized._settings import Gradients as Gradients
 from gossipgrad.decentralized._settings import GradientsAndWeights as GradientsAndWeights

@@ -114,7 +114,7 @@ def gossip(
     """
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     _check_optimizers(optimizers)
-    group = _resolve_group(process_group, mesh)
+    group = resolve_group(process_group, mesh)
     try:
         if not isinstance(every, int) or every < 1:
             raise ValueError(f"every counts steps in a round, so it is at least 1, got {every}")
@@ -173,9 +173,18 @@ def _check_optimizers(optimizers: Sequence[object]) -> None:
             )
 
 
-def _resolve_group(
-    process_group: dist.ProcessGroup | Group | None, mesh: DeviceMesh | None
+def resolve_group(
+    process_group: dist.ProcessGroup | Group | None,
+    mesh: DeviceMesh | None = None,
+    *,
+    asks: str = "gossip()",
 ) -> Group:
+    """The ranks that take part: those of a group or a mesh axis, by default all.
+
+    Raises:
+        ValueError: Both are given, the mesh has several axes, or this process was launched as one
+            of several and has no process group; `asks` is then named in the message.
+    """
     if process_group is not None and mesh is not None:
         raise ValueError("process_group and mesh name the same thing: give one of them")
     if isinstance(process_group, Group):
@@ -196,7 +205,7 @@ def _resolve_group(
     if launched > 1:
         raise ValueError(
             f"WORLD_SIZE is {launched}, but torch.distributed is not initialised: call "
-            "torch.distributed.init_process_group('gloo') before gossip()"
+            f"torch.distributed.init_process_group('gloo') before {asks}"
         )
     return Group(dist.HashStore(), 0, 1)
 
