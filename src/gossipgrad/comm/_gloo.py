@@ -1,4 +1,4 @@
-"""Links over torch's Gloo: a 2-rank group and two threads a link, for where ZeroMQ cannot go."""
+"""Links over torch's Gloo: a 2-rank group and three threads a link, for where ZeroMQ cannot go."""
 
 import contextlib
 import queue
