@@ -34,6 +34,7 @@ TASKS = [
     ("digits, MLP", DIGITS, 4, "gossip", BY_LABEL),
     ("digits, MLP", DIGITS, 8, "gossip", BY_LABEL),
     ("Fashion-MNIST, MLP", FASHION, 4, "gossip", BY_LABEL),
+    ("Fashion-MNIST, MLP", FASHION, 8, "gossip", BY_LABEL),
     ("digits, MLP", DIGITS, 4, "local", (*BY_LABEL, "ring-random", "none-random")),
     ("digits, MLP", DIGITS, 8, "local", BY_LABEL),
 ]
