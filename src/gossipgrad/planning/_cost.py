@@ -1,0 +1,248 @@
+"""What moving bytes costs: small values that are called with a size and give seconds."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, overload
+
+import numpy as np
+from jaxtyping import Float, Int
+
+__all__ = ["AffineCost", "PiecewiseCost"]
+
+Sizes = Float[np.ndarray, "..."] | Int[np.ndarray, "..."]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AffineCost:
+    """A start-up time and a time a byte: `alpha_seconds + beta_seconds_per_byte * size`.
+
+    Attributes:
+        alpha_seconds: What an empty message takes, 0 or more.
+        beta_seconds_per_byte: What each byte adds, 0 or more.
+
+    Raises:
+        ValueError: Either is negative or not finite.
+
+    Example:
+        >>> cost = AffineCost(alpha_seconds=1e-3, beta_seconds_per_byte=8e-9)
+        >>> round(cost(1_000_000), 9)
+        0.009
+        >>> round(cost.ring_all_reduce(4)(1_000_000), 9)
+        0.018
+    """
+
+    alpha_seconds: float
+    beta_seconds_per_byte: float
+
+    def __post_init__(self) -> None:
+        for name in ("alpha_seconds", "beta_seconds_per_byte"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name} is {value}: a cost is finite, and 0 or more")
+
+    @overload
+    def __call__(self, size_bytes: float | int) -> float: ...
+    @overload
+    def __call__(self, size_bytes: Sizes) -> Float[np.ndarray, "..."]: ...
+    def __call__(self, size_bytes: Any) -> Any:
+        """Seconds for a message of that size, or of those sizes in an array."""
+        return self.alpha_seconds + self.beta_seconds_per_byte * size_bytes
+
+    @classmethod
+    def from_rate(cls, *, rate_bits_per_second: float, latency_seconds: float) -> "AffineCost":
+        """A link by its rate, of each direction, and the time that an empty message takes.
+
+        Raises:
+            ValueError: The rate is not positive, or the latency negative.
+
+        Example:
+            >>> AffineCost.from_rate(rate_bits_per_second=1e9, latency_seconds=5e-5)
+            AffineCost(alpha_seconds=5e-05, beta_seconds_per_byte=8e-09)
+        """
+        if not rate_bits_per_second > 0:
+            raise ValueError(
+                f"a rate of {rate_bits_per_second} bits a second moves nothing: give one above 0"
+            )
+        return cls(alpha_seconds=latency_seconds, beta_seconds_per_byte=8 / rate_bits_per_second)
+
+    @classmethod
+    def fit(cls, size_bytes: Sequence[float | int], seconds: Sequence[float | int]) -> "AffineCost":
+        """The affine cost nearest to what was measured, in squares of relative errors.
+
+        Relative errors weigh a small message as much as a large one: absolute ones would leave the
+        start-up time to the noise of the largest. Neither coefficient becomes negative: where the
+        best line has one below 0, the best line with that one at 0 is taken.
+
+        Args:
+            size_bytes: Of each measurement, 0 or more; at least two different ones.
+            seconds: That it took, above 0.
+
+        Raises:
+            ValueError: The two differ in length, a value is out of range, or all sizes are equal.
+
+        Example:
+            >>> cost = AffineCost.fit([1000, 2000, 4000], [1.5, 2.0, 3.0])
+            >>> round(cost.alpha_seconds, 6), round(cost.beta_seconds_per_byte, 9)
+            (1.0, 0.0005)
+        """
+        sizes, times = _measured(size_bytes, seconds)
+        scale = float(sizes.max())
+        constant, linear = 1 / times, (sizes / scale) / times
+        (alpha, beta), *_ = np.linalg.lstsq(
+            np.stack([constant, linear], axis=1), np.ones_like(times), rcond=None
+        )
+        if alpha < 0:
+            alpha, beta = 0.0, linear.sum() / (linear @ linear)
+        elif beta < 0:
+            alpha, beta = constant.sum() / (constant @ constant), 0.0
+        return cls(alpha_seconds=float(alpha), beta_seconds_per_byte=float(beta / scale))
+
+    def ring_all_reduce(self, world_size: int) -> "AffineCost":
+        """What a ring all-reduce costs when this is the cost of one hop.
+
+        `2 (p - 1)` hops of a p-th of the bytes, one after another; all ranks end together.
+
+        Raises:
+            ValueError: There is no rank.
+        """
+        return self._hops(2 * (world_size - 1), world_size)
+
+    def ring_all_gather(self, world_size: int) -> "AffineCost":
+        """What a ring all-gather costs, called with the bytes that one rank brings.
+
+        `p - 1` hops of all of them.
+
+        Raises:
+            ValueError: There is no rank.
+        """
+        return self._hops(world_size - 1, world_size, share=1.0)
+
+    def halving_all_reduce(self, world_size: int) -> "AffineCost":
+        """What an all-reduce by recursive halving and doubling costs: few start-ups.
+
+        `2 ceil(log2 p)` start-ups, and the bytes of a ring.
+
+        Raises:
+            ValueError: There is no rank.
+        """
+        ring = self.ring_all_reduce(world_size)
+        return AffineCost(
+            alpha_seconds=2 * (world_size - 1).bit_length() * self.alpha_seconds,
+            beta_seconds_per_byte=ring.beta_seconds_per_byte,
+        )
+
+    def hop_of_ring(self, world_size: int) -> "AffineCost":
+        """The cost of one hop when this is that of a ring all-reduce over `world_size` ranks.
+
+        The inverse of `ring_all_reduce`: what was measured with few ranks tells of many.
+
+        Raises:
+            ValueError: With one rank there are no hops.
+        """
+        if world_size < 2:
+            raise ValueError(f"a ring of {world_size} ranks has no hops: measure with 2 or more")
+        hops = 2 * (world_size - 1)
+        return AffineCost(
+            alpha_seconds=self.alpha_seconds / hops,
+            beta_seconds_per_byte=self.beta_seconds_per_byte * world_size / hops,
+        )
+
+    def _hops(self, count: int, world_size: int, *, share: float | None = None) -> "AffineCost":
+        if world_size < 1:
+            raise ValueError(f"world size {world_size} has no ranks: it must be 1 or more")
+        portion = 1 / world_size if share is None else share
+        return AffineCost(
+            alpha_seconds=count * self.alpha_seconds,
+            beta_seconds_per_byte=count * portion * self.beta_seconds_per_byte,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PiecewiseCost:
+    """A cost by its values at some sizes, straight in between.
+
+    For curves with a knee, where one line would be wrong at both ends. Below the first size it
+    stays what it is there; past the last it goes on with the last slope.
+
+    Attributes:
+        size_bytes: Rising, 0 or more, at least two.
+        seconds: At each of them, 0 or more and never falling.
+
+    Raises:
+        ValueError: It is not so.
+
+    Example:
+        >>> cost = PiecewiseCost(size_bytes=(0.0, 1000.0, 2000.0), seconds=(1.0, 1.0, 3.0))
+        >>> cost(500), cost(1500), cost(3000)
+        (1.0, 2.0, 5.0)
+    """
+
+    size_bytes: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        sizes, seconds = self.size_bytes, self.seconds
+        if len(sizes) != len(seconds) or len(sizes) < 2:
+            raise ValueError(
+                f"{len(sizes)} sizes and {len(seconds)} times: a curve has two points or more"
+            )
+        if not all(math.isfinite(value) and value >= 0 for value in (*sizes, *seconds)):
+            raise ValueError("sizes and times of a curve are finite, and 0 or more")
+        if any(later <= earlier for earlier, later in pairwise(sizes)):
+            raise ValueError("the sizes of a curve rise: give each once, in order")
+        if any(later < earlier for earlier, later in pairwise(seconds)):
+            raise ValueError(
+                "the times of a curve never fall with size: PiecewiseCost.fit() evens out noise"
+            )
+
+    @overload
+    def __call__(self, size_bytes: float | int) -> float: ...
+    @overload
+    def __call__(self, size_bytes: Sizes) -> Float[np.ndarray, "..."]: ...
+    def __call__(self, size_bytes: Any) -> Any:
+        """Seconds for a message of that size, or of those sizes in an array."""
+        sizes, seconds = self.size_bytes, self.seconds
+        slope = (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2])
+        past = np.maximum(np.asarray(size_bytes, dtype=np.float64) - sizes[-1], 0.0)
+        found = np.interp(size_bytes, sizes, seconds) + slope * past
+        return found if isinstance(size_bytes, np.ndarray) else float(found)
+
+    @classmethod
+    def fit(
+        cls, size_bytes: Sequence[float | int], seconds: Sequence[float | int]
+    ) -> "PiecewiseCost":
+        """The curve through the median at each size; one below a smaller size's is lifted to it.
+
+        Args:
+            size_bytes: Of each measurement, 0 or more; at least two different ones.
+            seconds: That it took, above 0.
+
+        Raises:
+            ValueError: As `AffineCost.fit`.
+        """
+        sizes, times = _measured(size_bytes, seconds)
+        knots = np.unique(sizes)
+        medians = [float(np.median(times[sizes == knot])) for knot in knots]
+        return cls(
+            size_bytes=tuple(float(knot) for knot in knots),
+            seconds=tuple(float(value) for value in np.maximum.accumulate(medians)),
+        )
+
+
+def _measured(
+    size_bytes: Sequence[float | int], seconds: Sequence[float | int]
+) -> tuple[Float[np.ndarray, " n"], Float[np.ndarray, " n"]]:
+    sizes, times = np.asarray(size_bytes, np.float64), np.asarray(seconds, np.float64)
+    if sizes.shape != times.shape or sizes.ndim != 1:
+        raise ValueError(f"{sizes.size} sizes and {times.size} times: give a time for each size")
+    if not (np.isfinite(sizes).all() and np.isfinite(times).all()):
+        raise ValueError("a measurement is not finite")
+    if (sizes < 0).any() or (times <= 0).any():
+        raise ValueError("sizes are 0 or more, and what was measured took some time")
+    if np.unique(sizes).size < 2:
+        raise ValueError(
+            "start-up and time a byte cannot be told apart from one size: measure two or more"
+        )
+    return sizes, times
