@@ -5,6 +5,7 @@ import importlib
 import pkgutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -122,3 +123,11 @@ def test_import_is_silent_quick_and_needs_nothing():
         assert done.stderr == ""
         fastest = min(fastest, float(done.stdout))
     assert fastest < 0.3
+
+
+def test_processes_find_the_functions_of_tests():
+    """A function of `tests/train/...` is pickled as `tests.train...`: plain `pytest` needs both."""
+    root = SOURCE.parents[1]
+    settings = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["pytest"]
+    assert settings["ini_options"]["pythonpath"] == [".", "tests"]
+    assert str(root) in sys.path

@@ -76,3 +76,20 @@ def test_torchrun_joins_the_world_it_finds(tmp_path):
     assert summary["model_is_consensus"]
     assert {file.name for file in tmp_path.iterdir()} >= {"metrics-rank1.jsonl", "report.html"}
     assert not (tmp_path / "partial").exists()
+
+
+def test_a_folder_may_have_any_name(tmp_path):
+    """Names are bytes on Linux; Python is strict about them in locales other than C."""
+    out = os.fsencode(tmp_path) + b"/r\xffn"
+    command = [sys.executable, "-m", "gossipgrad", "train", "--nproc", "2", "--epochs", "1"]
+    done = subprocess.run(
+        [*command, "--out", out],
+        env=os.environ | {"PYTHONIOENCODING": "utf-8:strict"},
+        capture_output=True,
+        timeout=100,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.endswith(b"\nreport " + out + b"/report.html\n")
+    names = {path.name for path in Path(os.fsdecode(out)).iterdir()}
+    assert names >= {"summary.json", "model.safetensors", "report.html"}

@@ -31,6 +31,14 @@ def test_parameter_count_is_the_formula(vocabulary_size, sizes, count):
     assert count in (formula, None)
 
 
+def test_parameter_count_of_nanogpts_characters():
+    """Its `config/train_shakespeare_char.py` prints 10.65M: no biases, positions not counted."""
+    with torch.device("meta"):
+        model = GPT(65, context=256, layers=6, width=384, heads=6)
+    counts = {name: p.numel() for name, p in model.named_parameters() if "bias" not in name}
+    assert round((sum(counts.values()) - counts["positions.weight"]) / 1e6, 2) == 10.65
+
+
 @pytest.mark.parametrize("length", [1, 5, 12])
 def test_every_position_has_logits(length):
     assert small()(torch.zeros(3, length, dtype=torch.int64)).shape == (3, length, 9)

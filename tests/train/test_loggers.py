@@ -2,6 +2,7 @@
 
 import importlib.machinery
 import json
+import os
 import sys
 import threading
 import types
@@ -133,6 +134,16 @@ def test_a_missing_package_is_told_before_the_start(monkeypatch, package):
     with pytest.raises(ValueError, match=message):
         check(config, 2)
     check_loggers(TrainConfig())
+
+
+@pytest.mark.parametrize("package", ["tensorboard", "wandb"])
+def test_a_folder_that_the_package_cannot_name_is_refused_before_the_start(fake_wandb, package):
+    out = Path(os.fsdecode(b"runs/\xff"))
+    config = TrainConfig(out=out, **{package: True if package == "tensorboard" else "mine"})
+    message = rf"--{package} takes folders .* UTF-8 alone, .*: 'runs/.udcff'; name another folder"
+    with pytest.raises(ValueError, match=message):
+        check(config, 2)
+    check_loggers(TrainConfig(out=out))
 
 
 def test_a_project_has_a_name():

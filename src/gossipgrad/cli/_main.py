@@ -1,5 +1,6 @@
 """Picks the command, and turns mistakes into one line."""
 
+import io
 import sys
 import warnings
 from collections.abc import Sequence
@@ -36,6 +37,7 @@ exit codes:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv`, by default that of the process; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    _print_any_name()
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_usage(), end="")
         return 0 if arguments else 2
@@ -80,6 +82,12 @@ def _topology(arguments: list[str]) -> int:
     from ._topology import TopologyOptions, run
 
     return run(tyro.cli(TopologyOptions, args=arguments, prog="gossipgrad topology"))
+
+
+def _print_any_name() -> None:
+    """Lets folders be printed whose names are no text: as the bytes that they are, like `ls`."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="surrogateescape")
 
 
 def _complain(text: str, code: int = 2) -> int:

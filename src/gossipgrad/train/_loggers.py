@@ -4,6 +4,7 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from ._config import TrainConfig
@@ -132,13 +133,28 @@ def open_loggers(config: TrainConfig, run_dir: RunDir, rank: int) -> Loggers:
 
 
 def check_loggers(config: TrainConfig) -> None:
-    """Raise `ValueError` if a logger is asked for whose package is not installed."""
+    """Raise `ValueError` for a logger that is not installed, or cannot write to such a folder."""
     for package, wanted in (("tensorboard", config.tensorboard), ("wandb", config.wandb)):
         if wanted and find_spec(package) is None:
             raise ValueError(
                 f"--{package} needs the package {package}: pip install 'gossipgrad[{package}]', "
                 "or leave the option out; the metrics files have the same figures."
             )
+        if wanted and not _is_text(config.out):
+            raise ValueError(
+                f"--{package} takes folders whose names are UTF-8 alone, which that of --out is "
+                f"not: {str(config.out)!a}; name another folder, or leave the option out; the "
+                "metrics files have the same figures."
+            )
+
+
+def _is_text(path: Path | None) -> bool:
+    """Whether a path can be written as UTF-8; one from the shell may be any bytes."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def scalars_of(record: Mapping[str, Any]) -> dict[str, float]:
