@@ -1,0 +1,225 @@
+"""What a step of a model costs on a device: times and sizes, parameter by parameter."""
+
+import json
+import math
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+__all__ = ["PROFILES", "Profile"]
+
+PROFILES = ("resnet50", "googlenet", "vgg16", "gpt2")
+
+_FORMAT = "gossipgrad profile"
+_VERSION = 1
+_KEYS = frozenset(
+    {
+        "format",
+        "version",
+        "name",
+        "device",
+        "source",
+        "batch_size",
+        "element_bytes",
+        "forward_seconds",
+        "optimizer_seconds",
+        "parameters",
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Profile:
+    """The compute of one training step: forward, backward by parameter, optimizer.
+
+    `names`, `elements` and `backward_seconds` have one entry a parameter, in the order in which
+    backward finishes their gradients.
+
+    Attributes:
+        name: Of the model.
+        device: What it runs on, for example `"P100"`.
+        source: The rule it was derived by, or `"recorded"` and how.
+        batch_size: Samples in the step.
+        forward_seconds: From the start of the step to the loss.
+        optimizer_seconds: The update of all parameters.
+        names: Of the parameters.
+        elements: In each parameter.
+        backward_seconds: From the moment that the previous gradient was ready (for the first, from
+            the start of backward) until this one is.
+        element_bytes: Bytes of an element, the same for all parameters.
+
+    Raises:
+        ValueError: A time is negative or not finite, a size is not positive, the tuples differ in
+            length, or nothing takes any time.
+
+    Example:
+        >>> profile = Profile(
+        ...     name="two layers", device="none", source="made up", batch_size=8,
+        ...     forward_seconds=0.25, optimizer_seconds=0.125, names=("last", "first"),
+        ...     elements=(10, 1000), backward_seconds=(0.125, 0.5),
+        ... )
+        >>> profile.compute_seconds, profile.size_bytes
+        (1.0, 4040)
+    """
+
+    name: str
+    device: str
+    source: str
+    batch_size: int
+    forward_seconds: float
+    optimizer_seconds: float
+    names: tuple[str, ...]
+    elements: tuple[int, ...]
+    backward_seconds: tuple[float, ...]
+    element_bytes: int = 4
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ValueError("a profile needs a name: say which model it is of")
+        if not self.names:
+            raise ValueError(f"profile {self.name!r} has no parameters: nothing would travel")
+        lengths = {
+            "names": len(self.names),
+            "elements": len(self.elements),
+            "backward_seconds": len(self.backward_seconds),
+        }
+        if len(set(lengths.values())) > 1:
+            held = ", ".join(f"{count} {what}" for what, count in lengths.items())
+            raise ValueError(
+                f"profile {self.name!r} has {held}: give one of each a parameter, in the order of "
+                "backward"
+            )
+        for what in ("batch_size", "element_bytes"):
+            if type(value := getattr(self, what)) is not int or value < 1:
+                raise ValueError(f"{what} must be a whole number, at least 1, got {value!r}")
+        for name, count in zip(self.names, self.elements, strict=True):
+            if type(count) is not int or count < 1:
+                raise ValueError(
+                    f"parameter {name!r} has {count!r} elements: leave out those without any"
+                )
+        times = {
+            "forward_seconds": self.forward_seconds,
+            "optimizer_seconds": self.optimizer_seconds,
+        }
+        times.update(zip(self.names, self.backward_seconds, strict=True))
+        for what, seconds in times.items():
+            if not (isinstance(seconds, float | int) and math.isfinite(seconds) and seconds >= 0):
+                raise ValueError(f"{what} took {seconds!r} seconds: give a time, 0 or more")
+        if not self.compute_seconds > 0:
+            raise ValueError(f"profile {self.name!r} takes no time at all: record it anew")
+
+    @property
+    def compute_seconds(self) -> float:
+        """Forward, backward and optimizer together: the step of one worker alone."""
+        return self.forward_seconds + math.fsum(self.backward_seconds) + self.optimizer_seconds
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all parameters, and so of all gradients."""
+        return sum(self.elements) * self.element_bytes
+
+    def scaled(self, *, time: float = 1.0, size: float = 1.0) -> "Profile":
+        """The same shape of step, to a budget: all times by `time`, all elements by `size`.
+
+        Each parameter keeps at least one element. The source tells the factors.
+
+        Raises:
+            ValueError: A factor is not positive and finite.
+        """
+        for what, factor in (("time", time), ("size", size)):
+            if not (math.isfinite(factor) and factor > 0):
+                raise ValueError(f"{what} must be a positive factor, got {factor}")
+        if time == size == 1:
+            return self
+        return replace(
+            self,
+            source=f"{self.source}; scaled: times by {time:g}, sizes by {size:g}",
+            forward_seconds=self.forward_seconds * time,
+            optimizer_seconds=self.optimizer_seconds * time,
+            backward_seconds=tuple(seconds * time for seconds in self.backward_seconds),
+            elements=tuple(max(1, round(count * size)) for count in self.elements),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """What `from_json` reads: plain values, a parameter as name, elements and seconds."""
+        return {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "name": self.name,
+            "device": self.device,
+            "source": self.source,
+            "batch_size": self.batch_size,
+            "element_bytes": self.element_bytes,
+            "forward_seconds": self.forward_seconds,
+            "optimizer_seconds": self.optimizer_seconds,
+            "parameters": [
+                list(row)
+                for row in zip(self.names, self.elements, self.backward_seconds, strict=True)
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, value: object) -> "Profile":
+        """The profile that `to_json` gave.
+
+        Raises:
+            ValueError: It is no profile, or one of another version.
+        """
+        if not isinstance(value, dict) or value.get("format") != _FORMAT:
+            raise ValueError(
+                f'not a profile: it has no "format": "{_FORMAT}". `gossipgrad profile` writes one'
+            )
+        if value.get("version") != _VERSION:
+            raise ValueError(
+                f"a profile of version {value.get('version')!r}, this reads version {_VERSION}: "
+                "record it anew"
+            )
+        if value.keys() != _KEYS:
+            missing, unknown = sorted(_KEYS - value.keys()), sorted(value.keys() - _KEYS)
+            raise ValueError(f"a profile with keys missing {missing} and unknown {unknown}")
+        rows = value["parameters"]
+        if not isinstance(rows, list) or not all(
+            isinstance(row, list) and len(row) == 3 for row in rows
+        ):
+            raise ValueError("parameters must be a list of [name, elements, backward seconds]")
+        names, elements, seconds = zip(*rows, strict=True) if rows else ((), (), ())
+        others = {key: value[key] for key in _KEYS - {"format", "version", "parameters"}}
+        for key in ("forward_seconds", "optimizer_seconds"):
+            others[key] = _as_float(others[key])
+        seconds = tuple(map(_as_float, seconds))
+        return cls(names=names, elements=elements, backward_seconds=seconds, **others)
+
+    @classmethod
+    def load(cls, name_or_path: str | Path) -> "Profile":
+        """One of `PROFILES` by its name, or a file that `gossipgrad profile` wrote.
+
+        Raises:
+            ValueError: There is neither such a name nor such a file, or it holds no profile.
+
+        Example:
+            >>> round(Profile.load("resnet50").size_bytes / 1e6)
+            102
+        """
+        if name_or_path in PROFILES:
+            source = files("gossipgrad.planning") / "profiles" / f"{name_or_path}.json"
+            text = source.read_text(encoding="utf-8")
+        else:
+            try:
+                text = Path(name_or_path).read_text(encoding="utf-8")
+            except OSError as error:
+                raise ValueError(
+                    f"no profile {str(name_or_path)!r} ({error.strerror}): give one of "
+                    f"{', '.join(PROFILES)}, or a file that `gossipgrad profile` wrote"
+                ) from error
+        try:
+            return cls.from_json(json.loads(text))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{str(name_or_path)!r} is not JSON ({error})") from error
+        except ValueError as error:
+            raise ValueError(f"{str(name_or_path)!r}: {error}") from error
+
+
+def _as_float(value: Any) -> Any:
+    """JSON has one kind of number: 1 means 1.0."""
+    return float(value) if type(value) is int else value

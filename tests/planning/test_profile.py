@@ -1,0 +1,125 @@
+"""Profiles: what they refuse, how they are kept, and that the known ones are as derived."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gossipgrad.models import ResNet50
+from gossipgrad.planning import PROFILES, Profile
+
+ROOT = Path(__file__).parents[2]
+SMALL = Profile(
+    name="small",
+    device="none",
+    source="made up",
+    batch_size=4,
+    forward_seconds=0.5,
+    optimizer_seconds=0.25,
+    names=("b", "a"),
+    elements=(3, 1000),
+    backward_seconds=(0.0, 1.25),
+)
+
+
+def test_totals():
+    assert SMALL.compute_seconds == 2.0
+    assert SMALL.size_bytes == 4012
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"name": ""}, "needs a name"),
+        ({"names": (), "elements": (), "backward_seconds": ()}, "no parameters"),
+        ({"elements": (3,)}, "2 names, 1 elements, 2 backward_seconds"),
+        ({"batch_size": 0}, "batch_size must be a whole number, at least 1, got 0"),
+        ({"element_bytes": 2.5}, "element_bytes must be a whole number"),
+        ({"elements": (3, 0)}, "parameter 'a' has 0 elements"),
+        ({"forward_seconds": -1.0}, "forward_seconds took -1.0 seconds"),
+        ({"backward_seconds": (0.0, float("nan"))}, "a took nan seconds"),
+        (
+            {"forward_seconds": 0, "optimizer_seconds": 0, "backward_seconds": (0, 0)},
+            "takes no time at all",
+        ),
+    ],
+)
+def test_what_is_refused(change, message):
+    kwargs = {key: getattr(SMALL, key) for key in SMALL.__dataclass_fields__} | change
+    plain = getattr(Profile.__init__, "__wrapped__", Profile.__init__)
+    with pytest.raises(ValueError, match=message):
+        plain(object.__new__(Profile), **kwargs)
+
+
+def test_scaled_to_a_budget():
+    scaled = SMALL.scaled(time=0.5, size=0.01)
+    assert scaled.compute_seconds == 1.0
+    assert scaled.elements == (1, 10)
+    assert scaled.names == SMALL.names
+    assert scaled.source == "made up; scaled: times by 0.5, sizes by 0.01"
+    assert SMALL.scaled() is SMALL
+    with pytest.raises(ValueError, match=r"size must be a positive factor, got 0\.0"):
+        SMALL.scaled(size=0.0)
+
+
+def test_json_and_back(tmp_path):
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps(SMALL.to_json()))
+    assert Profile.load(path) == SMALL
+    assert Profile.load(str(path)) == SMALL
+    path.write_text(json.dumps(SMALL.to_json() | {"forward_seconds": 1}))
+    assert Profile.load(path).forward_seconds == 1.0
+
+
+def test_files_that_are_no_profiles(tmp_path):
+    path = tmp_path / "p.json"
+    with pytest.raises(ValueError, match=r"give one of resnet50, googlenet, vgg16, gpt2, or a"):
+        Profile.load("resnet51")
+    path.write_text("{")
+    with pytest.raises(ValueError, match="is not JSON"):
+        Profile.load(path)
+    path.write_text("[]")
+    with pytest.raises(ValueError, match="not a profile"):
+        Profile.load(path)
+    path.write_text(json.dumps(SMALL.to_json() | {"version": 9}))
+    with pytest.raises(ValueError, match="version 9, this reads version 1"):
+        Profile.load(path)
+    path.write_text(json.dumps(SMALL.to_json() | {"more": 1}))
+    with pytest.raises(ValueError, match=r"unknown \['more'\]"):
+        Profile.load(path)
+    path.write_text(json.dumps(SMALL.to_json() | {"parameters": [["a", 1]]}))
+    with pytest.raises(ValueError, match="parameters must be a list"):
+        Profile.load(path)
+
+
+def test_known_profiles_have_the_networks_sizes():
+    parameters = {name: sum(Profile.load(name).elements) for name in PROFILES}
+    assert parameters == {
+        "resnet50": 25_557_032,
+        "googlenet": 13_004_888,
+        "vgg16": 138_357_544,
+        "gpt2": 124_439_808,
+    }
+    assert set(Profile.load("resnet50").names) == {n for n, _ in ResNet50(1000).named_parameters()}
+    # Backward ends where forward begins.
+    assert Profile.load("resnet50").names[-1].startswith(("conv.", "norm."))
+
+
+def test_known_profiles_are_as_derived():
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.derive_profiles", "--check"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "219.2 samples/s (published 219.0)" in done.stdout
+
+
+def test_a_copy_is_checked_too():
+    with pytest.raises(ValueError, match="batch_size"):
+        replace(SMALL, batch_size=-1)
