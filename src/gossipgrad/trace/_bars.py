@@ -2,15 +2,15 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, Literal
 
 from ._exchanges import LATENESS, OUTCOMES, outcome_counts, outcomes_by_rank, rounds_late
-from ._format import byte_count, is_number, number, percent
+from ._format import MAX_RANKS_LISTED, byte_count, is_number, number, percent
 from ._runs import Run
 from ._values import bytes_per_step, ratio, samples_per_second, shuffle_bytes_per_step
 
 _MAX_ROWS = 12
-_MAX_TABLE_ROWS = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +75,7 @@ class Bars:
                 bar.label,
                 *(write(bar.parts.get(kind, 0) if bar.parts else None) for kind in self.kinds),
             ]
-            for bar in [*self.bars, *self.rest][:_MAX_TABLE_ROWS]
+            for bar in [*self.bars, *self.rest][:MAX_RANKS_LISTED]
         ]
 
 
@@ -146,7 +146,7 @@ def _rates(runs: list[Run]) -> Bars:
                     note="" if rate is None else f"{number(round(rate, 1))}/s",
                 )
             )
-    shown, rest, cut = _worst(rows, lambda bar: -bar.parts.get("rate", 0.0), "slowest")
+    shown, rest, cut = _worst(rows, lambda bar: -bar.parts.get("rate", inf), "slowest")
     return Bars(
         id="rates",
         title="Samples per second of each worker",
@@ -228,13 +228,16 @@ def _worst(
     chosen = {id(row) for row in sorted(rows, key=badness, reverse=True)[:_MAX_ROWS]}
     shown = [row for row in rows if id(row) in chosen]
     rest = [row for row in rows if id(row) not in chosen]
-    cut = f" The {_MAX_ROWS} {word} of {len(rows)} are drawn; the table has the others, too."
+    others = "the others, too"
+    if len(rows) > MAX_RANKS_LISTED:
+        others = f"these and others, {MAX_RANKS_LISTED} in all"
+    cut = f" The {_MAX_ROWS} {word} of {len(rows):,} are drawn; the table has {others}."
     return shown, rest, cut
 
 
 def _share_not(bar: Bar, good: str) -> float:
     total = sum(bar.parts.values())
-    return 1.0 - bar.parts.get(good, 0.0) / total if total else 1.0
+    return 1.0 - bar.parts.get(good, 0.0) / total if total else -inf
 
 
 def _share_bar(label: str, counts: Mapping[str, int], good: str) -> Bar:

@@ -3,7 +3,15 @@
 from dataclasses import dataclass
 
 from ._exchanges import OUTCOMES, outcome_counts
-from ._format import UNKNOWN, byte_count, duration, is_number, number, percent
+from ._format import (
+    MAX_RANKS_LISTED,
+    UNKNOWN,
+    byte_count,
+    duration,
+    is_number,
+    number,
+    percent,
+)
 from ._runs import Run, find_key
 from ._values import (
     accuracy,
@@ -22,6 +30,9 @@ from ._values import (
     throughput,
     train_seconds,
 )
+
+# Each has a line of its own at the top of the page.
+_MAX_LOST = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +66,14 @@ def headline(run: Run) -> list[Card]:
 
 
 def rank_rows(run: Run) -> list[list[str]]:
-    """A row for each rank: its state, its replica's accuracy, how much it did and how fast."""
-    lost = lost_ranks(run)
+    """A row for each rank: its state, its replica's accuracy, how much it did and how fast.
+
+    Of many ranks these are the first; `ranks_left_out` says so.
+    """
+    lost = {*lost_ranks(run)}
     end = "finished" if run.finished else "unfinished"
     rows = []
-    for rank in run.ranks:
+    for rank in run.ranks[:MAX_RANKS_LISTED]:
         last = last_of(run.steps, rank)
         rate = samples_per_second(run, rank)
         counted = of_rank(run.summary.get("steps_per_rank"), rank, run.world_size)
@@ -76,6 +90,17 @@ def rank_rows(run: Run) -> list[list[str]]:
             ]
         )
     return rows
+
+
+def ranks_left_out(run: Run) -> str:
+    """A sentence on the ranks that have no row; empty where all have."""
+    there = len(run.ranks)
+    if there <= MAX_RANKS_LISTED:
+        return ""
+    return (
+        f"The first {MAX_RANKS_LISTED} of {there:,} ranks; those of the others are in summary.json "
+        "and metrics-rank*.jsonl."
+    )
 
 
 RANK_HEAD = [
@@ -113,9 +138,12 @@ def notices(run: Run) -> list[str]:
     """What a reader must know before trusting the figures."""
     found = []
     reasons = run.summary.get("lost_because")
-    for rank in lost_ranks(run):
+    lost = lost_ranks(run)
+    for rank in lost[:_MAX_LOST]:
         reason = reasons.get(str(rank)) if isinstance(reasons, dict) else None
         found.append(f"Rank {rank} {reason or 'was lost during the run'}.")
+    if len(lost) > _MAX_LOST:
+        found.append(f"{len(lost) - _MAX_LOST:,} more ranks were lost; summary.json names them.")
     if run.summary.get("interrupted"):
         found.append(
             "The run was interrupted before its last step; the figures are those of that moment."

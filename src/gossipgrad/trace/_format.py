@@ -1,8 +1,12 @@
 """Numbers as people read them; "n/a" for what is not known."""
 
+from collections.abc import Sequence
+from itertools import islice
 from typing import TypeGuard
 
 UNKNOWN = "n/a"
+# What lists ranks shows so many: more rows are read in the files, not on a page.
+MAX_RANKS_LISTED = 256
 # Beyond it sums and means overflow, and a float cannot hold every int; nothing measured is near.
 _MAX_SIZE = 1e300
 
@@ -77,3 +81,32 @@ def duration(seconds: object) -> str:
     if minutes < 60:
         return f"{minutes} min {rest} s"
     return f"{minutes // 60} h {minutes % 60} min"
+
+
+def listed(values: Sequence[object], most: int = 16) -> str:
+    """Values in a row of words, the first of them where there are many.
+
+    Example:
+        >>> listed([1, 3]), listed(range(1000), 3)
+        ('1, 3', '0, 1, 2 and 997 more')
+    """
+    shown = ", ".join(map(str, islice(values, most)))
+    return shown if len(values) <= most else f"{shown} and {len(values) - most:,} more"
+
+
+def shortened(value: object) -> object:
+    """A JSON value whose long lists and objects are cut, with a word on how much was left out.
+
+    Example:
+        >>> shortened({"ranks": [0] * 300})["ranks"][-2:]
+        [0, '44 more left out']
+    """
+    if isinstance(value, list):
+        kept: list[object] = [shortened(each) for each in value[:MAX_RANKS_LISTED]]
+        left = len(value) - len(kept)
+        return [*kept, f"{left:,} more left out"] if left else kept
+    if isinstance(value, dict):
+        items = {k: shortened(each) for k, each in islice(value.items(), MAX_RANKS_LISTED)}
+        left = len(value) - len(items)
+        return items | {"...": f"{left:,} more left out"} if left else items
+    return value

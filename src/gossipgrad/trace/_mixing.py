@@ -6,7 +6,7 @@ from typing import Any
 
 from gossipgrad.topology import by_name
 
-from ._format import number
+from ._format import listed, number
 from ._runs import Run, find_key
 from ._spans import Span
 
@@ -18,6 +18,8 @@ _NOBODY = -1
 # A rank times a round is one number in the page.
 _MAX_NUMBERS = 50_000
 _MAX_TABLE_RANKS = 16
+# A square a pair of ranks: more are finer than a screen, and their product is slow in a browser.
+_MAX_RANKS = 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +57,7 @@ class Mixing:
     def description(self) -> str:
         """How much there is, and how far it is what the schedule says."""
         rounds = f"{len(self.observed)} rounds" if len(self.observed) > 1 else "1 round"
-        missing = ", ".join(map(str, self.silent_ranks))
+        missing = listed(self.silent_ranks)
         text = f"{rounds[0].upper()}{rounds[1:]} of the trace."
         if missing:
             text += f" No exchange of rank {missing} is in it: drawn as if it had taken nothing."
@@ -93,7 +95,9 @@ class Mixing:
 
 
 def mixing(run: Run) -> Mixing | None:
-    """The meetings in the trace of a run; None when it has no exchange."""
+    """The meetings in the trace of a run; None when it has no exchange, or `too_many_ranks`."""
+    if run.world_size > _MAX_RANKS:
+        return None
     taken: dict[int, dict[int, int]] = {}
     rounds_of: dict[int, set[int]] = {}
     for span in run.trace.named("exchange"):
@@ -123,6 +127,16 @@ def mixing(run: Run) -> Mixing | None:
         expected=expected,
         silent_ranks=[rank for rank in range(run.world_size) if rank not in rounds_of],
         period=period,
+    )
+
+
+def too_many_ranks(run: Run) -> str:
+    """Why the meetings of a run are not drawn, if its size is why; else empty."""
+    if run.world_size <= _MAX_RANKS or not run.trace.named("exchange"):
+        return ""
+    return (
+        f"{run.name} has {run.world_size:,} ranks: who met whom is drawn for up to {_MAX_RANKS:,}. "
+        "trace.json has all exchanges, and `gossipgrad topology` computes how a schedule mixes."
     )
 
 

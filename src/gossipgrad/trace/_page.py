@@ -19,11 +19,13 @@ from ._figures import (
     notices,
     outcome_rows,
     rank_rows,
+    ranks_left_out,
 )
+from ._format import shortened
 from ._html import Markup, disclosure, element, join, table
 from ._json import dumps_for_script
 from ._mixing import INTRODUCTION as MIXING
-from ._mixing import Mixing, mixing
+from ._mixing import Mixing, mixing, too_many_ranks
 from ._runs import Run, find_key
 from ._timeline import INTRODUCTION as TIMELINE
 from ._timeline import Timeline, timeline
@@ -217,12 +219,14 @@ def _bars(stacked: list[Bars]) -> Markup:
 
 
 def _mixing(runs: list[Run], mixings: list[tuple[Run, Mixing]]) -> Markup:
-    if not mixings:
+    left_out = [element("p", why, class_="missing") for run in runs if (why := too_many_ranks(run))]
+    if not mixings and not left_out:
         return Markup()
     return element(
         "section",
         element("h2", "Who met whom"),
-        element("p", MIXING),
+        *([element("p", MIXING)] if mixings else []),
+        *left_out,
         *_drawing(runs, mixings, kind="mixing", caption="Exchanges taken, by rank"),
         class_="panel",
     )
@@ -274,7 +278,10 @@ def _drawing(
 
 
 def _tables(run: Run, *, alone: bool) -> Markup:
-    tables = [table(_caption("Ranks", run, not alone), RANK_HEAD, rank_rows(run), text_columns={1})]
+    ranks = table(_caption("Ranks", run, not alone), RANK_HEAD, rank_rows(run), text_columns={1})
+    if left_out := ranks_left_out(run):
+        ranks = join([ranks, element("p", left_out)])
+    tables = [ranks]
     outcomes = outcome_rows(run)
     if outcomes:
         caption = _caption("Exchanges", run, not alone)
@@ -291,7 +298,7 @@ def _details(run: Run, *, alone: bool) -> Markup:
             "section",
             disclosure(
                 element("h2", _caption(name, run, not alone)),
-                element("pre", json.dumps(value, indent=2, default=str)),
+                element("pre", json.dumps(shortened(value), indent=2, default=str)),
             ),
             class_="panel",
         )

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from ._format import listed
 from ._json import read_json_lines
 from ._spans import Record, Spans, parse_events
 
@@ -82,10 +83,10 @@ def read_run(run_dir: str | os.PathLike[str]) -> Run:
     told = (summary or {}).get("world_size") or find_key(config, "nproc")
     known = type(told) is int and 0 < told <= _MAX_WORLD_SIZE
     world_size = told if known else max(steps, default=0) + 1
-    silent = [str(rank) for rank in range(world_size) if rank not in steps]
+    silent = [rank for rank in range(world_size) if rank not in steps]
     if silent:
         noun = "rank" if len(silent) == 1 else "ranks"
-        problems.append(f"There are no metrics of {noun} {', '.join(silent)}.")
+        problems.append(f"There are no metrics of {noun} {listed(silent)}.")
     trace = _read_trace(directory / "trace.json", problems)
     return Run(
         name=directory.resolve().name,
