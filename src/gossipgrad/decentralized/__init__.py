@@ -7,8 +7,14 @@ from gossipgrad.decentralized._session import GossipSession as GossipSession
 from gossipgrad.decentralized._settings import Gradients as Gradients
 from gossipgrad.decentralized._settings import GradientsAndWeights as GradientsAndWeights
 from gossipgrad.decentralized._settings import Lagged as Lagged
+from gossipgrad.decentralized._settings import Mode as Mode
 from gossipgrad.decentralized._settings import Overlap as Overlap
+from gossipgrad.decentralized._settings import Payload as Payload
 from gossipgrad.decentralized._settings import Sync as Sync
 from gossipgrad.decentralized._settings import Weights as Weights
 from gossipgrad.decentralized._settings import WeightsAndState as WeightsAndState
+from gossipgrad.decentralized._settings import resolve_average_every as resolve_average_every
+from gossipgrad.decentralized._settings import resolve_mode as resolve_mode
+from gossipgrad.decentralized._settings import resolve_payload as resolve_payload
 from gossipgrad.decentralized._stats import Stats as Stats
+from gossipgrad.decentralized._tensors import NON_NEGATIVE as NON_NEGATIVE

@@ -1,0 +1,319 @@
+"""Does gossip keep all-reduce's accuracy at 128 workers? Measured with virtual ranks.
+
+Trains on Fashion-MNIST in one process with `gossipgrad.simulate.VirtualRanks`. All cells of one
+model see the same samples in the same steps: the global batch, the epochs and the learning rate are
+one for all strategies and world sizes, and each rank takes its share of the batch.
+
+A cell that is done is kept; one that was interrupted goes on from its last epoch:
+
+    python -m benchmarks.virtual_ranks
+    python -m benchmarks.virtual_ranks --only mlp/128/gossip --seeds 1
+"""
+
+import argparse
+import json
+import math
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from benchmarks._common import write
+from gossipgrad import data, models
+from gossipgrad.simulate import VirtualRanks
+from gossipgrad.topology import by_name
+from gossipgrad.train._summary import write_json
+
+STRATEGIES: dict[str, dict] = {
+    "allreduce": {"strategy": "allreduce"},
+    "gossip": {},
+    "gossip, hypercube": {"topology": "hypercube"},
+    "gossip, no rotation": {"rotate": False},
+    "gossip, hypercube, no rotation": {"topology": "hypercube", "rotate": False},
+    "gossip, state": {"payload": "weights+state"},
+    "gossip, state every 4": {"payload": "weights+state", "state_every": 4},
+    "gossip, bf16": {"wire_dtype": torch.bfloat16},
+    "gossip, state, bf16": {"payload": "weights+state", "wire_dtype": torch.bfloat16},
+    "gossip, sync": {"mode": "sync"},
+    "gossip, average every 8": {"average_every": 8},
+    "gossip, average every 32": {"average_every": 32},
+    "local, average every 8": {"strategy": "local", "average_every": 8},
+    "every-log-p": {"strategy": "every-log-p"},
+    "local": {"strategy": "local"},
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """What all cells of one model share."""
+
+    global_batch: int
+    epochs: int
+    peak_lr: float
+    momentum: float
+    warmup_epochs: int
+
+
+SETTINGS = {
+    "mlp": Setting(global_batch=2048, epochs=20, peak_lr=0.2, momentum=0.9, warmup_epochs=1),
+    "lenet": Setting(global_batch=1024, epochs=10, peak_lr=0.1, momentum=0.9, warmup_epochs=1),
+}
+DISTANCES_PER_EPOCH = 4
+REPLICAS_EVALUATED = 8
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Cell:
+    """One run."""
+
+    model: str
+    world_size: int
+    strategy: str
+    seed: int
+    lr_factor: float = 1.0
+
+    @property
+    def name(self) -> str:
+        contestant = self.strategy.replace(", ", "-").replace(" ", "-")
+        factor = "" if self.lr_factor == 1 else f"-lr-x{self.lr_factor:g}"
+        return f"{self.model}/{self.world_size}/{contestant}{factor}/{self.seed}"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Inputs and labels, in memory as the model takes them."""
+
+    x: Tensor
+    y: Tensor
+
+
+def cells(seeds: int) -> list[Cell]:
+    """Every cell, the most telling first."""
+    main = ["allreduce", "gossip", "gossip, hypercube", "gossip, no rotation", "every-log-p"]
+    main += ["gossip, hypercube, no rotation", "local"]
+    payloads = ["gossip, state", "gossip, state every 4", "gossip, bf16"]
+    four = ["allreduce", "gossip", "every-log-p", "local"]
+    helpers = ["gossip, average every 8", "gossip, average every 32", "local, average every 8"]
+    helpers += ["gossip, sync"]
+
+    def of(model: str, sizes: list[int], strategies: list[str], seed: int) -> list[Cell]:
+        return [Cell(model, p, strategy, seed) for p in sizes for strategy in strategies]
+
+    order = [Cell("mlp", 1, "allreduce", 0)]
+    order += of("mlp", [128, 8], main, 0) + of("mlp", [128, 8], payloads, 0)
+    order += [*of("lenet", [128], four, 0), Cell("lenet", 1, "allreduce", 0)]
+    order += of("mlp", [128], main + payloads, 1) + of("mlp", [128], helpers, 0)
+    order += [Cell("mlp", 128, "gossip", 0, factor) for factor in (0.5, 2.0)]
+    order += [Cell("mlp", 128, "allreduce", 0, factor) for factor in (0.5, 2.0)]
+    for seed in range(seeds):
+        order += of("mlp", [1], ["allreduce"], seed)
+        order += of("mlp", [128, 8, 32], main + payloads, seed)
+        order += of("lenet", [1], ["allreduce"], seed) + of("lenet", [128, 8, 32], four, seed)
+    return [cell for cell in dict.fromkeys(order) if cell.seed < seeds]
+
+
+def load(device: str) -> tuple[Part, Part]:
+    """The training and the test part."""
+    dataset = data.load("fashion-mnist")
+    parts = []
+    for samples in (dataset.train, dataset.test):
+        x, y = samples.batch(torch.arange(len(samples)))
+        parts.append(Part(x.to(device), y.to(device)))
+    return parts[0], parts[1]
+
+
+def make_ranks(cell: Cell, device: str) -> VirtualRanks:
+    """Replicas that start alike for one seed, whatever the strategy."""
+    torch.manual_seed(cell.seed)
+    model = models.build(cell.model, data.info("fashion-mnist")).to(device)
+    setting = SETTINGS[cell.model]
+    options = dict(STRATEGIES[cell.strategy])
+    rotate, state_every = options.pop("rotate", True), options.pop("state_every", 1)
+    if options.get("payload") == "weights+state":
+        import gossipgrad as gg
+
+        options["payload"] = gg.WeightsAndState(every=state_every)
+    if "strategy" not in options:
+        name = options.pop("topology", "dissemination")
+        options["topology"] = by_name(name, cell.world_size, seed=cell.seed, rotate=rotate)
+    return VirtualRanks(
+        model,
+        cell.world_size,
+        optimizer=lambda parameters: torch.optim.SGD(
+            parameters, lr=setting.peak_lr, momentum=setting.momentum
+        ),
+        **options,
+    )
+
+
+def learning_rate(setting: Setting, step: int, steps_per_epoch: int) -> float:
+    """Linear to the peak, then a cosine to 0."""
+    warmup = setting.warmup_epochs * steps_per_epoch
+    if step < warmup:
+        return setting.peak_lr * (step + 1) / warmup
+    done = (step - warmup) / (setting.epochs * steps_per_epoch - warmup)
+    return setting.peak_lr * 0.5 * (1 + math.cos(math.pi * done))
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, test: Part) -> float:
+    model.eval()
+    pairs = zip(test.x.split(1000), test.y.split(1000), strict=True)
+    return sum(int((model(x).argmax(1) == y).sum()) for x, y in pairs) / len(test.y)
+
+
+def train_epoch(ranks: VirtualRanks, cell: Cell, train: Part, epoch: int) -> dict:
+    """One epoch; the loss over all ranks, and how far they were apart on the way."""
+    setting, p = SETTINGS[cell.model], cell.world_size
+    steps = len(train.y) // setting.global_batch
+    order = np.random.default_rng((cell.seed, epoch)).permutation(len(train.y))
+    rows = torch.from_numpy(order[: steps * setting.global_batch]).to(train.y.device)
+    at = {round(steps * (i + 1) / DISTANCES_PER_EPOCH) for i in range(DISTANCES_PER_EPOCH)}
+    losses, distances = [], []
+    # Rank r takes positions r, r + p, ... of the step's share: the same samples for every p.
+    for i, chosen in enumerate(rows.view(steps, -1, p).transpose(1, 2), start=1):
+        rate = cell.lr_factor * learning_rate(setting, ranks.steps, steps)
+        for group in ranks.optimizer.param_groups:
+            group["lr"] = rate
+        losses.append(ranks.step(train.x[chosen], train.y[chosen]).mean())
+        if i in at:
+            distances.append([ranks.steps, ranks.consensus_distance()])
+    return {"loss": torch.stack(losses).mean().item(), "distances": distances}
+
+
+def run(cell: Cell, folder: Path, train: Part, test: Part) -> dict:
+    """The figures of one cell; from disk if it was done, from its last epoch if it was begun."""
+    done, begun = folder / f"{cell.name}.json", folder / f"{cell.name}.pt"
+    if done.exists():
+        return json.loads(done.read_text())
+    done.parent.mkdir(parents=True, exist_ok=True)
+    device = str(train.y.device)
+    ranks = make_ranks(cell, device)
+    setting = SETTINGS[cell.model]
+    figures: dict = {"accuracy": [], "loss": [], "distances": [], "seconds": 0.0}
+    if begun.exists():
+        saved = torch.load(begun, map_location=device, weights_only=True)
+        ranks.load_state_dict(saved["ranks"])
+        figures = saved["figures"]
+    for epoch in range(len(figures["loss"]), setting.epochs):
+        start = time.perf_counter()
+        found = train_epoch(ranks, cell, train, epoch)
+        figures["accuracy"].append(accuracy(ranks.consensus_model(), test))
+        figures["loss"].append(found["loss"])
+        figures["distances"] += found["distances"]
+        figures["seconds"] += time.perf_counter() - start
+        if not math.isfinite(found["loss"]):
+            break
+        partial = begun.with_suffix(".partial")
+        torch.save({"ranks": ranks.state_dict(), "figures": figures}, partial)
+        partial.replace(begun)
+    some = np.unique(np.linspace(0, cell.world_size - 1, REPLICAS_EVALUATED).astype(int))
+    figures["replica_accuracy"] = [accuracy(ranks.replica(int(r)), test) for r in some]
+    result = {**asdict(cell), **figures}
+    write_json(done, result)
+    begun.unlink(missing_ok=True)
+    return result
+
+
+def table(results: list[dict]) -> list[dict]:
+    """One row a model, world size and strategy, over as many seeds as there are."""
+    groups: dict[tuple, list[dict]] = {}
+    for result in results:
+        key = (result["model"], result["world_size"], result["strategy"], result["lr_factor"])
+        groups.setdefault(key, []).append(result)
+    baseline = {
+        (r["model"], r["world_size"], r["lr_factor"], r["seed"]): r["accuracy"][-1]
+        for r in results
+        if r["strategy"] == "allreduce"
+    }
+    rows = []
+    for (model, p, strategy, factor), found in sorted(groups.items()):
+        found.sort(key=lambda r: r["seed"])
+        final = [r["accuracy"][-1] for r in found]
+        paired = [
+            100 * (r["accuracy"][-1] - baseline[model, p, 1.0, r["seed"]])
+            for r in found
+            if (model, p, 1.0, r["seed"]) in baseline
+        ]
+        curve = [
+            statistics.fmean(each) for each in zip(*(r["accuracy"] for r in found), strict=True)
+        ]
+        rows.append(
+            {
+                "model": model,
+                "world_size": p,
+                "strategy": strategy,
+                "lr_factor": factor,
+                "seeds": [r["seed"] for r in found],
+                "accuracy": final,
+                "accuracy_mean": round(statistics.fmean(final), 5),
+                "accuracy_sd": round(statistics.stdev(final), 5) if len(final) > 1 else None,
+                "minus_allreduce_points": [round(d, 3) for d in paired],
+                "minus_allreduce_points_mean": round(statistics.fmean(paired), 3)
+                if paired
+                else None,
+                "accuracy_by_epoch_mean": [round(value, 5) for value in curve],
+                "replica_accuracy_mean": round(
+                    statistics.fmean(a for r in found for a in r["replica_accuracy"]), 5
+                ),
+                "loss": [r["loss"][-1] for r in found],
+                "consensus_distance_by_step": found[0]["distances"],
+                "seconds": [round(r["seconds"], 1) for r in found],
+            }
+        )
+    return rows
+
+
+def report(chosen: list[Cell], folder: Path) -> Path:
+    """Writes what is done so far."""
+    paths = [folder / f"{cell.name}.json" for cell in chosen]
+    results = [json.loads(path.read_text()) for path in paths if path.exists()]
+    return write(
+        "virtual_ranks",
+        {
+            "data": "Fashion-MNIST; each epoch one permutation, dealt out to the ranks",
+            "rule": "global batch, epochs, and learning rate (linear warm-up, cosine to 0) are one "
+            "for all strategies and world sizes; accuracy is the consensus's, on the test part",
+            "settings": {name: asdict(setting) for name, setting in SETTINGS.items()},
+            "cells_done": len(results),
+            "cells": len(chosen),
+            "rows": table(results),
+        },
+    )
+
+
+def main() -> None:
+    """Runs what is missing, then writes the table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--only", nargs="*", help="starts of names such as mlp/128/gossip")
+    parser.add_argument("--quick", action="store_true", help="seed 0 at 8 ranks, MLP")
+    parser.add_argument("--report", action="store_true", help="write the table of what is done")
+    parser.add_argument("--folder", type=Path, default=Path("runs/virtual_ranks"))
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    everything = cells(options.seeds)
+    starts = tuple(options.only or ("",))
+    chosen = [cell for cell in everything if cell.name.startswith(starts)]
+    if options.quick:
+        chosen = [c for c in chosen if (c.model, c.world_size, c.seed) == ("mlp", 8, 0)]
+    if not options.report:
+        train, test = load(options.device)
+        for cell in chosen:
+            result = run(cell, options.folder, train, test)
+            print(
+                f"{cell.name:48s} accuracy {100 * result['accuracy'][-1]:.2f} % "
+                f"distance {result['distances'][-1][1]:.4f} {result['seconds']:.0f} s",
+                flush=True,
+            )
+    print(report(everything, options.folder))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""Virtual ranks by themselves: resuming, what they leave alone, what they refuse."""
+
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from gossipgrad.simulate import VirtualRanks
+from gossipgrad.topology import by_name, contraction
+from support.virtual import MODELS, batches, sgd
+
+
+def make(name="mlp", world_size=4, **settings):
+    torch.manual_seed(0)
+    return VirtualRanks(MODELS[name](), world_size, **{"optimizer": sgd, **settings})
+
+
+def train(ranks, steps, name="mlp"):
+    for _ in range(steps):
+        ranks.step(*batches(name, ranks.world_size, ranks.steps))
+    return ranks
+
+
+def assert_equal_bits(ours, theirs):
+    for rank in range(ours.world_size):
+        pairs = zip(
+            ours.replica(rank).state_dict().items(),
+            theirs.replica(rank).state_dict().items(),
+            strict=True,
+        )
+        for (name, a), (_, b) in pairs:
+            assert torch.equal(a, b), f"rank {rank}: {name}"
+
+
+@pytest.mark.parametrize("name", ["mlp", "res"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"payload": "weights+state", "average_every": 3},
+        {"strategy": "allreduce"},
+        {"optimizer": lambda p: torch.optim.AdamW(p), "payload": "weights+state"},
+    ],
+    ids=str,
+)
+def test_resume_is_bit_identical(name, settings):
+    whole = train(make(name, **settings), 9, name)
+    file = io.BytesIO()
+    torch.save(train(make(name, **settings), 4, name).state_dict(), file)
+    file.seek(0)
+    resumed = make(name, **settings)
+    resumed.load_state_dict(torch.load(file, weights_only=True))
+    assert_equal_bits(train(resumed, 5, name), whole)
+
+
+def test_replicas_in_several_chunks_are_as_in_one(monkeypatch):
+    whole = train(make(world_size=5), 3)
+    monkeypatch.setattr("gossipgrad.simulate._replicas._CHUNK_BYTES", 12_000)
+    cut = make(world_size=5)
+    assert cut._replicas._chunk == 2
+    for ours, theirs in zip(train(cut, 3)._weights, whole._weights, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_one_rank_is_the_plain_optimizer():
+    ranks = train(make(world_size=1), 5)
+    torch.manual_seed(0)
+    model = MODELS["mlp"]()
+    optimizer = sgd(list(model.parameters()))
+    for step in range(5):
+        x, y = batches("mlp", 1, step)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x[0]), y[0]).backward()
+        optimizer.step()
+    for ours, theirs in zip(ranks.replica(0).parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert ranks.consensus_distance() == 0
+
+
+@pytest.mark.parametrize("topology", ["dissemination", "hypercube", "matching"])
+def test_without_gradients_the_distance_contracts_as_analysed(topology):
+    p, rounds = 16, 3
+    ranks = make(
+        world_size=p, mode="sync", topology=topology, optimizer=lambda w: torch.optim.SGD(w, lr=0.0)
+    )
+    generator = torch.Generator().manual_seed(1)
+    for stacked in ranks._weights:
+        stacked.normal_(generator=generator)
+    before = ranks.consensus_distance()
+    mean = [w.mean(0) for w in ranks._weights]
+    train(ranks, rounds)
+    expected = contraction(by_name(topology, p), rounds)[-1]
+    assert ranks.consensus_distance() / before == pytest.approx(expected, rel=0.1)
+    for stacked, value in zip(ranks._weights, mean, strict=True):
+        torch.testing.assert_close(stacked.mean(0), value, atol=1e-5, rtol=1e-5)
+
+
+def test_odd_world_sizes_sit_out():
+    ranks = train(make(world_size=5, topology="matching"), 6)
+    assert (
+        0
+        < ranks.consensus_distance()
+        < train(make(world_size=5, strategy="local"), 6).consensus_distance()
+    )
+
+
+def test_local_ranks_do_not_hear_of_each_other():
+    ranks, other = make(strategy="local"), make(strategy="local")
+    x, y = batches("mlp", 4, 0)
+    ranks.step(x, y)
+    other.step(torch.cat([x[:3], x[3:] + 1]), y)
+    for rank in range(3):
+        for a, b in zip(
+            ranks.replica(rank).parameters(), other.replica(rank).parameters(), strict=True
+        ):
+            assert torch.equal(a, b)
+
+
+def test_frozen_and_tied_parameters():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(64, 64)
+            self.second = nn.Linear(64, 64)
+            self.second.weight = self.first.weight
+            self.first.bias.requires_grad_(False)
+
+        def forward(self, x):
+            return self.second(torch.relu(self.first(x.flatten(1))))
+
+    torch.manual_seed(0)
+    model = Tied()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    runs = [VirtualRanks(model, 3, optimizer=sgd, batching=b) for b in ("vmap", "loop")]
+    for ranks in runs:
+        train(ranks, 3)
+    vmapped, looped = (ranks.replica(2) for ranks in runs)
+    assert vmapped.second.weight is vmapped.first.weight
+    assert torch.equal(vmapped.first.bias, before["first.bias"])
+    for a, b in zip(vmapped.parameters(), looped.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), "the user's model stays as it is"
+
+
+def test_negative_second_moments_are_clamped_and_counted():
+    ranks = make(
+        payload="weights+state",
+        optimizer=lambda p: torch.optim.Adam(p, betas=(0.9, 0.1)),
+    )
+    train(ranks, 3)  # with these betas it soon diverges
+    moments = [s["exp_avg_sq"] for s in ranks.optimizer.state.values()]
+    assert all(bool((m >= 0).all()) for m in moments)
+    assert ranks.clamps > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"strategy": "ring"}, "strategy must be one of 'gossip', 'allreduce'"),
+        ({"topology": by_name("dissemination", 8)}, "topology is for 8 ranks, but world_size is 4"),
+        ({"payload": "gradients"}, "choose payload='weights' or 'weights\\+state'"),
+        ({"strategy": "every-log-p", "average_every": 3}, "has a rule of its own"),
+        ({"strategy": "post-local", "post_local_after": 3}, "give average_every"),
+        ({"strategy": "post-local", "average_every": 3}, "needs the steps of its first part"),
+        ({"post_local_after": 3}, "and no other takes them"),
+        ({"wire_dtype": torch.int8}, "a floating type such as torch.bfloat16"),
+        ({"batching": "fast"}, "must be 'auto', 'vmap' or 'loop', got 'fast'"),
+        ({"world_size": 0}, "at least one rank"),
+        ({"optimizer": lambda p: torch.optim.LBFGS(p)}, "LBFGS may mix up replicas"),
+        ({"optimizer": lambda p: torch.optim.SGD(p[:1])}, "pass all of them on"),
+    ],
+    ids=str,
+)
+def test_refuses(settings, says):
+    with pytest.raises(ValueError, match=says):
+        make(**settings)
+
+
+def test_refuses_narrow_and_empty_models():
+    with pytest.raises(ValueError, match=r"use model\.float\(\)"):
+        VirtualRanks(nn.Linear(2, 2).bfloat16(), 2, optimizer=sgd)
+    with pytest.raises(ValueError, match="nothing to simulate"):
+        VirtualRanks(nn.ReLU(), 2, optimizer=sgd)
+
+
+def test_refuses_batches_of_other_ranks_and_state_of_other_runs():
+    ranks = make()
+    with pytest.raises(ValueError, match="the 4 ranks: stack their batches"):
+        ranks.step(*batches("mlp", 3, 0))
+    with pytest.raises(ValueError, match="rank 4 is none of 0 to 3"):
+        ranks.replica(4)
+    with pytest.raises(ValueError, match="was saved by 3 ranks with shape"):
+        ranks.load_state_dict(make(world_size=3).state_dict())
+
+
+def test_settings_that_do_nothing_warn():
+    with pytest.warns(UserWarning, match="strategy 'local' ignores topology, mode: leave it out"):
+        make(strategy="local", topology="ring", mode="sync")
+    with pytest.warns(UserWarning, match="strategy 'allreduce' ignores payload"):
+        make(strategy="allreduce", payload="weights+state")
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_as_on_a_cpu():
+    ranks = train(make("lenet"), 3, "lenet")
+    torch.manual_seed(0)
+    other = VirtualRanks(MODELS["lenet"]().cuda(), 4, optimizer=sgd)
+    for step in range(3):
+        x, y = batches("lenet", 4, step)
+        other.step(x.cuda(), y.cuda())
+    for a, b in zip(ranks._weights, other._weights, strict=True):
+        torch.testing.assert_close(a, b.cpu(), rtol=1e-3, atol=1e-4)
