@@ -1,0 +1,83 @@
+"""How many bits a second all hosts together may move on this machine."""
+
+import json
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from ._errors import NetlabError
+from ._rates import format_rate
+
+__all__ = ["DEFAULT_BITS_PER_SECOND", "Envelope", "check_load", "envelope", "store"]
+
+# Measured with 2 cores at 2.5 GHz: 16 hosts at 1 Gbit/s full duplex carry 955 Mbit/s of payload
+# each way, which is all of it; 32 hosts carry 750.
+DEFAULT_BITS_PER_SECOND = 16e9
+
+
+class Envelope(NamedTuple):
+    """What a machine carries, and how that is known."""
+
+    bits_per_second: float
+    source: str
+
+
+def envelope() -> Envelope:
+    """What `check` has measured on this machine, else the default."""
+    try:
+        stored = json.loads(_path().read_text())
+        if stored["machine"] == _machine():
+            return Envelope(
+                float(stored["bits_per_second"]), f"measured here on {stored['date']}, in {_path()}"
+            )
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    return Envelope(
+        DEFAULT_BITS_PER_SECOND,
+        "the default, measured on 2 cores at 2.5 GHz; `python -m benchmarks.netlab check` measures "
+        "this machine",
+    )
+
+
+def store(bits_per_second: float, date: str) -> Path:
+    """Writes down what was measured, for this machine alone."""
+    path = _path()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {"bits_per_second": bits_per_second, "date": date, "machine": _machine()}
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(content, indent=2) + "\n")
+    partial.replace(path)
+    return path
+
+
+def check_load(load: float, hosts: int, asked: float | None) -> None:
+    """Refuses what the machine cannot carry.
+
+    Raises:
+        NetlabError: With the reason.
+    """
+    limit, source = envelope() if asked is None else Envelope(asked, "as asked for")
+    if load > limit * 1.001:
+        raise NetlabError(
+            f"{hosts} hosts at {format_rate(load / hosts)} on average can move {format_rate(load)} "
+            f"together, and this machine carries {format_rate(limit)} ({source}): above, the "
+            "processors and not the links would set the pace. Take fewer hosts or lower rates"
+        )
+
+
+def _path() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "gossipgrad" / "netlab.json"
+
+
+def _machine() -> dict[str, str | int]:
+    names = {
+        line.split(":", 1)[1].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    }
+    return {
+        "kernel": os.uname().release,
+        "processor": ", ".join(sorted(names)) or os.uname().machine,
+        "cores": len(os.sched_getaffinity(0)),
+    }

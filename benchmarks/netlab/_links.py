@@ -1,0 +1,91 @@
+"""The lines of `ip` and `tc` that make the network: hosts, racks, and a shaper on each link end.
+
+Everything stands in namespaces of the laboratory's own, the switch too: the machine's interfaces,
+bridges, routes and firewall are out of reach. A host's link is a virtual Ethernet pair, `lab0` in
+the host and a port of its rack's bridge (or of the core) in the switch; a token bucket on `lab0`
+shapes what the host sends, one on the port what it receives.
+"""
+
+from collections.abc import Iterator
+
+from ._layout import INTERFACE, MTU, Layout
+
+__all__ = ["Wiring", "shaper"]
+
+_CORE = "core"
+_GSO_BYTES = 65536
+_FASTEST = 4e10  # of a link that is not to constrict
+
+
+class Wiring:
+    """The lines for one layout, names and addresses filled in."""
+
+    def __init__(self, layout: Layout, hosts: list[str], switch: str, network: int) -> None:
+        self.layout = layout
+        self.hosts = hosts
+        self.switch = switch
+        self._network = network
+
+    def address(self, host: int) -> str:
+        """Where `host` is reached."""
+        return f"10.{self._network}.0.{host + 1}"
+
+    def bridges(self) -> Iterator[str]:
+        """`ip` in the switch: the core, and a bridge a rack with its link to the core."""
+        names = [_CORE, *(f"rack{rack}" for rack in range(len(self.layout.racks)))]
+        for name in names:
+            # Nothing but the hosts' own bytes on the links: no spanning tree, no IPv6 greetings.
+            yield f"link add {name} type bridge forward_delay 0 stp_state 0 mcast_snooping 0"
+            yield f"link set {name} addrgenmode none mtu {MTU} up"
+        for rack in range(len(self.layout.racks)):
+            yield f"link add up{rack} type veth peer name down{rack}"
+            for end, bridge in ((f"up{rack}", f"rack{rack}"), (f"down{rack}", _CORE)):
+                yield f"link set {end} master {bridge} addrgenmode none mtu {MTU} up"
+
+    def ports(self) -> Iterator[str]:
+        """`ip` in the switch: a link to every host."""
+        for host, name in enumerate(self.hosts):
+            rack = self.layout.rack_of(host)
+            bridge = _CORE if rack is None else f"rack{rack}"
+            yield f"link add host{host} type veth peer name {INTERFACE} netns {name}"
+            yield f"link set host{host} master {bridge} addrgenmode none mtu {MTU} up"
+
+    def host(self, host: int) -> Iterator[str]:
+        """`ip` in a host: its address, and one congestion control whatever the machine's is."""
+        yield "link set lo up"
+        yield f"link set {INTERFACE} addrgenmode none mtu {MTU} up"
+        yield f"addr add {self.address(host)}/24 dev {INTERFACE} noprefixroute"
+        yield (
+            f"route add 10.{self._network}.0.0/24 dev {INTERFACE} src {self.address(host)} "
+            "congctl cubic"
+        )
+
+    def shape_ports(self) -> Iterator[str]:
+        """`tc` in the switch: what hosts receive, and both ends of every uplink."""
+        for host, rate in enumerate(self.layout.rates):
+            yield shaper("add", f"host{host}", rate)
+        for rack, uplink in enumerate(self.layout.uplinks):
+            for end in (f"up{rack}", f"down{rack}"):
+                yield shaper("add", end, uplink)
+
+    def shape_host(self, host: int) -> str:
+        """`tc` in a host: what it sends."""
+        return shaper("add", INTERFACE, self.layout.rates[host])
+
+
+def shaper(verb: str, interface: str, rate: float | None) -> str:
+    """A line of `tc` for a token bucket at the root of `interface`; None does not constrict."""
+    rate = _FASTEST if rate is None else rate
+    burst = burst_bytes(rate)
+    limit = queue_bytes(rate)
+    return f"qdisc {verb} dev {interface} root tbf rate {rate:.0f}bit burst {burst} limit {limit}"
+
+
+def burst_bytes(rate: float) -> int:
+    """What a rested link carries at once."""
+    return int(max(2 * _GSO_BYTES, rate / 8 * 1e-3))
+
+
+def queue_bytes(rate: float) -> int:
+    """What may wait before a link drops."""
+    return int(min(max(1 << 20, rate / 8 * 0.01), 16 << 20))

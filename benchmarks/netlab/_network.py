@@ -1,0 +1,253 @@
+"""The laboratory itself: made on entering, gone on leaving."""
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from ._envelope import check_load
+from ._errors import NetlabError
+from ._layout import INTERFACE, Layout
+from ._links import Wiring, shaper
+from ._rates import check_rate
+from ._record import Record, allocate, locked
+from ._sweep import dismantle, sweep_locked
+from ._system import lacking_features, missing, run, run_batch
+from ._watchdog import guard
+
+__all__ = ["Counters", "Network"]
+
+_SWITCH = "switch"
+_DEATH_SECONDS = 5.0
+# Else the bridges greet every host now and then, and the counters have it.
+_NO_IPV6 = "cd /proc/sys/net/ipv6/conf/default 2>/dev/null && echo 1 > disable_ipv6 || true"
+
+
+class Counters(NamedTuple):
+    """Bytes over a host's link since the network came up: whole frames, headers and all."""
+
+    sent_bytes: int
+    received_bytes: int
+
+
+class Network:
+    """Hosts on one machine, each behind a link shaped in both directions.
+
+    Every host is a network namespace. All links end in a switch in a namespace of its own, so
+    nothing of the machine's own network is touched, and nothing in there reaches it: files, pipes
+    and Unix sockets are the way in and out. Leaving the block kills what runs inside.
+
+    A rate is that of the wire, in bits a second each way; TCP hands on 1448 bytes of each 1514.
+    Bandwidth is shaped, delay and loss are not. A file-first queue stands before each link, as in
+    a switch: flows that share one do not share it evenly.
+
+    Args:
+        hosts: How many.
+        rate_bits_per_second: Of every host's link.
+        host_rates: Of those that differ.
+        racks: The hosts of each rack; one that is in none stands at the core.
+        uplink_bits_per_second: Of each rack's link to the core; None does not constrict.
+        envelope_bits_per_second: What this machine can carry, all hosts together. By default what
+            `python -m benchmarks.netlab check` measured here.
+
+    Raises:
+        ValueError: If the settings contradict each other.
+        NetlabError: On entering: if something is missing, or the machine cannot carry so much.
+
+    Example:
+        with Network(hosts=2, rate_bits_per_second=1e8) as network:
+            network.verify()
+            ranks = [network.popen(rank, ["worker", network.address(0)]) for rank in range(2)]
+            print([rank.wait() for rank in ranks])
+    """
+
+    def __init__(
+        self,
+        *,
+        hosts: int,
+        rate_bits_per_second: float,
+        host_rates: Mapping[int, float] | None = None,
+        racks: Sequence[Sequence[int]] | None = None,
+        uplink_bits_per_second: float | None = None,
+        envelope_bits_per_second: float | None = None,
+    ) -> None:
+        self.layout = Layout.of(
+            hosts, rate_bits_per_second, host_rates, racks, uplink_bits_per_second
+        )
+        self._envelope = envelope_bits_per_second
+        self._record: Record | None = None
+        self._watchdog: subprocess.Popen[bytes] | None = None
+        self._processes: list[subprocess.Popen[Any]] = []
+
+    def __enter__(self) -> Self:
+        if self._record is not None:
+            raise NetlabError("this network is up already: make another Network for a second one")
+        if lacks := missing():
+            raise NetlabError("; ".join(lacks))
+        check_load(self.layout.load(), self.layout.hosts, self._envelope)
+        hosts = self.layout.hosts
+        with locked():
+            sweep_locked()
+            self._record = allocate([_SWITCH, *(f"host{host}" for host in range(hosts))])
+        try:
+            self._watchdog = guard(self._record)
+            self._make()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kills what runs inside and removes the network; the second time does nothing."""
+        record = self._record
+        if record is None or record.owner != os.getpid():  # a fork of the owner leaves it be
+            return
+        try:
+            dismantle(record)
+            self._record = None
+        finally:
+            for process in self._processes:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_DEATH_SECONDS)
+            # Kept if something is left: it tries again when this process has ended.
+            if self._watchdog is not None and self._record is None:
+                self._watchdog.kill()
+                self._watchdog.wait()
+
+    @property
+    def hosts(self) -> int:
+        """How many."""
+        return self.layout.hosts
+
+    @property
+    def wiring(self) -> Wiring:
+        """Names and addresses."""
+        record = self._up()
+        return Wiring(
+            self.layout, list(record.namespaces[1:]), record.namespaces[0], record.network
+        )
+
+    def address(self, host: int) -> str:
+        """The address of `host`, for all others."""
+        return self.wiring.address(self.layout.check_host(host))
+
+    def interface(self, host: int) -> str:
+        """The name of its link in its namespace."""
+        self.layout.check_host(host)
+        return INTERFACE
+
+    def namespace(self, host: int) -> str:
+        """Its name for `ip netns exec`."""
+        return self.wiring.hosts[self.layout.check_host(host)]
+
+    def environment(self, host: int, *, port: int = 29500) -> dict[str, str]:
+        """What `torch.distributed` asks of the environment: rank `host`, store and root at host 0.
+
+        Without `GLOO_SOCKET_IFNAME` Gloo looks up this machine's name, which is not the host's.
+        """
+        return {
+            "RANK": str(self.layout.check_host(host)),
+            "WORLD_SIZE": str(self.hosts),
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": self.address(0),
+            "MASTER_PORT": str(port),
+            "GLOO_SOCKET_IFNAME": INTERFACE,
+        }
+
+    def popen(
+        self,
+        host: int,
+        argv: Sequence[str | os.PathLike[str]],
+        *,
+        env: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> "subprocess.Popen[Any]":
+        """Starts a process on `host`; killed with the network at the latest.
+
+        Args:
+            host: Where.
+            argv: The command and its arguments; no shell.
+            env: The whole environment, as for `subprocess`; by default this process's own. To it
+                add `environment(host)` for torch.
+            options: All else that `subprocess.Popen` takes.
+        """
+        command = [os.fspath(word) for word in argv]
+        path = (os.environ if env is None else env).get("PATH")
+        if not command or shutil.which(command[0], path=path) is None:
+            raise FileNotFoundError(
+                f"no command {command[0] if command else ''!r} to run on a host"
+            )
+        inside = ["ip", "netns", "exec", self.namespace(host)]
+        process = subprocess.Popen([*inside, *command], env=env, **options)
+        self._processes.append(process)
+        return process
+
+    def set_rate(self, host: int, rate_bits_per_second: float) -> None:
+        """Changes the link of `host`, both ways, while it carries bytes; its queue stays."""
+        rate = check_rate(rate_bits_per_second, f"the rate of host {host}")
+        before = self.layout.rates[self.layout.check_host(host)]
+        check_load(self.layout.load() - before + rate, self.hosts, self._envelope)
+        wiring = self.wiring
+        run("tc", "-n", wiring.hosts[host], *shaper("change", INTERFACE, rate).split())
+        run("tc", "-n", wiring.switch, *shaper("change", f"host{host}", rate).split())
+        self.layout.rates[host] = rate
+
+    def set_uplink(self, rack: int, rate_bits_per_second: float | None) -> None:
+        """Changes the link of `rack` to the core, both ways; None does not constrict."""
+        self.layout.check_rack(rack)
+        if rate_bits_per_second is not None:
+            check_rate(rate_bits_per_second, f"the uplink of rack {rack}")
+        for end in (f"up{rack}", f"down{rack}"):
+            line = shaper("change", end, rate_bits_per_second)
+            run("tc", "-n", self.wiring.switch, *line.split())
+        self.layout.uplinks[rack] = rate_bits_per_second
+
+    def counters(self, host: int) -> Counters:
+        """Bytes that have passed the two shapers of a host's link.
+
+        The shapers count frames as a cable would see them; the interface itself counts up to 45
+        of them as one, with one header.
+        """
+        return Counters(
+            _passed(self.namespace(host), INTERFACE), _passed(self.wiring.switch, f"host{host}")
+        )
+
+    def _up(self) -> Record:
+        if self._record is None:
+            raise NetlabError(
+                "the network is not up: use it inside `with Network(...) as network:`"
+            )
+        return self._record
+
+    def _make(self) -> None:
+        wiring = self.wiring
+        record = self._up()
+        try:
+            run_batch(["ip"], (f"netns add {name}" for name in record.namespaces))
+            run("ip", "netns", "exec", wiring.switch, "sh", "-c", _NO_IPV6)
+            run_batch(["ip", "-n", wiring.switch], [*wiring.bridges(), *wiring.ports()])
+            run_batch(["tc", "-n", wiring.switch], wiring.shape_ports())
+            for host, name in enumerate(wiring.hosts):
+                run_batch(["ip", "-n", name], wiring.host(host))
+                run_batch(["tc", "-n", name], [wiring.shape_host(host)])
+        except NetlabError as error:
+            lacks = lacking_features(wiring.switch)
+            raise NetlabError("; ".join(lacks) or str(error)) from error
+
+
+def _passed(namespace: str, interface: str) -> int:
+    shown = json.loads(run("tc", "-n", namespace, "-s", "-j", "qdisc", "show", "dev", interface))
+    return next(queue["bytes"] for queue in shown if queue.get("root"))
