@@ -1,5 +1,6 @@
 """A ring shuffle as its user sees it, alone and in step with others."""
 
+import math
 import pickle
 from itertools import chain
 
@@ -128,6 +129,28 @@ def test_a_data_loader_takes_it_as_it_is():
         assert sorted(int(label) for x, y in loader for label in y) == list(range(10))
 
 
+def test_a_data_loader_left_at_its_default_adds_no_axis():
+    with gg.RingShuffle(torch.randn(10, 3), torch.arange(10), batch_size=4) as shuffle:
+        loader = DataLoader(shuffle)
+        assert len(loader) == 3
+        batches = list(loader)
+        assert [(x.shape, y.shape) for x, y in batches] == [
+            ((size, 3), (size,)) for size in (4, 4, 2)
+        ]
+        assert sorted(flat(y.tolist() for _, y in batches)) == list(range(10))
+
+
+def test_a_data_loader_that_makes_batches_of_batches_is_refused():
+    with gg.RingShuffle(torch.arange(10), batch_size=4) as shuffle:
+        with pytest.raises(
+            ValueError,
+            match=r"one batch of 2 that a RingShuffle has made already: use DataLoader\(shuffle, "
+            r"batch_size=None\), and say how .* No row is lost\.",
+        ):
+            next(iter(DataLoader(shuffle, batch_size=2)))
+        assert sorted(shuffle.rows()[0].tolist()) == list(range(10))
+
+
 def test_worker_processes_are_refused():
     with gg.RingShuffle(torch.arange(10), batch_size=4) as shuffle:
         why = "lives in one process, with its rows and its links to other ranks: use DataLoader"
@@ -183,6 +206,8 @@ def test_a_state_with_rows_in_flight_is_refused():
         state = shuffle.state_dict()
         with pytest.raises(ValueError, match="1 batches were handed out already"):
             shuffle.load_state_dict(state)
+        with pytest.raises(ValueError, match="the state has no order: load what state_dict"):
+            shuffle.load_state_dict({name: state[name] for name in state if name != "order"})
         state["rank"] = 7
         with pytest.raises(ValueError, match="the state has rank=7, this shuffle has"):
             shuffle.load_state_dict(state)
@@ -196,9 +221,17 @@ def test_a_state_with_rows_in_flight_is_refused():
         ((), {}, "no tensors"),
         ((torch.ones(0, 4),), {}, r"tensors have \[0\] rows"),
         ((torch.ones(3, device="meta"),), {}, "keep the shard in host memory"),
-        ((torch.ones(3),), {"batch_size": 0}, "must be at least 1, got 0 and 8"),
-        ((torch.ones(3),), {"credits": 0}, "must be at least 1, got 4 and 0"),
-        ((torch.ones(3),), {"deadline_seconds": -1.0}, "must not be negative, got 0 and -1.0"),
+        ((torch.ones(3),), {"batch_size": 0}, "batch_size is 0, but must be a whole number of at"),
+        ((torch.ones(3),), {"batch_size": True}, "batch_size is True, but must be a whole number"),
+        ((torch.ones(3),), {"credits": 0}, "credits is 0, but must be a whole number of at least"),
+        ((torch.ones(3),), {"seed": -1}, "seed is -1, but must be a whole number of at least 0"),
+        (
+            (torch.ones(3),),
+            {"deadline_seconds": -1.0},
+            "deadline_seconds is -1.0, but must be a number of seconds, at least 0 and finite; 0:",
+        ),
+        ((torch.ones(3),), {"deadline_seconds": math.nan}, "deadline_seconds is nan, but must be"),
+        ((torch.ones(3),), {"deadline_seconds": math.inf}, "deadline_seconds is inf, but must be"),
         ((torch.ones(3),), {"drop_last": True}, "3 rows make no batch of 4 with drop_last"),
     ],
 )

@@ -1,15 +1,17 @@
 """Which samples a rank trains on."""
 
 import json
+import math
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import gossipgrad as gg
 from gossipgrad import data
 from gossipgrad.data import TensorSamples
-from gossipgrad.train import TrainConfig, run
+from gossipgrad.train import TrainConfig, _batches, run
 from gossipgrad.train._batches import RingBatches, ShardBatches, deal, make_batches
 from gossipgrad.train._check import check
 
@@ -66,7 +68,7 @@ def test_a_shard_stays_and_its_order_changes():
 
 def test_travelling_rows_are_augmented_by_their_place_in_the_data_set():
     shard = deal(None, num_samples=11, rank=0, world_size=1, seed=3)
-    batches = RingBatches(samples(), shard, batch_size=4, seed=3)
+    batches = RingBatches(samples(), shard, batch_size=4, seed=3, deadline_seconds=5.0)
     for epoch in range(2):
         for x, y in batches.epoch(epoch):
             index = ((x.flatten() - 0.5 * epoch) / 1001).round().long()
@@ -117,6 +119,42 @@ def test_batches_of_one_are_refused_where_nothing_can_be_averaged(options, nproc
     ):
         check(config, nproc)
     check(TrainConfig(model="resnet20", batch_size=1), 1)  # 2x2 pixels are left of 8x8
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (-1.0, "shuffle_deadline_seconds is -1.0, but must be at least 0"),
+        (math.nan, "shuffle_deadline_seconds is nan, but must be at least 0"),
+        (math.inf, "shuffle_deadline_seconds is inf, but must be finite"),
+    ],
+)
+def test_deadlines_that_cannot_be_are_refused(value, message):
+    with pytest.raises(ValueError, match=message):
+        TrainConfig(shuffle="ring", shuffle_deadline_seconds=value)
+
+
+@pytest.mark.parametrize("options", [{}, {"shuffle_deadline_seconds": 0.25}])
+def test_the_deadline_of_the_ring_is_the_one_that_was_set(options, monkeypatch):
+    made = {}
+
+    def shuffle(*tensors, **settings):
+        made.update(settings)
+        return gg.RingShuffle(*tensors, **settings)
+
+    monkeypatch.setattr(_batches, "RingShuffle", shuffle)
+    config = TrainConfig(shuffle="ring", **options)
+    make_batches(config, data.load("digits"), rank=0, world_size=1).close()
+    assert made["deadline_seconds"] == (0.25 if options else 5.0)
+
+
+@pytest.mark.parametrize("shuffle", ["global", "local"])
+def test_a_deadline_without_effect_is_named(shuffle):
+    with pytest.warns(
+        UserWarning, match=f"shuffle_deadline_seconds=2.0 is not used: shuffle is {shuffle}"
+    ):
+        TrainConfig(shuffle=shuffle, shuffle_deadline_seconds=2.0).warn_of_unused()
+    TrainConfig(shuffle="ring", shuffle_deadline_seconds=2.0).warn_of_unused()
 
 
 def test_shards_without_effect_are_named():

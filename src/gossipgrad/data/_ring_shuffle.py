@@ -9,13 +9,16 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 import torch.distributed as dist
-from jaxtyping import Int, Shaped
+from jaxtyping import Shaped
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from gossipgrad.comm import Group
 from gossipgrad.decentralized import resolve_group
 
+from ._checks import check_whole
+from ._ring_shuffle_batch import RowBatch
+from ._ring_shuffle_order import EpochOrder
 from ._ring_shuffle_ring import Ring
 from ._ring_shuffle_rows import Parcel, Rows
 from ._ring_shuffle_start import (
@@ -33,7 +36,7 @@ from ._ring_shuffle_worker import Worker
 Batch = tuple[Shaped[Tensor, "row ..."], ...]
 
 _LINGER_SECONDS = 2.0
-_VERSION = 1
+_VERSION = 2
 _NO_WORKERS = (
     "a RingShuffle lives in one process, with its rows and its links to other ranks: use "
     "DataLoader(shuffle, batch_size=None, num_workers=0)"
@@ -71,7 +74,9 @@ class RingShuffle(IterableDataset[Batch]):
 
     **Which rows travel.** All of a batch where all ranks have batches of one size. With uneven
     shards a step moves as many rows on every link as the smallest batch of any rank in that step
-    has, the first ones of each batch. So each shard keeps its size.
+    has, the first ones of each batch. So each shard keeps its size. Steps count from the start,
+    whatever epochs were left early: a batch that is too small for its step gives rows of the one
+    before along.
 
     **Memory.** The shard, copied, and at most `3 * credits` batches of rows on their way, reached
     only when neighbours are late; while the ring closes a gap, `credits` more.
@@ -102,7 +107,8 @@ class RingShuffle(IterableDataset[Batch]):
         ...     [len(targets) for inputs, targets in shuffle]
         [4, 4, 2]
 
-        `DataLoader(shuffle, batch_size=None)` takes it as well, without worker processes.
+        `DataLoader(shuffle, batch_size=None)` takes it as well, without worker processes. A
+        `batch_size` above 1 there is refused: a DataLoader does not make batches of batches.
 
     References:
         Daily et al., GossipGraD, arXiv:1803.05880, on the asynchronous distributed shuffle of
@@ -156,7 +162,7 @@ class RingShuffle(IterableDataset[Batch]):
         self._epoch = -1
         self._next_epoch = 0
         self._batches_left = 0
-        self._order: Int[np.ndarray, " row"] = np.empty(0, dtype=np.int64)
+        self._order = EpochOrder()
         self._resumes = False
         self._iteration = 0
         self._steps = 0
@@ -181,8 +187,7 @@ class RingShuffle(IterableDataset[Batch]):
 
     def set_epoch(self, epoch: int) -> None:
         """Says which epoch the next iteration is; it decides the order."""
-        if epoch < 0:
-            raise ValueError(f"epoch is {epoch}, but must be at least 0")
+        check_whole(0, epoch=epoch)
         self._worker.do(lambda: self._set_epoch(epoch))
 
     def rows(self) -> Batch:
@@ -250,7 +255,7 @@ class RingShuffle(IterableDataset[Batch]):
     def _iterate(self) -> Iterator[Batch]:
         iteration = self._worker.do(self._begin)
         while (batch := self._worker.do(lambda: self._go_on(iteration))) is not None:
-            yield batch
+            yield RowBatch(batch)
 
     def _begin(self) -> int:
         self._check_open()
@@ -270,35 +275,26 @@ class RingShuffle(IterableDataset[Batch]):
         self._epoch = self._next_epoch
         self._next_epoch = self._epoch + 1
         self._batches_left = len(self)
-        self._flow_step = -(-self._flow_step // len(self)) * len(self)
         slots = np.setdiff1d(np.arange(self._num_rows), self._rows.spare)
         order = np.random.default_rng((self.seed, self._epoch, self.rank)).permutation(slots)
-        self._order = np.resize(order, self._num_rows)  # as long as ever, should rows be missing
+        # As long as ever, should rows be missing.
+        self._order = EpochOrder(np.resize(order, self._num_rows))
 
     def _next_batch(self) -> Batch:
-        slots = self._next_slots()
+        last = self._batches_left == 1 and not self.drop_last
+        size = len(self._order.rest) if last else self.batch_size
+        if self._ring is not None and not self._ring.fetch(self._order.rest[:size]):
+            self._order.put_off(~self._rows.held)
+        used, slots = self._order.used[::-1], self._order.take(size)
         self._rows_stale += int((~self._rows.held[slots]).sum())
         if self._ring is None:
             batch = self._rows.read(slots)
         else:
-            batch = self._ring.hand_out(slots, self._flow.rows(self._flow_step))
+            batch = self._ring.hand_out(slots, self._flow.rows(self._flow_step), used)
         self._steps += 1
         self._flow_step += 1
         self._batches_left -= 1
         return batch
-
-    def _next_slots(self) -> Int[np.ndarray, " row"]:
-        """The next slots in the order; those whose rows have not come are put off."""
-        size = self.batch_size
-        if self._batches_left == 1 and not self.drop_last:
-            size = len(self._order)
-        slots = self._order[:size]
-        if self._ring is not None and not self._ring.fetch(slots):
-            held = self._rows.held[self._order]
-            self._order = np.concatenate([self._order[held], self._order[~held]])
-            slots = self._order[:size]
-        self._order = self._order[len(slots) :]
-        return slots
 
     def _set_epoch(self, epoch: int) -> None:
         if not (self._resumes and epoch == self._epoch):
@@ -366,7 +362,8 @@ class RingShuffle(IterableDataset[Batch]):
             "epoch": self._epoch,
             "next_epoch": self._next_epoch,
             "batches_left": self._batches_left,
-            "order": torch.from_numpy(self._order.copy()),
+            "order": torch.from_numpy(self._order.slots.copy()),
+            "order_place": self._order.place,
             "flow_step": self._flow_step,
         }
 
@@ -386,7 +383,7 @@ class RingShuffle(IterableDataset[Batch]):
             self._ring.rows = rows
         self._epoch, self._next_epoch = state["epoch"], state["next_epoch"]
         self._batches_left, self._flow_step = state["batches_left"], state["flow_step"]
-        self._order = state["order"].numpy().copy()
+        self._order = EpochOrder(state["order"].numpy().copy(), state["order_place"])
         self._resumes = self._batches_left > 0
 
     def _check_open(self) -> None:

@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 _GONE = -1  # in place of the rows that a rank has given away
 _WAKE_SECONDS = 0.5  # a wait wakes this often, so that it hears that nobody waits for it any more
 _LAST_WORD_SECONDS = 0.2
+_NO_SLOTS = np.empty(0, dtype=np.int64)
 _TOLD_AROUND = 8  # a leaver's neighbours may leave with it, and so on; those behind them are told
 
 
@@ -99,26 +100,32 @@ class Ring:
         return max(away, 0 if self._rests else len(self.rows.vacant))
 
     def hand_out(
-        self, slots: Int[np.ndarray, " row"], count: int
+        self,
+        slots: Int[np.ndarray, " row"],
+        count: int,
+        others: Int[np.ndarray, " other"] = _NO_SLOTS,
     ) -> tuple[Shaped[Tensor, "row ..."], ...]:
         """The rows in some slots; the first `count` that are this rank's are given away with it.
 
-        They stay where they are, and the round is late, if the credits are used up.
+        They stay where they are, and the round is late, if the credits are used up. Where `count`
+        is more than there are, rows in the slots `others` go along.
         """
         self.poll()
         self._pass_on()
-        goes = self._wait_patiently(lambda: self._may_give(len(self._own(slots, count))))
+        pool = slots
+        if count > len(slots):
+            pool = np.concatenate([slots, others])
+            self.fetch(pool[:count])
+        goes = self._wait_patiently(lambda: self._may_give(len(self._own(pool, count))))
         # From here on nothing comes in: what is read is what is given.
-        own = self._own(slots, count)
+        own = self._own(pool, count)
         batch = self.rows.read(slots)
         if self.links.downstream is None:
             if self.rows.unplaced and len(own):  # what has no slot gets its turn
-                self.rows.put_in(self.rows.take_out(slots[own], [part[own] for part in batch]))
+                self.rows.put_in(self._take_out(pool, own, batch))
         elif goes and len(own):
             start = time.perf_counter()
-            is_prefix = own[-1] == len(own) - 1
-            chosen = [part[: len(own)] if is_prefix else part[own] for part in batch]
-            self._send(self.links.downstream, self.rows.take_out(slots[own], chosen))
+            self._send(self.links.downstream, self._take_out(pool, own, batch))
             self.moving_seconds += time.perf_counter() - start
         elif count > 0:
             self.late_rounds += 1
@@ -176,6 +183,20 @@ class Ring:
         if left := sum(parcel.count for parcel in self.links.in_flight):
             logger.info("rank %d left with %d rows still on their way", self.rank, left)
         self.links.transport.close(min(_LAST_WORD_SECONDS, linger_seconds))
+
+    def _take_out(
+        self,
+        pool: Int[np.ndarray, " row"],
+        own: Int[np.ndarray, " place"],
+        batch: tuple[Shaped[Tensor, "batch ..."], ...],
+    ) -> Parcel:
+        """The rows in the slots `pool[own]`; `batch` has those in the first slots of `pool`."""
+        if own[-1] >= len(batch[0]):
+            rows = self.rows.read(pool[own])
+        else:
+            is_prefix = own[-1] == len(own) - 1
+            rows = tuple(part[: len(own)] if is_prefix else part[own] for part in batch)
+        return self.rows.take_out(pool[own], rows)
 
     def _own(self, slots: Int[np.ndarray, " row"], count: int) -> Int[np.ndarray, " place"]:
         """Where in `slots` the first `count` rows are that can be given; one row always stays."""

@@ -1,6 +1,8 @@
 """How the ranks of a ring shuffle find each other, and agree on which rows travel."""
 
+import math
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any
 
 from torch import Tensor
@@ -9,6 +11,7 @@ from gossipgrad.comm import GlooTransport, Group, Transport, ZeroMQTransport
 from gossipgrad.errors import AgreementError
 
 from . import _shards
+from ._checks import check_whole
 
 TransportFactory = Callable[[Group], Transport]
 
@@ -113,13 +116,12 @@ def check_arguments(
                 f"a tensor lies on {tensor.device}: keep the shard in host memory, and move each "
                 "batch to the device"
             )
-    if batch_size < 1 or credits < 1:
+    check_whole(1, batch_size=batch_size, credits=credits)
+    check_whole(0, seed=seed)
+    if not isinstance(deadline_seconds, Real) or not 0 <= float(deadline_seconds) < math.inf:
         raise ValueError(
-            f"batch_size and credits must be at least 1, got {batch_size} and {credits}"
-        )
-    if seed < 0 or deadline_seconds < 0:
-        raise ValueError(
-            f"seed and deadline_seconds must not be negative, got {seed} and {deadline_seconds}"
+            f"deadline_seconds is {deadline_seconds!r}, but must be a number of seconds, at least "
+            "0 and finite; 0: no batch waits for a late neighbour."
         )
     if not num_batches(lengths[0], batch_size, drop_last=drop_last):
         raise ValueError(

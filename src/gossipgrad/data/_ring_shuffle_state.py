@@ -5,6 +5,12 @@ from typing import Any
 
 from torch import Tensor
 
+# What a state holds beside what has to be the same.
+_POSITION = (
+    *("tensors", "held", "unplaced", "order", "order_place"),
+    *("epoch", "next_epoch", "batches_left", "flow_step"),
+)
+
 
 def check_state(state: dict[str, Any], own: dict[str, Any], tensors: Sequence[Tensor]) -> None:
     """Refuses a state that is another rank's, or of another shard.
@@ -17,6 +23,10 @@ def check_state(state: dict[str, Any], own: dict[str, Any], tensors: Sequence[Te
     Raises:
         ValueError: With the first difference.
     """
+    if missing := sorted({*own, *_POSITION} - set(state)):
+        raise ValueError(
+            f"the state has no {missing[0]}: load what state_dict() of a RingShuffle gave"
+        )
     for name, value in own.items():
         if state[name] != value:
             raise ValueError(

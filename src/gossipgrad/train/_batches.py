@@ -28,8 +28,6 @@ Batch = tuple[Shaped[Tensor, "batch ..."], Int[Tensor, "batch ..."]]
 
 # Sets the draw of the shards apart from those of an epoch's order.
 _STREAM = 2
-# How long a batch waits for rows of a late neighbour: a run repeats if it is never reached.
-_DEADLINE_SECONDS = 5.0
 
 
 @runtime_checkable
@@ -82,6 +80,7 @@ class RingBatches:
         *,
         batch_size: int,
         seed: int,
+        deadline_seconds: float,
     ) -> None:
         index = torch.from_numpy(shard)
         self._samples = samples
@@ -92,7 +91,7 @@ class RingBatches:
             index,
             batch_size=batch_size,
             seed=seed,
-            deadline_seconds=_DEADLINE_SECONDS,
+            deadline_seconds=deadline_seconds,
         )
 
     def __len__(self) -> int:
@@ -154,7 +153,13 @@ def make_batches(
             threads=threads,
         )
     assert isinstance(dataset.train, TensorSamples), "refused before the start"
-    return RingBatches(dataset.train, shard, batch_size=config.batch_size, seed=config.seed)
+    return RingBatches(
+        dataset.train,
+        shard,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        deadline_seconds=config.shuffle_deadline_seconds,
+    )
 
 
 def deal(

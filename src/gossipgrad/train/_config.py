@@ -126,6 +126,9 @@ class TrainConfig:
     shards: Literal["random", "by-label"] = "random"
     """How shuffle ring and local deal the shards. by-label: in the order of classes, so that each
     rank has few of them."""
+    shuffle_deadline_seconds: float = 5.0
+    """How long a batch of shuffle ring waits for rows of a slow neighbour; a run repeats as long
+    as it is never reached. 0: not at all."""
     image_size: int | None = None
     """Height and width of the inputs from imagefolder; None: 224."""
     data_threads: int | None = None
@@ -168,8 +171,10 @@ class TrainConfig:
             raise ValueError(f"lr_gamma is {self.lr_gamma}, but must be above 0 and below 1.")
         if self.lr is not None and not 0 < self.lr < math.inf:
             raise ValueError(f"lr is {self.lr}, but must be above 0 and finite.")
-        if self.weight_decay == math.inf:
-            raise ValueError(f"weight_decay is {self.weight_decay}, but must be finite.")
+        check_at_least(self, 0, "shuffle_deadline_seconds")
+        for name in ("weight_decay", "shuffle_deadline_seconds"):
+            if getattr(self, name) == math.inf:
+                raise ValueError(f"{name} is inf, but must be finite.")
         if self.wandb == "":
             raise ValueError("wandb is empty, but must name a project.")
         if not 0 <= self.momentum < 1:
@@ -243,6 +248,8 @@ class TrainConfig:
             unused.append((self, "shards", "shuffle is global"))
         if self.shuffle == "ring":
             unused.append((self, "data_threads", "shuffle is ring, and rows lie in memory"))
+        else:
+            unused.append((self, "shuffle_deadline_seconds", f"shuffle is {self.shuffle}"))
         for owner, name, why in unused:
             value = getattr(owner, name)
             if value != type(owner).__dataclass_fields__[name].default:
