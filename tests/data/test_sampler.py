@@ -122,6 +122,44 @@ def test_end_of_an_epoch_is_the_start_of_the_next():
         assert (state["epoch"], state["position"]) == (1, 0)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_epoch_whose_rest_is_dropped_is_over(workers):
+    """11 samples in batches of 4: 3 are never used, and no resumed epoch is made of them."""
+
+    def epochs(sampler, first, stop_at=None):
+        """The batches by epoch; with a stop (epoch, batch) those up to it, and the state there."""
+        loader = DataLoader(
+            Numbers(22), batch_size=4, sampler=sampler, drop_last=True, num_workers=workers
+        )
+        found = {}
+        for epoch in range(first, 3):
+            sampler.set_epoch(epoch)
+            found[epoch] = []
+            for number, batch in enumerate(loader, start=1):
+                found[epoch].append(batch.tolist())
+                if (epoch, number) == stop_at:
+                    return found, sampler.state_dict(used=4 * number, batch_size=4)
+        return found
+
+    whole = epochs(ShardedSampler(22, 1, 2), 0)
+    assert [len(batches) for batches in whole.values()] == [2, 2, 2]
+    for number, next_epoch in ((1, 1), (2, 2)):
+        begun, state = epochs(ShardedSampler(22, 1, 2), 0, stop_at=(1, number))
+        resumed = ShardedSampler(22, 1, 2)
+        resumed.load_state_dict(json.loads(json.dumps(state)))
+        assert resumed.epoch == next_epoch
+        for epoch, batches in epochs(resumed, resumed.epoch).items():
+            begun[epoch] = begun.get(epoch, []) + batches
+        assert begun == whole
+
+
+def test_a_whole_batch_that_is_left_is_not_dropped():
+    sampler = ShardedSampler(16, 0, 2)
+    for used, batch_size, place in ((4, 4, (0, 4)), (5, 4, (1, 0)), (5, None, (0, 5))):
+        state = sampler.state_dict(used=used, batch_size=batch_size)
+        assert (state["epoch"], state["position"]) == place
+
+
 def test_passes_after_a_resumed_one_are_whole():
     sampler = ShardedSampler(10, 0, 2)
     sampler.load_state_dict(ShardedSampler(10, 0, 2).state_dict(used=3))
@@ -132,14 +170,35 @@ def test_passes_after_a_resumed_one_are_whole():
     assert len(list(sampler)) == 5
 
 
-def test_refuses_the_state_of_another_deal():
-    state = ShardedSampler(10, 0, 2).state_dict(used=3)
-    with pytest.raises(
-        ValueError,
-        match=r"saved with world_size=2, but this sampler has 3: make it alike, or begin .*"
-        r"set_epoch\(0\)",
-    ):
-        ShardedSampler(10, 0, 3).load_state_dict(state)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"world_size": 3},
+            r"saved with world_size=3, but this sampler has 2: make it alike, or begin .*"
+            r"set_epoch\(0\)\.",
+        ),
+        ({"rank": 1}, r"saved with rank=1, but this sampler has 0: load this rank's own, or begin"),
+        ({"epoch": -1}, "epoch is -1, but must be a whole number of at least 0"),
+        ({"position": -1}, "position is -1, but must be a whole number of at least 0"),
+        (
+            {"position": 5},
+            r"position 5, but this rank has 5 samples in an epoch: load .* set_epoch\(0\)\.",
+        ),
+        (
+            {"position": None},
+            r"no 'position', only \['epoch', 'num_samples', .*\]: load what state_dict\(\) of a",
+        ),
+        ({"rank": None}, "the state has no 'rank'"),
+    ],
+)
+def test_refuses_a_state_that_means_nothing_here_and_stays_as_it_was(change, message):
+    state = {**ShardedSampler(10, 0, 2).state_dict(used=3), **change}
+    state = {name: value for name, value in state.items() if value is not None}
+    sampler = ShardedSampler(10, 0, 2)
+    with pytest.raises(ValueError, match=message):
+        sampler.load_state_dict(state)
+    assert sampler.state_dict(used=0) == ShardedSampler(10, 0, 2).state_dict(used=0)
 
 
 @pytest.mark.parametrize(
@@ -149,8 +208,15 @@ def test_refuses_the_state_of_another_deal():
         (lambda: ShardedSampler(1, 0, 2), "1 samples do not give one to each of 2 ranks"),
         (
             lambda: ShardedSampler(10, 0, 2).state_dict(used=-1),
-            "used is -1, but must be at least 0",
+            "used is -1, but must be a whole number of at least 0",
         ),
+        (
+            lambda: ShardedSampler(10, 0, 2).state_dict(used=0, batch_size=0),
+            "batch_size is 0, but must be a whole number of at least 1",
+        ),
+        (lambda: ShardedSampler(10, 0, 2, seed=-1), "seed is -1, but must be a whole number of"),
+        (lambda: ShardedSampler(10, 0, 0), "world_size is 0, but must be a whole number of at"),
+        (lambda: ShardedSampler(10, 0, 2).set_epoch(-1), "epoch is -1, but must be a whole number"),
     ],
 )
 def test_refuses_what_cannot_be(make, message):

@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Int
 from torch.utils.data import Sampler
 
+from ._checks import check_whole
 from ._shards import check_place, epoch_share
 
 
@@ -27,9 +28,10 @@ class ShardedSampler(Sampler[int]):
     repeats some where it does not drop. Nothing is communicated.
 
     To save in the middle of an epoch, tell `state_dict` how many samples training has used: the
-    workers of a `DataLoader` draw ahead, so the sampler itself cannot know. After
-    `load_state_dict` the first pass begins behind them; `set_epoch` of the same epoch changes
-    nothing, of another one starts at its beginning.
+    workers of a `DataLoader` draw ahead, so the sampler itself cannot know. One with `drop_last`
+    leaves samples over at the end of an epoch; tell its `batch_size` as well, so that the epoch
+    counts as over then. After `load_state_dict` the first pass begins behind what was used;
+    `set_epoch` of the same epoch changes nothing, of another one starts at its beginning.
 
     Args:
         num_samples: Size of the data set.
@@ -40,8 +42,8 @@ class ShardedSampler(Sampler[int]):
         uneven: What happens to samples that cannot be shared out evenly.
 
     Raises:
-        ValueError: The rank is not in the world, there are fewer samples than ranks, or `uneven`
-            is neither of the two.
+        ValueError: The rank is not in the world, there are fewer samples than ranks, `seed` is
+            negative, or `uneven` is neither of the two.
 
     Example:
         >>> from torch.utils.data import DataLoader
@@ -65,11 +67,13 @@ class ShardedSampler(Sampler[int]):
         shuffle: bool = True,
         uneven: Literal["drop", "keep"] = "drop",
     ) -> None:
+        check_whole(1, world_size=world_size)
+        check_whole(0, num_samples=num_samples, rank=rank, seed=seed)
         check_place(num_samples, rank, world_size)
         if uneven not in ("drop", "keep"):
             raise ValueError(f"uneven is {uneven!r}, but must be 'drop' or 'keep'.")
-        self._rank = rank
         self._deal: dict[str, Any] = {
+            "rank": rank,
             "num_samples": num_samples,
             "world_size": world_size,
             "seed": seed,
@@ -86,7 +90,12 @@ class ShardedSampler(Sampler[int]):
         return self._epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next pass; its own number leaves a resumed one as it is."""
+        """Choose the epoch of the next pass; its own number leaves a resumed one as it is.
+
+        Raises:
+            ValueError: `epoch` is negative.
+        """
+        check_whole(0, epoch=epoch)
         if epoch != self._epoch:
             self._epoch, self._start, self._begun_at = epoch, 0, 0
 
@@ -102,20 +111,26 @@ class ShardedSampler(Sampler[int]):
         """Samples of this rank in a whole epoch, also when it was resumed."""
         return len(self._share())
 
-    def state_dict(self, *, used: int) -> dict[str, Any]:
+    def state_dict(self, *, used: int, batch_size: int | None = None) -> dict[str, Any]:
         """What `load_state_dict` needs to go on behind the samples that training has used.
 
         Args:
             used: Samples that this rank has trained on since the pass was begun, or resumed, in
                 this process: full batches times their size. More than were left count as all.
+            batch_size: Of a `DataLoader` with `drop_last=True`: where fewer samples are left, it
+                makes no batch of them, and the state is the start of the next epoch. None: the
+                last, smaller batch is used.
 
         Raises:
-            ValueError: `used` is negative.
+            ValueError: `used` is negative, or `batch_size` below 1.
         """
-        if used < 0:
-            raise ValueError(f"used is {used}, but must be at least 0.")
+        check_whole(0, used=used)
+        least = 1
+        if batch_size is not None:
+            check_whole(1, batch_size=batch_size)
+            least = batch_size
         epoch, position = self._epoch, self._begun_at + used
-        if position >= len(self):
+        if len(self) - position < least:
             epoch, position = epoch + 1, 0
         return {**self._deal, "epoch": epoch, "position": position}
 
@@ -123,17 +138,32 @@ class ShardedSampler(Sampler[int]):
         """Take up what `state_dict` of the same rank gave, in a sampler made alike.
 
         Raises:
-            ValueError: The other sampler dealt otherwise, so that its position means nothing here.
+            ValueError: It is no state of a sampler, or the other sampler dealt otherwise, so that
+                its position means nothing here. This one stays as it was.
         """
+        for name in (*self._deal, "epoch", "position"):
+            if name not in state:
+                raise ValueError(
+                    f"the state has no {name!r}, only {sorted(map(str, state))}: load what "
+                    "state_dict() of a ShardedSampler gave."
+                )
+        check_whole(0, epoch=state["epoch"], position=state["position"])
         for name, mine in self._deal.items():
             if state[name] != mine:
+                which = "load this rank's own" if name == "rank" else "make it alike"
                 raise ValueError(
                     f"the state was saved with {name}={state[name]!r}, but this sampler has "
-                    f"{mine!r}: make it alike, or begin the epoch anew with "
+                    f"{mine!r}: {which}, or begin the epoch anew with "
                     f"set_epoch({state['epoch']})."
                 )
+        if state["position"] >= len(self):
+            raise ValueError(
+                f"the state has position {state['position']}, but this rank has {len(self)} "
+                "samples in an epoch: load what state_dict() gave, or begin the epoch anew with "
+                f"set_epoch({state['epoch']})."
+            )
         self._epoch = state["epoch"]
         self._start = self._begun_at = state["position"]
 
     def _share(self) -> Int[np.ndarray, " sample"]:
-        return epoch_share(rank=self._rank, epoch=self._epoch, **self._deal)
+        return epoch_share(epoch=self._epoch, **self._deal)
