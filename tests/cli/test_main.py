@@ -36,7 +36,7 @@ def test_runs_as_a_module():
 def test_unknown_command_tells_the_known_ones(capsys):
     assert cli.main(["trian"]) == 2
     assert capsys.readouterr().err == (
-        "gossipgrad: error: no command 'trian'; there are train, demo, topology, report\n"
+        "gossipgrad: error: no command 'trian'; there are train, demo, topology, profile, report\n"
     )
 
 

@@ -14,6 +14,7 @@ _COMMANDS = {
     "train": "train a model on several workers, here or inside torchrun or Slurm",
     "demo": "train on digits by gossip and by all-reduce, and compare the two",
     "topology": "show who meets whom in a schedule and how fast it mixes",
+    "profile": "record what a step of a model costs on this device",
     "report": "write report.html of a run anew, or compare several runs",
 }
 _USAGE = """\
@@ -61,6 +62,8 @@ def _run(command: str, arguments: list[str]) -> int:
             from ._train import main as run
         elif command == "demo":
             from ._demo import main as run
+        elif command == "profile":
+            from ._profile import main as run
         elif command == "report":
             from ._report import main as run
         else:

@@ -1,0 +1,195 @@
+"""Recording a profile: of whatever takes time, whatever its order; and its command."""
+
+import json
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from gossipgrad import cli
+from gossipgrad.planning import Profile
+from gossipgrad.simulate import record_profile
+
+
+class Slow(torch.autograd.Function):
+    """Passes on what it gets; forward and backward take their time."""
+
+    @staticmethod
+    def forward(ctx, x, seconds, backward_seconds):
+        ctx.backward_seconds = backward_seconds
+        time.sleep(seconds)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        time.sleep(ctx.backward_seconds)
+        return grad, None, None
+
+
+class Net(nn.Module):
+    """Two layers, with known times below each."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.last = nn.Linear(6, 2, bias=False)
+        self.unused = nn.Linear(3, 3)
+
+    def forward(self, x):
+        hidden = Slow.apply(self.first(x), 0.02, 0.03)
+        return Slow.apply(self.last(hidden), 0.0, 0.01)
+
+
+class SlowSGD(torch.optim.SGD):
+    def step(self, closure=None):
+        time.sleep(0.015)
+        return super().step(closure)
+
+
+def square(model, x):
+    return model(x).square().mean()
+
+
+def test_times_and_order_are_those_of_the_model():
+    model = Net()
+    profile = record_profile(
+        model,
+        SlowSGD(model.parameters(), 0.1),
+        [torch.ones(5, 4)],
+        square,
+        steps=5,
+        warm_up_steps=1,
+    )
+    assert profile.names[0] == "last.weight"
+    assert set(profile.names[1:]) == {"first.weight", "first.bias"}  # nothing of `unused`
+    assert (profile.name, profile.batch_size, profile.device) == ("Net", 5, "cpu, 1 thread")
+    assert profile.source.startswith("recorded: medians over 5 steps with torch")
+    assert sum(profile.elements) == 4 * 6 + 6 + 12
+    # Sleeps are never shorter than asked for; how much longer is up to the machine.
+    for seconds, least in (
+        (profile.forward_seconds, 0.02),
+        (profile.backward_seconds[0], 0.01),
+        (profile.backward_seconds[1], 0.03),
+        (profile.optimizer_seconds, 0.015),
+    ):
+        assert least <= seconds < least + 0.05
+    assert profile.backward_seconds[2] < 0.01
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+def test_narrow_parameters_are_counted_in_their_bytes():
+    model = nn.ModuleDict({"a": nn.Linear(2, 2).bfloat16(), "b": nn.Linear(2, 2)})
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def loss(model, x):
+        return model["b"](model["a"](x).float()).sum()
+
+    profile = record_profile(model, optimizer, [torch.ones(1, 2).bfloat16()], loss, steps=1)
+    assert profile.element_bytes == 2
+    assert profile.size_bytes == 6 * 2 + 6 * 4
+
+
+def test_what_cannot_be_recorded():
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x = torch.ones(2, 4)
+    with pytest.raises(ValueError, match="steps=0"):
+        record_profile(model, optimizer, [x], square, steps=0)
+    with pytest.raises(ValueError, match="batch is empty"):
+        record_profile(model, optimizer, [], square)
+    with pytest.raises(ValueError, match="trains no parameter of this model"):
+        record_profile(Net(), optimizer, [x], square)
+
+    calls = iter(range(100))
+
+    def sometimes(model, x):
+        return square(model.first if next(calls) == 1 else model, x)
+
+    with pytest.raises(ValueError, match=r"'last.weight' got a gradient in some steps only"):
+        record_profile(model, optimizer, [x], sometimes, steps=2, warm_up_steps=0)
+
+    def twice(model, x):
+        square(model, x).backward()
+        return square(model, x)
+
+    with pytest.raises(ValueError, match="gradient twice in one step"):
+        record_profile(model, optimizer, [x], twice)
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+@pytest.mark.gpu
+def test_times_on_a_gpu():
+    model = nn.Sequential(nn.Linear(4096, 4096), nn.Linear(4096, 4096)).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    profile = record_profile(model, optimizer, [torch.ones(4096, 4096).cuda()], square)
+    assert profile.names[-1].startswith("0.")
+    assert 0 < profile.forward_seconds < sum(profile.backward_seconds)
+
+
+def test_the_command_records_a_model_of_the_library(tmp_path, capsys):
+    path = tmp_path / "deep" / "lenet.json"
+    arguments = "--model lenet --data-set fashion-mnist --batch-size 4 --steps 2 --warm-up-steps 0"
+    assert cli.main(["profile", *arguments.split(), "--out", str(path)]) == 0
+    profile = Profile.load(path)
+    assert (profile.name, profile.batch_size) == ("lenet", 4)
+    assert sum(profile.elements) == 61_706
+    out = capsys.readouterr().out
+    assert "samples" in out
+    assert "0.25 MB in 10" in out
+
+
+def test_the_command_records_a_model_of_ones_own(tmp_path, monkeypatch):
+    (tmp_path / "my_own_net.py").write_text(
+        "import torch\n"
+        "def make():\n"
+        "    model = torch.nn.Linear(3, 2)\n"
+        "    optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "    return model, optimizer, [torch.ones(7, 3)], lambda m, x: m(x).sum()\n"
+        "def not_enough():\n"
+        "    return 3\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    out = ["--out", "p.json", "--steps", "1", "--name", "mine"]
+    assert cli.main(["profile", "--factory", "my_own_net:make", *out]) == 0
+    written = json.loads((tmp_path / "p.json").read_text())
+    assert (written["name"], written["batch_size"]) == ("mine", 7)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--factory nowhere:make", "factory 'nowhere:make' cannot be imported"),
+        ("--factory nowhere", "not of the form module:function"),
+        ("--factory os:getcwd", "must return a tuple of model, optimizer, batch and loss, got str"),
+        ("--model lenet --data-set cifar10", "model 'lenet' takes inputs of shape (1, 28, 28)"),
+        ("--model mlp --data-set digits --device nowhere", "device 'nowhere' cannot be used"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, message, tmp_path, capsys):
+    assert cli.main(["profile", *arguments.split(), "--out", str(tmp_path / "p.json")]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("", "give either --model or --factory"),
+        ("--factory json:dumps --model lenet", "give either --model or --factory"),
+        ("--model mlp --data-set digits --batch-size 0", "batch-size 0 is no number of samples"),
+    ],
+)
+def test_options_that_do_not_go_together(arguments, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["profile", *arguments.split(), "--out", "p.json"])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_text_model_in_the_command(tmp_path):
+    path = tmp_path / "gpt.json"
+    arguments = "--model gpt --data-set shakespeare --batch-size 1 --steps 1 --optimizer adamw"
+    assert cli.main(["profile", *arguments.split(), "--out", str(path)]) == 0
+    assert Profile.load(path).names[0] == "norm.weight"
