@@ -13,7 +13,11 @@ from ._layout import INTERFACE, MTU, Layout
 __all__ = ["Wiring", "shaper"]
 
 _CORE = "core"
+_FRAME_BYTES = MTU + 14
 _GSO_BYTES = 65536
+_BURST_SECONDS = 1e-3
+_QUEUE_SECONDS = 20e-3
+_QUEUE_BYTES = (16 * _FRAME_BYTES, 1 << 24)
 _FASTEST = 4e10  # of a link that is not to constrict
 
 
@@ -54,11 +58,16 @@ class Wiring:
         """`ip` in a host: its address, and one congestion control whatever the machine's is."""
         yield "link set lo up"
         yield f"link set {INTERFACE} addrgenmode none mtu {MTU} up"
+        yield self.pieces(host)
         yield f"addr add {self.address(host)}/24 dev {INTERFACE} noprefixroute"
         yield (
             f"route add 10.{self._network}.0.0/24 dev {INTERFACE} src {self.address(host)} "
             "congctl cubic"
         )
+
+    def pieces(self, host: int) -> str:
+        """`ip` in a host: how large the pieces are that TCP hands to its link."""
+        return f"link set {INTERFACE} gso_max_size {piece_bytes(self.layout.rates[host])}"
 
     def shape_ports(self) -> Iterator[str]:
         """`tc` in the switch: what hosts receive, and both ends of every uplink."""
@@ -76,16 +85,26 @@ class Wiring:
 def shaper(verb: str, interface: str, rate: float | None) -> str:
     """A line of `tc` for a token bucket at the root of `interface`; None does not constrict."""
     rate = _FASTEST if rate is None else rate
-    burst = burst_bytes(rate)
-    limit = queue_bytes(rate)
-    return f"qdisc {verb} dev {interface} root tbf rate {rate:.0f}bit burst {burst} limit {limit}"
+    return (
+        f"qdisc {verb} dev {interface} root tbf rate {rate:.0f}bit burst {burst_bytes(rate)} "
+        f"limit {queue_bytes(rate)}"
+    )
 
 
 def burst_bytes(rate: float) -> int:
-    """What a rested link carries at once."""
-    return int(max(2 * _GSO_BYTES, rate / 8 * 1e-3))
+    """What a rested link carries at once, and so what a late timer can make up for."""
+    return max(2 * _FRAME_BYTES, int(rate / 8 * _BURST_SECONDS))
+
+
+def piece_bytes(rate: float) -> int:
+    """What TCP hands to the link in one piece.
+
+    A piece above the burst is cut into frames again, which costs the processor several times as
+    much; one near it makes short messages too fast.
+    """
+    return min(_GSO_BYTES, max(_FRAME_BYTES, burst_bytes(rate) // 2))
 
 
 def queue_bytes(rate: float) -> int:
     """What may wait before a link drops."""
-    return int(min(max(1 << 20, rate / 8 * 0.01), 16 << 20))
+    return int(min(max(_QUEUE_BYTES[0], rate / 8 * _QUEUE_SECONDS), _QUEUE_BYTES[1]))

@@ -13,10 +13,13 @@ from ._envelope import check_load
 from ._errors import NetlabError
 from ._layout import INTERFACE, Layout
 from ._links import Wiring, shaper
+from ._probe import lacking_features
 from ._rates import check_rate
 from ._record import Record, allocate, locked
 from ._sweep import dismantle, sweep_locked
-from ._system import lacking_features, missing, run, run_batch
+from ._system import missing, run, run_batch
+from ._traffic import Traffic
+from ._verify import Checked, verify
 from ._watchdog import guard
 
 __all__ = ["Counters", "Network"]
@@ -204,6 +207,7 @@ class Network:
         run("tc", "-n", wiring.hosts[host], *shaper("change", INTERFACE, rate).split())
         run("tc", "-n", wiring.switch, *shaper("change", f"host{host}", rate).split())
         self.layout.rates[host] = rate
+        run("ip", "-n", wiring.hosts[host], *wiring.pieces(host).split())
 
     def set_uplink(self, rack: int, rate_bits_per_second: float | None) -> None:
         """Changes the link of `rack` to the core, both ways; None does not constrict."""
@@ -214,6 +218,25 @@ class Network:
             line = shaper("change", end, rate_bits_per_second)
             run("tc", "-n", self.wiring.switch, *line.split())
         self.layout.uplinks[rack] = rate_bits_per_second
+
+    def traffic(self, hosts: Sequence[int] | None = None) -> Traffic:
+        """Workers that move real bytes between `hosts`, by default all; a context manager."""
+        return Traffic(self.popen, self.address, range(self.hosts) if hosts is None else hosts)
+
+    def verify(self) -> list[Checked]:
+        """Fills the links by real transfers and holds what they carry against their rates.
+
+        Call it before the network is used: it takes all of it, for about a second.
+
+        Returns:
+            Each link that could be filled. One that the other links together cannot fill is not
+            among them.
+
+        Raises:
+            NetlabError: If a link is off its rate by more than 5 %, three times in a row.
+        """
+        with self.traffic() as traffic:
+            return verify(self.layout, traffic)
 
     def counters(self, host: int) -> Counters:
         """Bytes that have passed the two shapers of a host's link.

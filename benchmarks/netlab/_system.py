@@ -43,28 +43,6 @@ def missing() -> list[str]:
     return lacks
 
 
-def lacking_features(namespace: str) -> list[str]:
-    """Kinds of links and queues that the kernel lacks; tried out in an empty `namespace`."""
-    trials = {
-        "virtual Ethernet pairs (CONFIG_VETH)": "ip link add trial0 type veth peer name trial1",
-        "bridges (CONFIG_BRIDGE)": "ip link add trial2 type bridge",
-        "the token bucket queue, tc tbf (CONFIG_NET_SCH_TBF)": (
-            "tc qdisc add dev lo root tbf rate 1gbit burst 64kb limit 1mb"
-        ),
-        "TCP cubic (CONFIG_TCP_CONG_CUBIC)": (
-            "ip route add unreachable 192.0.2.0/24 congctl cubic"
-        ),
-    }
-    lacks = []
-    for name, trial in trials.items():
-        command, rest = trial.split(" ", 1)
-        try:
-            run(command, "-n", namespace, *rest.split())
-        except NetlabError as error:
-            lacks.append(f"this kernel lacks {name}: {error}")
-    return lacks
-
-
 def run(*command: str) -> str:
     """Runs a command to its end; what it printed.
 

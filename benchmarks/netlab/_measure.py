@@ -1,0 +1,148 @@
+"""What this machine carries: full-duplex pairs at several sizes, and the largest total."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ._errors import NetlabError
+from ._layout import PAYLOAD_SHARE
+from ._network import Network
+from ._rates import format_rate
+from ._traffic import Busy, Moved
+
+__all__ = ["measure_envelope", "measure_table", "pairs"]
+
+CASES = (  # hosts, bits a second
+    (2, 1e8),
+    (2, 1e9),
+    (2, 1e10),
+    (4, 1e9),
+    (8, 1e9),
+    (16, 1e9),
+    (32, 1e9),
+    (4, 1e10),
+    (16, 1e8),
+)
+_REPEATS = 5
+_SETTLE_SECONDS = 0.4
+_WINDOW_SECONDS = 0.8
+_UNBOUNDED = 1e12  # the refusal is what is to be measured here
+# 16 hosts, the most that fit their rates on most machines; steps of a quarter.
+_ENVELOPE_HOSTS = 16
+_ENVELOPE_RATES = (1e8, 2.5e8, 5e8, 7.5e8, *(1e9 * 1.25**step for step in range(12)))
+CARRIED_SHARE = 0.95
+QUIET_SHARE = 0.2
+
+
+def pairs(hosts: int) -> list[tuple[int, int]]:
+    """Every host sends to its neighbour and receives from it; an odd one stays out."""
+    return [(host, host ^ 1) for host in range(hosts - hosts % 2)]
+
+
+def measure_table(tell: Callable[[str], None]) -> dict[str, Any]:
+    """The pairs of `CASES`, one flow alone, three into one, and how long the network takes."""
+    rows = []
+    for hosts, rate in CASES:
+        rows.append(_row(hosts, rate, pairs(hosts), f"{hosts} hosts in pairs, both ways"))
+        tell(_told(rows[-1]))
+    for rate in (1e8, 1e9, 1e10):
+        rows.append(_row(2, rate, [(0, 1)], "one flow"))
+        tell(_told(rows[-1]))
+    rows.append(_row(4, 1e8, [(1, 0), (2, 0), (3, 0)], "three flows into one host"))
+    tell(_told(rows[-1]))
+    life = [_life(hosts) for hosts in (4, 16, 64)]
+    for took in life:
+        tell("{hosts} hosts: up in {up_seconds:.2f} s, gone in {down_seconds:.2f} s".format(**took))
+    return {"payload_share_of_rate": PAYLOAD_SHARE, "transfers": rows, "life": life}
+
+
+def _row(hosts: int, rate: float, flows: Sequence[tuple[int, int]], what: str) -> dict[str, Any]:
+    rounds = _rounds(hosts, rate, flows, _REPEATS)
+    every = [share for moved in rounds for share in moved.bits_per_second]
+    return {
+        "what": what,
+        "hosts": hosts,
+        "rate_bits_per_second": rate,
+        "flows": len(flows),
+        "flow_bits_per_second_median": statistics.median(every),
+        "flow_bits_per_second_least": min(every),
+        "flow_bits_per_second_most": max(every),
+        "total_bits_per_second_median": statistics.median(sum(m.bits_per_second) for m in rounds),
+        "cpu_busy_median": statistics.median(moved.cpu_busy for moved in rounds),
+        "repeats": len(rounds),
+    }
+
+
+def _rounds(hosts: int, rate: float, flows: Sequence[tuple[int, int]], repeats: int) -> list[Moved]:
+    with (
+        Network(
+            hosts=hosts, rate_bits_per_second=rate, envelope_bits_per_second=_UNBOUNDED
+        ) as network,
+        network.traffic() as traffic,
+    ):
+        return [
+            traffic.round(
+                flows,
+                rate=rate,
+                settle=_SETTLE_SECONDS,
+                seconds=_WINDOW_SECONDS,
+            )
+            for _ in range(repeats)
+        ]
+
+
+def _life(hosts: int) -> dict[str, float]:
+    network = Network(hosts=hosts, rate_bits_per_second=1e8)
+    start = time.perf_counter()
+    with network:
+        up = time.perf_counter() - start
+        start = time.perf_counter()
+    return {"hosts": hosts, "up_seconds": up, "down_seconds": time.perf_counter() - start}
+
+
+def _told(row: dict[str, Any]) -> str:
+    rate = row["rate_bits_per_second"]
+    return (
+        f"{row['what']:28} {format_rate(rate):>12}: "
+        f"{row['flow_bits_per_second_median'] / 1e6:7.1f} Mbit/s a flow "
+        f"({row['flow_bits_per_second_least'] / 1e6:.1f} to "
+        f"{row['flow_bits_per_second_most'] / 1e6:.1f}), "
+        f"{row['flow_bits_per_second_median'] / rate / PAYLOAD_SHARE:6.1%} of what fits, "
+        f"{row['total_bits_per_second_median'] / 1e9:5.2f} Gbit/s in all, "
+        f"processors {row['cpu_busy_median']:4.0%} busy"
+    )
+
+
+def measure_envelope(tell: Callable[[str], None]) -> float:
+    """The largest total, in bits a second, at which every one of 16 hosts still keeps its rate.
+
+    Raises:
+        NetlabError: If other programs keep the processors busy, or the least total is too much.
+    """
+    busy = Busy()
+    time.sleep(1.0)
+    if (share := busy.share()) > QUIET_SHARE:
+        raise NetlabError(
+            f"other programs keep the processors {share:.0%} busy: what is measured now would be "
+            "too little. End them and try again"
+        )
+    carried = 0.0
+    for rate in _ENVELOPE_RATES:
+        rounds = _rounds(_ENVELOPE_HOSTS, rate, pairs(_ENVELOPE_HOSTS), 3)
+        least = statistics.median(min(moved.bits_per_second) for moved in rounds)
+        share = least / rate / PAYLOAD_SHARE
+        tell(
+            f"{_ENVELOPE_HOSTS} hosts at {format_rate(rate)}, "
+            f"{format_rate(_ENVELOPE_HOSTS * rate)} in all: the slowest flow has {share:.1%}, "
+            f"processors {statistics.median(m.cpu_busy for m in rounds):.0%} busy"
+        )
+        if share < CARRIED_SHARE:
+            break
+        carried = _ENVELOPE_HOSTS * rate
+    if not carried:
+        raise NetlabError(
+            f"this machine does not carry {_ENVELOPE_HOSTS} hosts at "
+            f"{format_rate(_ENVELOPE_RATES[0])}: nothing to measure a network on"
+        )
+    return carried

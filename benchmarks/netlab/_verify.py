@@ -1,0 +1,87 @@
+"""Holds what real transfers reach against the rate of every link."""
+
+from typing import NamedTuple
+
+from ._errors import NetlabError
+from ._layout import PAYLOAD_SHARE, Layout
+from ._plan import Round, path, plan
+from ._rates import format_rate
+from ._traffic import Moved, Traffic
+
+__all__ = ["Checked", "verify"]
+
+TOLERANCE = 0.05
+_TRIES = 3  # a machine that does something else for a moment is no wrong rate
+_SETTLE_SECONDS = 0.15
+_WINDOW_SECONDS = 0.3
+_WINDOW_FRAMES = 150  # of the slowest link, or the last frame decides
+
+
+class Checked(NamedTuple):
+    """One link: payload of TCP that it should carry, and what it carried."""
+
+    link: str
+    expected_bits_per_second: float
+    measured_bits_per_second: float
+
+    @property
+    def ratio(self) -> float:
+        """Measured by expected."""
+        return self.measured_bits_per_second / self.expected_bits_per_second
+
+
+def verify(layout: Layout, traffic: Traffic) -> list[Checked]:
+    """Fills every link that can be filled; what each carried.
+
+    Raises:
+        NetlabError: If a link is off by more than 5 %.
+    """
+    passed: dict[str, Checked] = {}
+    for turn in plan(layout):
+        for attempt in range(_TRIES):
+            moved = _move(layout, traffic, turn, attempt)
+            checked = [
+                Checked(link, rate * PAYLOAD_SHARE, sum(moved.bits_per_second[i] for i in flows))
+                for link, rate, flows in _rules(layout, turn)
+            ]
+            off = [check for check in checked if abs(check.ratio - 1) > TOLERANCE]
+            if not off:
+                break
+        else:
+            raise NetlabError(_complaint(off, moved))
+        passed |= {check.link: check for check in checked}
+    return list(passed.values())
+
+
+def _move(layout: Layout, traffic: Traffic, turn: Round, attempt: int) -> Moved:
+    rates = [rate for flow in turn.flows for _, rate in path(layout, flow) if rate is not None]
+    crowd = max(len(flows) for flows in turn.filled.values())
+    slowest = min(rates)
+    window = max(_WINDOW_SECONDS * (1 + (crowd > 1)), _WINDOW_FRAMES * crowd * 12112 / slowest)
+    return traffic.round(
+        turn.flows,
+        rate=slowest,
+        settle=max(_SETTLE_SECONDS, window / 3) * (1 + attempt),
+        seconds=window * (1 + attempt),
+    )
+
+
+def _rules(layout: Layout, turn: Round) -> list[tuple[str, float, list[int]]]:
+    rates = {name: rate for flow in turn.flows for name, rate in path(layout, flow)}
+    return [(link, rates[link] or 0.0, flows) for link, flows in turn.filled.items()]
+
+
+def _complaint(off: list[Checked], moved: Moved) -> str:
+    worst = max(off, key=lambda check: abs(check.ratio - 1))
+    said = (
+        f"{len(off)} links are off their rate by more than {TOLERANCE:.0%}, {worst.link} the most: "
+        f"{format_rate(worst.measured_bits_per_second)} of payload, where it should carry "
+        f"{format_rate(worst.expected_bits_per_second)}; the processors were "
+        f"{moved.cpu_busy:.0%} busy. "
+    )
+    if worst.ratio > 1:
+        return said + "Something has changed the shaping, or bytes pass beside it"
+    return said + (
+        "Other programs, or rates this machine cannot carry: end them, take fewer hosts or lower "
+        "rates; python -m benchmarks.netlab check measures what it carries"
+    )
