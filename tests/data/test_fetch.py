@@ -4,6 +4,8 @@ import io
 import itertools
 import sys
 import threading
+import time
+from email.utils import formatdate
 from functools import partial
 from types import SimpleNamespace
 
@@ -157,6 +159,64 @@ def test_missing_file_is_told_at_once(site, path):
     with pytest.raises(GossipError, match=r"could not fetch \S+ to \S+ \(.*404.*\); do it by hand"):
         get(site, path)
     assert len(site.requests) == 1
+    assert names(path) == []
+
+
+@pytest.fixture
+def pauses(monkeypatch):
+    """The pauses that were made, none of which takes any time."""
+    made = []
+    monkeypatch.setattr(_fetch, "_PAUSE_SECONDS", 0.5)
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=made.append)
+    monkeypatch.setattr(_fetch, "time", clock)
+    return made
+
+
+@pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
+def test_busy_server_is_asked_again_after_longer_and_longer_pauses(site, path, pauses, status):
+    site.refuse = [(status, None)] * 4
+    get(site, path, timeout_seconds=30.0)
+    assert path.read_bytes() == CONTENT
+    assert pauses == [0.5, 1.0, 2.0, 4.0]
+
+
+def test_busy_server_is_left_alone_for_as_long_as_it_asks(site, path, part, pauses):
+    part.write_bytes(CONTENT[:1000])
+    in_the_past, soon = (formatdate(time.time() + seconds, usegmt=True) for seconds in (-100, 20))
+    asks = ["7", in_the_past, "soon", soon]
+    site.refuse = [(503, retry_after) for retry_after in asks]
+    get(site, path, timeout_seconds=30.0)
+    assert pauses[:3] == [7.0, 1.0, 2.0]
+    assert 17 < pauses[3] <= 20
+    assert site.requests == [("/file", "bytes=1000-")] * 5
+    assert path.read_bytes() == CONTENT
+
+
+def test_server_that_stays_busy_is_given_up_and_what_came_is_kept(site, path, part, pauses):
+    part.write_bytes(CONTENT[:1000])
+    site.refuse = [(503, None)] * 9
+    with pytest.raises(
+        GossipError,
+        match=r"could not fetch http://\S+ to \S+ \(HTTP Error 503: Service Unavailable, 5 "
+        r"times\); 1,000 bytes are kept, and the next try goes on from there; do it by hand\.",
+    ):
+        get(site, path, timeout_seconds=30.0)
+    assert len(site.requests) == 5
+    assert pauses == [0.5, 1.0, 2.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("asks", "waited"), [(["3600"], []), (["20", "3600"], [20.0]), (["20", "11"], [20.0])]
+)
+def test_server_that_asks_for_too_long_is_given_up(site, path, pauses, asks, waited):
+    site.refuse = [(429, ask) for ask in asks]
+    with pytest.raises(
+        GossipError,
+        match=r"\(HTTP Error 429: Too Many Requests: it asks to be left alone for (3,600|11) s, "
+        r"but at most 30 s are waited in all\); do it by hand\.",
+    ):
+        get(site, path, timeout_seconds=30.0)
+    assert pauses == waited
     assert names(path) == []
 
 

@@ -17,6 +17,7 @@ class Site:
         ranges: Whether requests for a part get one.
         cut: Bytes after which the connection ends, one for each answer; then none.
         stall: Whether such an answer goes silent instead.
+        refuse: Status and `Retry-After` of the next answers; then files are served.
         requests: Path and `Range` of what was asked for so far.
     """
 
@@ -24,6 +25,7 @@ class Site:
     ranges: bool = True
     cut: list[int] = field(default_factory=list)
     stall: bool = False
+    refuse: list[tuple[int, str | None]] = field(default_factory=list)
     requests: list[tuple[str, str | None]] = field(default_factory=list)
     address: str = ""
     over: threading.Event = field(default_factory=threading.Event)
@@ -41,6 +43,14 @@ def served(files: dict[str, bytes]) -> Iterator[Site]:
         def do_GET(self):
             asked = self.headers.get("Range")
             site.requests.append((self.path, asked))
+            if site.refuse:
+                status, retry_after = site.refuse.pop(0)
+                self.send_response(status)
+                if retry_after is not None:
+                    self.send_header("Retry-After", retry_after)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+                return
             content = site.files.get(self.path)
             if content is None:
                 self.send_error(404)

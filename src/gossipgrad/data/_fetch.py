@@ -9,19 +9,29 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from http import HTTPStatus
 from pathlib import Path
 from urllib.error import HTTPError, URLError
 
 from gossipgrad.errors import GossipError
 
 from ._digest import DELETE_IT
-from ._transfer import append_rest
+from ._transfer import append_rest, retry_after_seconds
 
 _TIMEOUT_SECONDS = 30.0
 # Tries in a row, each of which brings less than this, before the server is given up.
 _TRIES = 3
 _TRY_BYTES = 1 << 20
 _PAUSE_SECONDS = 0.5
+# As many while the server says that it is busy, each after a pause twice as long.
+_BUSY_TRIES = 5
+_BUSY = (
+    HTTPStatus.TOO_MANY_REQUESTS,
+    HTTPStatus.INTERNAL_SERVER_ERROR,
+    HTTPStatus.BAD_GATEWAY,
+    HTTPStatus.SERVICE_UNAVAILABLE,
+    HTTPStatus.GATEWAY_TIMEOUT,
+)
 _LOCK_POLL_SECONDS = 0.1
 _SHOW_SECONDS = 0.2
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -47,8 +57,9 @@ def fetch(
         path: Where it goes; its folder is made.
         check: Raises `ValueError` on a file that is not the right one.
         way_out: What the user can do instead, for the message.
-        timeout_seconds: How long the server may send next to nothing, and half of how long a
-            process that downloads the same file may.
+        timeout_seconds: How long the server may send next to nothing, and how long it may be busy,
+            or ask to be left alone (`Retry-After`); half of how long a process that downloads the
+            same file may bring nothing.
 
     Raises:
         GossipError: The file could not be fetched, and what has come is kept; or there is no
@@ -104,18 +115,48 @@ def _download_right(
 
 def _download(url: str, file: io.FileIO, timeout_seconds: float) -> None:
     tries = 0
+    busy_pauses: list[float] = []
     with _shown_progress(url) as report:
         while True:
             before = file.seek(0, os.SEEK_END)
             try:
                 append_rest(url, file, timeout_seconds=timeout_seconds, report=report)
                 return
+            except HTTPError as error:
+                error.close()
+                if error.code not in _BUSY:
+                    raise
+                busy_pauses.append(_busy_pause_seconds(error, busy_pauses, timeout_seconds))
+                time.sleep(busy_pauses[-1])
             except (http.client.HTTPException, ConnectionError, TimeoutError):
                 brought_bytes = file.seek(0, os.SEEK_END) - before
                 tries = 1 if brought_bytes >= _TRY_BYTES else tries + 1
                 if tries == _TRIES:
                     raise
+                if brought_bytes >= _TRY_BYTES:
+                    busy_pauses.clear()
                 time.sleep(_PAUSE_SECONDS)
+
+
+def _busy_pause_seconds(error: HTTPError, pauses: list[float], most_seconds: float) -> float:
+    """How long to leave a busy server alone: as long as it asks for, or twice the last time.
+
+    Raises:
+        OSError: It was asked often enough, or asks for more than `most_seconds` in all.
+    """
+    if len(pauses) == _BUSY_TRIES - 1:
+        raise OSError(f"{error}, {_BUSY_TRIES} times") from error
+    pause_seconds = _PAUSE_SECONDS * 2 ** len(pauses)
+    left_seconds = most_seconds - sum(pauses)
+    asked_seconds = retry_after_seconds(error)
+    if asked_seconds is None:
+        return min(pause_seconds, left_seconds)
+    if asked_seconds > left_seconds:
+        raise OSError(
+            f"{error}: it asks to be left alone for {asked_seconds:,.0f} s, but at most "
+            f"{most_seconds:g} s are waited in all"
+        ) from error
+    return min(max(pause_seconds, asked_seconds), left_seconds)
 
 
 @contextmanager

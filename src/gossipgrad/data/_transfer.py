@@ -1,5 +1,6 @@
 """One transfer over HTTP: what a file lacks is asked for, and comes within bounded time."""
 
+import email.utils
 import errno
 import io
 import os
@@ -61,6 +62,18 @@ def append_rest(
         if total is not None:
             _check_space(file, total - offset)
         _copy(response, file, total, timeout_seconds, report)
+
+
+def retry_after_seconds(error: urllib.error.HTTPError) -> float | None:
+    """How long a server asks to be left alone, by its `Retry-After`; None if it does not say."""
+    asked = error.headers.get("Retry-After", "").strip()
+    if re.fullmatch(r"[0-9]{1,9}", asked):
+        return float(asked)
+    try:
+        until = email.utils.parsedate_to_datetime(asked)
+    except ValueError:
+        return None
+    return max(0.0, until.timestamp() - time.time())
 
 
 def _open(url: str, headers: dict[str, str], timeout_seconds: float) -> HTTPResponse:
