@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 from gossipgrad import data
-from gossipgrad.data import Samples, image_folder
+from gossipgrad.data import Samples, _image_ends, image_folder
 from gossipgrad.data._image_files import read_cropped, training_box
 
 
@@ -164,6 +164,63 @@ def test_broken_image_is_named(root):
     broken.write_bytes(b"no image at all")
     with pytest.raises(ValueError, match=r"y\.jpg cannot be read as an image \(.*\); replace or"):
         data.load("imagefolder", root).train.batch(torch.tensor([1, 0]), augment=(0, 0))
+
+
+def test_files_that_were_cut_short_are_named_before_the_start(root):
+    """Neither is the first of its part, which is decoded in any case."""
+    cut = [root / "train/cat/b.jpg", root / "train/cat/c.jpeg"]
+    cut[0].write_bytes(cut[0].read_bytes()[:-200])
+    with pytest.raises(
+        ValueError,
+        match=r"train/cat/b\.jpg cannot be read as an image \(.*truncated.*\); replace or "
+        r"delete it\.$",
+    ):
+        data.prepare("imagefolder", root, image_size=32)
+    cut[1].write_bytes(cut[1].read_bytes()[:-200])
+    with pytest.raises(
+        ValueError,
+        match=r"cat/b\.jpg cannot be .* delete it\. So are 1 more broken: \S+/train/cat/c\.jpeg$",
+    ):
+        data.prepare("imagefolder", root, image_size=32)
+    for file in cut:
+        photograph(file)
+    file = root / "val/cat/v.jpg"
+    file.write_bytes(b"")
+    with pytest.raises(ValueError, match=r"val/cat/v\.jpg cannot be read as an image"):
+        data.prepare("imagefolder", root, image_size=32)
+
+
+def test_only_files_without_an_end_are_decoded(root, monkeypatch):
+    """A few bytes after the end are nothing; a file that only has an end far away is suspect."""
+    trailing, far, other = (root / "train/cat" / name for name in ("a.JPEG", "b.jpg", "c.jpeg"))
+    trailing.write_bytes(trailing.read_bytes() + bytes(16))
+    far.write_bytes(far.read_bytes() + bytes(100))
+    Image.new("RGB", (40, 40)).save(other, format="PNG")
+    seen = []
+    monkeypatch.setattr(_image_ends, "decoded", lambda path: seen.append(path.name))
+    data.prepare("imagefolder", root, image_size=32)
+    assert sorted(seen) == ["b.jpg", "c.jpeg"]
+    monkeypatch.undo()
+    data.prepare("imagefolder", root, image_size=32)
+
+
+def test_many_files_are_looked_at_in_turn(root, monkeypatch):
+    monkeypatch.setattr(_image_ends, "_THREADS", 2)
+    monkeypatch.setattr(_image_ends, "_FILES_OF_A_THREAD", 3)
+    files = [root / f"train/ant/{number:02}.jpg" for number in range(20)]
+    for file in files:
+        shutil.copy(root / "val/ant/v.jpg", file)
+    data.prepare("imagefolder", root, image_size=32)
+    for file in files[1:]:
+        file.write_bytes(b"no image")
+    with pytest.raises(
+        ValueError,
+        match=r"01\.jpg cannot be .* So are 18 more broken: (\S+0[234]\.jpg,? ){3}\.\.\.$",
+    ):
+        data.prepare("imagefolder", root, image_size=32)
+    monkeypatch.setattr(_image_ends, "_MOST_BROKEN", 5)
+    with pytest.raises(ValueError, match=r"So are at least 4 more broken:"):
+        data.prepare("imagefolder", root, image_size=32)
 
 
 def test_missing_folder_names_all_places_and_the_layout(monkeypatch):

@@ -45,13 +45,7 @@ def read_cropped(
     """
     from PIL import Image, ImageOps
 
-    try:
-        with Image.open(path) as file:
-            image = file.convert("RGB")
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise ValueError(
-            f"{path} cannot be read as an image ({error}); replace or delete it."
-        ) from error
+    image = decoded(path)
     if rng is None:
         image = _centre(image, size)
     else:
@@ -60,6 +54,23 @@ def read_cropped(
         if rng.random() < 0.5:
             image = ImageOps.mirror(image)
     return np.asarray(image).transpose(2, 0, 1)
+
+
+def decoded(path: Path) -> "Image.Image":
+    """An image file in colour.
+
+    Raises:
+        ValueError: The file is no image that can be decoded; the message names it.
+    """
+    from PIL import Image
+
+    try:
+        with Image.open(path) as file:
+            return file.convert("RGB")
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise ValueError(
+            f"{path} cannot be read as an image ({error}); replace or delete it."
+        ) from error
 
 
 def training_box(width: int, height: int, rng: np.random.Generator) -> tuple[int, int, int, int]:

@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from ._dataset import Dataset, DatasetInfo
+from ._image_ends import check_whole_images
 from ._image_files import check_pillow, read_cropped
 from ._pixels import Standardise
 from ._places import places
@@ -54,6 +56,11 @@ class ImageFolderSamples:
         """The file of the sample at `index`."""
         return self.folder / self.classes[self.labels[index]] / os.fsdecode(self.files[index])
 
+    def paths(self) -> Iterator[str]:
+        """The files of all samples, in turn."""
+        for label, name in zip(self.labels.tolist(), self.files, strict=True):
+            yield f"{self.folder}/{self.classes[label]}/{os.fsdecode(name)}"
+
     def batch(
         self, indices: Int[Tensor, " batch"], *, augment: tuple[int, int] | None = None
     ) -> tuple[Float[Tensor, "batch 3 size size"], Int[Tensor, " batch"]]:
@@ -72,13 +79,18 @@ class ImageFolderSamples:
 
 
 def prepare_image_folder(data_dir: Path | None, *, image_size: int) -> None:
-    """Make sure that Pillow and the folders are there, and that an image of each part is one.
+    """Make sure that Pillow and the folders are there, and that all images are whole.
+
+    Of each file its end is read, and what does not end as a JPEG does is decoded. Of each part one
+    image is decoded in any case.
 
     Raises:
         ValueError: Something is missing, empty or broken; the message names it.
     """
     dataset = load_image_folder(data_dir, image_size=image_size)
     for samples in (dataset.train, dataset.test):
+        assert isinstance(samples, ImageFolderSamples)
+        check_whole_images(samples.paths())
         samples.batch(torch.tensor([0]))
 
 
