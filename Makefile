@@ -3,7 +3,7 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test lint format types docs bench clean
+.PHONY: demo test lint format types docs bench bench-network bench-network-full clean
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -34,6 +34,19 @@ docs: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks
+
+# Linux and root; 20 minutes
+bench-network: $(READY) .venv/.decent-dp
+	$(BIN)/python -m benchmarks.network
+
+# hours; goes on where it was stopped
+bench-network-full: $(READY) .venv/.decent-dp
+	$(BIN)/python -m benchmarks.network --grid full
+
+# a contestant; without its dependencies, that it may not choose a torch
+.venv/.decent-dp: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps decent-dp==0.2.3 "loguru>=0.7.3,<1"
+	touch $@
 
 clean:
 	rm -rf .venv build dist docs/_build .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,71 @@
+"""What is measured: world sizes, rates, profiles cut to a budget, repeats."""
+
+from dataclasses import dataclass
+
+from gossipgrad.planning import Profile
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """A profile, and by how much its times and sizes are changed to fit the machine."""
+
+    profile: str
+    time_factor: float
+    size_factor: float
+
+    def scaled(self) -> Profile:
+        """The profile that is replayed."""
+        return Profile.load(self.profile).scaled(time=self.time_factor, size=self.size_factor)
+
+    def __str__(self) -> str:
+        """In words; a link stands for one that is faster by the size that was taken away."""
+        times = self.time_factor / self.size_factor
+        return (
+            f"{self.profile}, times by {self.time_factor:g}, sizes by {self.size_factor:g}: "
+            f"100 Mbit/s here are {times / 10:.3g} Gbit/s at full size"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """Cells to measure, and how often.
+
+    Attributes:
+        blocks: Repeats of every contestant; they take turns.
+        block_seconds: About how long a block is, a step at least.
+    """
+
+    world_sizes: tuple[int, ...]
+    rates: tuple[float, ...]
+    budgets: tuple[Budget, ...]
+    blocks: int
+    block_seconds: float
+
+
+# The budget: under 8 MB a worker, so that 16 workers on 2 cores have the processors for it, and
+# steps of 0.4 s, beside which the replay's own cost is small. Bare exchanges then take from a tenth
+# of the compute to one and a half of it. Times are stretched by 33 and 200 times what sizes are.
+QUICK = Grid(
+    world_sizes=(16, 8, 4),
+    rates=(1e8, 1e9, 1e10),
+    budgets=(
+        Budget(profile="resnet50", time_factor=1.5, size_factor=0.045),
+        Budget(profile="gpt2", time_factor=3.0, size_factor=0.015),
+    ),
+    blocks=5,
+    block_seconds=0.5,
+)
+FULL = Grid(
+    world_sizes=(16, 8, 4),
+    rates=(1e8, 3e8, 1e9, 4e9, 1e10),
+    budgets=(
+        *QUICK.budgets,
+        Budget(profile="resnet50", time_factor=3.0, size_factor=0.15),
+        Budget(profile="googlenet", time_factor=6.0, size_factor=0.15),
+        Budget(profile="vgg16", time_factor=2.0, size_factor=0.02),
+        Budget(profile="gpt2", time_factor=8.0, size_factor=0.03),
+    ),
+    blocks=9,
+    block_seconds=4.0,
+)
+GRIDS = {"quick": QUICK, "full": FULL}

@@ -1,0 +1,186 @@
+"""A profile replayed: a model, an optimizer and an emulated GPU that sleeps through the compute.
+
+Tensors have their true sizes and pass through autograd, so that every hook fires as it does in
+training. What a GPU would compute is slept; what the host does in training (copies into buckets,
+sending, mixing) is done.
+"""
+
+import ctypes
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gossipgrad.planning import Profile
+
+_FLAT_BELOW = 4096  # elements; larger parameters are matrices, as most are
+_PR_SET_TIMERSLACK = 29
+_MOMENTS = 25  # of a step: what comes within one comes at once; each sleep costs 0.3 ms of CPU
+_SHORTEST_SLEEP_SECONDS = 0.0005
+
+
+def sharpen_sleep() -> None:
+    """Lets sleeps of this thread end within microseconds of their time; Linux rounds by 50."""
+    ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
+
+
+class Device:
+    """An emulated GPU: runs one thing after the other, while the host goes on.
+
+    Work that the host enqueues in time follows the previous without a gap, whatever the host did
+    meanwhile. `begin` is a point that the host has waited before (the loss, the exchange).
+
+    Attributes:
+        planned_seconds: Work that was run.
+        late_seconds: How much later than planned it ended, all times together.
+    """
+
+    def __init__(self) -> None:
+        self._free_at = 0.0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets what was counted."""
+        self.planned_seconds = 0.0
+        self.late_seconds = 0.0
+
+    def begin(self) -> None:
+        """The next work starts now, or when the last has ended."""
+        self._free_at = max(self._free_at, time.perf_counter())
+
+    def run(self, seconds: float) -> None:
+        """Sleeps until this work is done, or nearly: short waits are left to the next one."""
+        self._free_at += seconds
+        self.planned_seconds += seconds
+        self._sleep(_SHORTEST_SLEEP_SECONDS)
+
+    def end(self) -> None:
+        """Sleeps until all work is done, and counts by how much that is late."""
+        self._sleep(0.0)
+        self.late_seconds += max(0.0, time.perf_counter() - self._free_at)
+
+    def _sleep(self, shortest: float) -> None:
+        left = self._free_at - time.perf_counter()
+        if left > shortest:
+            time.sleep(left)
+
+
+class _Layers(torch.autograd.Function):
+    """A few parameters' place in the graph: their gradients are ready when the device has run."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, model: "ReplayModel", number: int, *_: Tensor) -> Tensor:
+        ctx.model, ctx.number = model, number
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        model: ReplayModel = ctx.model
+        group = model.groups[ctx.number]
+        model.device.run(group.seconds)
+        if ctx.number == len(model.groups) - 1:
+            model.device.end()
+        return grads[0], None, None, *(model.gradient(p.shape) for p in group.parameters)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Parameters whose gradients come together, and the time since those before."""
+
+    parameters: list[nn.Parameter]
+    seconds: float
+
+
+class ReplayModel(nn.Module):
+    """Parameters of a profile's sizes, in modules as there; forward and backward take its times.
+
+    Parameters are zeros, and so are gradients. A gradient is a new tensor over memory that all
+    share: autograd hands it on without a copy, as a GPU's kernel writes it where it belongs.
+    Gradients that are ready within a 25th of the step come together: with a sleep for each, the
+    replay itself would keep the processors busy.
+
+    Args:
+        profile: What to replay.
+        device: Runs it.
+    """
+
+    def __init__(self, profile: Profile, device: Device) -> None:
+        super().__init__()
+        self.device = device
+        self.forward_seconds = profile.forward_seconds
+        backward: list[nn.Parameter] = []
+        layers: dict[str, nn.Module] = {}
+        for name, count in zip(profile.names, profile.elements, strict=True):
+            layer, _, own = name.rpartition(".")
+            backward.append(nn.Parameter(torch.zeros(shape_of(count))))
+            layers.setdefault(layer, nn.Module()).register_parameter(own, backward[-1])
+        for layer in reversed(layers):  # modules in the order of the forward pass
+            self.add_module(layer.replace(".", "_") or "self", layers[layer])
+        self.groups = _groups(
+            backward, profile.backward_seconds, profile.compute_seconds / _MOMENTS
+        )
+        self._zeros = torch.zeros(max(p.numel() for p in backward))
+
+    def gradient(self, shape: tuple[int, ...]) -> Tensor:
+        """A gradient of zeros."""
+        return self._zeros[: math.prod(shape)].view(shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.device.begin()
+        self.device.run(self.forward_seconds)
+        for number in reversed(range(len(self.groups))):
+            x = _Layers.apply(x, self, number, *self.groups[number].parameters)
+        self.device.end()
+        self.device.begin()
+        return x
+
+
+def _groups(
+    parameters: list[nn.Parameter], seconds: Sequence[float], moment_seconds: float
+) -> list[_Group]:
+    """Parameters in the order of backward, those together that come within a moment."""
+    groups: list[_Group] = []
+    held: list[nn.Parameter] = []
+    since = 0.0
+    for parameter, own in zip(parameters, seconds, strict=True):
+        if held and since + own > moment_seconds:
+            groups.append(_Group(held, since))
+            held, since = [], 0.0
+        held.append(parameter)
+        since += own
+    return [*groups, _Group(held, since)]
+
+
+def shape_of(count: int) -> tuple[int, ...]:
+    """A vector, or the squarest matrix of at most `count` elements (less by under two rows)."""
+    if count < _FLAT_BELOW:
+        return (count,)
+    rows = math.isqrt(count)
+    return rows, count // rows
+
+
+class ReplayOptimizer(Optimizer):
+    """An update that takes a GPU's time and does no arithmetic.
+
+    Args:
+        parameters: Of a `ReplayModel`, all or (as one optimizer of several) some.
+        device: Runs it.
+        seconds: What the update of these parameters takes.
+    """
+
+    def __init__(self, parameters: Iterable[Any], device: Device, seconds: float) -> None:
+        super().__init__(parameters, {"lr": 1.0})
+        self._device = device
+        self._seconds = seconds
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        """Sleeps."""
+        assert closure is None
+        self._device.begin()
+        self._device.run(self._seconds)
+        self._device.end()

@@ -1,0 +1,111 @@
+"""A worker of the laboratory: joins groups, makes contestants and runs blocks, as it is told.
+
+It lives in a host's network namespace; orders come through a socket of the file system, which
+namespaces share, so that they take nothing of the shaped links.
+"""
+
+import argparse
+import gc
+import resource
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Client
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gossipgrad.planning import Profile
+
+from ._contestants import BARE, CONTESTANTS, Contestant, Surroundings, run_block
+from ._replay import sharpen_sleep
+
+_GROUP_SECONDS = 120.0
+
+
+class Worker:
+    """What a worker holds between orders."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, Contestant] = {}
+        self._store: dist.Store | None = None
+
+    def join(self, rank: int, world_size: int, address: str, port: int) -> None:
+        """Makes the default process group; rank 0 keeps the store."""
+        self._store = dist.TCPStore(
+            address, port, is_master=rank == 0, timeout=timedelta(seconds=_GROUP_SECONDS)
+        )
+        dist.init_process_group(
+            "gloo",
+            store=self._store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=_GROUP_SECONDS),
+        )
+
+    def make(self, name: str, profile: dict, size_factor: float) -> int:
+        """Makes a contestant; the bytes of its parameters."""
+        surroundings = Surroundings(profile=Profile.from_json(profile), size_factor=size_factor)
+        made = (CONTESTANTS | BARE)[name].make(surroundings)
+        self._held[name] = made
+        model = getattr(made, "model", None)
+        return 0 if model is None else sum(p.nbytes for p in model.parameters())
+
+    def run(self, name: str, warm_up: int, steps: int, start_at: float) -> dict[str, Any]:
+        """Runs a block from a moment (`time.perf_counter`, the same in all processes) on."""
+        gc.collect()
+        time.sleep(max(0.0, start_at - time.perf_counter()))
+        cpu = _cpu_seconds()
+        seconds, planned, late = run_block(self._held[name], warm_up, steps)
+        return {
+            "seconds": seconds,
+            "planned_seconds": planned,
+            "late_seconds": late,
+            "cpu_seconds": (_cpu_seconds() - cpu) * steps / (steps + warm_up),
+        }
+
+    def leave(self) -> None:
+        """Lets go of all contestants and of the group."""
+        for contestant in self._held.values():
+            contestant.close()
+        self._held.clear()
+        dist.barrier()
+        dist.destroy_process_group()
+        self._store = None
+        gc.collect()
+
+
+def _cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def main() -> None:
+    """Carries out orders until the socket closes."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--socket", required=True)
+    parser.add_argument("--host", type=int, required=True)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    sharpen_sleep()
+    worker = Worker()
+    with Client(options.socket, family="AF_UNIX") as orders:
+        orders.send(options.host)
+        while True:
+            try:
+                method, arguments = orders.recv()
+            except EOFError:
+                return
+            orders.send(_carry_out(getattr(worker, method), arguments))
+
+
+def _carry_out(method: Callable[..., Any], arguments: tuple) -> tuple[bool, Any]:
+    try:
+        return True, method(*arguments)
+    except Exception as error:
+        return False, f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""The comparison on shaped links: its replay, its book-keeping, and a cell of it on loopback."""
+
+import json
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.network._cells import Cells, marks_of, measure_group
+from benchmarks.network._contestants import BARE, CONTESTANTS, Surroundings
+from benchmarks.network._grid import FULL, QUICK, Budget, Grid
+from benchmarks.network._laboratory import Laboratory, Loopback, WorkerError
+from benchmarks.network._page import draw
+from benchmarks.network._replay import Device, ReplayModel, ReplayOptimizer, shape_of
+from benchmarks.network._table import print_table
+from gossipgrad.planning import Profile
+
+PROFILE = Profile(
+    name="tiny",
+    device="none",
+    source="made up",
+    batch_size=1,
+    forward_seconds=0.01,
+    optimizer_seconds=0.005,
+    names=("head.weight", "head.bias", "body.weight"),
+    elements=(5000, 10, 9000),
+    backward_seconds=(0.004, 0.0, 0.016),
+)
+
+
+def test_a_step_takes_the_profiles_time_and_hooks_fire_in_its_order():
+    device = Device()
+    model = ReplayModel(PROFILE, device)
+    optimizer = ReplayOptimizer(model.parameters(), device, PROFILE.optimizer_seconds)
+    names = [name for name, _ in model.named_parameters()]
+    assert names == ["body.weight", "head.weight", "head.bias"]
+    seen = []
+    start = time.perf_counter()
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda _, name=name: seen.append((name, time.perf_counter() - start))
+        )
+    loss = model(torch.zeros(1, requires_grad=True)).sum()
+    assert time.perf_counter() - start >= 0.01
+    loss.backward()
+    optimizer.step()
+    assert time.perf_counter() - start >= PROFILE.compute_seconds - 1e-6
+    assert {name for name, _ in seen[:2]} == {"head.weight", "head.bias"}
+    assert seen[2][0] == "body.weight"
+    assert 0.012 <= seen[0][1] < seen[2][1] >= 0.03
+    assert device.planned_seconds == pytest.approx(PROFILE.compute_seconds)
+    # No gradient is copied on its way.
+    grads = [p.grad for p in model.parameters()]
+    assert len({grad.data_ptr() for grad in grads if grad is not None}) == 1
+
+
+def test_shapes_are_nearly_the_profiles_and_mostly_matrices():
+    assert shape_of(100) == (100,)
+    rows, columns = shape_of(2_359_296)
+    assert rows * columns == 2_359_296
+    for count in (4096, 5003, 123_457):
+        rows, columns = shape_of(count)
+        assert count - rows < rows * columns <= count
+
+
+def test_lateness_is_counted_once():
+    device = Device()
+    device.begin()
+    device.run(0.001)
+    time.sleep(0.02)
+    device.end()
+    assert device.late_seconds > 0.015
+    device.begin()
+    device.run(0.004)
+    device.end()
+    assert device.late_seconds < 0.06  # the second piece began anew
+
+
+def test_buckets_are_as_many_as_at_full_size():
+    surroundings = Surroundings(profile=PROFILE, size_factor=0.1)
+    assert surroundings.bucket_bytes(25 << 20) == round(2.5 * (1 << 20))
+    assert surroundings.bucket_bytes(1 << 20) == 1 << 18
+
+
+def test_budgets_are_what_16_workers_can_hold():
+    for grid in (QUICK, FULL):
+        for budget in grid.budgets:
+            assert budget.scaled().size_bytes < 16e6, budget
+    assert "resnet50, times by 1.5, sizes by 0.045: 100 Mbit/s here are 3.33 Gbit/s" in str(
+        QUICK.budgets[0]
+    )
+    assert set(QUICK.budgets) <= set(FULL.budgets)
+
+
+BUDGET = Budget(profile="resnet50", time_factor=0.05, size_factor=0.0005)
+GRID = Grid(world_sizes=(2,), rates=(1e8, 1e9), budgets=(BUDGET,), blocks=2, block_seconds=0.01)
+
+
+class FakeLaboratory:
+    """Workers that answer at once; "ddp" breaks them, and 1 Gbit/s is too much for them."""
+
+    def __init__(self):
+        self.log = []
+
+    def join(self, world_size):
+        self.log.append(f"join {world_size}")
+
+    def set_rate(self, rate):
+        if rate == 1e9:
+            raise RuntimeError("more than it carries")
+
+    def make(self, name, profile, size_factor):
+        return 4 * sum(row[1] for row in profile["parameters"])
+
+    def run(self, name, warm_up, steps, timeout_seconds):
+        if name == "ddp":
+            raise WorkerError("on rank 1: it broke")
+        return {
+            "seconds": 0.5 if name == "exchange" else 0.02,
+            "late_share": 0.0,
+            "cpu_seconds": 0.01,
+            "cpu_busy": 0.8 if name == "gossip" else 0.2,
+            "bytes_on_wire": 1_000_000,
+        }
+
+    def leave(self):
+        self.log.append("leave")
+
+    def restart(self):
+        self.log.append("restart")
+
+
+def test_failures_refusals_and_what_is_there_already(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    path, laboratory, said = tmp_path / "network.json", FakeLaboratory(), []
+    names = ("exchange", "no communication", "gossip", "ddp")
+    measure_group(laboratory, 2, BUDGET, GRID, Cells(path), names, said.append)
+    assert laboratory.log == ["join 2", "restart", "join 2", "leave"]
+    assert said[0] == "ddp failed: on rank 1: it broke"
+    assert said[2] == "p = 2, 1000 Mbit/s: more than it carries"
+    written = json.loads(path.read_text())
+    cells = {(c["contestant"], c["rate_bits_per_second"]): c for c in written}
+    assert len(cells) == 8
+    assert len({frozenset(cell) for cell in written}) == 1  # the same keys in each
+    failed, refused = cells["ddp", 1e8], cells["gossip", 1e9]
+    assert (failed["error"], refused["error"]) == ("on rank 1: it broke", "more than it carries")
+    for cell in (failed, refused):
+        assert cell["marked"]
+        assert cell["step_seconds_median"] is None
+    gossip, alone = cells["gossip", 1e8], cells["no communication", 1e8]
+    assert gossip["marks"] == ["CPUs 80 % busy"]
+    assert not alone["marked"]
+    assert gossip["exchange_bound_seconds"] == gossip["bare_seconds"] == 0.5
+    assert gossip["bound_seconds"] == 0.08  # bytes / rate
+    assert alone["exchange_bound_seconds"] == alone["compute_seconds"]
+    assert alone["efficiency"] == pytest.approx(0.7298, abs=1e-3)
+    assert cells["bare exchange", 1e8]["compute_seconds"] == 0
+    print_table(written)
+    out = capsys.readouterr().out
+    assert "20 (20..20) 73 % 0.04x*" in out
+    assert "it broke" in out
+    assert draw(written, tmp_path / "page.png").stat().st_size > 10_000
+
+    measure_group(laboratory, 2, BUDGET, GRID, Cells(path), names)  # nothing is left to do
+    assert laboratory.log == ["join 2", "restart", "join 2", "leave"]
+    more = replace(GRID, blocks=3, rates=(1e8,))
+    measure_group(laboratory, 2, BUDGET, more, Cells(path), ("gossip",), said.append)
+    assert laboratory.log[-2:] == ["join 2", "leave"]
+    after = json.loads(path.read_text())
+    assert [len(c["step_seconds"]) for c in after if c["rate_bits_per_second"] == 1e8] == [3]
+
+
+@pytest.mark.process
+def test_a_cell_of_two_processes_on_loopback(tmp_path):
+    path = tmp_path / "network.json"
+    grid = replace(GRID, rates=(1e8,))
+    names = ("exchange", "no communication", "gossip", "ddp")
+    with Laboratory(Loopback(), 2) as laboratory:
+        measure_group(laboratory, 2, BUDGET, grid, Cells(path), names, str)
+        laboratory.join(2)
+        with pytest.raises(WorkerError, match=r"^on rank \d: KeyError: 'nobody'"):
+            laboratory.make("nobody", PROFILE.to_json(), 1.0)
+    cells = {cell["contestant"]: cell for cell in json.loads(path.read_text())}
+    assert list(cells) == ["no communication", "gossip", "ddp", "bare exchange"]
+    for name in ("no communication", "gossip", "ddp"):
+        cell = cells[name]
+        assert cell["error"] is None
+        assert cell["compute_seconds"] == pytest.approx(0.0146, rel=0.01)
+        assert cell["step_seconds_median"] >= cell["compute_seconds"] * 0.999
+        assert cell["cpu_seconds"] > 0
+    assert cells["gossip"]["bare_seconds"] == cells["bare exchange"]["step_seconds_median"] > 0
+
+
+def test_marks():
+    calm = {"cpu_busy": 0.5, "late_share": 0.01}
+    assert marks_of(calm) == []
+    assert marks_of(calm | {"cpu_busy": 0.71}) == ["CPUs 71 % busy"]
+    assert marks_of(calm | {"late_share": 0.06}) == ["emulated compute 6 % late"]
+
+
+def test_every_bound_has_a_bare_transfer():
+    assert {kind.bare for kind in CONTESTANTS.values()} - {None} == set(BARE)
