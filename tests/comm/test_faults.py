@@ -67,3 +67,37 @@ def test_a_killed_rank_dies_without_a_word(channels):
 def test_a_delay_is_not_negative():
     with pytest.raises(ValueError, match=r"seconds must not be negative, got -1\.0"):
         Faults().delay(rank=0, round=0, seconds=-1.0)
+
+
+def test_a_script_in_words():
+    faults = Faults.parse(
+        "delay rank=1 rounds=20-22 seconds=0.05;  drop rank=2 round=7\nkill rank=3  round=9;"
+    )
+    assert faults == Faults(
+        drops={(2, 7)}, delays={(1, 20): 0.05, (1, 21): 0.05, (1, 22): 0.05}, kills={3: 9}
+    )
+    assert faults.ranks == {1, 2, 3}
+    assert Faults.parse("") == Faults()
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "delay rank=1 round=2",
+        "delay rank=1 round=2 seconds=-1",
+        "drop rank=1 round=2 seconds=1",
+        "kill rank=1 rounds=2-3",
+        "slow rank=1 round=2",
+        "drop rank=a round=2",
+    ],
+)
+def test_what_is_no_fault_is_quoted_beside_what_is(script):
+    with pytest.raises(ValueError, match=r"is no fault; write `delay rank=1 rounds=20-29") as found:
+        Faults.parse(f"drop rank=0 round=1; {script}")
+    assert str(found.value).startswith(repr(script))
+
+
+@pytest.mark.parametrize("rounds", ["9-3", "0-1000000"])
+def test_rounds_of_a_script_count_upwards_and_are_bounded(rounds):
+    with pytest.raises(ValueError, match=f"rounds={rounds} must count upwards, and 1,000,000"):
+        Faults.parse(f"drop rank=0 rounds={rounds}")

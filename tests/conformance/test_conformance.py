@@ -131,6 +131,7 @@ def test_keeps_dtype_shape_and_storage(family, dtype):
     on_ranks(family, rank_main)
 
 
+@pytest.mark.filterwarnings("ignore:state_dict.. of one replica")
 def test_state_dicts_have_no_trace_of_the_session(family):
     def rank_main(rank, attach):
         model, plain = network(), network()

@@ -117,6 +117,25 @@ def test_gossip_goes_on_without_a_killed_worker(tmp_path, capfd):
     ]
 
 
+def test_faults_by_script_are_seen_in_trace_and_summary(tmp_path, capfd):
+    script = "delay rank=1 rounds=12-14 seconds=0.3; kill rank=2 round=25"
+    gossip = GossipConfig(topology="complete", faults=script)
+    outcome = run(config(tmp_path, nproc=3, epochs=1, trace=30, gossip=gossip))
+    assert f"rank 0: faults by script: {script}" in outcome.summary["notes"]
+    assert outcome.summary["lost_because"] == {
+        "2": "failed: rank 2 was killed by script in round 25"
+    }
+    assert "rank 2 failed: rank 2 was killed by script" in capfd.readouterr().err
+    slow = {
+        event["args"]["round"]
+        for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+        if event["name"] == "exchange" and event["pid"] == 0 and event["dur"] > 250_000
+    }
+    assert slow & {12, 13, 14}, "in one of three rounds it is rank 1's partner"
+    assert not slow & {*range(12)}
+    assert script in (tmp_path / "report.html").read_text()
+
+
 @pytest.mark.parametrize("strategy", ["allreduce", "every-log-p"])
 def test_what_needs_every_rank_ends_with_a_killed_worker(tmp_path, strategy):
     with (
@@ -219,6 +238,8 @@ def test_mistakes_are_found_before_anything_is_started(tmp_path):
         run(config(tmp_path / "a", nproc=3, gossip=GossipConfig(topology="hypercube")))
     with pytest.raises(ValueError, match="use model 'mlp'"):
         run(config(tmp_path / "b", model="lenet"))
+    with pytest.raises(ValueError, match="faults name rank 3, but there are ranks 0 to 2 alone"):
+        run(config(tmp_path / "d", nproc=3, gossip=GossipConfig(faults="kill rank=3 round=1")))
     with pytest.raises(ValueError, match="2000 processes cannot share the 1437 samples"):
         run(config(tmp_path / "c", nproc=2000, strategy="local"))
     assert not list(tmp_path.iterdir())

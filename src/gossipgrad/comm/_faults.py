@@ -1,6 +1,7 @@
 """Faults by script: drop, delay or kill at a rank and round, over any transport."""
 
 import heapq
+import re
 import threading
 import time
 from dataclasses import dataclass, field
@@ -12,6 +13,12 @@ from gossipgrad.comm._wire import Header, Kind
 from gossipgrad.errors import GossipError
 
 __all__ = ["Faults", "FaultyTransport", "ScriptedDeathError"]
+
+_FAULT = re.compile(
+    r"(?P<kind>drop|delay|kill) rank=(?P<rank>\d+) rounds?=(?P<first>\d+)(?:-(?P<last>\d+))?"
+    r"(?: seconds=(?P<seconds>\d+(?:\.\d+)?))?"
+)
+_MAX_ROUNDS = 1_000_000
 
 
 class ScriptedDeathError(GossipError):
@@ -47,6 +54,55 @@ class Faults:
         """`rank` dies when it would send its part of `round`, without a word."""
         self.kills[rank] = round
         return self
+
+    @property
+    def ranks(self) -> set[int]:
+        """The ranks that the script names."""
+        return {rank for rank, _ in [*self.drops, *self.delays]} | {*self.kills}
+
+    @classmethod
+    def parse(cls, script: str) -> "Faults":
+        """The faults of a script in words, one after the other with `;` or a new line between.
+
+        Args:
+            script: `delay rank=R round=N seconds=S`, `drop rank=R round=N`, `kill rank=R round=N`;
+                `rounds=N-M` in place of `round=N` for all from N to M.
+
+        Raises:
+            ValueError: A fault is none of these.
+
+        Example:
+            >>> Faults.parse("delay rank=2 rounds=4-5 seconds=0.5; kill rank=0 round=7").delays
+            {(2, 4): 0.5, (2, 5): 0.5}
+        """
+        faults = cls()
+        for words in filter(None, map(str.split, script.replace(";", "\n").splitlines())):
+            match = _FAULT.fullmatch(" ".join(words))
+            if match is None or not _makes_sense(**match.groupdict()):
+                raise ValueError(
+                    f"{' '.join(words)!r} is no fault; write `delay rank=1 rounds=20-29 "
+                    "seconds=0.05`, `drop rank=1 round=20` or `kill rank=1 round=20`, with `;` "
+                    "between several."
+                )
+            first, last = int(match["first"]), int(match["last"] or match["first"])
+            if not first <= last < first + _MAX_ROUNDS:
+                raise ValueError(
+                    f"rounds={first}-{last} must count upwards, and {_MAX_ROUNDS:,} rounds at most."
+                )
+            rank = int(match["rank"])
+            for round in range(first, last + 1):
+                if match["kind"] == "delay":
+                    faults.delay(rank=rank, round=round, seconds=float(match["seconds"]))
+                elif match["kind"] == "drop":
+                    faults.drop(rank=rank, round=round)
+                else:
+                    faults.kill(rank=rank, round=round)
+        return faults
+
+
+def _makes_sense(kind: str, rank: str, first: str, last: str | None, seconds: str | None) -> bool:
+    """Whether a fault has what its kind takes and nothing else: a rank dies once."""
+    return (kind == "delay") == (seconds is not None) and not (kind == "kill" and last)
 
 
 @dataclass(order=True)

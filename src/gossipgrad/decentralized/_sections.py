@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gossipgrad.comm import Part
+from gossipgrad.comm import Part, local
 from gossipgrad.decentralized._section import Section
 from gossipgrad.decentralized._settings import (
     Gradients,
@@ -34,6 +34,7 @@ class Sections:
         weights: The trained parameters; there even when only gradients travel, for averages.
         state: The optimizers' state, if the payload has it.
         gradients: The gradients, if the payload has them.
+        gradient_bytes: Of one step's gradients, whether they travel or not.
 
     Raises:
         ValueError: If something that travels is complex, sparse or of a type without average.
@@ -52,6 +53,7 @@ class Sections:
                 "the optimizers train no parameter (all are frozen, or there are none): gossip has "
                 "nothing to mix"
             )
+        self.gradient_bytes = sum(local(p).nbytes for p in parameters.values())
         payload = settings.payload
         self.weights = self._make(weight_entries(parameters), of_weights=True)
         self.state: list[Section] = []

@@ -18,6 +18,7 @@ from gossipgrad.decentralized._averaging import Averaging
 from gossipgrad.decentralized._gradients import GradientExchange
 from gossipgrad.decentralized._hooks import StepHooks
 from gossipgrad.decentralized._rounds import Rounds
+from gossipgrad.decentralized._saving import warn_of_lone_replicas
 from gossipgrad.decentralized._sections import Sections
 from gossipgrad.decentralized._settings import Gradients, Lagged, Settings, Sync
 from gossipgrad.decentralized._sharding import reshard
@@ -63,6 +64,7 @@ class GossipSession:
         self._settings = settings
         self._recorder = recorder
         self._steps = 0
+        self._equal_at_step = 0
         self._mid_step = False
         self._syncing = True
         self._in_consensus = False
@@ -72,6 +74,7 @@ class GossipSession:
         self._gradients: GradientExchange | None = None
         self._sections = self._deal()
         self._watch = ReplicaWatch(model, self._optimizers)
+        self._saving = warn_of_lone_replicas(model, self._replicas_differ)
         if group.world_size > 1:
             run = bytes.fromhex(group.broadcast_object(secrets.token_hex(16)))
             channel = Channel(transport(group), run=run, plan=self._sections.parts)
@@ -151,6 +154,7 @@ class GossipSession:
             self._averaging.average(self._sections)
         finally:
             self._watch.note()
+        self._equal_at_step = self._steps
         self._begin()
 
     def consensus_distance(self) -> float:
@@ -191,6 +195,7 @@ class GossipSession:
             broadcast_replica(self.group, self._model, self._optimizers)
             self.group.barrier()  # nobody sends by the new plan before all have it
         self._watch.accept()
+        self._equal_at_step = self._steps
         self._begin()
 
     def accept_changes(self) -> None:
@@ -235,7 +240,8 @@ class GossipSession:
 
     def stats(self) -> Stats:
         """What this rank has done so far; no communication."""
-        return collect(self._rounds, self._sections, self._averaging, self.world_size)
+        p, steps = self.world_size, self._steps
+        return collect(self._rounds, self._sections, self._averaging, world_size=p, steps=steps)
 
     def close(self) -> None:
         """Ends the session: mixes what is outstanding, says LEAVE, takes all hooks off; local.
@@ -339,6 +345,7 @@ class GossipSession:
         try:
             if self._averaging.meet("periodic"):
                 self._averaging.average(self._sections)
+                self._equal_at_step = self._steps
         except GossipError as error:
             self._averages_lost = True
             logger.warning("rank %d: no periodic average any more: %s", self.rank, error)
@@ -346,6 +353,12 @@ class GossipSession:
         self._averaging.seconds += end - start
         if self._recorder is not None:
             self._recorder.span("average", start, end, step=self._steps)
+
+    def _replicas_differ(self) -> bool:
+        """Whether this replica is known to be one of several, and there is another way to save."""
+        if self._rounds is None or self._in_consensus or self._rounds.channel.gone:
+            return False
+        return self._steps > self._equal_at_step
 
     def _check_ready(self, method: str) -> None:
         if self._closed:
@@ -372,6 +385,7 @@ class GossipSession:
             return
         self._closed = True
         self._hooks.remove()
+        self._saving.remove()
         self._watch.remove()
         if self._gradients is not None:
             self._gradients.remove()

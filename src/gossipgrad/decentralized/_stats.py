@@ -34,6 +34,8 @@ class Stats:
         averaged_bytes: Weights and state averaged then, all times together; a ring all-reduce
             sends 2 (p - 1) / p of it.
         averaging_seconds: Time that steps were blocked on periodic averages.
+        all_reduce_bytes: What a ring all-reduce of all trained parameters' gradients would have
+            sent in as many steps: computed, 2 (p - 1) / p of them each, and not measured.
     """
 
     rounds: int
@@ -50,10 +52,39 @@ class Stats:
     averages: int
     averaged_bytes: int
     averaging_seconds: float
+    all_reduce_bytes: int
+
+    def __str__(self) -> str:
+        """The figures to look at first, in words.
+
+        Example:
+            >>> import torch, gossipgrad as gg
+            >>> model = torch.nn.Linear(2, 1)
+            >>> with gg.gossip(model, torch.optim.SGD(model.parameters())) as session:
+            ...     print(session.stats())
+            consensus distance n/a
+            sent 0 bytes, ring all-reduce would have sent 0
+            blocked on communication for 0.00 s
+        """
+        distance, kind = self.consensus_distance, ""
+        if distance is None and self.consensus_distance_estimate is not None:
+            distance, kind = self.consensus_distance_estimate, " (estimate)"
+        averages = f"; {self.averages:,} averages come on top" if self.averages else ""
+        return (
+            f"consensus distance {'n/a' if distance is None else f'{distance:.4g}'}{kind}\n"
+            f"sent {self.bytes_sent:,} bytes, ring all-reduce would have sent "
+            f"{self.all_reduce_bytes:,}{averages}\n"
+            f"blocked on communication for {self.exposed_seconds + self.averaging_seconds:.2f} s"
+        )
 
 
 def collect(
-    rounds: Rounds | None, sections: Sections, averaging: Averaging, world_size: int
+    rounds: Rounds | None,
+    sections: Sections,
+    averaging: Averaging,
+    *,
+    world_size: int,
+    steps: int,
 ) -> Stats:
     """The figures of a session; `rounds` is None where there are no partners."""
     counted = {} if rounds is None else {o.value: n for o, n in rounds.outcomes.items()}
@@ -77,4 +108,5 @@ def collect(
         averages=averaging.averages,
         averaged_bytes=averaging.averaged_bytes,
         averaging_seconds=averaging.seconds,
+        all_reduce_bytes=2 * (p - 1) * steps * sections.gradient_bytes // p,
     )

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from gossipgrad import data, models, topology
+from gossipgrad.comm import Faults
 
 from ._config import TrainConfig
 from ._loggers import check_loggers
@@ -31,6 +32,12 @@ def check(config: TrainConfig, world_size: int) -> None:
         )
     if config.strategy == "gossip":
         topology.by_name(config.gossip.topology, world_size, seed=config.seed)
+        faulty = max(Faults.parse(config.gossip.faults or "").ranks, default=0)
+        if faulty >= world_size:
+            raise ValueError(
+                f"faults name rank {faulty}, but there are ranks 0 to {world_size - 1} alone; name "
+                "one of these, or start more processes."
+            )
     if info.train_samples < world_size:
         raise ValueError(
             f"{world_size} processes cannot share the {info.train_samples} samples of "

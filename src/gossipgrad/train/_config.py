@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from gossipgrad.comm import Faults
+
 from ._learning_rate import LearningRate, LrRule, LrSchedule
 from ._options import check_at_least, check_choices, from_plain
 
@@ -37,10 +39,19 @@ class GossipConfig:
     while training."""
     wire_dtype: Literal["float32", "bfloat16"] | None = None
     """Number type on the wire; None: that of the parameters."""
+    deadline_seconds: float = 300.0
+    """How long a step waits for a partner that is alive but late."""
+    faults: str | None = None
+    """Faults to try the run with, by rank and round: "delay rank=1 rounds=20-29 seconds=0.05",
+    "drop rank=1 round=20" or "kill rank=1 round=20", several with ; between."""
 
     def __post_init__(self) -> None:
         check_choices(type(self), dataclasses.asdict(self))
         check_at_least(self, 1, "every")
+        if not self.deadline_seconds > 0:
+            raise ValueError(f"deadline_seconds is {self.deadline_seconds}, but must be above 0.")
+        if self.faults is not None:
+            Faults.parse(self.faults)
         if self.average_every != "log_p":
             check_at_least(self, 1, "average_every")
 

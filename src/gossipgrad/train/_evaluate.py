@@ -89,4 +89,5 @@ class TestPart:
 
 def copy_of(model: nn.Module) -> dict[str, Tensor]:
     """The state of a model in memory of its own."""
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return {name: tensor.detach().clone() for name, tensor in tensors}

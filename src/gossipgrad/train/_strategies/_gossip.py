@@ -1,12 +1,13 @@
 """Gossip, as a strategy of the loop."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 import gossipgrad as gg
+from gossipgrad.comm import Faults, FaultyTransport, Transport, ZeroMQTransport
 from gossipgrad.errors import GossipError
 from gossipgrad.train._config import GossipConfig
 from gossipgrad.train._evaluate import Evaluation, TestPart
@@ -14,6 +15,8 @@ from gossipgrad.train._spans import StepSpans
 
 from ._consensus import consensus_evaluation, session_traffic
 from ._strategy import Strategy, Traffic, alone
+
+_MODES = {"overlap": gg.Overlap, "sync": gg.Sync, "lagged": gg.Lagged}
 
 
 class Gossip(Strategy):
@@ -41,14 +44,17 @@ class Gossip(Strategy):
             model,
             optimizers,
             topology=options.topology,
-            mode=options.mode,
+            mode=_MODES[options.mode](deadline_seconds=options.deadline_seconds),
             payload=options.payload,
             every=options.every,
             average_every=options.average_every,
             wire_dtype=None if options.wire_dtype is None else getattr(torch, options.wire_dtype),
             seed=seed,
+            transport="zeromq" if options.faults is None else _with_faults(options.faults),
             recorder=spans,
         )
+        if options.faults is not None:
+            self.notes.append(f"faults by script: {options.faults}")
 
     def evaluate(self, test: TestPart, *, final: bool) -> Evaluation:
         """Evaluate the consensus, shared out over the ranks; the own replica once one is gone."""
@@ -71,3 +77,8 @@ class Gossip(Strategy):
     def close(self) -> None:
         """Leave the session; partners skip this rank from now on."""
         self._session.close()
+
+
+def _with_faults(script: str) -> Callable[[gg.Group], Transport]:
+    faults = Faults.parse(script)
+    return lambda group: FaultyTransport(ZeroMQTransport(group), faults)
