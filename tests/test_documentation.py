@@ -132,8 +132,9 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize(("page", "command"), COMMANDS)
-def test_commands_can_be_given_as_they_stand(page, command, monkeypatch):
+def test_commands_can_be_given_as_they_stand(page, command, tmp_path, monkeypatch):
     """That their options are known and fit each other; test_pages runs those of the docs."""
+    monkeypatch.chdir(tmp_path)
     words = shlex.split(command)
     if "gossipgrad" not in words:
         assert words[0] in ("torchrun", "python"), command
