@@ -12,9 +12,10 @@ from ._errors import NetlabError
 from ._layout import PAYLOAD_SHARE
 from ._measure import measure_envelope, measure_table
 from ._network import Network
+from ._plan import links
 from ._probe import probe
 from ._rates import format_rate, parse_rate
-from ._record import unrecorded
+from ._record import alive, records, unrecorded
 from ._run import run_everywhere
 from ._sweep import sweep
 from ._system import missing
@@ -145,6 +146,8 @@ def _verify(options: argparse.Namespace) -> int:
             f"{link.link:24} {format_rate(link.measured_bits_per_second):>14} of "
             f"{format_rate(link.expected_bits_per_second):<14} {link.ratio:6.1%}"
         )
+    for link in sorted(set(links(network.layout)).difference(link.link for link in checked)):
+        print(f"{link:24} not tried: the other links together do not fill it")
     print(
         f"{len(checked)} links keep to their rate (payload, {PAYLOAD_SHARE:.1%} of it); "
         f"took {seconds:.1f} s"
@@ -171,6 +174,9 @@ def _clean(_options: argparse.Namespace) -> int:
         return 1
     removed = sweep()
     print(f"removed {', '.join(removed)}" if removed else "nothing was left behind")
+    for record in records():
+        if alive(record) is None:
+            print(f"left alone, for its owner is in another container: {record.name}")
     for name in unrecorded():
         print(f"left alone, for no record says who made it: ip netns del {name}")
     return 0

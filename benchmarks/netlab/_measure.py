@@ -25,8 +25,8 @@ CASES = (  # hosts, bits a second
     (16, 1e8),
 )
 _REPEATS = 5
-_SETTLE_SECONDS = 0.4
-_WINDOW_SECONDS = 0.8
+_SETTLE_SECONDS = 0.3
+_WINDOW_SECONDS = 0.6
 _UNBOUNDED = 1e12  # the refusal is what is to be measured here
 # 16 hosts, the most that fit their rates on most machines; steps of a quarter.
 _ENVELOPE_HOSTS = 16

@@ -69,6 +69,19 @@ def _meeting(layout: Layout, host: int) -> list[Flow]:
     return [(host, other) for other in range(layout.hosts) if other != host]
 
 
+def links(layout: Layout) -> list[str]:
+    """Every link end that has a rate."""
+    return [
+        *(f"host {host} {way}" for host in range(layout.hosts) for way in ("sending", "receiving")),
+        *(
+            f"rack {rack} {way} the core"
+            for rack, uplink in enumerate(layout.uplinks)
+            if uplink is not None
+            for way in ("to", "from")
+        ),
+    ]
+
+
 def path(layout: Layout, flow: Flow) -> list[tuple[str, float | None]]:
     """The links that a flow passes, with their rates."""
     sender, receiver = flow

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import select
 import signal
 import time
 from collections.abc import Iterable, Iterator
@@ -10,7 +9,7 @@ from pathlib import Path
 
 from ._errors import NetlabError
 from ._record import Record, alive, locked, records
-from ._system import NAMESPACES, namespaces, run
+from ._system import NAMESPACES, namespaces, readable, run
 
 __all__ = ["dismantle", "end_processes", "inhabitants", "sweep"]
 
@@ -18,17 +17,27 @@ _DEATH_SECONDS = 5.0
 
 
 def sweep() -> list[str]:
-    """Removes the laboratories whose owner is dead; their names."""
+    """Removes the laboratories whose owner is dead; their names.
+
+    Raises:
+        NetlabError: If one of them does not go.
+    """
     with locked():
-        return sweep_locked()
+        dead = _dead()
+        for record in dead:
+            dismantle(record)
+        return [record.name for record in dead]
 
 
-def sweep_locked() -> list[str]:
-    """The same, for a caller that holds the lock."""
-    dead = [record for record in records() if alive(record) is False]
-    for record in dead:
-        dismantle(record)
-    return [record.name for record in dead]
+def sweep_locked() -> None:
+    """The same for a caller that holds the lock; what does not go waits for the next time."""
+    for record in _dead():
+        with contextlib.suppress(NetlabError):
+            dismantle(record)
+
+
+def _dead() -> list[Record]:
+    return [record for record in records() if alive(record) is False]
 
 
 def dismantle(record: Record, *, keep: bool = False) -> None:
@@ -63,7 +72,7 @@ def end_processes(names: Iterable[str]) -> list[int]:
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(handle, signal.SIGKILL)
             for _, handle in handles:
-                select.select([handle], [], [], max(0.0, deadline - time.monotonic()))
+                readable(handle, deadline - time.monotonic())
         finally:
             for _, handle in handles:
                 os.close(handle)

@@ -1,5 +1,6 @@
 """Runs `ip` and `tc`, and says what a machine lacks."""
 
+import select
 import shutil
 import subprocess
 import sys
@@ -8,9 +9,10 @@ from pathlib import Path
 
 from ._errors import NetlabError
 
-__all__ = ["missing", "namespaces", "run", "run_batch"]
+__all__ = ["missing", "namespaces", "readable", "run", "run_batch"]
 
 NAMESPACES = Path("/run/netns")
+STATUS = Path("/proc/self/status")
 _TIMEOUT_SECONDS = 60
 _CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}
 
@@ -20,9 +22,7 @@ def missing() -> list[str]:
     if not sys.platform.startswith("linux"):
         return [f"network namespaces are a Linux feature: this is {sys.platform}"]
     lacks = []
-    status = dict(
-        line.split(":\t", 1) for line in Path("/proc/self/status").read_text().splitlines()
-    )
+    status = dict(line.split(":\t", 1) for line in STATUS.read_text().splitlines())
     user = status["Uid"].split()[1]
     effective = int(status["CapEff"], 16)
     absent = [name for name, bit in _CAPABILITIES.items() if not effective >> bit & 1]
@@ -75,3 +75,10 @@ def _run(command: list[str], text: str | None) -> str:
 def namespaces() -> set[str]:
     """Names of the network namespaces there are."""
     return {path.name for path in NAMESPACES.iterdir()} if NAMESPACES.is_dir() else set()
+
+
+def readable(handle: int, timeout_seconds: float | None = None) -> bool:
+    """Whether a pipe has something, or the process of a handle has ended, in time."""
+    poller = select.poll()  # `select` knows no handle past 1023
+    poller.register(handle, select.POLLIN)
+    return bool(poller.poll(None if timeout_seconds is None else max(0.0, 1e3 * timeout_seconds)))

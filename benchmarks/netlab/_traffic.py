@@ -1,7 +1,6 @@
 """Real transfers: a worker on every host, rounds of flows between them."""
 
 import json
-import select
 import subprocess
 import sys
 import time
@@ -11,6 +10,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from ._errors import NetlabError
+from ._system import readable
 
 __all__ = ["Busy", "Moved", "Traffic"]
 
@@ -18,7 +18,7 @@ _WORKER = Path(__file__).with_name("_worker.py")
 _START_SECONDS = 30.0
 _GRACE_SECONDS = 15.0
 _CHUNK_BYTES = (1448, 1 << 18)
-_BUFFER_BYTES = (1 << 16, 1 << 24)
+_BUFFER_BYTES = (1 << 16, 1 << 22)
 _WAITING_SECONDS = 0.1
 _HEAD_START_SECONDS = 0.03  # until the slowest worker has read when to begin
 
@@ -129,7 +129,7 @@ class Traffic:
     def _hear(self, host: int, timeout_seconds: float) -> dict[str, Any]:
         stdout = self._workers[host].stdout
         assert stdout is not None
-        if not select.select([stdout], [], [], timeout_seconds)[0]:
+        if not readable(stdout.fileno(), timeout_seconds):
             raise NetlabError(
                 f"the worker on host {host} did not answer within {timeout_seconds:g} s: the "
                 "machine is too busy to measure on, or its processes are stopped"

@@ -13,8 +13,9 @@ __all__ = ["Checked", "verify"]
 TOLERANCE = 0.05
 _TRIES = 3  # a machine that does something else for a moment is no wrong rate
 _SETTLE_SECONDS = 0.15
-_WINDOW_SECONDS = 0.3
-_WINDOW_FRAMES = 150  # of the slowest link, or the last frame decides
+_WINDOW = (0.3, 150)  # seconds, and frames of the slowest link, or the last frame decides
+_BEHIND_A_QUEUE = (1.0, 400)
+_FRAME_BITS = 12112
 
 
 class Checked(NamedTuple):
@@ -54,15 +55,18 @@ def verify(layout: Layout, traffic: Traffic) -> list[Checked]:
 
 
 def _move(layout: Layout, traffic: Traffic, turn: Round, attempt: int) -> Moved:
-    rates = [rate for flow in turn.flows for _, rate in path(layout, flow) if rate is not None]
-    crowd = max(len(flows) for flows in turn.filled.values())
-    slowest = min(rates)
-    window = max(_WINDOW_SECONDS * (1 + (crowd > 1)), _WINDOW_FRAMES * crowd * 12112 / slowest)
+    rates = {name: rate for flow in turn.flows for name, rate in path(layout, flow) if rate}
+    # Where senders do not set the pace a queue drops frames; what waits for one comes in a lump.
+    sent = {index for link, flows in turn.filled.items() if "sending" in link for index in flows}
+    queues = len(sent) < len(turn.flows)
+    seconds, frames = _BEHIND_A_QUEUE if queues else _WINDOW
+    slowest = min(rates[link] for link in turn.filled)
+    window = max(seconds, frames * _FRAME_BITS / slowest) * (1 + attempt)
     return traffic.round(
         turn.flows,
-        rate=slowest,
-        settle=max(_SETTLE_SECONDS, window / 3) * (1 + attempt),
-        seconds=window * (1 + attempt),
+        rate=min(rates.values()),
+        settle=max(_SETTLE_SECONDS, window / 3),
+        seconds=window,
     )
 
 

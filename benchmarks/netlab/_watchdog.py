@@ -5,7 +5,6 @@ A process of its own, in a session of its own: neither `kill -9` nor Ctrl-C of t
 
 import contextlib
 import os
-import select
 import subprocess
 import sys
 import time
@@ -14,7 +13,7 @@ from pathlib import Path
 from ._errors import NetlabError
 from ._record import Record, alive, locked, read
 from ._sweep import dismantle
-from ._system import namespaces
+from ._system import namespaces, readable
 
 __all__ = ["guard", "watch"]
 
@@ -46,7 +45,7 @@ def watch(path: str) -> None:
     with contextlib.suppress(ProcessLookupError):
         owner = os.pidfd_open(record.owner)
         if alive(record):
-            select.select([owner], [], [])
+            readable(owner)
     # Again until nothing was left: an `ip` that the owner had started goes on to its last line.
     for _ in range(_PASSES):
         with locked():

@@ -1,0 +1,231 @@
+"""The laboratory for real: shaped links, processes inside, and nothing left behind."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.netlab import NetlabError, Network, _record, _system
+from benchmarks.netlab._layout import PAYLOAD_SHARE
+from benchmarks.netlab._probe import probe
+from support import netlab_rank
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _possible_here():
+    if lacks := _system.missing() or probe():
+        pytest.skip("; ".join(lacks))
+
+
+def of(name):
+    """Namespaces and record of a laboratory that are still there."""
+    left = [namespace for namespace in _system.namespaces() if namespace.startswith(name)]
+    return left + [record.name for record in _record.records() if record.name == name]
+
+
+def name_of(network):
+    return network.namespace(0).rpartition("-")[0]
+
+
+def wait_until_gone(is_left, timeout_seconds=20.0):
+    deadline = time.monotonic() + timeout_seconds
+    while left := is_left():
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+
+
+def running(pid):
+    return _record.started(pid) is not None
+
+
+def assert_carries(network, flow, rate, seconds=0.25):
+    """Never more than the rate; all of it when the machine has a moment."""
+    shares = []
+    with network.traffic(flow) as traffic:
+        while not shares or (shares[-1] < 0.93 and len(shares) < 5):
+            moved = traffic.round([flow], rate=rate, settle=0.15, seconds=seconds)
+            shares.append(moved.bits_per_second[0] / PAYLOAD_SHARE / rate)
+    assert max(shares) < 1.05
+    assert max(shares) > 0.93
+
+
+def test_links_counters_and_rates_that_change():
+    machine = _system.run("ip", "-o", "link")
+    with Network(hosts=2, rate_bits_per_second=1e7) as network:
+        name = name_of(network)
+        assert network.counters(0) == (0, 0)
+        # What one sends at a rate is what the other receives, and no more bytes than fit.
+        start = time.monotonic()
+        assert_carries(network, (0, 1), 1e7)
+        seconds = time.monotonic() - start
+        sent, received = network.counters(0)
+        assert 1e7 / 8 * 0.25 < sent < 1e7 / 8 * seconds
+        assert network.counters(1).received_bytes == pytest.approx(sent, rel=0.02)
+        assert received < sent / 10
+        network.set_rate(0, 4e6)
+        assert_carries(network, (0, 1), 4e6)
+        assert network.counters(0).sent_bytes > sent
+        with pytest.raises(ValueError, match="host 2: there are 0 to 1"):
+            network.set_rate(2, 1e8)
+        with pytest.raises(ValueError, match=r"rack 0: there are none; racks="):
+            network.set_uplink(0, 1e8)
+        with pytest.raises(NetlabError, match="this machine carries"):
+            network.set_rate(0, 1e12)
+        with pytest.raises(NetlabError, match="this network is up already"), network:
+            pass
+        # Nothing of it stands beside the machine's own interfaces.
+        assert _system.run("ip", "-o", "link") == machine
+    assert of(name) == []
+    with pytest.raises(NetlabError, match="use it inside `with Network"):
+        network.address(0)
+
+
+def test_racks_share_a_thin_link_and_two_laboratories_are_apart():
+    with (
+        Network(
+            hosts=4,
+            rate_bits_per_second=2e7,
+            racks=((0, 1), (2, 3)),
+            uplink_bits_per_second=1e7,
+        ) as racks,
+        Network(hosts=2, rate_bits_per_second=1e7) as other,
+    ):
+        assert racks.address(0).split(".")[:2] != other.address(0).split(".")[:2]
+        assert name_of(racks) != name_of(other)
+        checked = {check.link: check for check in racks.verify()}
+        between = checked["rack 0 to the core"]
+        assert between.expected_bits_per_second == pytest.approx(1e7 * PAYLOAD_SHARE)
+        assert len(checked) == 12
+        racks.set_uplink(0, None)
+        racks.set_uplink(1, 15e6)
+        assert_carries(racks, (0, 2), 15e6, seconds=0.8)
+
+
+def test_processes_inside():
+    with Network(hosts=2, rate_bits_per_second=1e8) as network:
+        name = name_of(network)
+        shown = network.popen(
+            1,
+            [
+                sys.executable,
+                "-S",
+                "-c",
+                "import os; print(os.environ['RANK'], os.listdir('/sys/class/net'))",
+            ],
+            env=os.environ | network.environment(1),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        out, _ = shown.communicate(timeout=30)
+        rank, interfaces = out.split(" ", 1)
+        assert rank == "1"
+        assert "lab0" in interfaces
+        assert "eth0" not in interfaces
+        with pytest.raises(
+            FileNotFoundError, match="no command 'no-such-command' to run on a host"
+        ):
+            network.popen(0, ["no-such-command"])
+        child = network.popen(
+            0, ["sh", "-c", "setsid sleep 1000 & echo $!; wait"], stdout=subprocess.PIPE, text=True
+        )
+        grandchild = int(child.stdout.readline())
+        child.stdout.close()
+        assert running(grandchild)
+    assert child.returncode == -9
+    assert not running(grandchild)
+    assert of(name) == []
+
+
+def test_an_exception_ends_what_runs_inside():
+    network = Network(hosts=2, rate_bits_per_second=1e8)
+    children = []
+
+    def fail():
+        with network:
+            children.append((name_of(network), network.popen(0, ["sleep", "1000"])))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+    name, child = children[0]
+    assert child.returncode == -9
+    assert of(name) == []
+    network.close()  # a second time: nothing
+
+
+_OWNER = """
+import os, signal, subprocess, sys
+from benchmarks.netlab import Network
+with Network(hosts=3, rate_bits_per_second=1e8) as network:
+    child = network.popen(2, ["sleep", "1000"], stdout=subprocess.DEVNULL)
+    print(network.namespace(0).rpartition("-")[0], child.pid, flush=True)
+    if sys.argv[1] == "both":
+        network._watchdog.kill()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def killed(whom):
+    done = subprocess.run(
+        [sys.executable, "-c", _OWNER, whom], stdout=subprocess.PIPE, cwd=ROOT, timeout=60
+    )
+    assert done.returncode == -9
+    name, child = done.stdout.split()
+    return name.decode(), int(child)
+
+
+def test_its_watchdog_cleans_up_after_kill_9():
+    name, child = killed("owner")
+    wait_until_gone(lambda: of(name))
+    assert not running(child)
+
+
+def test_the_next_start_cleans_up_after_a_dead_watchdog():
+    name, child = killed("both")
+    assert of(name)
+    assert running(child)
+    foreign = "gglab-foreign"
+    _system.run("ip", "netns", "add", foreign)
+    try:
+        with Network(hosts=1, rate_bits_per_second=1e8):
+            assert of(name) == []
+            assert not running(child)
+        assert foreign in _system.namespaces()
+        assert foreign in _record.unrecorded()
+    finally:
+        _system.run("ip", "netns", "del", foreign)
+
+
+def test_gloo_and_gossip_over_the_links():
+    rate = 5e7
+    with Network(hosts=2, rate_bits_per_second=rate) as network:
+        ranks = [
+            network.popen(
+                host,
+                [sys.executable, netlab_rank.__file__, "zeromq"],
+                env=os.environ | network.environment(host),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+            for host in range(2)
+        ]
+        told = [rank.communicate(timeout=90) for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [0, 0], told
+        sent = [network.counters(host).sent_bytes for host in range(2)]
+    answers = [json.loads(out) for out, _ in told]
+    values, seconds, outcomes, mean = answers[0]
+    size = 4 * netlab_rank.ELEMENTS
+    assert values == 1
+    assert seconds >= 0.9 * size / (rate / 8)
+    assert outcomes["delivered"] == netlab_rank.STEPS
+    assert answers[1][3] == mean
+    # The all-reduce, the exchanges and the consensus: none of it passed beside the link.
+    for bytes_ in sent:
+        assert bytes_ > (netlab_rank.STEPS + 2) * size
