@@ -58,16 +58,16 @@ class Wiring:
         """`ip` in a host: its address, and one congestion control whatever the machine's is."""
         yield "link set lo up"
         yield f"link set {INTERFACE} addrgenmode none mtu {MTU} up"
-        yield self.pieces(host)
+        yield self.pieces(self.layout.rates[host])
         yield f"addr add {self.address(host)}/24 dev {INTERFACE} noprefixroute"
         yield (
             f"route add 10.{self._network}.0.0/24 dev {INTERFACE} src {self.address(host)} "
             "congctl cubic"
         )
 
-    def pieces(self, host: int) -> str:
+    def pieces(self, rate: float) -> str:
         """`ip` in a host: how large the pieces are that TCP hands to its link."""
-        return f"link set {INTERFACE} gso_max_size {piece_bytes(self.layout.rates[host])}"
+        return f"link set {INTERFACE} gso_max_size {piece_bytes(rate)}"
 
     def shape_ports(self) -> Iterator[str]:
         """`tc` in the switch: what hosts receive, and both ends of every uplink."""

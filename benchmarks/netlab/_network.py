@@ -1,40 +1,30 @@
 """The laboratory itself: made on entering, gone on leaving."""
 
 import contextlib
-import json
 import os
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
+from ._build import Counters, build, change_rate, change_uplink, read_counters
 from ._envelope import check_load
 from ._errors import NetlabError
 from ._layout import INTERFACE, Layout
-from ._links import Wiring, shaper
-from ._probe import lacking_features
+from ._links import Wiring
 from ._rates import check_rate
 from ._record import Record, allocate, locked
 from ._sweep import dismantle, sweep_locked
-from ._system import missing, run, run_batch
+from ._system import missing
 from ._traffic import Traffic
 from ._verify import Checked, verify
 from ._watchdog import guard
 
-__all__ = ["Counters", "Network"]
+__all__ = ["Network"]
 
 _SWITCH = "switch"
 _DEATH_SECONDS = 5.0
-# Else the bridges greet every host now and then, and the counters have it.
-_NO_IPV6 = "cd /proc/sys/net/ipv6/conf/default 2>/dev/null && echo 1 > disable_ipv6 || true"
-
-
-class Counters(NamedTuple):
-    """Bytes over a host's link since the network came up: whole frames, headers and all."""
-
-    sent_bytes: int
-    received_bytes: int
 
 
 class Network:
@@ -98,7 +88,7 @@ class Network:
             self._record = allocate([_SWITCH, *(f"host{host}" for host in range(hosts))])
         try:
             self._watchdog = guard(self._record)
-            self._make()
+            build(self.wiring, self._record.namespaces)
         except BaseException:
             self.close()
             raise
@@ -203,20 +193,15 @@ class Network:
         rate = check_rate(rate_bits_per_second, f"the rate of host {host}")
         before = self.layout.rates[self.layout.check_host(host)]
         check_load(self.layout.load() - before + rate, self.hosts, self._envelope)
-        wiring = self.wiring
-        run("tc", "-n", wiring.hosts[host], *shaper("change", INTERFACE, rate).split())
-        run("tc", "-n", wiring.switch, *shaper("change", f"host{host}", rate).split())
+        change_rate(self.wiring, host, rate)
         self.layout.rates[host] = rate
-        run("ip", "-n", wiring.hosts[host], *wiring.pieces(host).split())
 
     def set_uplink(self, rack: int, rate_bits_per_second: float | None) -> None:
         """Changes the link of `rack` to the core, both ways; None does not constrict."""
         self.layout.check_rack(rack)
         if rate_bits_per_second is not None:
             check_rate(rate_bits_per_second, f"the uplink of rack {rack}")
-        for end in (f"up{rack}", f"down{rack}"):
-            line = shaper("change", end, rate_bits_per_second)
-            run("tc", "-n", self.wiring.switch, *line.split())
+        change_uplink(self.wiring, rack, rate_bits_per_second)
         self.layout.uplinks[rack] = rate_bits_per_second
 
     def traffic(self, hosts: Sequence[int] | None = None) -> Traffic:
@@ -244,9 +229,7 @@ class Network:
         The shapers count frames as a cable would see them; the interface itself counts up to 45
         of them as one, with one header.
         """
-        return Counters(
-            _passed(self.namespace(host), INTERFACE), _passed(self.wiring.switch, f"host{host}")
-        )
+        return read_counters(self.wiring, self.layout.check_host(host))
 
     def _up(self) -> Record:
         if self._record is None:
@@ -254,23 +237,3 @@ class Network:
                 "the network is not up: use it inside `with Network(...) as network:`"
             )
         return self._record
-
-    def _make(self) -> None:
-        wiring = self.wiring
-        record = self._up()
-        try:
-            run_batch(["ip"], (f"netns add {name}" for name in record.namespaces))
-            run("ip", "netns", "exec", wiring.switch, "sh", "-c", _NO_IPV6)
-            run_batch(["ip", "-n", wiring.switch], [*wiring.bridges(), *wiring.ports()])
-            run_batch(["tc", "-n", wiring.switch], wiring.shape_ports())
-            for host, name in enumerate(wiring.hosts):
-                run_batch(["ip", "-n", name], wiring.host(host))
-                run_batch(["tc", "-n", name], [wiring.shape_host(host)])
-        except NetlabError as error:
-            lacks = lacking_features(wiring.switch)
-            raise NetlabError("; ".join(lacks) or str(error)) from error
-
-
-def _passed(namespace: str, interface: str) -> int:
-    shown = json.loads(run("tc", "-n", namespace, "-s", "-j", "qdisc", "show", "dev", interface))
-    return next(queue["bytes"] for queue in shown if queue.get("root"))

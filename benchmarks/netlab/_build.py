@@ -1,0 +1,65 @@
+"""Makes the namespaces and links of a network, changes rates, reads counters."""
+
+import json
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ._errors import NetlabError
+from ._layout import INTERFACE
+from ._links import Wiring, shaper
+from ._probe import lacking_features
+from ._system import run, run_batch
+
+__all__ = ["Counters", "build", "change_rate", "change_uplink", "read_counters"]
+
+# Else the bridges greet every host now and then, and the counters have it.
+_NO_IPV6 = "cd /proc/sys/net/ipv6/conf/default 2>/dev/null && echo 1 > disable_ipv6 || true"
+
+
+class Counters(NamedTuple):
+    """Bytes over a host's link since the network came up: whole frames, headers and all."""
+
+    sent_bytes: int
+    received_bytes: int
+
+
+def build(wiring: Wiring, namespaces: Sequence[str]) -> None:
+    """Brings everything up, shaped.
+
+    Raises:
+        NetlabError: With what the kernel lacks, if that is why.
+    """
+    run_batch(["ip"], (f"netns add {name}" for name in namespaces))
+    try:
+        run("ip", "netns", "exec", wiring.switch, "sh", "-c", _NO_IPV6)
+        run_batch(["ip", "-n", wiring.switch], [*wiring.bridges(), *wiring.ports()])
+        run_batch(["tc", "-n", wiring.switch], wiring.shape_ports())
+        for host, name in enumerate(wiring.hosts):
+            run_batch(["ip", "-n", name], wiring.host(host))
+            run_batch(["tc", "-n", name], [wiring.shape_host(host)])
+    except NetlabError as error:
+        lacks = lacking_features(wiring.switch)
+        raise NetlabError("; ".join(lacks) or str(error)) from error
+
+
+def change_rate(wiring: Wiring, host: int, rate: float) -> None:
+    """Both ends of a host's link; what waits in their queues stays."""
+    run("tc", "-n", wiring.hosts[host], *shaper("change", INTERFACE, rate).split())
+    run("tc", "-n", wiring.switch, *shaper("change", f"host{host}", rate).split())
+    run("ip", "-n", wiring.hosts[host], *wiring.pieces(rate).split())
+
+
+def change_uplink(wiring: Wiring, rack: int, rate: float | None) -> None:
+    """Both ends of a rack's link to the core."""
+    for end in (f"up{rack}", f"down{rack}"):
+        run("tc", "-n", wiring.switch, *shaper("change", end, rate).split())
+
+
+def read_counters(wiring: Wiring, host: int) -> Counters:
+    """What has passed the two shapers of a host's link."""
+    return Counters(_passed(wiring.hosts[host], INTERFACE), _passed(wiring.switch, f"host{host}"))
+
+
+def _passed(namespace: str, interface: str) -> int:
+    shown = json.loads(run("tc", "-n", namespace, "-s", "-j", "qdisc", "show", "dev", interface))
+    return next(queue["bytes"] for queue in shown if queue.get("root"))
