@@ -135,12 +135,18 @@ def test_every_choice_of_an_option_is_described():
     assert described > 30
 
 
-def test_accuracy_table_is_what_was_measured():
-    measured = json.loads((ROOT / "benchmarks/results/accuracy.json").read_text())["rows"]
-    rows = rows_below("choosing.md", "| task | workers | all-reduce")
-    assert rows
-    for task, workers, *figures in rows:
-        (row,) = [r for r in measured if (r["task"], r["world_size"]) == (task, int(workers))]
+@pytest.mark.parametrize("page", ["docs/choosing.md", "README.md"])
+@pytest.mark.parametrize(("table", "benchmark"), enumerate(["accuracy", "workloads"]))
+def test_accuracy_tables_are_what_was_measured(page, table, benchmark):
+    measured = json.loads((ROOT / f"benchmarks/results/{benchmark}.json").read_text())["rows"]
+    heading = "| task | workers | all-reduce"
+    lines = (ROOT / page).read_text().split(heading)[1 + table].split("\n\n")[0].splitlines()[2:]
+    assert len(lines) == len(measured)
+    for line in lines:
+        task, workers, *figures = (cell.strip() for cell in line.strip("|").split("|"))
+        (row,) = [
+            r for r in measured if task.startswith(r["task"]) and r["world_size"] == int(workers)
+        ]
         difference = row["difference_to_allreduce_points"]["gossip"]
         accuracies = [fmean(row["accuracy"][name]) for name in ("allreduce", "gossip")]
         assert figures == [
