@@ -111,7 +111,7 @@ class Profile:
 
     @property
     def compute_seconds(self) -> float:
-        """Forward, backward and optimizer together: the step of one worker alone."""
+        """A whole step of one worker alone; forward, backward and optimizer."""
         return self.forward_seconds + math.fsum(self.backward_seconds) + self.optimizer_seconds
 
     @property
