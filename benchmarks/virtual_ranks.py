@@ -15,7 +15,7 @@ import json
 import math
 import statistics
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks._common import write
-from gossipgrad import data, models
+from gossipgrad import WeightsAndState, data, models
 from gossipgrad.simulate import VirtualRanks
 from gossipgrad.topology import by_name
 from gossipgrad.train._summary import write_json
@@ -59,9 +59,10 @@ class Setting:
 
 
 SETTINGS = {
-    "mlp": Setting(global_batch=2048, epochs=20, peak_lr=0.2, momentum=0.9, warmup_epochs=1),
-    "lenet": Setting(global_batch=1024, epochs=10, peak_lr=0.1, momentum=0.9, warmup_epochs=1),
+    "mlp": Setting(global_batch=2048, epochs=20, peak_lr=0.1, momentum=0.9, warmup_epochs=1),
+    "lenet": Setting(global_batch=2048, epochs=15, peak_lr=0.1, momentum=0.9, warmup_epochs=1),
 }
+KEY = ("model", "world_size", "strategy", "lr_factor", "epochs_factor")
 DISTANCES_PER_EPOCH = 4
 REPLICAS_EVALUATED = 8
 
@@ -75,12 +76,25 @@ class Cell:
     strategy: str
     seed: int
     lr_factor: float = 1.0
+    epochs_factor: int = 1
+
+    @property
+    def setting(self) -> Setting:
+        setting = SETTINGS[self.model]
+        return replace(
+            setting,
+            peak_lr=setting.peak_lr * self.lr_factor,
+            epochs=setting.epochs * self.epochs_factor,
+        )
 
     @property
     def name(self) -> str:
         contestant = self.strategy.replace(", ", "-").replace(" ", "-")
-        factor = "" if self.lr_factor == 1 else f"-lr-x{self.lr_factor:g}"
-        return f"{self.model}/{self.world_size}/{contestant}{factor}/{self.seed}"
+        if self.lr_factor != 1:
+            contestant += f"-lr-x{self.lr_factor:g}"
+        if self.epochs_factor != 1:
+            contestant += f"-epochs-x{self.epochs_factor}"
+        return f"{self.model}/{self.world_size}/{contestant}/{self.seed}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +118,14 @@ def cells(seeds: int) -> list[Cell]:
         return [Cell(model, p, strategy, seed) for p in sizes for strategy in strategies]
 
     order = [Cell("mlp", 1, "allreduce", 0)]
-    order += of("mlp", [128, 8], main, 0) + of("mlp", [128, 8], payloads, 0)
-    order += [*of("lenet", [128], four, 0), Cell("lenet", 1, "allreduce", 0)]
-    order += of("mlp", [128], main + payloads, 1) + of("mlp", [128], helpers, 0)
-    order += [Cell("mlp", 128, "gossip", 0, factor) for factor in (0.5, 2.0)]
-    order += [Cell("mlp", 128, "allreduce", 0, factor) for factor in (0.5, 2.0)]
+    order += of("mlp", [128, 8], main, 0) + of("mlp", [128], payloads + helpers, 0)
+    order += [
+        Cell("mlp", 128, strategy, 0, *factors)
+        for factors in ((0.5, 1), (2.0, 1), (1.0, 3))
+        for strategy in ("allreduce", "gossip")
+    ]
+    order += [*of("lenet", [128], four, 0), *of("mlp", [1], ["allreduce"], 1)]
+    order += of("mlp", [128, 8], main, 1) + of("mlp", [128], payloads, 1)
     for seed in range(seeds):
         order += of("mlp", [1], ["allreduce"], seed)
         order += of("mlp", [128, 8, 32], main + payloads, seed)
@@ -130,13 +147,11 @@ def make_ranks(cell: Cell, device: str) -> VirtualRanks:
     """Replicas that start alike for one seed, whatever the strategy."""
     torch.manual_seed(cell.seed)
     model = models.build(cell.model, data.info("fashion-mnist")).to(device)
-    setting = SETTINGS[cell.model]
+    setting = cell.setting
     options = dict(STRATEGIES[cell.strategy])
     rotate, state_every = options.pop("rotate", True), options.pop("state_every", 1)
     if options.get("payload") == "weights+state":
-        import gossipgrad as gg
-
-        options["payload"] = gg.WeightsAndState(every=state_every)
+        options["payload"] = WeightsAndState(every=state_every)
     if "strategy" not in options:
         name = options.pop("topology", "dissemination")
         options["topology"] = by_name(name, cell.world_size, seed=cell.seed, rotate=rotate)
@@ -168,7 +183,7 @@ def accuracy(model: nn.Module, test: Part) -> float:
 
 def train_epoch(ranks: VirtualRanks, cell: Cell, train: Part, epoch: int) -> dict:
     """One epoch; the loss over all ranks, and how far they were apart on the way."""
-    setting, p = SETTINGS[cell.model], cell.world_size
+    setting, p = cell.setting, cell.world_size
     steps = len(train.y) // setting.global_batch
     order = np.random.default_rng((cell.seed, epoch)).permutation(len(train.y))
     rows = torch.from_numpy(order[: steps * setting.global_batch]).to(train.y.device)
@@ -176,7 +191,7 @@ def train_epoch(ranks: VirtualRanks, cell: Cell, train: Part, epoch: int) -> dic
     losses, distances = [], []
     # Rank r takes positions r, r + p, ... of the step's share: the same samples for every p.
     for i, chosen in enumerate(rows.view(steps, -1, p).transpose(1, 2), start=1):
-        rate = cell.lr_factor * learning_rate(setting, ranks.steps, steps)
+        rate = learning_rate(setting, ranks.steps, steps)
         for group in ranks.optimizer.param_groups:
             group["lr"] = rate
         losses.append(ranks.step(train.x[chosen], train.y[chosen]).mean())
@@ -193,7 +208,7 @@ def run(cell: Cell, folder: Path, train: Part, test: Part) -> dict:
     done.parent.mkdir(parents=True, exist_ok=True)
     device = str(train.y.device)
     ranks = make_ranks(cell, device)
-    setting = SETTINGS[cell.model]
+    setting = cell.setting
     figures: dict = {"accuracy": [], "loss": [], "distances": [], "seconds": 0.0}
     if begun.exists():
         saved = torch.load(begun, map_location=device, weights_only=True)
@@ -223,31 +238,30 @@ def table(results: list[dict]) -> list[dict]:
     """One row a model, world size and strategy, over as many seeds as there are."""
     groups: dict[tuple, list[dict]] = {}
     for result in results:
-        key = (result["model"], result["world_size"], result["strategy"], result["lr_factor"])
+        key = tuple(result[field] for field in KEY)
         groups.setdefault(key, []).append(result)
     baseline = {
-        (r["model"], r["world_size"], r["lr_factor"], r["seed"]): r["accuracy"][-1]
+        (r["model"], r["world_size"], r["epochs_factor"], r["seed"]): r["accuracy"][-1]
         for r in results
-        if r["strategy"] == "allreduce"
+        if r["strategy"] == "allreduce" and r["lr_factor"] == 1
     }
     rows = []
-    for (model, p, strategy, factor), found in sorted(groups.items()):
+    for key, found in sorted(groups.items()):
+        own = dict(zip(KEY, key, strict=True))
+        beside = (own["model"], own["world_size"], own["epochs_factor"])
         found.sort(key=lambda r: r["seed"])
         final = [r["accuracy"][-1] for r in found]
         paired = [
-            100 * (r["accuracy"][-1] - baseline[model, p, 1.0, r["seed"]])
+            100 * (r["accuracy"][-1] - baseline[*beside, r["seed"]])
             for r in found
-            if (model, p, 1.0, r["seed"]) in baseline
+            if (*beside, r["seed"]) in baseline
         ]
         curve = [
             statistics.fmean(each) for each in zip(*(r["accuracy"] for r in found), strict=True)
         ]
         rows.append(
             {
-                "model": model,
-                "world_size": p,
-                "strategy": strategy,
-                "lr_factor": factor,
+                **own,
                 "seeds": [r["seed"] for r in found],
                 "accuracy": final,
                 "accuracy_mean": round(statistics.fmean(final), 5),

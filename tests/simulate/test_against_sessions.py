@@ -101,7 +101,7 @@ def test_all_reduce(name, batching):
     assert_same(
         simulate(
             name,
-            strategy="post-local",
+            strategy="post-local-sgd",
             post_local_after=STEPS,
             average_every=2,
             batching=batching,

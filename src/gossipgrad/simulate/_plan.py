@@ -20,7 +20,7 @@ from gossipgrad.decentralized import (
 )
 from gossipgrad.topology import Schedule, by_name
 
-Strategy = Literal["gossip", "allreduce", "every-log-p", "local", "post-local"]
+Strategy = Literal["gossip", "allreduce", "every-log-p", "local", "post-local-sgd"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,9 +133,9 @@ def _average_every(average_every: int | str | None, strategy: str, world_size: i
             f"average_every={average_every!r} with strategy {strategy!r}, which has a rule of "
             "its own: leave it out, or choose strategy='local'"
         )
-    if strategy == "post-local" and average_every is None:
+    if strategy == "post-local-sgd" and average_every is None:
         raise ValueError(
-            "strategy 'post-local' averages in its second part: give average_every, the steps "
+            "strategy 'post-local-sgd' averages in its second part: give average_every, the steps "
             "between two averages"
         )
     every = "log_p" if strategy == "every-log-p" else average_every
@@ -152,10 +152,10 @@ def _checked_wire(wire_dtype: torch.dtype | None) -> torch.dtype | None:
 
 
 def _reduced_steps(strategy: str, post_local_after: int | None) -> int | None:
-    if (strategy == "post-local") != (post_local_after is not None):
+    if (strategy == "post-local-sgd") != (post_local_after is not None):
         raise ValueError(
             f"strategy {strategy!r} with post_local_after={post_local_after}: strategy "
-            "'post-local' needs the steps of its first part there, and no other takes them"
+            "'post-local-sgd' needs the steps of its first part there, and no other takes them"
         )
     if strategy == "allreduce":
         return None

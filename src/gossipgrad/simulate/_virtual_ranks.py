@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
-from torch import optim as torch_optim
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
@@ -19,17 +18,17 @@ from ._replicas import Batching, Loss, Replicas, mean_of
 
 # Their update of an element reads that element alone, so stacked replicas do not see each other.
 _ELEMENTWISE = (
-    torch_optim.SGD,
-    torch_optim.Adam,
-    torch_optim.AdamW,
-    torch_optim.Adamax,
-    torch_optim.NAdam,
-    torch_optim.RAdam,
-    torch_optim.RMSprop,
-    torch_optim.Adagrad,
-    torch_optim.Adadelta,
-    torch_optim.ASGD,
-    torch_optim.Rprop,
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.ASGD,
+    torch.optim.Rprop,
 )
 
 
@@ -52,16 +51,16 @@ class VirtualRanks:
             each element by itself.
         strategy: `"gossip"`; `"allreduce"` (gradients averaged in every step); `"every-log-p"`
             (weights and state averaged every `ceil(log2 p)` steps, none exchanged between);
-            `"local"` (nothing exchanged, but for `average_every`); `"post-local"` (all-reduce
+            `"local"` (nothing exchanged, but for `average_every`); `"post-local-sgd"` (all-reduce
             for `post_local_after` steps, then local steps with averages).
         topology: Of gossip: a name or a schedule, as in `gossipgrad.gossip`; None: dissemination.
         mode: Of gossip: `"overlap"`, `"sync"` or `"lagged"`; None: overlap.
         payload: `"weights"`, `"weights+state"` or a value such as `WeightsAndState(every=4)`: what
             gossip exchanges and what periodic averages average; None: weights.
         average_every: Steps between exact averages of all replicas, `"log_p"`, or None for never.
-            With `"post-local"` counted from its second part on.
+            With `"post-local-sgd"` counted from its second part on.
         wire_dtype: What gossip sends everything as; None: as it is.
-        post_local_after: Steps of the first part of `"post-local"`.
+        post_local_after: Steps of the first part of `"post-local-sgd"`.
         loss: Takes the outputs and targets of one rank, gives a scalar.
         seed: Of the rotation of partners, when `topology` is a name.
         batching: `"vmap"` runs replicas as one batched operation, `"loop"` one after another;
