@@ -62,7 +62,9 @@ SETTINGS = {
     "mlp": Setting(global_batch=2048, epochs=20, peak_lr=0.1, momentum=0.9, warmup_epochs=1),
     "lenet": Setting(global_batch=2048, epochs=15, peak_lr=0.1, momentum=0.9, warmup_epochs=1),
 }
-KEY = ("model", "world_size", "strategy", "lr_factor", "epochs_factor")
+KEY = ("model", "world_size", "strategy", "lr_factor", "epochs_factor", "batch_factor")
+# All-reduce at the usual rate is what the others are compared with.
+OWN = ("strategy", "lr_factor")
 DISTANCES_PER_EPOCH = 4
 REPLICAS_EVALUATED = 8
 
@@ -77,6 +79,7 @@ class Cell:
     seed: int
     lr_factor: float = 1.0
     epochs_factor: int = 1
+    batch_factor: int = 1
 
     @property
     def setting(self) -> Setting:
@@ -85,6 +88,7 @@ class Cell:
             setting,
             peak_lr=setting.peak_lr * self.lr_factor,
             epochs=setting.epochs * self.epochs_factor,
+            global_batch=setting.global_batch * self.batch_factor,
         )
 
     @property
@@ -94,6 +98,8 @@ class Cell:
             contestant += f"-lr-x{self.lr_factor:g}"
         if self.epochs_factor != 1:
             contestant += f"-epochs-x{self.epochs_factor}"
+        if self.batch_factor != 1:
+            contestant += f"-batch-x{self.batch_factor}"
         return f"{self.model}/{self.world_size}/{contestant}/{self.seed}"
 
 
@@ -121,7 +127,7 @@ def cells(seeds: int) -> list[Cell]:
     order += of("mlp", [128, 8], main, 0) + of("mlp", [128], payloads + helpers, 0)
     order += [
         Cell("mlp", 128, strategy, 0, *factors)
-        for factors in ((0.5, 1), (2.0, 1), (1.0, 3))
+        for factors in ((0.5, 1), (2.0, 1), (1.0, 3), (1.0, 4, 4))
         for strategy in ("allreduce", "gossip")
     ]
     order += [*of("lenet", [128], four, 0), *of("mlp", [1], ["allreduce"], 1)]
@@ -241,14 +247,14 @@ def table(results: list[dict]) -> list[dict]:
         key = tuple(result[field] for field in KEY)
         groups.setdefault(key, []).append(result)
     baseline = {
-        (r["model"], r["world_size"], r["epochs_factor"], r["seed"]): r["accuracy"][-1]
+        (*(r[field] for field in KEY if field not in OWN), r["seed"]): r["accuracy"][-1]
         for r in results
         if r["strategy"] == "allreduce" and r["lr_factor"] == 1
     }
     rows = []
     for key, found in sorted(groups.items()):
         own = dict(zip(KEY, key, strict=True))
-        beside = (own["model"], own["world_size"], own["epochs_factor"])
+        beside = tuple(value for field, value in own.items() if field not in OWN)
         found.sort(key=lambda r: r["seed"])
         final = [r["accuracy"][-1] for r in found]
         paired = [

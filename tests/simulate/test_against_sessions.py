@@ -48,9 +48,17 @@ def test_every_model(name, batching):
     assert_same(ranks, distributed(name, model_of(name), P, STEPS, seed=5))
 
 
-@pytest.mark.parametrize("mode", ["overlap", "sync", "lagged"])
-@pytest.mark.parametrize("payload", ["weights", "weights+state"])
-@pytest.mark.parametrize("optimizer", [sgd, adamw])
+@pytest.mark.parametrize(
+    ("mode", "payload", "optimizer"),
+    [
+        ("sync", "weights", sgd),
+        ("lagged", "weights", sgd),
+        ("overlap", "weights+state", sgd),
+        ("lagged", "weights+state", sgd),
+        ("sync", "weights+state", adamw),
+        ("overlap", "weights+state", adamw),
+    ],
+)
 def test_modes_and_payloads(mode, payload, optimizer):
     settings = {"mode": mode, "payload": payload, "optimizer": optimizer}
     theirs = distributed("mlp", model_of("mlp"), P, STEPS, **settings)
@@ -63,9 +71,7 @@ def test_modes_and_payloads(mode, payload, optimizer):
         {"payload": gg.WeightsAndState(every=3)},
         {"wire_dtype": torch.bfloat16},
         {"wire_dtype": torch.bfloat16, "payload": "weights+state", "mode": "sync"},
-        {"average_every": 3},
-        {"average_every": "log_p", "payload": "weights+state"},
-        {"topology": "hypercube"},
+        {"average_every": 3, "payload": "weights+state"},
         {"topology": by_name("dissemination", P, rotate=False)},
         {"topology": by_name("complete", P, seed=2)},
     ],
@@ -76,35 +82,29 @@ def test_settings(settings):
     assert_same(simulate("mlp", **settings), theirs)
 
 
-@pytest.mark.parametrize("name", ["mlp", "res"])
-def test_every_log_p_and_local_averages(name):
-    apart = {"mode": "sync", "every": sys.maxsize}
-    theirs = distributed(
-        name, model_of(name), P, STEPS, average_every=2, payload="weights+state", **apart
-    )
-    assert_same(simulate(name, strategy="every-log-p"), theirs)
-    theirs = distributed(name, model_of(name), P, STEPS, average_every=5, **apart)
-    assert_same(simulate(name, strategy="local", average_every=5), theirs)
-    theirs = distributed(name, model_of(name), P, STEPS, **apart)
-    assert_same(simulate(name, strategy="local"), theirs)
+APART = {"mode": "sync", "every": sys.maxsize}  # sessions without partners
 
 
-@pytest.mark.parametrize("name", ["mlp", "lenet", "res"])
+@pytest.mark.parametrize(
+    ("settings", "session"),
+    [
+        ({"strategy": "every-log-p"}, {"average_every": 2, "payload": "weights+state"}),
+        ({"strategy": "local", "average_every": 5}, {"average_every": 5}),
+        ({"strategy": "local"}, {}),
+    ],
+    ids=str,
+)
+def test_local_steps_and_averages(settings, session):
+    theirs = distributed("res", model_of("res"), P, STEPS, **APART, **session)
+    assert_same(simulate("res", **settings), theirs)
+
+
 @pytest.mark.parametrize("batching", ["vmap", "loop"])
+@pytest.mark.parametrize("name", ["mlp", "res"])
 def test_all_reduce(name, batching):
-    theirs = distributed(
-        name, model_of(name), P, STEPS, mode="sync", every=sys.maxsize, allreduce=True
-    )
+    theirs = distributed(name, model_of(name), P, STEPS, allreduce=True, **APART)
     ranks = simulate(name, strategy="allreduce", batching=batching)
     assert ranks.consensus_distance() == 0
     assert_same(ranks, theirs)
-    assert_same(
-        simulate(
-            name,
-            strategy="post-local-sgd",
-            post_local_after=STEPS,
-            average_every=2,
-            batching=batching,
-        ),
-        theirs,
-    )
+    first_part = {"post_local_after": STEPS, "average_every": 2}
+    assert_same(simulate(name, strategy="post-local-sgd", batching=batching, **first_part), theirs)

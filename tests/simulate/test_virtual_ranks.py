@@ -62,6 +62,12 @@ def test_replicas_in_several_chunks_are_as_in_one(monkeypatch):
         torch.testing.assert_close(ours, theirs)
 
 
+def test_post_local_counts_its_averages_from_its_second_part():
+    ranks = make(strategy="post-local-sgd", post_local_after=3, average_every=2)
+    apart = [train(ranks, 1).consensus_distance() > 1e-6 for _ in range(7)]
+    assert apart == [False, False, False, True, False, True, False]
+
+
 def test_one_rank_is_the_plain_optimizer():
     ranks = train(make(world_size=1), 5)
     torch.manual_seed(0)

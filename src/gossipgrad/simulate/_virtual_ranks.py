@@ -90,9 +90,9 @@ class VirtualRanks:
         Linear(in_features=8, out_features=3, bias=True)
 
     References:
-        Daily et al., GossipGraD, arXiv:1803.05880; the rules, and deviations from the authors'
-        code, are those of `gossipgrad.decentralized._reference`. Deviation: (1) state is exchanged
-        from the first step in which a rank has any, the same for all.
+        Daily et al., GossipGraD, arXiv:1803.05880. The rules, and the deviations from the authors'
+        code, are those of `gossipgrad.decentralized._reference`. Lin et al., Don't use large
+        mini-batches, use local SGD, arXiv:1808.07217, for `post-local-sgd`.
     """
 
     def __init__(
