@@ -179,12 +179,11 @@ class Network:
         """
         command = [os.fspath(word) for word in argv]
         path = (os.environ if env is None else env).get("PATH")
-        if not command or ("/" not in command[0] and shutil.which(command[0], path=path) is None):
+        if not command or shutil.which(command[0], path=path) is None:
             raise FileNotFoundError(
                 f"no command {command[0] if command else ''!r} to run on a host"
             )
-        # By its whole name: the environment for inside may know another PATH.
-        inside = [shutil.which("ip") or "ip", "netns", "exec", self.namespace(host)]
+        inside = ["ip", "netns", "exec", self.namespace(host)]
         process = subprocess.Popen([*inside, *command], env=env, **options)
         self._processes.append(process)
         return process

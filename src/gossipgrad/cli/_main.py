@@ -15,6 +15,8 @@ _COMMANDS = {
     "demo": "train on digits by gossip and by all-reduce, and compare the two",
     "topology": "show who meets whom in a schedule and how fast it mixes",
     "profile": "record what a step of a model costs on this device",
+    "probe": "measure what messages cost between live workers",
+    "simulate": "predict step time and efficiency at any scale",
     "report": "write report.html of a run anew, or compare several runs",
 }
 _USAGE = """\
@@ -64,6 +66,10 @@ def _run(command: str, arguments: list[str]) -> int:
             from ._demo import main as run
         elif command == "profile":
             from ._profile import main as run
+        elif command == "probe":
+            from ._probe import main as run
+        elif command == "simulate":
+            from ._simulate import main as run
         elif command == "report":
             from ._report import main as run
         else:

@@ -1,0 +1,207 @@
+"""Predicted against measured step times: the time model held against the shaped network.
+
+Reads the cells of `python -m benchmarks.network` and predicts each of them twice: from the rate of
+the links alone, and from what `gossipgrad probe` measured in the same laboratory, one probe a world
+size and rate (`--probe` takes them; root). Nothing is fitted to the cells themselves.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks._common import RESULTS, write
+from gossipgrad.planning import AffineCost, Profile
+from gossipgrad.simulate import (
+    AllReduce,
+    Gossip,
+    Local,
+    Network,
+    PeriodicAverage,
+    Strategy,
+    predict,
+)
+
+GOAL = 0.1
+PAYLOAD_SHARE = (1500 - 52) / (1500 + 14)  # of a full Ethernet frame, what TCP hands on
+LATENCY_SECONDS = 2e-4  # where nothing was probed: what waking a thread for a message takes
+PROBE_SECONDS = 10.0
+_GOSSIP_BUCKET_BYTES, _DDP_BUCKET_BYTES, _SMALLEST_BUCKET_BYTES = 4 << 20, 25 << 20, 1 << 18
+
+Cell = dict[str, Any]
+Probes = dict[tuple[int, float], Network]
+
+
+def bucket_bytes(full_size: int, cell: Cell) -> int:
+    """A bucket as the laboratory cuts it to the size of its profiles."""
+    return max(_SMALLEST_BUCKET_BYTES, round(full_size * cell.get("size_factor", 1.0)))
+
+
+def _gossip(cell: Cell, **options: Any) -> Gossip:
+    size = options.pop("full_size", _GOSSIP_BUCKET_BYTES)
+    return Gossip(bucket_bytes=bucket_bytes(size, cell), **options)
+
+
+def _ddp(cell: Cell, **options: Any) -> AllReduce:
+    # Given a `bucket_cap_mb`, DistributedDataParallel has no small first bucket.
+    size = bucket_bytes(_DDP_BUCKET_BYTES, cell)
+    return AllReduce(bucket_bytes=size, first_bucket_bytes=None, **options)
+
+
+# What is not here is not modelled: PowerSGD computes more than it sends.
+CONTESTANTS: dict[str, Callable[[Cell], Strategy]] = {
+    "no communication": lambda cell: Local(),
+    "gossip": _gossip,
+    "gossip, sync": lambda cell: _gossip(cell, mode="sync"),
+    "gossip, bf16 wire": lambda cell: _gossip(cell, element_bytes=2),
+    "ddp": _ddp,
+    "ddp, fp16 hook": lambda cell: _ddp(cell, element_bytes=2),
+    "agd": lambda cell: AllReduce(buckets="layer"),
+    "local SGD, period 8": lambda cell: PeriodicAverage(every=8, bucket_bytes=1 << 40),
+    # Overlapped over the whole step with one partner, as gossip is; larger messages.
+    "Decent-DP, ring": lambda cell: _gossip(cell, topology="ring", full_size=_DDP_BUCKET_BYTES),
+    "Decent-DP, one-peer exponential": lambda cell: _gossip(
+        cell, topology="hypercube", full_size=_DDP_BUCKET_BYTES
+    ),
+}
+
+
+def from_rate(cell: Cell) -> Network:
+    """The network by the rate of its links alone."""
+    rate = cell["rate_bits_per_second"] * PAYLOAD_SHARE
+    return Network(
+        exchange=AffineCost.from_rate(rate_bits_per_second=rate, latency_seconds=LATENCY_SECONDS)
+    )
+
+
+def predicted(cell: Cell, network: Network) -> float | None:
+    """Step seconds by the model, None for a contestant that is not modelled."""
+    make = CONTESTANTS.get(cell["contestant"])
+    if make is None:
+        return None
+    profile = Profile.load(cell["profile"]).scaled(
+        time=cell.get("time_factor", 1.0), size=cell.get("size_factor", 1.0)
+    )
+    found = predict(profile, network, make(cell), world_size=cell["world_size"], steps=48)
+    return found.step_seconds
+
+
+def compare(cells: list[Cell], probes: Probes) -> list[dict]:
+    """A row a cell that was measured and is modelled."""
+    rows = []
+    for cell in cells:
+        measured = cell.get("step_seconds_median")
+        rough = None if not measured else predicted(cell, from_rate(cell))
+        if rough is None or measured is None:
+            continue
+        probed = probes.get((cell["world_size"], cell["rate_bits_per_second"]))
+        exact = None if probed is None else predicted(cell, probed)
+        rows.append(
+            {
+                **{
+                    name: cell.get(name)
+                    for name in ("contestant", "world_size", "rate_bits_per_second", "profile")
+                },
+                "size_factor": cell.get("size_factor", 1.0),
+                "marked": bool(cell.get("marked")),
+                "measured_seconds": measured,
+                "from_rate_seconds": round(rough, 6),
+                "from_rate_error": round(rough / measured - 1, 4),
+                "from_probe_seconds": None if exact is None else round(exact, 6),
+                "from_probe_error": None if exact is None else round(exact / measured - 1, 4),
+            }
+        )
+    return rows
+
+
+def summary(rows: list[dict], key: str) -> dict[str, Any]:
+    """Of the cells that are not marked: how many are within the goal, and how far off they are."""
+    errors = [abs(row[key]) for row in rows if not row["marked"] and row[key] is not None]
+    if not errors:
+        return {"cells": 0}
+    return {
+        "cells": len(errors),
+        "within_goal": sum(error <= GOAL for error in errors),
+        "median_error": round(statistics.median(errors), 4),
+        "largest_error": max(errors),
+    }
+
+
+def take_probe(world_size: int, rate: float) -> dict:
+    """Runs `gossipgrad probe` on as many hosts of a laboratory."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "probe.json"
+        command = [sys.executable, "-m", "gossipgrad", "probe", "--seconds", str(PROBE_SECONDS)]
+        command += ["--timeout", "60", "--out", str(out)]
+        laboratory = [sys.executable, "-m", "benchmarks.netlab", "run"]
+        done = subprocess.run(
+            [*laboratory, "--hosts", str(world_size), "--rate", f"{rate:.0f}", "--", *command],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        if done.returncode:
+            raise RuntimeError(done.stdout + done.stderr)
+        found = json.loads(out.read_text())
+    return {"rate_bits_per_second": rate} | found
+
+
+def _probes(path: Path) -> Probes:
+    if not path.exists():
+        return {}
+    held = json.loads(path.read_text())["probes"]
+    return {
+        (one["world_size"], one["rate_bits_per_second"]): Network.from_json(one) for one in held
+    }
+
+
+def main() -> int:
+    """Predicts, prints, writes; the exit status says whether there was anything to compare."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--cells", type=Path, default=RESULTS / "network.json")
+    parser.add_argument("--probes", type=Path, default=RESULTS / "network_probes.json")
+    parser.add_argument("--probe", action="store_true", help="take the probes first; root")
+    options = parser.parse_args()
+    if not options.cells.exists():
+        print(
+            f"no {options.cells}: `python -m benchmarks.network` measures the cells",
+            file=sys.stderr,
+        )
+        return 2
+    cells = json.loads(options.cells.read_text())
+    if options.probe:
+        places = sorted({(c["world_size"], c["rate_bits_per_second"]) for c in cells})
+        probes = []
+        for world_size, rate in places:
+            try:
+                probes.append(take_probe(world_size, rate))
+                print(f"probed {world_size} hosts at {rate / 1e6:g} Mbit/s", flush=True)
+            except (RuntimeError, subprocess.TimeoutExpired) as error:
+                print(f"no probe of {world_size} hosts at {rate / 1e6:g} Mbit/s: {error}")
+        write("network_probes", {"probes": probes})
+    rows = compare(cells, _probes(options.probes))
+    for row in rows:
+        exact = row["from_probe_error"]
+        place = f"{row['profile']:9} {row['rate_bits_per_second'] / 1e6:7g} Mbit/s"
+        print(
+            f"{place} p={row['world_size']:<3}{row['contestant']:32}"
+            f"{1e3 * row['measured_seconds']:8.1f} ms {100 * row['from_rate_error']:+7.1f} %"
+            f" {'' if exact is None else f'{100 * exact:+7.1f} %'}{'  marked' * row['marked']}"
+        )
+    summaries = {key: summary(rows, f"{key}_error") for key in ("from_rate", "from_probe")}
+    for key, found in summaries.items():
+        print(key, found)
+    write("simulate_check", {"goal": GOAL, "summary": summaries, "rows": rows})
+    return 0 if rows else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,248 @@
+"""`gossipgrad probe`: what messages cost between live workers."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from gossipgrad.comm import Group
+from gossipgrad.planning import AffineCost
+from gossipgrad.simulate import SIZES_BYTES, Probe, probe
+from gossipgrad.simulate._probe import check_sizes
+from gossipgrad.train import RunFailedError, find_world
+from gossipgrad.train._gathering import open_store
+from gossipgrad.train._world import World, slurm_rendezvous
+
+from ._units import list_of, rate_text, seconds_text
+
+_DEFAULT_NPROC = 4
+_PAIRS_SHOWN = 16
+_POLL_SECONDS = 0.05
+_GRACE_SECONDS = 3.0  # for the others to end when one has failed
+_CONSEQUENCE = "died or left"  # what the others say of the rank that failed first
+_START_SECONDS = 120.0  # for processes to start and to find each other
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProbeOptions:
+    """Measure start-up time and time a byte of exchanges and all-reduces between live workers.
+
+    Starts workers on this machine, or, inside torchrun or Slurm, takes part as one of them: that is
+    how a cluster is measured. `gossipgrad simulate --network` reads what --out writes.
+    """
+
+    nproc: int | None = None
+    """Workers to start on this machine; None: 4. Under torchrun or Slurm the world is given, and
+    this is left out."""
+    sizes: str | None = None
+    """Bytes of the messages, with commas, rising; None: 4096 to 16777216 in five."""
+    seconds: float = 20.0
+    """Roughly how long to measure; where it is short, large messages are left out."""
+    timeout: float = 30.0
+    """Seconds to wait for one message before the worker is taken for late."""
+    out: Path | None = None
+    """Write the costs, and the figures behind them, to this JSON file."""
+    host_names: bool = False
+    """Write the names of the hosts, too."""
+
+
+def sizes_of(options: ProbeOptions) -> tuple[int, ...]:
+    """The sizes as numbers.
+
+    Raises:
+        ValueError: They are none.
+    """
+    if options.sizes is None:
+        return SIZES_BYTES
+    try:
+        return tuple(int(part) for part in list_of(options.sizes, "--sizes"))
+    except ValueError as error:
+        raise ValueError(
+            f"--sizes {options.sizes!r}: give whole numbers of bytes with commas, as 4096,1048576"
+        ) from error
+
+
+def check(options: ProbeOptions) -> None:
+    """Raise unless the options can work.
+
+    Raises:
+        ValueError: They cannot.
+    """
+    if options.nproc is not None and options.nproc < 2:
+        raise ValueError(f"nproc is {options.nproc}: a link has two ends, so start 2 or more")
+    for name in ("seconds", "timeout"):
+        if not getattr(options, name) > 0:
+            raise ValueError(f"{name} is {getattr(options, name)}: give a time above 0")
+    if options.out is not None and not options.out.absolute().parent.is_dir():
+        raise ValueError(f"--out {options.out}: there is no folder {options.out.parent}")
+    check_sizes(sizes_of(options))
+
+
+def main(arguments: list[str]) -> int:
+    """Start the workers, or be one of them; returns the exit code."""
+    options = tyro.cli(ProbeOptions, args=arguments, prog="gossipgrad probe")
+    check(options)
+    world = find_world(os.environ)
+    if world is None:
+        return _start_workers(arguments, options)
+    if options.nproc not in (None, world.world_size):
+        raise ValueError(
+            f"nproc is {options.nproc}, but {world.launcher} has started {world.world_size} "
+            "processes; leave --nproc out."
+        )
+    return _take_part(options, world)
+
+
+def _take_part(options: ProbeOptions, world: World) -> int:
+    torch.set_num_threads(1)
+    if world.launcher == "Slurm":
+        os.environ.update(slurm_rendezvous(os.environ))
+    store = open_store(world.rank, world.world_size)
+    # A rank may lag behind by as long as others may measure.
+    timeout_seconds = _START_SECONDS + options.seconds + options.timeout
+    group = Group(
+        dist.PrefixStore("gossipgrad/probe", store),
+        world.rank,
+        world.world_size,
+        timeout_seconds=timeout_seconds,
+    )
+    found = probe(
+        group,
+        sizes_bytes=sizes_of(options),
+        budget_seconds=options.seconds,
+        timeout_seconds=options.timeout,
+    )
+    hosts = group.all_gather_object(socket.gethostname()) if options.host_names else None
+    if world.rank == 0:
+        _tell(found, options, hosts)
+    group.barrier()  # nobody leaves while others still hear the last of it
+    group.close()
+    return 0
+
+
+def _tell(found: Probe, options: ProbeOptions, hosts: list[str] | None) -> None:
+    console = Console()
+    console.print(table(found))
+    shown = 1e9 * found.network.snapshot_seconds_per_byte, 1e9 * found.network.mix_seconds_per_byte
+    console.print(
+        f"a snapshot takes {shown[0]:.3g} ns a byte, mixing {shown[1]:.3g} ns a byte",
+        highlight=False,
+    )
+    if options.out is not None:
+        held = found.to_json() | ({} if hosts is None else {"hosts": hosts})
+        try:
+            options.out.write_text(json.dumps(held, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"cannot write --out {options.out}: {error.strerror}") from error
+        console.print(f"network {options.out}", soft_wrap=True, highlight=False)
+
+
+def table(found: Probe) -> Table:
+    """Costs of the usual link, of all-reduce, and of the pairs, slowest first where many."""
+    network = found.network
+    p = network.world_size
+    shown = Table(title=f"{p} workers", title_justify="left")
+    shown.add_column()
+    shown.add_column("start-up", justify="right")
+    shown.add_column("rate", justify="right")
+    shown.add_column("off by", justify="right")
+    exchanges = [(one.size_bytes, one.seconds) for one in found.measured if one.what == "exchange"]
+    reduces = [(one.size_bytes, one.seconds) for one in found.measured if one.what == "all_reduce"]
+    shown.add_row("exchange, usual pair", *_row(network.exchange, exchanges))
+    shown.add_row(f"all-reduce of {p}", *_row(found.all_reduce, reduces))
+    if network.hop is not None:
+        shown.add_row("  one hop of it", *_row(network.hop, []))
+    shown.add_section()
+    largest = max(one.size_bytes for one in found.measured if one.what == "exchange")
+    slowest = sorted(network.links.items(), key=lambda link: -link[1](largest))
+    for (one, other), cost in sorted(slowest[:_PAIRS_SHOWN]):
+        points = [(m.size_bytes, m.seconds) for m in found.measured if m.ranks == (one, other)]
+        points = points if p != 2 else exchanges
+        shown.add_row(f"{one} and {other}", *_row(cost, points))
+    if len(slowest) > _PAIRS_SHOWN:
+        shown.caption = f"the slowest {_PAIRS_SHOWN} of {len(slowest)} pairs"
+    return shown
+
+
+def _row(cost: AffineCost, points: list[tuple[int, float]]) -> tuple[str, str, str]:
+    beta = cost.beta_seconds_per_byte
+    off = [abs(cost(size) / seconds - 1) for size, seconds in points]
+    return (
+        seconds_text(cost.alpha_seconds),
+        "-" if beta == 0 else rate_text(8 / beta),
+        f"{100 * median(off):.2g} %" if off else "",
+    )
+
+
+def _start_workers(arguments: list[str], options: ProbeOptions) -> int:
+    """Start workers that are told their world as torchrun tells it; all end when one fails."""
+    nproc = options.nproc or _DEFAULT_NPROC
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    workers = []
+    try:
+        for rank in range(nproc):
+            environ = os.environ | {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(nproc),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+            }
+            command = [sys.executable, "-m", "gossipgrad", "probe", *arguments]
+            workers.append(
+                subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True)
+            )
+        return _await(workers, options)
+    finally:
+        for worker in workers:
+            if worker.poll() is None:
+                worker.kill()
+            worker.communicate()
+
+
+def _await(workers: list[subprocess.Popen[str]], options: ProbeOptions) -> int:
+    """The exit code; the first failure is raised with what that worker said last."""
+    limit = _START_SECONDS + 2 * options.seconds + 4 * options.timeout
+    deadline = time.monotonic() + limit
+    while any(worker.poll() is None for worker in workers):
+        failed = [rank for rank, worker in enumerate(workers) if worker.poll() not in (None, 0)]
+        if failed:
+            deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+            if time.monotonic() > deadline or len(failed) == len(workers):
+                break
+        if time.monotonic() > deadline:
+            late = [str(rank) for rank, worker in enumerate(workers) if worker.poll() is None]
+            raise RunFailedError(
+                f"rank {', '.join(late)} was not done after {limit:.0f} s; a shorter --seconds "
+                "measures less"
+            )
+        time.sleep(_POLL_SECONDS)
+    failures = [
+        _cause(rank, worker)
+        for rank, worker in enumerate(workers)
+        if worker.poll() not in (None, 0)
+    ]
+    if failures:
+        raise RunFailedError(next((f for f in failures if _CONSEQUENCE not in f), failures[0]))
+    return 0
+
+
+def _cause(rank: int, worker: subprocess.Popen[str]) -> str:
+    if worker.returncode < 0:
+        return f"rank {rank} was killed by {signal.Signals(-worker.returncode).name}"
+    said = worker.communicate()[1].strip().splitlines()
+    last = said[-1].removeprefix("gossipgrad: error: ") if said else "without a word"
+    return f"rank {rank} failed: {last}"

@@ -1,0 +1,82 @@
+"""Rates and times as people write them, and back."""
+
+import re
+
+__all__ = ["list_of", "rate_of", "rate_text", "seconds_of", "seconds_text"]
+
+_NUMBER = r"(\d+(?:\.\d*)?|\.\d+)(?:[eE]([-+]?\d+))?"
+_RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
+_TIMES = {"ns": -9, "us": -6, "ms": -3, "s": 0}  # powers of ten
+
+
+def rate_of(text: str) -> float:
+    """Bits a second of `1Gbit`, `100Mbit/s` or `2.5 Gbps`.
+
+    Raises:
+        ValueError: It is no rate.
+
+    Example:
+        >>> rate_of("2.5Gbit")
+        2500000000.0
+    """
+    match = re.fullmatch(rf"\s*{_NUMBER}\s*([kKmMgGtT]?)(?:bit|Bit|bit/s|bps)\s*", text)
+    if match is None:
+        raise ValueError(f"{text!r} is no rate: write 100Mbit, 1Gbit or 2.5Gbit, in bits a second")
+    rate = float(match[1]) * 10.0 ** int(match[2] or 0) * _RATES[match[3].lower() + "bit"]
+    if rate == 0:
+        raise ValueError(f"a rate of {text!r} moves nothing: give one above 0")
+    return rate
+
+
+def seconds_of(text: str) -> float:
+    """Seconds of `50us`, `1.5 ms` or `2s`.
+
+    Raises:
+        ValueError: It is no time.
+
+    Example:
+        >>> seconds_of("50us")
+        5e-05
+    """
+    match = re.fullmatch(rf"\s*{_NUMBER}\s*(ns|us|ms|s)\s*", text)
+    if match is None:
+        raise ValueError(f"{text!r} is no time: write 50us, 1.5ms or 2s")
+    return float(f"{match[1]}e{int(match[2] or 0) + _TIMES[match[3]]}")
+
+
+def list_of(text: str, what: str) -> list[str]:
+    """The parts of a list with commas.
+
+    Raises:
+        ValueError: A part is empty.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(parts):
+        raise ValueError(f"{what} {text!r} has an empty part: write a list with commas, as 8,64")
+    return parts
+
+
+def rate_text(rate: float) -> str:
+    """A rate as people write it.
+
+    Example:
+        >>> rate_text(2.5e9)
+        '2.5 Gbit/s'
+    """
+    for unit, size in (("Gbit", 1e9), ("Mbit", 1e6), ("kbit", 1e3)):
+        if rate >= size:
+            return f"{rate / size:.4g} {unit}/s"
+    return f"{rate:.4g} bit/s"
+
+
+def seconds_text(seconds: float) -> str:
+    """A time as people write it, three digits.
+
+    Example:
+        >>> seconds_text(0.0123), seconds_text(7200)
+        ('12.3 ms', '2 h')
+    """
+    for unit, size in (("d", 86_400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size and (size <= 1 or seconds >= 1.5 * size):
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"

@@ -1,0 +1,163 @@
+"""When steps end with all-reduce, in every step or every so many, and without any."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float
+
+from ._dealing import by_layer, by_size
+from ._setting import Setting, Steps, Strategy, together
+from ._workers import Pace
+
+__all__ = ["AllReduce", "Local", "PeriodicAverage"]
+
+Times = Float[np.ndarray, " rank"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AllReduce(Strategy):
+    """Gradients all-reduced in every step, behind the backward pass.
+
+    An all-reduce begins when the last rank has its gradients and the one before is through; the
+    update waits for the last.
+
+    Attributes:
+        buckets: `"size"` as DistributedDataParallel deals them, or `"layer"`, one a module, as
+            strategy agd does.
+        bucket_bytes: Where a bucket is full; not used with layers.
+        first_bucket_bytes: Where the first one is; None: as the others, which is what
+            DistributedDataParallel does when it is given a `bucket_cap_mb`.
+        element_bytes: Of an element on the wire; None: as in the profile.
+    """
+
+    name: str = "allreduce"
+    buckets: str = "size"
+    bucket_bytes: int = 25 << 20
+    first_bucket_bytes: int | None = 1 << 20
+    element_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.buckets not in ("size", "layer"):
+            raise ValueError(f"no buckets by {self.buckets!r}: choose size or layer")
+        if self.bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes is {self.bucket_bytes}: it must be 1 or more")
+
+    def begin(self, setting: Setting) -> "AllReduceSteps":
+        """See `Strategy.begin`."""
+        return AllReduceSteps(self, setting)
+
+
+class AllReduceSteps(Steps):
+    """See `AllReduce`."""
+
+    def __init__(self, options: AllReduce, setting: Setting) -> None:
+        super().__init__()
+        profile, p = setting.profile, setting.world_size
+        self._profile = profile
+        if options.buckets == "layer":
+            dealt = by_layer(profile)
+        else:
+            # DistributedDataParallel deals by the size of the gradients, whatever travels.
+            sizes = [count * profile.element_bytes for count in profile.elements]
+            dealt = by_size(sizes, options.bucket_bytes, options.first_bucket_bytes)
+        width = options.element_bytes or profile.element_bytes
+        done = profile.forward_seconds + np.cumsum(profile.backward_seconds)
+        self._backward_seconds = float(done[-1])
+        self._ready_seconds = [float(done[places[-1]]) for places in dealt]
+        sizes = [width * sum(profile.elements[place] for place in places) for places in dealt]
+        self._seconds = [setting.network.all_reduce_seconds(size, p) for size in sizes]
+        self._step_bytes = setting.ring_bytes(sum(sizes))
+        self._alone = p == 1
+
+    def step(self, number: int, start: Times, pace: Pace) -> Times:
+        """See `Steps.step`."""
+        through = -np.inf
+        if not self._alone:
+            for ready, seconds in zip(self._ready_seconds, self._seconds, strict=True):
+                through = max(through, float(pace.after(start, ready).max())) + seconds
+        self.bytes_sent += self._step_bytes
+        backward = pace.after(start, self._backward_seconds)
+        return np.maximum(backward, through) + self._profile.optimizer_seconds * pace.factor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeriodicAverage(Strategy):
+    """Local steps, and every so many of them all replicas become their exact average.
+
+    The ranks meet after the update, and the average hides behind nothing.
+
+    Attributes:
+        every: Steps between averages; `"log_p"` for `ceil(log2 p)`.
+        state_copies: Tensors of optimizer state averaged with each parameter.
+        bucket_bytes: Of one all-reduce.
+    """
+
+    name: str = "post-local-sgd"
+    every: int | str = 16
+    state_copies: int = 0
+    bucket_bytes: int = 4 << 20
+
+    def __post_init__(self) -> None:
+        if isinstance(self.every, str):
+            if self.every != "log_p":
+                raise ValueError(f"every is {self.every!r}: give a number of steps, or 'log_p'")
+        elif self.every < 1:
+            raise ValueError(f"every is {self.every}: give 1 step or more between averages")
+        if self.state_copies < 0:
+            raise ValueError(f"state_copies is {self.state_copies}: give 0 or more")
+        if self.bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes is {self.bucket_bytes}: it must be 1 or more")
+
+    def begin(self, setting: Setting) -> "PeriodicAverageSteps":
+        """See `Strategy.begin`."""
+        return PeriodicAverageSteps(self, setting)
+
+
+class PeriodicAverageSteps(Steps):
+    """See `PeriodicAverage`."""
+
+    def __init__(self, options: PeriodicAverage, setting: Setting) -> None:
+        super().__init__()
+        profile, p = setting.profile, setting.world_size
+        self._compute_seconds = profile.compute_seconds
+        if isinstance(options.every, str):
+            self.cycle = max(1, (p - 1).bit_length())
+        else:
+            self.cycle = options.every
+        sizes = [count * profile.element_bytes for count in profile.elements]
+        dealt = by_size(sizes, options.bucket_bytes)
+        buckets = [float(sum(sizes[place] for place in places)) for places in dealt]
+        buckets *= 1 + options.state_copies
+        self._average_seconds = setting.average_seconds(buckets)
+        self._average_bytes = setting.ring_bytes(sum(buckets))
+
+    def step(self, number: int, start: Times, pace: Pace) -> Times:
+        """See `Steps.step`."""
+        end = pace.after(start, self._compute_seconds)
+        if (number + 1) % self.cycle == 0:
+            end = together(end, self._average_seconds)
+            self.bytes_sent += self._average_bytes
+        return end
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Local(Strategy):
+    """No communication: the ceiling of all others."""
+
+    name: str = "local"
+
+    def begin(self, setting: Setting) -> "LocalSteps":
+        """See `Strategy.begin`."""
+        return LocalSteps(setting)
+
+
+class LocalSteps(Steps):
+    """See `Local`."""
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__()
+        self._seconds = setting.profile.compute_seconds
+
+    def step(self, number: int, start: Times, pace: Pace) -> Times:
+        """See `Steps.step`."""
+        return pace.after(start, self._seconds)

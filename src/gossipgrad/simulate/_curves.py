@@ -1,0 +1,115 @@
+"""Accuracy by epoch, from virtual ranks or runs: how many steps an accuracy takes."""
+
+import json
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Curves"]
+
+# Where the curves have a variant of their own for what the time model calls by its mode.
+_ALIASES = {"gossip-sync": "gossip, sync"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Curve:
+    accuracies: tuple[float, ...]
+    steps_per_epoch: float
+
+
+@dataclass(frozen=True, slots=True)
+class Curves:
+    """Accuracy after each epoch, by strategy and number of ranks.
+
+    Joined with predicted step times they tell the time to accuracy. They are those of one model
+    and data set; for another they are a guess at best.
+
+    Attributes:
+        model: Whose they are.
+    """
+
+    model: str
+    _curves: dict[tuple[str, int], _Curve]
+
+    @classmethod
+    def load(cls, path: Path, *, model: str | None = None) -> "Curves":
+        """Those of one model in a file as `python -m benchmarks.virtual_ranks` writes it.
+
+        It holds `rows`, each with `strategy`, `world_size`, `accuracy_by_epoch_mean`, and, where
+        there are several models, `model`. Steps an epoch are `steps_per_epoch` of the row, or of
+        `settings` by model, or follow from the last step of `consensus_distance_by_step`. Rows of
+        another learning rate (`lr_factor` other than 1) are left out.
+
+        Args:
+            path: The file.
+            model: Whose curves; may be left out where there is one model.
+
+        Raises:
+            ValueError: There is no such file, it has no such rows, or the model is not clear.
+        """
+        try:
+            held = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ValueError(f"no curves {str(path)!r} ({error.strerror})") from error
+        except ValueError as error:
+            raise ValueError(f"{str(path)!r} is not JSON ({error})") from error
+        if not isinstance(held, dict) or not isinstance(held.get("rows"), list):
+            raise ValueError(
+                f"{str(path)!r} has no rows of accuracies: `python -m benchmarks.virtual_ranks` "
+                "writes them"
+            )
+        models = list(dict.fromkeys(row.get("model", "") for row in held["rows"]))
+        if model is None and len(models) == 1:
+            model = models[0]
+        if model is None or model not in models:
+            asked = "say which one's curves" if model is None else f"no curves of {model!r}"
+            raise ValueError(f"{str(path)!r}: {asked}; it has {', '.join(models) or 'none'}")
+        setting = (held.get("settings") or {}).get(model) or {}
+        curves = {}
+        for row in held["rows"]:
+            if row.get("model", "") == model and row.get("lr_factor", 1) == 1:
+                try:
+                    key = row["strategy"], row["world_size"]
+                    curves[key] = _curve(row, setting)
+                except (KeyError, TypeError, ValueError, IndexError) as error:
+                    raise ValueError(f"{str(path)!r}: a row is not as expected: {error}") from error
+        return cls(model, curves)
+
+    def knows(self, strategy: str, world_size: int) -> bool:
+        """Whether there is a curve of that strategy at that number of ranks."""
+        return self._find(strategy, world_size) is not None
+
+    def final(self, strategy: str, world_size: int) -> float | None:
+        """The accuracy that it ended with, None where there is no curve."""
+        curve = self._find(strategy, world_size)
+        return None if curve is None else curve.accuracies[-1]
+
+    def steps_to(self, strategy: str, world_size: int, accuracy: float) -> float | None:
+        """Steps until the accuracy was first reached, straight between epochs; None if never."""
+        curve = self._find(strategy, world_size)
+        if curve is None:
+            return None
+        if curve.accuracies[0] >= accuracy:
+            return curve.steps_per_epoch
+        for epoch, (before, after) in enumerate(pairwise(curve.accuracies), start=1):
+            if after >= accuracy:
+                part = (accuracy - before) / (after - before)
+                return (epoch + part) * curve.steps_per_epoch
+        return None
+
+    def _find(self, strategy: str, world_size: int) -> _Curve | None:
+        name = strategy
+        if (name, world_size) not in self._curves:
+            name = _ALIASES.get(strategy, strategy)
+        return self._curves.get((name, world_size))
+
+
+def _curve(row: dict[str, Any], setting: dict[str, Any]) -> _Curve:
+    accuracies = tuple(float(value) for value in row["accuracy_by_epoch_mean"])
+    if not accuracies:
+        raise ValueError("a curve without epochs")
+    steps = row.get("steps_per_epoch", setting.get("steps_per_epoch"))
+    if steps is None:
+        steps = row["consensus_distance_by_step"][-1][0] / len(accuracies)
+    return _Curve(accuracies, float(steps))

@@ -1,0 +1,179 @@
+"""When steps end under gossip: each rank waits for one partner."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+
+from gossipgrad.topology import RoundPeers, by_name
+
+from ._dealing import pieces
+from ._setting import Setting, Steps, Strategy, together
+from ._sharing import shared_finish
+from ._workers import Pace
+
+__all__ = ["Gossip"]
+
+Times = Float[np.ndarray, " rank"]
+_NOBODY = -1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gossip(Strategy):
+    """Gossip with one rotating partner a round, as `gossipgrad.gossip` does it.
+
+    `overlap`: a snapshot is copied at the start of the step and travels while it computes; at its
+    end the step waits for the partner's, and mixes message by message. `sync`: copied, sent and
+    awaited after the update. A rank sends one message after another, whatever rounds they belong
+    to, and copies no third snapshot before the first has left.
+
+    Attributes:
+        mode: `"overlap"` or `"sync"`.
+        topology: Who meets whom: a name from `gossipgrad.topology`.
+        every: Steps in a round.
+        average_every: Steps between exact averages; None: never.
+        state_every: Rounds between exchanges of optimizer state; 0: never.
+        state_copies: Tensors of state for each parameter: 1 for momentum, 2 for Adam.
+        element_bytes: Of an element on the wire; None: as in the profile.
+        bucket_bytes: Size of a message.
+        seed: Of the rotation of partners.
+    """
+
+    name: str = "gossip"
+    mode: str = "overlap"
+    topology: str = "dissemination"
+    every: int = 1
+    average_every: int | None = None
+    state_every: int = 0
+    state_copies: int = 1
+    element_bytes: int | None = None
+    bucket_bytes: int = 4 << 20
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("overlap", "sync"):
+            raise ValueError(f"mode {self.mode!r} is not modelled: choose overlap or sync")
+        for name in ("every", "state_copies", "bucket_bytes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: it must be 1 or more")
+        if self.state_every < 0:
+            raise ValueError(f"state_every is {self.state_every}: 0 for never, or 1 or more")
+
+    def begin(self, setting: Setting) -> "GossipSteps":
+        """See `Strategy.begin`."""
+        return GossipSteps(self, setting)
+
+
+class _Flight(NamedTuple):
+    """What a round brings each rank: when its first and last message come."""
+
+    first: Times
+    last: Times
+    mixing_seconds: Times
+    last_mixing_seconds: Times
+
+
+class GossipSteps(Steps):
+    """See `Gossip`."""
+
+    def __init__(self, options: Gossip, setting: Setting) -> None:
+        super().__init__()
+        p = setting.world_size
+        self._options = options
+        self._setting = setting
+        self._schedule = by_name(options.topology, p, seed=options.seed)
+        self.cycle = self._schedule.period * options.every * max(1, options.state_every)
+        profile = setting.profile
+        width = options.element_bytes or profile.element_bytes
+        sizes = [count * width for count in profile.elements]
+        self._weight_bytes = float(sum(sizes))
+        self._weight_messages = pieces(sizes, options.bucket_bytes)
+        self._exact_bytes = profile.size_bytes  # averages are not narrowed on the wire
+        messages = pieces(
+            [n * profile.element_bytes for n in profile.elements], options.bucket_bytes
+        )
+        self._average_seconds = setting.average_seconds([self._exact_bytes / messages] * messages)
+        self._round = 0
+        self._link_free = np.full(p, -np.inf)
+        self._left = [np.full(p, -np.inf)] * 2  # when the last two snapshots had left
+        self._flight: _Flight | None = None
+
+    def step(self, number: int, start: Times, pace: Pace) -> Times:
+        """See `Steps.step`."""
+        options, setting = self._options, self._setting
+        overlaps = options.mode == "overlap"
+        if overlaps and number % options.every == 0:
+            start = self._open(start)
+        end = pace.after(start, setting.profile.compute_seconds)
+        if (number + 1) % options.every == 0:
+            if not overlaps:
+                end = self._open(end)
+            end = self._close(end)
+        if options.average_every is not None and (number + 1) % options.average_every == 0:
+            end = together(end, self._average_seconds)
+            self.bytes_sent += setting.ring_bytes(self._exact_bytes)
+        return end
+
+    def _open(self, now: Times) -> Times:
+        """Copies and sends a round's snapshot; when each rank has copied all of it."""
+        options, network = self._options, self._setting.network
+        peers = self._schedule.round_peers(self._round)
+        with_state = options.state_every and self._round % options.state_every == 0
+        copies = 1 + (options.state_copies if with_state else 0)
+        size, message = copies * self._weight_bytes, self._weight_bytes / self._weight_messages
+        self._round += 1
+        sends = peers.send_to != _NOBODY
+        self.bytes_sent += size * float(sends.mean())
+        now = np.where(sends, np.maximum(now, self._left[0]), now)
+        copy_all, copy_first = (network.snapshot_seconds_per_byte * n for n in (size, message))
+        begin = np.maximum(now + copy_first, self._link_free)
+        alphas, betas = self._costs(peers, sends, begin, size)
+        first = begin + message * betas
+        last = np.maximum(begin + size * betas, now + copy_all + message * betas)
+        self._link_free = np.where(sends, last, self._link_free)
+        earlier, latest = self._left
+        self._left = [
+            np.where(sends, latest, earlier),
+            np.where(sends, self._link_free, latest),
+        ]
+        source = np.where(peers.recv_from == _NOBODY, 0, peers.recv_from)
+        receives = peers.recv_from != _NOBODY
+        mix = np.where(receives, network.mix_seconds_per_byte, 0.0)
+        self._flight = _Flight(
+            first=np.where(receives, (first + alphas)[source], -np.inf),
+            last=np.where(receives, (last + alphas)[source], -np.inf),
+            mixing_seconds=mix * size,
+            last_mixing_seconds=mix * message,
+        )
+        return np.where(sends, now + copy_all, now)
+
+    def _close(self, now: Times) -> Times:
+        """When each rank has mixed what its partner sent, one message after the other."""
+        flight, self._flight = self._flight, None
+        assert flight is not None
+        whole = np.maximum(now, flight.first) + flight.mixing_seconds
+        return np.maximum(whole, flight.last + flight.last_mixing_seconds)
+
+    def _costs(
+        self, peers: RoundPeers, sends: np.ndarray, begin: Times, size: float
+    ) -> tuple[Times, Times]:
+        """Start-up time and time a byte of each rank's flow, uplinks shared with the others."""
+        network = self._setting.network
+        ranks = np.arange(begin.size)
+        receivers = np.where(sends, peers.send_to, ranks)
+        alphas, betas = network.link_costs(ranks, receivers)
+        if network.racks is not None and size > 0:
+            rack, of_receiver = ranks // network.racks.size, receivers // network.racks.size
+            (crossing,) = np.nonzero(rack != of_receiver)
+            for uplinks in (rack, of_receiver):
+                finish = shared_finish(
+                    begin[crossing],
+                    uplinks[crossing],
+                    size_bytes=float(size),
+                    uplink_bytes_per_second=network.racks.uplink_bits_per_second / 8,
+                    flow_bytes_per_second=network.bytes_per_second,
+                )
+                shared = (finish - begin[crossing]) / size
+                betas[crossing] = np.maximum(betas[crossing], shared)
+        return alphas, betas

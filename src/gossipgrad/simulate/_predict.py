@@ -1,0 +1,164 @@
+"""Predicting step times: strategies stepped through on all ranks at once."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from gossipgrad.planning import Profile
+
+from ._collective_steps import AllReduce, Local, PeriodicAverage
+from ._gossip_steps import Gossip
+from ._network import Network
+from ._setting import Setting, Strategy
+from ._workers import Workers
+
+__all__ = ["STRATEGIES", "Prediction", "predict", "strategy_by_name"]
+
+_LARGEST_WORLD = 1_000_000
+_RANK_STEPS = 4_000_000  # how much is stepped through where the number of steps is left open
+_FEWEST_STEPS, _MOST_STEPS = 48, 400
+_STRATEGIES: dict[str, Strategy] = {
+    "gossip": Gossip(),
+    "gossip-sync": Gossip(name="gossip-sync", mode="sync"),
+    "allreduce": AllReduce(),
+    "agd": AllReduce(name="agd", buckets="layer"),
+    "every-log-p": PeriodicAverage(name="every-log-p", every="log_p", state_copies=1),
+    "post-local-sgd": PeriodicAverage(),
+    "local": Local(),
+}
+
+STRATEGIES = tuple(_STRATEGIES)
+"""What `strategy_by_name` knows."""
+
+
+def strategy_by_name(name: str) -> Strategy:
+    """The strategy of that name as `gossipgrad train` has it by default, for `predict`.
+
+    `gossip` overlaps, `gossip-sync` does not; `post-local-sgd` stands for its second part, local
+    steps with an average every 16.
+
+    Raises:
+        ValueError: There is none of that name.
+
+    Example:
+        >>> strategy_by_name("agd").buckets
+        'layer'
+    """
+    if name not in _STRATEGIES:
+        raise ValueError(f"no strategy {name!r} is modelled: choose among {', '.join(STRATEGIES)}")
+    return _STRATEGIES[name]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """What a strategy would come to, in the steady state.
+
+    Attributes:
+        strategy: Its name.
+        profile: Name of the model's profile.
+        world_size: The number of ranks.
+        step_seconds: Mean over steps and ranks.
+        compute_seconds: Mean over steps and ranks of what a rank computes, stalls included.
+        bytes_sent_per_step: By each rank, in the mean.
+        samples_per_second: Of all ranks together.
+        steps: That were stepped through for these means.
+    """
+
+    strategy: str
+    profile: str
+    world_size: int
+    step_seconds: float
+    compute_seconds: float
+    bytes_sent_per_step: float
+    samples_per_second: float
+    steps: int
+
+    @property
+    def efficiency(self) -> float:
+        """The share of a step that is compute."""
+        return self.compute_seconds / self.step_seconds
+
+    @property
+    def exposed_seconds(self) -> float:
+        """What a step waits, for messages and for other ranks, and what gossip copies and mixes."""
+        return self.step_seconds - self.compute_seconds
+
+
+def predict(
+    profile: Profile,
+    network: Network,
+    strategy: Strategy | str,
+    *,
+    world_size: int,
+    workers: Workers | None = None,
+    steps: int | None = None,
+) -> Prediction:
+    """How long a step of that model takes, with that strategy, on so many ranks.
+
+    A model of time alone: nothing is trained and nothing sent. All ranks are stepped through their
+    schedule of computing, sending and waiting, as arrays, in memory of a few numbers a rank; the
+    first steps, until ranks wait for each other as they go on to do, do not count. Equal arguments
+    give equal figures.
+
+    Args:
+        profile: What a step computes, and the tensors that travel.
+        network: What moving them costs.
+        strategy: A name from `STRATEGIES`, or a value with other settings.
+        world_size: The number of ranks, up to a million.
+        workers: Jitter and stragglers; None: every rank computes as the profile says.
+        steps: How many to step through; None: as many as take a second or a few.
+
+    Returns:
+        The means.
+
+    Raises:
+        ValueError: A value is out of range, or the network names ranks that are not there.
+
+    Example:
+        >>> from gossipgrad.planning import AffineCost, Profile
+        >>> network = Network(
+        ...     exchange=AffineCost.from_rate(rate_bits_per_second=1e9, latency_seconds=5e-5)
+        ... )
+        >>> profile = Profile.load("resnet50")
+        >>> found = [predict(profile, network, name, world_size=64).efficiency
+        ...          for name in ("gossip", "allreduce")]
+        >>> found[0] > found[1]
+        True
+    """
+    if not 1 <= world_size <= _LARGEST_WORLD:
+        raise ValueError(
+            f"world size {world_size} is out of range: from 1 to {_LARGEST_WORLD:,} ranks"
+        )
+    if steps is not None and steps < 1:
+        raise ValueError(f"steps is {steps}: step through 1 or more")
+    network.check(world_size)
+    workers = workers or Workers()
+    if isinstance(strategy, str):
+        strategy = strategy_by_name(strategy)
+    running = strategy.begin(Setting(profile=profile, network=network, world_size=world_size))
+    counted = steps or min(_MOST_STEPS, max(_FEWEST_STEPS, _RANK_STEPS // world_size))
+    counted = math.ceil(counted / running.cycle) * running.cycle
+    warm_up = max(8, 2 * (world_size - 1).bit_length())
+    warm_up = math.ceil(warm_up / running.cycle) * running.cycle
+    constant = workers.constant(world_size)
+    time = np.zeros(world_size)
+    began, compute, bytes_before = 0.0, 0.0, 0.0
+    for number in range(warm_up + counted):
+        if number == warm_up:
+            began, bytes_before = float(time.mean()), running.bytes_sent
+        pace = workers.pace(constant, number)
+        if number >= warm_up:
+            compute += float(pace.after(np.zeros(world_size), profile.compute_seconds).mean())
+        time = running.step(number, time, pace)
+    step_seconds = (float(time.mean()) - began) / counted
+    return Prediction(
+        strategy=strategy.name,
+        profile=profile.name,
+        world_size=world_size,
+        step_seconds=step_seconds,
+        compute_seconds=compute / counted,
+        bytes_sent_per_step=(running.bytes_sent - bytes_before) / counted,
+        samples_per_second=world_size * profile.batch_size / step_seconds,
+        steps=counted,
+    )

@@ -1,0 +1,131 @@
+"""`probe`: costs of live workers, and how it ends when one of them does not answer."""
+
+import json
+import re
+import time
+
+import pytest
+import torch.distributed as dist
+
+from gossipgrad.comm import Group, Hub, InProcessTransport, Sent
+from gossipgrad.errors import GossipError
+from gossipgrad.simulate import Network, probe
+from support.ranks import run_ranks
+
+SIZES = (1 << 10, 1 << 16, 1 << 19)
+
+
+def test_all_ranks_know_the_cost_of_every_pair():
+    found = run_ranks(3, lambda rank, group: probe(group, sizes_bytes=SIZES, budget_seconds=2.0))
+    assert found[0] == found[1] == found[2]
+    network = found[0].network
+    assert sorted(network.links) == [(0, 1), (0, 2), (1, 2)]
+    assert network.world_size == 3
+    assert network.hop is not None
+    assert 0 < network.snapshot_seconds_per_byte < network.mix_seconds_per_byte < 1e-7
+    for cost in (network.exchange, found[0].all_reduce, *network.links.values()):
+        assert 0 < cost(1 << 19) < 1  # loopback
+    sizes = {one.size_bytes for one in found[0].measured if one.what == "all_reduce"}
+    assert sizes >= set(SIZES[:2])
+    read = Network.from_json(json.loads(json.dumps(found[0].to_json())))
+    assert read == network
+
+
+class Slowed(InProcessTransport):
+    """Takes as long for a message as a link of 10 MB/s with 5 ms to start."""
+
+    def __init__(self, hub, group):
+        super().__init__(hub, group.rank)
+        self._slow = 1 + 3 * (group.rank == 3)
+
+    def send(self, peer, header, payload=None):
+        if payload is not None:
+            time.sleep(self._slow * (0.005 + payload.nbytes / 1e7))
+        return super().send(peer, header, payload)
+
+
+def test_it_finds_what_links_were_made_to_cost():
+    hub = Hub(4)
+    found = run_ranks(
+        4,
+        lambda rank, group: probe(
+            group,
+            sizes_bytes=(1 << 10, 1 << 16, 1 << 18),
+            budget_seconds=2.5,
+            transport=lambda group: Slowed(hub, group),
+        ),
+    )[0]
+    # Sleeps are never shorter than asked for; on a busy machine they are longer.
+    for pair, cost in found.network.links.items():
+        least = 0.005 + (1 << 16) / 1e7
+        if 3 in pair:  # who waits for the slow one is slowed, too
+            assert cost(1 << 16) > 4 * least * 0.95, pair
+        else:
+            assert least * 0.95 < cost(1 << 16) < 3 * least, pair
+            assert cost.alpha_seconds < 0.015
+
+
+class Mute(InProcessTransport):
+    """Rank 1 says nothing after the start."""
+
+    def send(self, peer, header, payload=None):
+        if self.rank == 1 and payload is not None:
+            return Sent()
+        return super().send(peer, header, payload)
+
+
+class Mortal(InProcessTransport):
+    """Rank 1 dies after a few messages."""
+
+    sent = 0
+
+    def send(self, peer, header, payload=None):
+        self.sent += 1
+        if self.rank == 1 and self.sent > 5:
+            self.close()
+        return super().send(peer, header, payload)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Mute, r"rank 1 did not answer rank \d within 0.4 s: is it running"),
+        (Mortal, "rank 1 has died or left while it was measured"),
+    ],
+)
+def test_a_worker_that_does_not_answer_is_named_and_nobody_hangs(kind, message):
+    hub = Hub(3)
+    start = time.monotonic()
+
+    def measure(rank, group):
+        with pytest.raises(GossipError) as raised:
+            probe(
+                group,
+                sizes_bytes=SIZES,
+                budget_seconds=1.0,
+                timeout_seconds=0.4,
+                transport=lambda group: kind(hub, group.rank),
+            )
+        assert group.broken is not None
+        return str(raised.value)
+
+    said = run_ranks(3, measure)
+    assert time.monotonic() - start < 20
+    assert any(re.search(message, text) for text in said), said
+
+
+def test_what_cannot_be_measured_is_refused():
+    alone = Group(dist.HashStore(), 0, 1)
+    with pytest.raises(ValueError, match="one worker has no link to measure: start two or more"):
+        probe(alone)
+    two = Group.__new__(Group)
+    two.world_size = 2
+    for options, message in [
+        ({"sizes_bytes": (4096,)}, "must rise, and be two or more"),
+        ({"sizes_bytes": (4096, 1024)}, "must rise, and be two or more"),
+        ({"sizes_bytes": (4096, 8191)}, "must be multiples of 4 bytes"),
+        ({"budget_seconds": 0.0}, "must be above 0"),
+        ({"timeout_seconds": 0.0}, "must be above 0"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            probe(two, **options)

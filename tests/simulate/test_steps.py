@@ -1,0 +1,242 @@
+"""The vectorised steps against hand-made timelines and against one event at a time."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gossipgrad.planning import AffineCost, Profile
+from gossipgrad.simulate import AllReduce, Gossip, Local, Network, PeriodicAverage, Setting, Workers
+from gossipgrad.topology import by_name
+from support import event_heap
+
+
+def profile_of(elements, *, forward=1.0, backward=1.0, optimizer=0.5, names=None):
+    count = len(elements)
+    return Profile(
+        name="made up",
+        device="none",
+        source="made up",
+        batch_size=8,
+        forward_seconds=forward,
+        optimizer_seconds=optimizer,
+        names=tuple(names or (f"layer{count - i}.weight" for i in range(count))),
+        elements=tuple(elements),
+        backward_seconds=(backward / count,) * count,
+    )
+
+
+def network_of(alpha=0.0, beta=0.0, **others):
+    return Network(exchange=AffineCost(alpha_seconds=alpha, beta_seconds_per_byte=beta), **others)
+
+
+def ends(strategy, profile, network, p, workers=None, steps=6):
+    """When each rank ends each step, shape (steps, p)."""
+    running = strategy.begin(Setting(profile=profile, network=network, world_size=p))
+    workers = workers or Workers()
+    constant, time, found = workers.constant(p), np.zeros(p), []
+    for number in range(steps):
+        time = running.step(number, time, workers.pace(constant, number))
+        found.append(time)
+    return np.array(found)
+
+
+# By hand: compute is 2.5 s, of which forward and backward 1 s each; 100 elements are 400 bytes.
+
+
+def test_overlap_hides_what_is_shorter_than_a_step():
+    found = ends(Gossip(), profile_of([100]), network_of(alpha=0.4, beta=0.005), 2, steps=3)
+    assert found.tolist() == [[2.5, 2.5], [5.0, 5.0], [7.5, 7.5]]
+
+
+def test_overlap_takes_as_long_as_the_message_where_that_is_longer():
+    found = ends(Gossip(), profile_of([100]), network_of(alpha=0.5, beta=0.01), 2, steps=3)
+    assert found == pytest.approx(np.array([[4.5, 4.5], [9.0, 9.0], [13.5, 13.5]]))
+
+
+def test_sync_adds_the_message_to_the_step():
+    found = ends(
+        Gossip(mode="sync"), profile_of([100]), network_of(alpha=0.5, beta=0.01), 2, steps=2
+    )
+    assert found == pytest.approx(np.array([[7.0, 7.0], [14.0, 14.0]]))
+
+
+def test_a_slow_rank_keeps_its_partner_waiting_only_where_its_message_is_late():
+    """Rank a computes 5 s, rank b 2.5 s; a message takes 1 s from the start of a's step."""
+    workers = Workers(stragglers=1, straggler_factor=2.0)
+    slow = int(np.argmax(workers.constant(2)))
+    found = ends(Gossip(), profile_of([100]), network_of(beta=0.0025), 2, workers, steps=3)
+    # The fast one ends step 1 at 2.5, and step 2 when what the slow one sent at 5.0 has come.
+    assert found[:, slow].tolist() == [5.0, 10.0, 15.0]
+    assert found[:, 1 - slow].tolist() == [2.5, 6.0, 11.0]
+
+
+def test_copying_and_mixing_are_on_the_steps_thread():
+    """400 bytes in one message: 0.4 s to copy, then 4 s to send; 0.8 s to mix."""
+    network = network_of(
+        alpha=0.25, beta=0.01, snapshot_seconds_per_byte=0.001, mix_seconds_per_byte=0.002
+    )
+    found = ends(Gossip(), profile_of([100]), network, 2, steps=1)
+    assert found == pytest.approx(np.array([[0.4 + 4.0 + 0.25 + 0.8] * 2]))
+
+
+def test_all_reduce_begins_in_backward():
+    """Two layers of 200 bytes, ready at 1.5 and 2.0 s; a ring of two moves 200 bytes in 0.3 s."""
+    hop = AffineCost(alpha_seconds=0.05, beta_seconds_per_byte=0.001)
+    profile = profile_of([50, 50])
+    network = Network(exchange=hop)
+    found = ends(AllReduce(buckets="layer"), profile, network, 2, steps=2)
+    assert found == pytest.approx(np.array([[2.3 + 0.5] * 2, [5.1 + 0.5] * 2]))
+    # In one bucket all of it waits for the end of backward.
+    together = ends(AllReduce(), profile, network, 2, steps=1)
+    assert together == pytest.approx(np.array([[2.0 + 0.5 + 0.5] * 2]))
+
+
+@given(
+    p=st.integers(2, 500), size=st.integers(1, 10**9), alpha=st.floats(0, 1), beta=st.floats(0, 1)
+)
+def test_without_jitter_a_ring_is_its_closed_form(p, size, alpha, beta):
+    profile = profile_of([size])
+    found = ends(AllReduce(), profile, network_of(alpha, beta), p, steps=1)
+    ring = 2 * (p - 1) * alpha + 2 * (p - 1) / p * 4 * size * beta
+    assert found == pytest.approx(np.full((1, p), 2.0 + ring + 0.5))
+
+
+def test_an_average_is_exposed_and_comes_every_so_many_steps():
+    """A ring of two moves 400 bytes in 2 * 0.05 + 400 * 0.001 s; they meet in two all-gathers."""
+    network = network_of(alpha=0.05, beta=0.001)
+    found = ends(PeriodicAverage(every=2), profile_of([100]), network, 2, steps=4)
+    assert found[:, 0].tolist() == pytest.approx([2.5, 5.6, 8.1, 11.2])
+
+
+@pytest.mark.parametrize(
+    "strategy", [Gossip(), Gossip(mode="sync"), AllReduce(), PeriodicAverage(every="log_p")]
+)
+def test_one_rank_waits_for_nobody(strategy):
+    found = ends(strategy, profile_of([100]), network_of(9.0, 9.0), 1, steps=2)
+    assert found.tolist() == [[2.5], [5.0]]
+
+
+WORKERS = st.builds(
+    Workers,
+    jitter=st.sampled_from([0.0, 0.1, 0.6]),
+    stragglers=st.integers(0, 1),
+    straggler_factor=st.sampled_from([1.3, 3.0]),
+    stall_probability=st.sampled_from([0.0, 0.2]),
+    stall_seconds=st.sampled_from([0.0, 4.0]),
+    seed=st.integers(0, 99),
+)
+COSTS = st.builds(
+    lambda alpha, beta: AffineCost(alpha_seconds=alpha, beta_seconds_per_byte=beta),
+    st.sampled_from([0.0, 0.01, 0.7]),
+    st.sampled_from([0.0, 1e-4, 3e-3, 2e-2]),
+)
+ELEMENTS = st.lists(st.integers(1, 200), min_size=1, max_size=6)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    p=st.integers(1, 8),
+    elements=ELEMENTS,
+    cost=COSTS,
+    workers=WORKERS,
+    mode=st.sampled_from(["overlap", "sync"]),
+    topology=st.sampled_from(["dissemination", "matching", "complete", "ring"]),
+    every=st.integers(1, 3),
+    average_every=st.sampled_from([None, None, 4]),
+    state_every=st.integers(0, 2),
+    element_bytes=st.sampled_from([None, 2]),
+    bucket_bytes=st.sampled_from([64, 400, 4 << 20]),
+    own=st.sampled_from([(0.0, 0.0), (2e-4, 3e-3)]),
+    slow=st.booleans(),
+)
+def test_gossip_is_what_single_events_come_to(
+    p,
+    elements,
+    cost,
+    workers,
+    mode,
+    topology,
+    every,
+    average_every,
+    state_every,
+    element_bytes,
+    bucket_bytes,
+    own,
+    slow,
+):
+    other = AffineCost(alpha_seconds=0.3, beta_seconds_per_byte=5e-3)
+    network = Network(
+        exchange=cost,
+        slow_hosts={1: 2.5} if slow and p > 1 and average_every is None else {},
+        links={(0, 1): other} if p > 1 and average_every is None else {},
+        snapshot_seconds_per_byte=own[0],
+        mix_seconds_per_byte=own[1],
+    )
+    options = Gossip(
+        mode=mode,
+        topology=topology,
+        every=every,
+        average_every=average_every,
+        state_every=state_every,
+        element_bytes=element_bytes,
+        bucket_bytes=bucket_bytes,
+        seed=3,
+    )
+    profile, steps = profile_of(elements), 7
+    run = event_heap.Run(profile, network, p, workers, steps)
+    plain = event_heap.gossip(run, options, by_name(topology, p, seed=3))
+    fast = ends(options, profile, network, p, workers, steps)
+    np.testing.assert_allclose(fast, np.array(plain), rtol=1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    p=st.integers(1, 8),
+    elements=ELEMENTS,
+    cost=COSTS,
+    workers=WORKERS,
+    buckets=st.sampled_from(["size", "layer"]),
+    bucket_bytes=st.sampled_from([64, 25 << 20]),
+    element_bytes=st.sampled_from([None, 2]),
+)
+def test_all_reduce_is_what_its_hops_come_to(
+    p, elements, cost, workers, buckets, bucket_bytes, element_bytes
+):
+    options = AllReduce(buckets=buckets, bucket_bytes=bucket_bytes, element_bytes=element_bytes)
+    profile, network, steps = profile_of(elements), Network(exchange=cost), 5
+    plain = event_heap.all_reduce(event_heap.Run(profile, network, p, workers, steps), options)
+    fast = ends(options, profile, network, p, workers, steps)
+    np.testing.assert_allclose(fast, np.array(plain), rtol=1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(p=st.integers(1, 8), elements=ELEMENTS, cost=COSTS, workers=WORKERS, every=st.integers(1, 3))
+def test_averages_are_what_their_hops_come_to(p, elements, cost, workers, every):
+    profile, network, steps = profile_of(elements), Network(exchange=cost), 6
+    options = PeriodicAverage(every=every, state_copies=1)
+    buckets = [float(profile.size_bytes)] * 2
+    run = event_heap.Run(profile, network, p, workers, steps)
+    plain = event_heap.periodic(run, every, buckets if p > 1 else [])
+    fast = ends(options, profile, network, p, workers, steps)
+    np.testing.assert_allclose(fast, np.array(plain), rtol=1e-9)
+
+
+def test_a_ring_goes_at_the_pace_of_its_slowest_link():
+    network = network_of(alpha=0.01, beta=1e-3, slow_hosts={2: 3.0})
+    profile = profile_of([500])
+    plain = event_heap.all_reduce(event_heap.Run(profile, network, 6, Workers(), 1), AllReduce())
+    fast = ends(AllReduce(), profile, network, 6, steps=1)
+    assert fast.max() == pytest.approx(np.max(plain))
+
+
+def test_strategies_meet_the_same_luck():
+    workers = Workers(jitter=0.3, stall_probability=0.1, stall_seconds=2.0, seed=5)
+    free = network_of()
+    alone = ends(Local(), profile_of([100]), free, 4, workers, steps=1)
+    gossip = ends(Gossip(mode="sync"), profile_of([100]), free, 4, workers, steps=1)
+    partner = by_name("dissemination", 4).round_peers(0).recv_from
+    assert gossip[0] == pytest.approx(np.maximum(alone[0], alone[0][partner]))
+    assert not np.array_equal(
+        alone, ends(Local(), profile_of([100]), free, 4, Workers(jitter=0.3, seed=6), steps=1)
+    )
