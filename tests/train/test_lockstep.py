@@ -1,6 +1,6 @@
 import pytest
 
-from support.lockstep_rank import evaluated
+from support.lockstep_rank import STEPS, evaluated, statistics
 from support.processes import run_processes
 
 
@@ -12,3 +12,11 @@ def test_what_is_exported_has_the_accuracy_that_is_told(name):
         assert told == exported == 1.0
         assert shown == 5.0
         assert own == 10.0 * rank
+
+
+@pytest.mark.process
+def test_each_rank_trains_with_the_statistics_of_its_own_samples():
+    names = "allreduce", "agd", "every-log-p", "post-local-sgd", "local"
+    for rank, found in enumerate(run_processes(2, statistics, names)):
+        own = 10.0 * (rank + 1) * (1 - 0.5**STEPS)
+        assert found == {name: (pytest.approx(own), STEPS) for name in names}

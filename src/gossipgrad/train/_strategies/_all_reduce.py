@@ -16,12 +16,18 @@ class AllReduce(Lockstep):
     Exposed time runs from the moment that the last gradients of a step were handed over to the
     return of the backward pass; the wait for slower ranks is in it. Bytes are those of a ring
     all-reduce, computed and not counted.
+
+    Buffers are rank 0's at the start and each rank's own from then on, as in every other strategy:
+    DistributedDataParallel's `forward_sync_buffers`, by which all would train with the statistics
+    of rank 0's samples, is off.
     """
 
     def __init__(self, model: nn.Module, stop: threading.Event) -> None:
         super().__init__(model, stop)
         self._clock = RingClock(self._world_size)
-        parallel = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        parallel = nn.parallel.DistributedDataParallel(
+            model, forward_sync_buffers=False, gradient_as_bucket_view=True
+        )
         parallel.register_comm_hook(self._clock, RingClock.hook)
         self.model = parallel
 

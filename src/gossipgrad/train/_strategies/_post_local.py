@@ -21,7 +21,8 @@ class PostLocal(Strategy):
     """All-reduce of gradients for the first part of the run, then weights averaged every H steps.
 
     Early steps are large and replicas would part; later local steps explore around one solution and
-    save communication. Momentum stays each rank's own in the second part.
+    save communication. Momentum stays each rank's own in the second part, and the statistics of
+    BatchNorm in both.
 
     A peer that dies or stops means what it means to `AllReduce` in the first part, and to
     `Averaged` in the second.
@@ -94,6 +95,7 @@ class PostLocal(Strategy):
         self._group.close()
 
     def _begin_local_steps(self) -> None:
+        own = [buffer.clone() for buffer in self._replica.buffers()]
         try:
             local = Averaged(
                 self._replica,
@@ -106,6 +108,10 @@ class PostLocal(Strategy):
             )
         except RuntimeError as error:
             raise explained(error, self._stop, "the start of local steps") from error
+        finally:
+            # A session starts with rank 0's replica: weights were equal, but statistics were not.
+            for buffer, value in zip(self._replica.buffers(), own, strict=True):
+                buffer.copy_(value)
         self._before = self._part.traffic()
         self._part.close()
         self._part, self.model = local, self._replica
