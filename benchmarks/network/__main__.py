@@ -19,7 +19,7 @@ from benchmarks.netlab import NetlabError
 from gossipgrad.train._summary import machine, versions, write_json
 
 from ._cells import Cells, measure_group
-from ._grid import GRIDS
+from ._grid import GRIDS, Grid
 from ._laboratory import Laboratory, Shaped
 from ._page import draw
 from ._table import print_table
@@ -63,16 +63,21 @@ def _measure(options: argparse.Namespace, cells: Cells) -> None:
         },
     )
     hosts = max(grid.world_sizes)
-    with (
-        Shaped(hosts=hosts, rate_bits_per_second=1e8) as network,
-        Laboratory(network, hosts) as laboratory,
-    ):
-        for world_size in grid.world_sizes:
-            for budget in grid.budgets:
-                if options.minutes and time.monotonic() - start > 60 * options.minutes:
-                    print(f"stopped after {options.minutes:g} minutes: the rest is for next time")
-                    return
-                measure_group(laboratory, world_size, budget, grid, cells)
+    with Shaped(hosts=hosts, rate_bits_per_second=1e8) as network:
+        network.verify()
+        with Laboratory(network, hosts) as laboratory:
+            _fill(options, grid, cells, laboratory, start)
+
+
+def _fill(
+    options: argparse.Namespace, grid: Grid, cells: Cells, laboratory: Laboratory, start: float
+) -> None:
+    for world_size in grid.world_sizes:
+        for budget in grid.budgets:
+            if options.minutes and time.monotonic() - start > 60 * options.minutes:
+                print(f"stopped after {options.minutes:g} minutes: the rest is for next time")
+                return
+            measure_group(laboratory, world_size, budget, grid, cells)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ MOST_LATE = 0.05
 _BLOCK_TIMEOUT_SECONDS = 240.0
 
 Cell = dict[str, Any]
-Block = dict[str, float]
+Block = dict[str, Any]
 
 
 class Cells:
@@ -181,6 +181,10 @@ class _Group:
             "cpu_seconds": _short(statistics.median(block["cpu_seconds"] for block in own)),
             "cpu_busy": _short(statistics.median(block["cpu_busy"] for block in own)),
             "late_share": _short(statistics.median(block["late_share"] for block in own)),
+            "clocks": {
+                what: _short(statistics.median(block["clocks"][what] for block in own))
+                for what in own[0]["clocks"]
+            },
             "error": None,
         }
         cell["marks"] = marks_of(cell)
@@ -198,6 +202,7 @@ class _Group:
             "step_seconds": [],
             "compute_seconds": _short(self._profile.compute_seconds),
             "bare": kind_of(name).bare,
+            "clocks": {},
             **dict.fromkeys(figures),
             "error": message,
             "marks": ["not measured"],

@@ -1,7 +1,8 @@
 """Who is measured: ways to keep replicas together, each with a replayed model of its own.
 
-Beside them stand the bare transfers that their bounds are made of. Every settings that counts in
-messages is scaled with the profile, so that each has as many buckets as at full size.
+Beside them stand the bare transfers that their bounds are made of. Those that send gradients as
+backward finishes them get buckets that are scaled with the profile, so that they have as many as at
+full size; gossip() sends a snapshot and keeps its own default.
 """
 
 import threading
@@ -23,7 +24,6 @@ from gossipgrad.topology import dissemination
 from ._replay import Device, ReplayModel, ReplayOptimizer
 
 _DDP_BUCKET_BYTES = 25 << 20  # torch's own default, and Decent-DP's
-_GOSSIP_BUCKET_BYTES = 4 << 20  # gossip()'s own default
 _SMALLEST_BUCKET_BYTES = 1 << 18  # below, a message costs more than its bytes
 PERIOD = 8
 
@@ -84,6 +84,10 @@ class Contestant:
         self._backward(self.model(self._x).sum())
         self.optimizer.step()
 
+    def clocks(self) -> dict[str, float]:
+        """Seconds that it has counted itself so far, by what they were spent on."""
+        return {}
+
     def close(self) -> None:
         """Lets go of hooks and links."""
 
@@ -101,8 +105,11 @@ class _Gossip(Contestant):
             self.optimizer,
             mode=mode,
             wire_dtype=wire_dtype,
-            bucket_bytes=surroundings.bucket_bytes(_GOSSIP_BUCKET_BYTES),
         )
+
+    def clocks(self) -> dict[str, float]:
+        stats = self._session.stats()
+        return {"waiting": stats.exposed_seconds, "mixing": stats.mixing_seconds}
 
     def close(self) -> None:
         self._session.close()
@@ -185,7 +192,7 @@ class _Bare(Contestant):
     """Transfers without training: its step is the transfer alone."""
 
     def __init__(self, surroundings: Surroundings, what: str) -> None:
-        self.device = Device()
+        self.device = Device()  # runs nothing
         elements = sum(p.numel() for p in ReplayModel(surroundings.profile, Device()).parameters())
         self._what = what
         dtype = torch.bfloat16 if "bf16" in what else torch.float16 if "fp16" in what else None
@@ -239,14 +246,37 @@ BARE: dict[str, Kind] = {
 }
 
 
-def run_block(contestant: Contestant, warm_up: int, steps: int) -> tuple[list[float], float, float]:
-    """Seconds of each step after the warm-up, planned and late seconds of the device in them."""
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """What one rank has measured.
+
+    Attributes:
+        seconds: Of each step after the warm-up.
+        planned_seconds: Compute of the emulated device in them.
+        late_seconds: By how much it was late.
+        clocks: What the contestant has counted in them.
+    """
+
+    seconds: list[float]
+    planned_seconds: float
+    late_seconds: float
+    clocks: dict[str, float]
+
+
+def run_block(contestant: Contestant, warm_up: int, steps: int) -> Block:
+    """Trains for some steps, the first `warm_up` of them unmeasured."""
     for _ in range(warm_up):
         contestant.step()
     contestant.device.reset()
+    before = contestant.clocks()
     seconds = []
     for _ in range(steps):
         start = time.perf_counter()
         contestant.step()
         seconds.append(time.perf_counter() - start)
-    return seconds, contestant.device.planned_seconds, contestant.device.late_seconds
+    return Block(
+        seconds=seconds,
+        planned_seconds=contestant.device.planned_seconds,
+        late_seconds=contestant.device.late_seconds,
+        clocks={what: value - before[what] for what, value in contestant.clocks().items()},
+    )

@@ -46,7 +46,7 @@ class Grid:
 # steps of 0.4 s, beside which the replay's own cost is small. Bare exchanges then take from a tenth
 # of the compute to one and a half of it. Times are stretched by 33 and 200 times what sizes are.
 QUICK = Grid(
-    world_sizes=(16, 8, 4),
+    world_sizes=(4, 8, 16),
     rates=(1e8, 1e9, 1e10),
     budgets=(
         Budget(profile="resnet50", time_factor=1.5, size_factor=0.045),
@@ -56,7 +56,7 @@ QUICK = Grid(
     block_seconds=0.5,
 )
 FULL = Grid(
-    world_sizes=(16, 8, 4),
+    world_sizes=(4, 8, 16),
     rates=(1e8, 3e8, 1e9, 4e9, 1e10),
     budgets=(
         *QUICK.budgets,

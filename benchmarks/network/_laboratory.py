@@ -147,7 +147,7 @@ class Laboratory:
         Returns:
             `seconds`: of each step, the mean over the steps of the slowest rank; `late_share`;
             `cpu_seconds` of all ranks, a step; `cpu_busy`: share of the machine; `bytes_on_wire`:
-            sent by a host, a step.
+            sent by a host, a step; `clocks`: what contestants count, a step, mean of the ranks.
         """
         before = self.network.passed_bytes(self._joined)
         busy = _CpuBusy()
@@ -161,6 +161,10 @@ class Laboratory:
             "late_share": sum(one["late_seconds"] for one in told) / planned if planned else 0.0,
             "cpu_seconds": sum(one["cpu_seconds"] for one in told) / steps,
             "cpu_busy": cpu_busy,
+            "clocks": {
+                what: sum(one["clocks"][what] for one in told) / steps / len(told)
+                for what in told[0]["clocks"]
+            },
             "bytes_on_wire": sent / (steps + warm_up) / len(told),
         }
 

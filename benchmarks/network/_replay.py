@@ -30,18 +30,20 @@ def sharpen_sleep() -> None:
 
 
 class Device:
-    """An emulated GPU: runs one thing after the other, while the host goes on.
+    """An emulated GPU with one stream: what it runs is slept.
 
-    Work that the host enqueues in time follows the previous without a gap, whatever the host did
-    meanwhile. `begin` is a point that the host has waited before (the loss, the exchange).
+    What the host does to tensors in between (copies into buckets, mixing in hooks) would be kernels
+    of the same stream: it delays the work behind it. A sleep that ends too late does not: what
+    follows is shorter by it.
 
     Attributes:
         planned_seconds: Work that was run.
-        late_seconds: How much later than planned it ended, all times together.
+        late_seconds: How much later than it should the work ended, all times together.
     """
 
     def __init__(self) -> None:
         self._free_at = 0.0
+        self._returned_at = 0.0
         self.reset()
 
     def reset(self) -> None:
@@ -51,23 +53,27 @@ class Device:
 
     def begin(self) -> None:
         """The next work starts now, or when the last has ended."""
-        self._free_at = max(self._free_at, time.perf_counter())
+        self._returned_at = time.perf_counter()
+        self._free_at = max(self._free_at, self._returned_at)
 
     def run(self, seconds: float) -> None:
         """Sleeps until this work is done, or nearly: short waits are left to the next one."""
-        self._free_at += seconds
+        between = time.perf_counter() - self._returned_at
+        self._free_at += between + seconds
         self.planned_seconds += seconds
         self._sleep(_SHORTEST_SLEEP_SECONDS)
 
     def end(self) -> None:
         """Sleeps until all work is done, and counts by how much that is late."""
+        self._free_at += time.perf_counter() - self._returned_at
         self._sleep(0.0)
-        self.late_seconds += max(0.0, time.perf_counter() - self._free_at)
+        self.late_seconds += max(0.0, self._returned_at - self._free_at)
 
     def _sleep(self, shortest: float) -> None:
         left = self._free_at - time.perf_counter()
         if left > shortest:
             time.sleep(left)
+        self._returned_at = time.perf_counter()
 
 
 class _Layers(torch.autograd.Function):

@@ -9,6 +9,7 @@ import gc
 import resource
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from datetime import timedelta
 from multiprocessing.connection import Client
 from typing import Any
@@ -57,11 +58,9 @@ class Worker:
         gc.collect()
         time.sleep(max(0.0, start_at - time.perf_counter()))
         cpu = _cpu_seconds()
-        seconds, planned, late = run_block(self._held[name], warm_up, steps)
+        block = run_block(self._held[name], warm_up, steps)
         return {
-            "seconds": seconds,
-            "planned_seconds": planned,
-            "late_seconds": late,
+            **asdict(block),
             "cpu_seconds": (_cpu_seconds() - cpu) * steps / (steps + warm_up),
         }
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.network import _replay
 from benchmarks.network._cells import Cells, marks_of, measure_group
 from benchmarks.network._contestants import BARE, CONTESTANTS, Surroundings
 from benchmarks.network._grid import FULL, QUICK, Budget, Grid
@@ -64,17 +65,32 @@ def test_shapes_are_nearly_the_profiles_and_mostly_matrices():
         assert count - rows < rows * columns <= count
 
 
-def test_lateness_is_counted_once():
+def test_host_work_delays_the_device_and_late_sleeps_do_not(monkeypatch):
+    now = [100.0]
+    slept = []
+
+    def sleep(seconds):
+        slept.append(round(seconds, 6))
+        now[0] += seconds + 0.002  # too long
+
+    monkeypatch.setattr(_replay.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(_replay.time, "sleep", sleep)
     device = Device()
     device.begin()
-    device.run(0.001)
-    time.sleep(0.02)
+    device.run(0.010)  # until 10 ms; it is 12
+    device.run(0.010)  # until 20; it is 22
+    now[0] += 0.005  # a hook's mixing: 27
+    device.run(0.010)  # until 35; it is 37
+    device.run(0.0021)  # 0.1 ms left: not slept
+    assert slept == [0.01, 0.008, 0.008]
     device.end()
-    assert device.late_seconds > 0.015
-    device.begin()
-    device.run(0.004)
-    device.end()
-    assert device.late_seconds < 0.06  # the second piece began anew
+    assert slept[3:] == [0.0001]
+    assert now[0] == pytest.approx(100.0391)
+    assert device.late_seconds == pytest.approx(0.002)
+    assert device.planned_seconds == pytest.approx(0.0321)
+    device.begin()  # the host has waited: what was late is not made up for
+    device.run(0.010)
+    assert slept[4:] == [0.01]
 
 
 def test_buckets_are_as_many_as_at_full_size():
@@ -122,6 +138,7 @@ class FakeLaboratory:
             "cpu_seconds": 0.01,
             "cpu_busy": 0.8 if name == "gossip" else 0.2,
             "bytes_on_wire": 1_000_000,
+            "clocks": {"waiting": 0.001} if name == "gossip" else {},
         }
 
     def leave(self):
@@ -189,6 +206,7 @@ def test_a_cell_of_two_processes_on_loopback(tmp_path):
         assert cell["compute_seconds"] == pytest.approx(0.0146, rel=0.01)
         assert cell["step_seconds_median"] >= cell["compute_seconds"] * 0.999
         assert cell["cpu_seconds"] > 0
+    assert cells["gossip"]["clocks"].keys() == {"waiting", "mixing"}
     assert cells["gossip"]["bare_seconds"] == cells["bare exchange"]["step_seconds_median"] > 0
 
 
