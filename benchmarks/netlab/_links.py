@@ -16,6 +16,8 @@ _CORE = "core"
 _FRAME_BYTES = MTU + 14
 _GSO_BYTES = 65536
 _BURST_SECONDS = 1e-3
+_SLOW_BURST_SECONDS = 2.5e-3
+_SLOW_BURST_BYTES = 32e3
 _QUEUE_SECONDS = 20e-3
 _QUEUE_BYTES = (16 * _FRAME_BYTES, 1 << 24)
 _FASTEST = 4e10  # of a link that is not to constrict
@@ -92,17 +94,21 @@ def shaper(verb: str, interface: str, rate: float | None) -> str:
 
 
 def burst_bytes(rate: float) -> int:
-    """What a rested link carries at once, and so what a late timer can make up for."""
-    return max(2 * _FRAME_BYTES, int(rate / 8 * _BURST_SECONDS))
+    """What a rested link carries at once, and so what a late timer can make up for.
+
+    A millisecond's worth; on slow links up to 2.5, for the sake of `piece_bytes`.
+    """
+    worth = max(rate / 8 * _BURST_SECONDS, min(_SLOW_BURST_BYTES, rate / 8 * _SLOW_BURST_SECONDS))
+    return max(2 * _FRAME_BYTES, int(worth))
 
 
 def piece_bytes(rate: float) -> int:
-    """What TCP hands to the link in one piece.
+    """What TCP hands to the link in one piece; every piece costs the processor a turn.
 
-    A piece above the burst is cut into frames again, which costs the processor several times as
-    much; one near it makes short messages too fast.
+    One above the burst would be cut into frames again, which costs several times as much.
     """
-    return min(_GSO_BYTES, max(_FRAME_BYTES, burst_bytes(rate) // 2))
+    whole_frames = (burst_bytes(rate) // _FRAME_BYTES - 1) * MTU
+    return min(_GSO_BYTES, max(_FRAME_BYTES, whole_frames))
 
 
 def queue_bytes(rate: float) -> int:
