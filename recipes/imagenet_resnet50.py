@@ -4,12 +4,13 @@
 each, by torchrun on every node:
 
     torchrun --nnodes 16 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint NODE0:29500 \
-        recipes/imagenet_resnet50.py --data-dir DATA --out runs/resnet50
+        recipes/imagenet_resnet50.py --data-dir DATA --out runs/resnet50 --device cuda
 
 or by Slurm, once:
 
     srun --nodes 16 --ntasks-per-node 8 --cpus-per-task 8 \
-        python recipes/imagenet_resnet50.py --data-dir DATA --out runs/resnet50
+        python recipes/imagenet_resnet50.py --data-dir DATA --out runs/resnet50 \
+        --device cuda --threads 8
 
 What the paper's abstract states: 128 P100 on InfiniBand, one partner a step that rotates, exchanges
 behind the step's compute, top-1 accuracy "matching ... published in literature". From the authors'
@@ -20,7 +21,7 @@ decay 1e-4 for 90 epochs, and the rate of Goyal et al. (arXiv:1706.02677): 0.1 f
 proportion to the batch, 5 epochs of warm-up, a tenth of it after 30, 60 and 80 epochs (here: every
 30). The authors' code leaves the rate alone as workers are added: `--lr-rule none`.
 
-This has not been run at 128 workers, nor on ImageNet, by us.
+This has not been run at 128 workers, nor on ImageNet, nor on a GPU, by us.
 """
 
 import tyro

@@ -1,5 +1,6 @@
 """Wrong settings, unequal ranks: one clear error, before anything is sent."""
 
+import jaxtyping
 import pytest
 import torch
 import torch.distributed as dist
@@ -37,6 +38,40 @@ def test_wrong_settings(settings, message):
     model = network()
     with pytest.raises(ValueError, match=message):
         gg.gossip(model, sgd(list(model.parameters())), **settings)
+
+
+@pytest.fixture
+def unchecked_types():
+    """Users have no type checks: values that annotations forbid come through."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.mark.usefixtures("unchecked_types")
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"every": True}, "it is at least 1, got True: give a whole number, such as"),
+        ({"every": 2.0}, "it is at least 1, got 2.0: give a whole number"),
+        ({"bucket_bytes": "x"}, r"bucket_bytes is the size of a message, .* 2\*\*20, got 'x'"),
+        ({"mesh": 3}, "mesh must be a DeviceMesh of one axis, such as .* got 3"),
+        ({"topology": None}, "topology must be one of 'dissemination', .* got None"),
+    ],
+)
+def test_wrong_types(settings, message):
+    model = network()
+    with pytest.raises(ValueError, match=message):
+        gg.gossip(model, sgd(list(model.parameters())), **settings)
+
+
+@pytest.mark.usefixtures("unchecked_types")
+@pytest.mark.parametrize(
+    "build", [lambda: gg.Overlap(deadline_seconds="3"), lambda: gg.WeightsAndState(every=1.5)]
+)
+def test_values_check_their_types(build):
+    with pytest.raises(ValueError, match=r"got ('3'|1\.5)"):
+        build()
 
 
 def test_wrong_optimizers():

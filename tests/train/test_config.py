@@ -1,6 +1,7 @@
 import dataclasses
 import json
 
+import jaxtyping
 import pytest
 
 from gossipgrad.train import GossipConfig, PostLocalConfig, TrainConfig
@@ -88,6 +89,12 @@ def test_refuses_numbers_out_of_range(options, message):
         ('{"post_local": {"local_steps": 0}}', "local_steps is 0, but must be at least 1"),
         ('{"post_local": {"post_local_after": 2}}', "post_local_after is 2.0, but is a share of "),
         ('{"epoch": 3}', "option 'epoch' is not known to TrainConfig"),
+        ('{"epochs": "3"}', "epochs is '3', but must be a whole number; leave out the quotes"),
+        ('{"epochs": 2.5}', "epochs is 2.5, but must be a whole number, such as 20"),
+        ('{"lr": "0.1"}', "lr is '0.1', but must be a number or None; leave out the quotes"),
+        ('{"gossip": {"average_every": "foo"}}', "average_every is 'foo', but must be a whole"),
+        ('{"gossip": 3}', "gossip is 3, but must hold options by their names"),
+        ('{"data_dir": 3}', "data_dir is 3, but must be a path or None"),
         ("[]", "holds no options"),
         ("{", "is not JSON"),
     ],
@@ -97,6 +104,57 @@ def test_refuses_a_broken_file_and_names_it(tmp_path, content, message):
     path.write_text(content)
     with pytest.raises(ValueError, match=rf"config\.json.*{message}"):
         TrainConfig.from_file(path)
+
+
+@pytest.fixture
+def unchecked_types():
+    """Users have no type checks: values that annotations forbid come through."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.mark.usefixtures("unchecked_types")
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        ({"epochs": 2.5}, r"epochs is 2\.5, but must be a whole number, such as 20\."),
+        ({"epochs": 2.0}, r"epochs is 2\.0, but must be a whole number, such as 2\."),
+        ({"epochs": True}, "epochs is True, but must be a whole number, such as 20"),
+        ({"epochs": "3"}, "epochs is '3', but must be a whole number; leave out the quotes"),
+        ({"batch_size": 1.5}, "batch_size is 1.5, but must be a whole number"),
+        ({"warmup_epochs": 1.5}, "warmup_epochs is 1.5, but must be a whole number"),
+        ({"nproc": 2.5}, "nproc is 2.5, but must be a whole number or None"),
+        ({"lr": "0.1"}, "lr is '0.1', but must be a number or None; leave out the quotes"),
+        ({"momentum": False}, "momentum is False, but must be a number, such as 0.9"),
+        ({"quiet": "no"}, "quiet is 'no', but must be true or false, such as False"),
+        ({"quiet": 1}, "quiet is 1, but must be true or false"),
+        ({"wandb": 3}, "wandb is 3, but must be text or None"),
+        (
+            {"out": "runs/x"},
+            r"out is 'runs/x', but must be a path or None; Path\('runs/x'\) is one",
+        ),
+        ({"model": "lstm"}, "model is 'lstm', but must be one of mlp, lenet"),
+        ({"gossip": {"every": 2}}, "gossip is {'every': 2}, but must be a GossipConfig"),
+    ],
+    ids=str,
+)
+def test_refuses_what_an_option_does_not_take(build, message):
+    with pytest.raises(ValueError, match=message):
+        TrainConfig(**build)
+
+
+@pytest.mark.usefixtures("unchecked_types")
+def test_refuses_what_an_option_of_a_strategy_does_not_take():
+    with pytest.raises(
+        ValueError, match=r"average_every is 2\.5, but must be a whole number or log"
+    ):
+        GossipConfig(average_every=2.5)
+    with pytest.raises(ValueError, match="average_every is 'foo', but must be a whole number or l"):
+        GossipConfig(average_every="foo")
+    with pytest.raises(ValueError, match=r"local_steps is 2\.5, but must be a whole number"):
+        PostLocalConfig(local_steps=2.5)
+    assert TrainConfig(lr=1, momentum=0).lr == 1
 
 
 def test_missing_file_names_the_way_out(tmp_path):
@@ -119,6 +177,12 @@ def test_warns_of_options_without_effect():
     with pytest.warns(UserWarning, match="lr_step_epochs=3 is not used: lr_schedule is cosine"):
         TrainConfig(lr_step_epochs=3).warn_of_unused()
     TrainConfig(gossip=GossipConfig(every=4)).warn_of_unused()
+    stateful = GossipConfig(payload="weights+state")
+    with pytest.warns(
+        UserWarning, match=r"payload=weights\+state is not used: sgd without momentum"
+    ):
+        TrainConfig(momentum=0.0, gossip=stateful).warn_of_unused()
+    TrainConfig(gossip=stateful).warn_of_unused()
     TrainConfig(lr_schedule="step", lr_step_epochs=3, lr_gamma=0.5, lr_rule="sqrt").warn_of_unused()
 
 

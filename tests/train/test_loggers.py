@@ -42,7 +42,7 @@ class Kept:
 def fake_wandb(monkeypatch):
     """A package that keeps what `init` is given and what is logged."""
     module = types.ModuleType("wandb")
-    module.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
+    module.__spec__ = importlib.machinery.ModuleSpec("wandb", None, origin="wandb/__init__.py")
     module.given, module.logged, module.finished = {}, [], 0
 
     class Run:
@@ -198,3 +198,11 @@ def test_training_goes_on_and_the_run_says_what_stopped(tmp_path, fake_wandb):
     assert result.steps == 15
     assert result.notes == ("wandb has stopped (RuntimeError: no network)",)
     assert len(records(run_dir)) == 2
+
+
+def test_a_folder_of_that_name_is_no_package(tmp_path, monkeypatch):
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    with pytest.raises(ValueError, match="--wandb needs the package wandb: pip install"):
+        check_loggers(TrainConfig(wandb="project"))

@@ -6,12 +6,18 @@ from torch.optim import AdamW, Muon
 from gossipgrad import models
 from gossipgrad.train import TrainConfig
 from gossipgrad.train._check import check
-from gossipgrad.train._optimizers import make_optimizers, make_schedulers, muon_parameters
+from gossipgrad.train._optimizers import (
+    make_optimizers,
+    make_schedulers,
+    muon_parameters,
+    muon_share,
+    notes_on_muon,
+)
 
 
-def made(tmp_path, model, num_classes=2, **options):
+def made(tmp_path, model, **options):
     config = TrainConfig(**options).resolved(nproc=4, out=tmp_path)
-    return config, make_optimizers(config, model, num_classes)
+    return config, make_optimizers(config, model)
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
@@ -27,7 +33,7 @@ def test_options_take_effect(tmp_path, name):
 def test_muon_and_adamw_share_the_parameters_and_the_rate(tmp_path):
     model = models.LeNet(10)
     options = {"optimizer": "muon", "lr": 0.25, "lr_rule": "sqrt", "weight_decay": 0.125}
-    _, (muon, adamw) = made(tmp_path, model, 10, **options)
+    _, (muon, adamw) = made(tmp_path, model, **options)
     assert isinstance(muon, Muon)
     assert isinstance(adamw, AdamW)
     shapes = [tuple(p.shape) for p in muon.param_groups[0]["params"]]
@@ -43,9 +49,47 @@ def test_muon_and_adamw_share_the_parameters_and_the_rate(tmp_path):
 def test_embeddings_are_not_for_muon_even_where_a_layer_shares_them():
     model = nn.ModuleDict({"table": nn.Embedding(7, 4), "tied": nn.Linear(4, 7, bias=False)})
     model["tied"].weight = model["table"].weight
-    assert muon_parameters(model, num_classes=3) == []
     model["hidden"] = nn.Linear(4, 5)
-    assert muon_parameters(model, num_classes=3) == [model["hidden"].weight]
+    model["head"] = nn.Linear(5, 5)
+    assert muon_parameters(model) == [model["hidden"].weight]
+
+
+def shapes_for_muon(model):
+    return [tuple(parameter.shape) for parameter in muon_parameters(model)]
+
+
+def test_heads_are_what_the_model_says_whatever_their_size():
+    assert shapes_for_muon(models.MLP(64, 128)) == [(128, 64), (128, 128)]
+    assert shapes_for_muon(models.LeNet(84)) == [(120, 400), (84, 120)]
+    assert shapes_for_muon(models.CIFARNet(64)) == [(64, 1024)]
+    assert len(muon_parameters(models.GPT(384, layers=2))) == 2 * 4
+
+
+@pytest.mark.parametrize("classes", [10, 1000, 1024])
+def test_auxiliary_heads_are_heads_as_a_whole(classes):
+    with torch.device("meta"):
+        assert muon_parameters(models.GoogLeNet(classes)) == []
+
+
+def test_says_what_muon_trains_and_what_is_left_to_adamw(tmp_path):
+    _, optimizers = made(tmp_path, models.LeNet(10), optimizer="muon")
+    assert muon_share(optimizers) == (58080, 61706)
+    assert notes_on_muon(optimizers) == [
+        "Muon trains 58,080 of 61,706 parameters, and AdamW the others"
+    ]
+    assert notes_on_muon(made(tmp_path, models.LeNet(10))[1]) == []
+
+
+def test_muon_with_almost_nothing_to_do_warns(monkeypatch):
+    def build(name, info):
+        return nn.Sequential(
+            nn.Flatten(), nn.Linear(64, 2, bias=False), nn.Embedding(99, 99), nn.Linear(2, 10)
+        )
+
+    monkeypatch.setattr(models, "build", build)
+    warned = r"of the 9,959 parameters of model mlp Muon trains 128, .* Use --optimizer adamw"
+    with pytest.warns(UserWarning, match=warned):
+        check(TrainConfig(optimizer="muon"), 2)
 
 
 def test_muon_with_nothing_to_do_is_refused_before_the_start(tmp_path, monkeypatch):

@@ -56,7 +56,14 @@ def test_puts_ranks_together():
     assert summary["mixing_seconds_per_step"] == pytest.approx(0.02)
     assert summary["outcomes"] == {"delivered": 18, "late": 1}
     assert summary["bytes_sent_are"].startswith("counted; what the last step sent ahead")
-    assert summary["notes"] == ["rank 0: note 0"]
+    assert summary["notes"] == ["rank 0: note 0", "rank 1: note 1"]
+
+
+def test_notes_are_those_of_all_ranks_and_the_same_is_said_once():
+    ranks = [result(2, notes=("a", "b")), result(0, notes=("a", "c")), result(1, notes=("c",))]
+    assert composed(ranks)["notes"] == ["rank 2: a", "rank 2: b", "rank 0: c"]
+    many = composed([result(rank) for rank in range(14)])["notes"]
+    assert many[10:] == ["rank 10: note 10", "rank 11: note 11", "2 more notes of other ranks"]
 
 
 def test_has_the_keys_that_are_promised():

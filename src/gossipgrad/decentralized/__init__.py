@@ -1,6 +1,7 @@
 """Gossip: every step mixes each replica with that of one rotating partner."""
 
 from gossipgrad.decentralized._data_parallel import GossipDataParallel as GossipDataParallel
+from gossipgrad.decentralized._gossip import check_settings as check_settings
 from gossipgrad.decentralized._gossip import gossip as gossip
 from gossipgrad.decentralized._gossip import resolve_group as resolve_group
 from gossipgrad.decentralized._session import GossipSession as GossipSession

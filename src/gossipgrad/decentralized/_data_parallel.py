@@ -12,22 +12,39 @@ from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.optim import Optimizer
 
-from gossipgrad.decentralized._gossip import gossip
+from gossipgrad.decentralized._gossip import check_settings, gossip
 from gossipgrad.decentralized._session import GossipSession
 from gossipgrad.errors import GossipError
 
 __all__ = ["GossipDataParallel"]
 
 _PREFIX = "module."
-# Settings of DistributedDataParallel that gossip has no use for.
-_NOT_NEEDED = (
-    "device_ids",
-    "output_device",
-    "dim",
-    "find_unused_parameters",
-    "static_graph",
-    "gradient_as_bucket_view",
-)
+_BUCKETS = "give bucket_bytes, in bytes"
+_BUFFERS = "buffers stay each rank's own until model.session.consensus(): leave it out"
+_DEVICES = "the model trains on the device that it is on: leave it out"
+_GRADIENTS = "gradients stay where they are: leave it out"
+_UNUSED = "a parameter without a gradient holds nothing up: leave it out"
+# What stands here in place of a setting of DistributedDataParallel.
+_INSTEAD = {
+    "device_ids": _DEVICES,
+    "output_device": _DEVICES,
+    "dim": _DEVICES,
+    "broadcast_buffers": _BUFFERS,
+    "forward_sync_buffers": _BUFFERS,
+    "init_sync": "model.attach(optimizer) makes all replicas that of rank 0: leave it out",
+    "bucket_cap_mb": _BUCKETS,
+    "bucket_cap_mb_list": _BUCKETS,
+    "device_mesh": "give mesh, of one axis",
+    "find_unused_parameters": _UNUSED,
+    "skip_all_reduce_unused_params": _UNUSED,
+    "check_reduction": _UNUSED,
+    "static_graph": _UNUSED,
+    "gradient_as_bucket_view": _GRADIENTS,
+    "batched_grad_copy": _GRADIENTS,
+    "delay_all_reduce_named_params": _GRADIENTS,
+    "param_to_hook_all_reduce": _GRADIENTS,
+    "mixed_precision": "use torch.autocast in the loop, and wire_dtype for what is sent",
+}
 
 
 class GossipDataParallel(nn.Module):
@@ -54,6 +71,7 @@ class GossipDataParallel(nn.Module):
 
     Raises:
         TypeError: If `gossip()` has no such setting.
+        ValueError: If no group could have such settings.
 
     Example:
         >>> import torch, gossipgrad as gg
@@ -71,13 +89,10 @@ class GossipDataParallel(nn.Module):
 
     def __init__(self, module: nn.Module, **settings: Any) -> None:
         super().__init__()
-        if not_needed := [name for name in _NOT_NEEDED if name in settings]:
-            raise TypeError(
-                f"{', '.join(not_needed)}: of DistributedDataParallel, and not needed here, since "
-                "the model trains on the device that it is on and parameters without gradients "
-                "hold nothing up: leave it out"
-            )
+        if told := [f"{name}: {way}" for name, way in _INSTEAD.items() if name in settings]:
+            raise TypeError(f"not as in DistributedDataParallel. {'. '.join(told)}.")
         inspect.signature(gossip).bind(module, [], **settings)
+        check_settings(**settings)
         self.module = module
         self._settings = settings
         self._session: GossipSession | None = None

@@ -3,6 +3,7 @@
 import os
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,11 +26,12 @@ from gossipgrad.decentralized._settings import (
     Mode,
     Payload,
     Settings,
+    check_numbers,
     resolve_average_every,
     resolve_mode,
     resolve_payload,
 )
-from gossipgrad.topology import Schedule, by_name
+from gossipgrad.topology import SCHEDULE_NAMES, Schedule, by_name
 
 __all__ = ["gossip"]
 
@@ -116,28 +118,24 @@ def gossip(
     _check_optimizers(optimizers)
     group = resolve_group(process_group, mesh)
     try:
-        if not isinstance(every, int) or every < 1:
-            raise ValueError(f"every counts steps in a round, so it is at least 1, got {every}")
+        check_settings(
+            topology=topology,
+            mode=mode,
+            payload=payload,
+            every=every,
+            average_every=average_every,
+            wire_dtype=wire_dtype,
+            scaler=scaler,
+            bucket_bytes=bucket_bytes,
+            transport=transport,
+        )
         resolved_mode = resolve_mode(mode)
         resolved_payload = resolve_payload(payload, resolved_mode)
-        gradients = isinstance(resolved_payload, Gradients | GradientsAndWeights)
-        if gradients and scaler is not None:
-            raise ValueError(
-                f"payload {resolved_payload} sends gradients during backward, when each rank's "
-                "scaler has scaled them differently: use payload='weights'"
-            )
         if isinstance(resolved_payload, Gradients):
             warnings.warn(
                 "payload='gradients' never mixes weights: replicas drift apart. It is the wording "
                 "of the paper's abstract, kept for study; train with payload='weights'",
                 stacklevel=2,
-            )
-        if isinstance(transport, str) and transport in _TRANSPORTS:
-            transport = _TRANSPORTS[transport]
-        if not callable(transport):
-            raise ValueError(
-                f"transport must be one of {', '.join(map(repr, _TRANSPORTS))} or a function from "
-                f"a group to a transport, got {transport!r}"
             )
         settings = Settings(
             schedule=_resolve_schedule(topology, group.world_size, seed),
@@ -153,13 +151,75 @@ def gossip(
             optimizers,
             settings,
             group=group,
-            transport=transport,
+            transport=_TRANSPORTS[transport] if isinstance(transport, str) else transport,
             scaler=scaler,
             recorder=recorder,
         )
     except BaseException:
         group.close()
         raise
+
+
+def check_settings(
+    *,
+    topology: object = "dissemination",
+    mode: Any = "overlap",
+    payload: Any = "weights",
+    every: object = 1,
+    average_every: Any = None,
+    wire_dtype: object = None,
+    scaler: object = None,
+    bucket_bytes: object = DEFAULT_BUCKET_BYTES,
+    transport: object = "zeromq",
+    process_group: object = None,
+    mesh: object = None,
+    **_others: object,
+) -> None:
+    """Refuses settings of `gossip()` that no group could have, before there is one; local.
+
+    Raises:
+        ValueError: For the first of them.
+    """
+    _check_ranks(process_group, mesh)
+    check_numbers(every=every, bucket_bytes=bucket_bytes, wire_dtype=wire_dtype)
+    resolved = resolve_payload(payload, resolve_mode(mode))
+    if isinstance(resolved, Gradients | GradientsAndWeights) and scaler is not None:
+        raise ValueError(
+            f"payload {resolved} sends gradients during backward, when each rank's scaler has "
+            "scaled them differently: use payload='weights'"
+        )
+    resolve_average_every(average_every, 1)
+    if isinstance(topology, str):
+        by_name(topology, 1)
+    elif not isinstance(topology, Schedule):
+        raise ValueError(
+            f"topology must be one of {', '.join(map(repr, SCHEDULE_NAMES))} or a schedule from "
+            f"gossipgrad.topology, got {topology!r}"
+        )
+    if transport not in _TRANSPORTS if isinstance(transport, str) else not callable(transport):
+        raise ValueError(
+            f"transport must be one of {', '.join(map(repr, _TRANSPORTS))} or a function from a "
+            f"group to a transport, got {transport!r}"
+        )
+
+
+def _check_ranks(process_group: object, mesh: object) -> None:
+    if process_group is not None and mesh is not None:
+        raise ValueError("process_group and mesh name the same thing: give one of them")
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise ValueError(
+            f"mesh must be a DeviceMesh of one axis, such as mesh['gossip'], got {mesh!r}"
+        )
+    if isinstance(mesh, DeviceMesh) and mesh.ndim != 1:
+        raise ValueError(
+            f"mesh has {mesh.ndim} axes {mesh.mesh_dim_names}: name the one to gossip along, "
+            "for example mesh=mesh['gossip']"
+        )
+    if process_group is not None and not isinstance(process_group, dist.ProcessGroup | Group):
+        raise ValueError(
+            "process_group must be one of torch.distributed, such as dist.group.WORLD, or a "
+            f"gossipgrad.Group, got {process_group!r}"
+        )
 
 
 def _check_optimizers(optimizers: Sequence[object]) -> None:
@@ -185,16 +245,10 @@ def resolve_group(
         ValueError: Both are given, the mesh has several axes, or this process was launched as one
             of several and has no process group; `asks` is then named in the message.
     """
-    if process_group is not None and mesh is not None:
-        raise ValueError("process_group and mesh name the same thing: give one of them")
+    _check_ranks(process_group, mesh)
     if isinstance(process_group, Group):
         return process_group
     if mesh is not None:
-        if mesh.ndim != 1:
-            raise ValueError(
-                f"mesh has {mesh.ndim} axes {mesh.mesh_dim_names}: name the one to gossip along, "
-                "for example mesh=mesh['gossip']"
-            )
         return Group.from_process_group(mesh.get_group())
     if process_group is not None:
         return Group.from_process_group(process_group)

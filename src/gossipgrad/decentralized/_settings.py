@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from gossipgrad.comm import BucketPlan
 from gossipgrad.topology import Schedule
 
 __all__ = [
@@ -24,6 +25,10 @@ __all__ = [
 DEADLINE_SECONDS = 300.0
 
 
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Waits:
     """A mode in which the step waits for its partner.
@@ -36,9 +41,10 @@ class _Waits:
     deadline_seconds: float = DEADLINE_SECONDS
 
     def __post_init__(self) -> None:
-        if not self.deadline_seconds > 0:
+        number = self.deadline_seconds
+        if isinstance(number, bool) or not isinstance(number, int | float) or not number > 0:
             raise ValueError(
-                f"deadline_seconds must be positive, got {self.deadline_seconds}: it is how long "
+                f"deadline_seconds must be positive, got {number!r}: it is how long "
                 "a step waits for a late partner"
             )
 
@@ -78,8 +84,11 @@ class WeightsAndState:
     every: int = 1
 
     def __post_init__(self) -> None:
-        if self.every < 1:
-            raise ValueError(f"every counts rounds between exchanges of state, got {self.every}")
+        if not _is_count(self.every):
+            raise ValueError(
+                "every counts rounds between exchanges of state, a whole number from 1, got "
+                f"{self.every!r}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,8 +169,27 @@ def resolve_average_every(average_every: int | str | None, world_size: int) -> i
         return max(1, math.ceil(math.log2(world_size)))
     if average_every is None:
         return None
-    if type(average_every) is int and average_every >= 1:
+    if isinstance(average_every, int) and _is_count(average_every):
         return average_every
     raise ValueError(
         f"average_every must be a positive number of steps, 'log_p' or None, got {average_every!r}"
     )
+
+
+def check_numbers(*, every: object, bucket_bytes: object, wire_dtype: object) -> None:
+    """Raises `ValueError` for what no session can count, size or send by."""
+    if not _is_count(every):
+        raise ValueError(
+            f"every counts steps in a round, so it is at least 1, got {every!r}: give a whole "
+            "number, such as every=2"
+        )
+    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int):
+        raise ValueError(
+            f"bucket_bytes is the size of a message, a whole number such as 2**20, got "
+            f"{bucket_bytes!r}"
+        )
+    if wire_dtype is not None and not isinstance(wire_dtype, torch.dtype):
+        raise ValueError(
+            f"wire_dtype must be a type such as torch.bfloat16, or None, got {wire_dtype!r}"
+        )
+    BucketPlan.make([], bucket_bytes=bucket_bytes, wire_dtype=wire_dtype)

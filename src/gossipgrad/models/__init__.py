@@ -5,6 +5,7 @@ from ._build import build as build
 from ._cifarnet import CIFARNet as CIFARNet
 from ._googlenet import GoogLeNet as GoogLeNet
 from ._gpt import GPT as GPT
+from ._heads import heads as heads
 from ._lenet import LeNet as LeNet
 from ._loss import AuxiliaryLogits as AuxiliaryLogits
 from ._loss import training_loss as training_loss

@@ -26,7 +26,7 @@ class CIFARNet(nn.Module):
     border, and average what they find. There is no non-linearity between the two linear layers.
 
     Of Caffe's two networks this is `quick`, not `full`: `full` has one linear layer less and
-    local response normalisation, which has gone out of use, and takes 15 times the iterations.
+    local response normalisation, which has gone out of use.
 
     Nothing normalises its activations: with momentum 0.9 it learns at a rate of 0.02, not at 0.1.
 
@@ -50,6 +50,11 @@ class CIFARNet(nn.Module):
         self.fc1 = nn.Linear(64 * 4 * 4, 64)
         self.fc2 = nn.Linear(64, num_classes)
         he_normal_(self, "fan_in")
+
+    @property
+    def head_modules(self) -> tuple[nn.Module, ...]:
+        """See `heads`."""
+        return (self.fc2,)
 
     def forward(self, x: Float[Tensor, "batch channel 32 32"]) -> Float[Tensor, "batch class"]:
         x = torch.relu(F.max_pool2d(self.conv1(x), 3, stride=2, ceil_mode=True))

@@ -81,6 +81,11 @@ class GoogLeNet(nn.Module):
         )
         he_normal_(self, "fan_out")
 
+    @property
+    def head_modules(self) -> tuple[nn.Module, ...]:
+        """See `heads`."""
+        return (self.fc, *self.heads)
+
     def forward(
         self, x: Float[Tensor, "batch channel height width"]
     ) -> Float[Tensor, "batch class"] | AuxiliaryLogits:

@@ -85,6 +85,11 @@ class GPT(nn.Module):
             elif parameter.ndim == 2:
                 nn.init.normal_(parameter, std=0.02)
 
+    @property
+    def head_modules(self) -> tuple[nn.Module, ...]:
+        """See `heads`: the one there is shares the weights of the embedding."""
+        return ()
+
     def forward(
         self, x: Int[Tensor, "batch position"]
     ) -> Float[Tensor, "batch position character"]:

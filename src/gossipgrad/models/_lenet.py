@@ -35,6 +35,11 @@ class LeNet(nn.Module):
         self.fc2 = nn.Linear(120, 84)
         self.fc3 = nn.Linear(84, num_classes)
 
+    @property
+    def head_modules(self) -> tuple[nn.Module, ...]:
+        """See `heads`."""
+        return (self.fc3,)
+
     def forward(self, x: Float[Tensor, "batch 1 28 28"]) -> Float[Tensor, "batch class"]:
         x = nn.functional.max_pool2d(torch.relu(self.conv1(x)), 2)
         x = nn.functional.max_pool2d(torch.relu(self.conv2(x)), 2)

@@ -21,5 +21,10 @@ class MLP(nn.Module):
             nn.Linear(hidden_size, num_classes),
         )
 
+    @property
+    def head_modules(self) -> tuple[nn.Module, ...]:
+        """See `heads`."""
+        return (self.layers[-1],)
+
     def forward(self, x: Float[Tensor, "batch ..."]) -> Float[Tensor, "batch class"]:
         return self.layers(x)

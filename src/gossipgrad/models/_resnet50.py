@@ -53,6 +53,11 @@ class ResNet50(nn.Module):
         self.fc = nn.Linear(2048, num_classes)
         he_normal_(self, "fan_out")
 
+    @property
+    def head_modules(self) -> tuple[nn.Module, ...]:
+        """See `heads`."""
+        return (self.fc,)
+
     def forward(
         self, x: Float[Tensor, "batch channel height width"]
     ) -> Float[Tensor, "batch class"]:

@@ -1,17 +1,25 @@
 """What can be known to be wrong before a process starts."""
 
+import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from gossipgrad import data, models, topology
 from gossipgrad.comm import Faults
+from gossipgrad.decentralized import check_settings
 
 from ._config import TrainConfig
+from ._device import check_device
+from ._effects import warn_of_no_effect
 from ._loggers import check_loggers
-from ._optimizers import make_optimizers
+from ._optimizers import make_optimizers, muon_share
+
+# Below it Muon is there in name alone.
+_LEAST_MUON_SHARE = 0.1
 
 
 def check(config: TrainConfig, world_size: int) -> None:
@@ -24,13 +32,19 @@ def check(config: TrainConfig, world_size: int) -> None:
     if find_spec("safetensors") is None:
         raise ValueError("a run exports its model: pip install 'gossipgrad[train]'.")
     check_loggers(config)
+    check_device(config)
     info = data.info(config.data, config.data_dir, image_size=config.image_size)
     with torch.device("meta"):
         model = models.build(config.model, info)
-        make_optimizers(
-            config.resolved(nproc=world_size, out=Path()), model, num_classes=info.num_classes
-        )
+        optimizers = make_optimizers(config.resolved(nproc=world_size, out=Path()), model)
+    _warn_of_idle_muon(config, optimizers)
     if config.strategy == "gossip":
+        check_settings(
+            mode=config.gossip.mode,
+            payload=config.gossip.payload,
+            every=config.gossip.every,
+            average_every=config.gossip.average_every,
+        )
         topology.by_name(config.gossip.topology, world_size, seed=config.seed)
         faulty = max(Faults.parse(config.gossip.faults or "").ranks, default=0)
         if faulty >= world_size:
@@ -46,7 +60,19 @@ def check(config: TrainConfig, world_size: int) -> None:
     if min(config.batch_size, info.train_samples // world_size) == 1:
         _check_batches_of_one(config, info, model)
     _check_shards(config, info, world_size)
+    warn_of_no_effect(config, info, world_size)
     data.prepare(config.data, config.data_dir, image_size=config.image_size)
+
+
+def _warn_of_idle_muon(config: TrainConfig, optimizers: list[Optimizer]) -> None:
+    trained, total = muon_share(optimizers)
+    if config.optimizer == "muon" and trained < _LEAST_MUON_SHARE * total:
+        warnings.warn(
+            f"optimizer is muon, but of the {total:,} parameters of model {config.model} Muon "
+            f"trains {trained:,}, and AdamW the others: torch's Muon takes matrices of hidden "
+            "linear layers alone. Use --optimizer adamw.",
+            stacklevel=3,
+        )
 
 
 def _check_batches_of_one(config: TrainConfig, info: data.DatasetInfo, model: nn.Module) -> None:

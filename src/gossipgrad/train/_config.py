@@ -11,7 +11,7 @@ from typing import Any, Literal
 from gossipgrad.comm import Faults
 
 from ._learning_rate import LearningRate, LrRule, LrSchedule
-from ._options import check_at_least, check_choices, from_plain
+from ._options import check_at_least, check_fields, from_plain
 
 # Of each optimizer, where none is given.
 DEFAULT_LR = {"sgd": 0.1, "adamw": 1e-3, "muon": 1e-3}
@@ -46,7 +46,7 @@ class GossipConfig:
     "drop rank=1 round=20" or "kill rank=1 round=20", several with ; between."""
 
     def __post_init__(self) -> None:
-        check_choices(type(self), dataclasses.asdict(self))
+        check_fields(self)
         check_at_least(self, 1, "every")
         if not self.deadline_seconds > 0:
             raise ValueError(f"deadline_seconds is {self.deadline_seconds}, but must be above 0.")
@@ -66,6 +66,7 @@ class PostLocalConfig:
     """Local steps between two averages."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         check_at_least(self, 1, "local_steps")
         if not 0 <= self.post_local_after <= 1:
             raise ValueError(
@@ -145,6 +146,11 @@ class TrainConfig:
     data_threads: int | None = None
     """Threads of a rank that make batches ahead; None: 2 for imagefolder, whose files have to be
     decoded, and 0 for what lies in memory."""
+    device: Literal["cpu", "cuda", "auto"] = "cpu"
+    """Where ranks train. cuda: on the GPUs of their machine, shared out in turn. auto: there, if
+    there is one. Runs on a GPU have not been tried by us."""
+    threads: int = 1
+    """Threads of compute of a rank on the CPU."""
     gossip: GossipConfig = field(default_factory=GossipConfig)
     """How replicas gossip."""
     post_local: PostLocalConfig = field(default_factory=PostLocalConfig)
@@ -162,9 +168,12 @@ class TrainConfig:
     """Show no progress."""
 
     def __post_init__(self) -> None:
-        check_choices(type(self), dataclasses.asdict(self))
+        check_fields(self)
         check_at_least(
-            self, 1, "epochs", "batch_size", "nproc", "log_every", "image_size", "lr_step_epochs"
+            self,
+            1,
+            *("epochs", "batch_size", "nproc", "log_every", "image_size", "lr_step_epochs"),
+            "threads",
         )
         check_at_least(self, 0, "seed", "weight_decay", "trace", "data_threads", "warmup_epochs")
         if self.warmup_epochs >= self.epochs:
@@ -261,6 +270,9 @@ class TrainConfig:
             unused.append((self, "data_threads", "shuffle is ring, and rows lie in memory"))
         else:
             unused.append((self, "shuffle_deadline_seconds", f"shuffle is {self.shuffle}"))
+        stateless = self.optimizer == "sgd" and not self.momentum
+        if self.strategy == "gossip" and stateless and self.gossip.payload == "weights+state":
+            unused.append((self.gossip, "payload", "sgd without momentum keeps no state"))
         for owner, name, why in unused:
             value = getattr(owner, name)
             if value != type(owner).__dataclass_fields__[name].default:
@@ -288,12 +300,15 @@ class TrainConfig:
             ValueError: A name is not known, or a value is not allowed.
         """
         values = dict(values)
-        gossip = GossipConfig(**from_plain(GossipConfig, values.pop("gossip", {})))
-        post_local = PostLocalConfig(**from_plain(PostLocalConfig, values.pop("post_local", {})))
+        told = from_plain(GossipConfig, values.pop("gossip", {}), "gossip")
+        gossip = GossipConfig(**told)
+        told = from_plain(PostLocalConfig, values.pop("post_local", {}), "post_local")
+        post_local = PostLocalConfig(**told)
         for name in ("out", "data_dir"):
-            if values.get(name) is not None:
-                values[name] = Path(values[name])
-        return cls(gossip=gossip, post_local=post_local, **from_plain(cls, values))
+            if isinstance(value := values.get(name), str):
+                values[name] = Path(value)
+        told = from_plain(cls, values, "the configuration")
+        return cls(gossip=gossip, post_local=post_local, **told)
 
     @classmethod
     def from_file(cls, path: Path) -> "TrainConfig":

@@ -46,9 +46,19 @@ class TestPart:
     world_size: int
     threads: int
     """How many make batches ahead."""
+    device: torch.device
+    """Where the model is."""
 
     @classmethod
-    def of(cls, dataset: Dataset, *, rank: int, world_size: int, threads: int = 0) -> "TestPart":
+    def of(
+        cls,
+        dataset: Dataset,
+        *,
+        rank: int,
+        world_size: int,
+        threads: int = 0,
+        device: torch.device | None = None,
+    ) -> "TestPart":
         """The test part of a data set."""
         info = dataset.info
         values = math.prod(info.input_shape)
@@ -62,6 +72,7 @@ class TestPart:
             rank=rank,
             world_size=world_size,
             threads=threads,
+            device=device or torch.device("cpu"),
         )
 
     def accuracy(self, model: nn.Module) -> float:
@@ -81,7 +92,8 @@ class TestPart:
             correct = 0
             chosen = torch.arange(start, end).split(self.batch_size)
             for x, y in made_ahead(self.samples.batch, chosen, threads=self.threads):
-                correct += int((model(x).argmax(-1) == y).sum())
+                found = model(x.to(self.device)).argmax(-1)
+                correct += int((found == y.to(self.device)).sum())
             return correct
         finally:
             model.train(was_training)

@@ -135,7 +135,7 @@ def open_loggers(config: TrainConfig, run_dir: RunDir, rank: int) -> Loggers:
 def check_loggers(config: TrainConfig) -> None:
     """Raise `ValueError` for a logger that is not installed, or cannot write to such a folder."""
     for package, wanted in (("tensorboard", config.tensorboard), ("wandb", config.wandb)):
-        if wanted and find_spec(package) is None:
+        if wanted and not _is_installed(package):
             raise ValueError(
                 f"--{package} needs the package {package}: pip install 'gossipgrad[{package}]', "
                 "or leave the option out; the metrics files have the same figures."
@@ -146,6 +146,12 @@ def check_loggers(config: TrainConfig) -> None:
                 f"not: {str(config.out)!a}; name another folder, or leave the option out; the "
                 "metrics files have the same figures."
             )
+
+
+def _is_installed(package: str) -> bool:
+    """Whether there is such a package: a mere folder of that name has a specification as well."""
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None
 
 
 def _is_text(path: Path | None) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
+import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
 from torch.optim import Optimizer
@@ -35,6 +36,7 @@ class Loop:
         schedulers: Set their learning rates, step by step.
         batches: Training samples of this rank.
         test: The test part.
+        device: Where the model is.
         epochs: How many passes.
         log_every: Steps between two step events in the metrics.
         metrics: Where figures are counted and written.
@@ -48,6 +50,7 @@ class Loop:
     schedulers: Sequence[LRScheduler]
     batches: Batches
     test: TestPart
+    device: torch.device
     epochs: int
     log_every: int
     metrics: Metrics
@@ -93,7 +96,7 @@ class Loop:
     ) -> float:
         self.strategy.begin_step()
         with self.spans.measure("forward", step):
-            loss = training_loss(self.strategy.model, x, y)
+            loss = training_loss(self.strategy.model, x.to(self.device), y.to(self.device))
         with self.spans.measure("backward", step):
             self.strategy.backward(loss)
         with self.spans.measure("optimizer", step):

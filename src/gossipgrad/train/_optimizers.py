@@ -6,11 +6,13 @@ from torch import nn
 from torch.optim import SGD, AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from gossipgrad.models import heads
+
 from ._config import TrainConfig
 from ._learning_rate import LearningRate
 
 
-def make_optimizers(config: TrainConfig, model: nn.Module, num_classes: int) -> list[Optimizer]:
+def make_optimizers(config: TrainConfig, model: nn.Module) -> list[Optimizer]:
     """The optimizers that together train all parameters of `model`.
 
     One for `sgd` and `adamw`. For `muon` two: Muon for the parameters that `muon_parameters` names,
@@ -20,7 +22,6 @@ def make_optimizers(config: TrainConfig, model: nn.Module, num_classes: int) -> 
     Args:
         config: The options, resolved.
         model: What they train.
-        num_classes: How many the model tells apart.
 
     Raises:
         ValueError: `optimizer` is muon, and nothing in the model is for it.
@@ -35,11 +36,12 @@ def make_optimizers(config: TrainConfig, model: nn.Module, num_classes: int) -> 
         return [SGD(parameters, lr=lr, momentum=config.momentum, weight_decay=config.weight_decay)]
     if config.optimizer == "adamw":
         return [AdamW(parameters, lr=lr, weight_decay=config.weight_decay)]
-    hidden = muon_parameters(model, num_classes)
+    hidden = muon_parameters(model)
     if not hidden:
         raise ValueError(
-            f"optimizer is muon, but model {config.model!r} has no matrices of hidden layers for "
-            "it: convolutions, embeddings and heads go to AdamW; use optimizer adamw."
+            f"optimizer is muon, but model {config.model!r} has no matrices of hidden linear "
+            "layers for it: torch's Muon takes no convolutions, and embeddings and heads go to "
+            "AdamW; use optimizer adamw."
         )
     chosen = set(map(id, hidden))
     others = [parameter for parameter in parameters if id(parameter) not in chosen]
@@ -49,26 +51,47 @@ def make_optimizers(config: TrainConfig, model: nn.Module, num_classes: int) -> 
     ]
 
 
-def muon_parameters(model: nn.Module, num_classes: int) -> list[nn.Parameter]:
-    """Weights of the hidden linear layers: all but those with one output a class (heads).
+def muon_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Weights of the hidden linear layers: all but those of heads, which the model names.
 
-    Convolutions are no matrices, and torch's Muon takes none; embeddings are none of linear layers,
-    also where a head shares their weights.
+    Convolutions are no matrices, and torch's Muon takes none: unlike the authors' own Muon, which
+    flattens them, they are left to AdamW here. Embeddings are none of linear layers, also where a
+    head shares their weights.
 
     Example:
-        >>> model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
-        >>> [tuple(parameter.shape) for parameter in muon_parameters(model, 10)]
-        [(32, 64)]
+        >>> from gossipgrad.models import MLP
+        >>> [tuple(parameter.shape) for parameter in muon_parameters(MLP(64, 128))]
+        [(128, 64), (128, 128)]
     """
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    left_out = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    for head in heads(model):
+        left_out |= {id(parameter) for parameter in head.parameters()}
     return [
         module.weight
         for module in model.modules()
         if isinstance(module, nn.Linear)
         and isinstance(module.weight, nn.Parameter)
-        and module.out_features != num_classes
-        and id(module.weight) not in embeddings
+        and id(module.weight) not in left_out
     ]
+
+
+def muon_share(optimizers: Sequence[Optimizer]) -> tuple[int, int]:
+    """How many numbers Muon trains, and how many all of the optimizers together."""
+    sizes = [
+        (isinstance(optimizer, Muon), parameter.numel())
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    ]
+    return sum(size for is_muon, size in sizes if is_muon), sum(size for _, size in sizes)
+
+
+def notes_on_muon(optimizers: Sequence[Optimizer]) -> list[str]:
+    """What the user should know of who trains what."""
+    trained, total = muon_share(optimizers)
+    if not trained:
+        return []
+    return [f"Muon trains {trained:,} of {total:,} parameters, and AdamW the others"]
 
 
 def make_schedulers(

@@ -1,8 +1,12 @@
 """Checks of options against their annotations."""
 
+import dataclasses
 import types
 import typing
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
+
+_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
 def check_at_least(owner: object, least: int, *names: str) -> None:
@@ -13,37 +17,82 @@ def check_at_least(owner: object, least: int, *names: str) -> None:
             raise ValueError(f"{name} is {value}, but must be at least {least}.")
 
 
-def check_choices(kind: type, values: dict[str, Any]) -> None:
-    """Raise `ValueError` for a value that the `Literal` annotation of its field does not list.
-
-    Fields that take other values as well, like `int | Literal["all"]`, are left alone.
-    """
-    for name, hint in typing.get_type_hints(kind).items():
-        parts = _parts(hint)
-        if name not in values or any(
-            isinstance(part, type) and part is not types.NoneType for part in parts
-        ):
-            continue
-        choices = [choice for part in parts for choice in typing.get_args(part) or (None,)]
-        if values[name] not in choices:
-            shown = ", ".join(str(choice) for choice in choices)
-            raise ValueError(f"{name} is {values[name]!r}, but must be one of {shown}.")
+def check_fields(owner: Any) -> None:
+    """Raise `ValueError` for a field of `owner` with a value that its annotation does not allow."""
+    names = [field.name for field in dataclasses.fields(owner)]
+    check_values(type(owner), {name: getattr(owner, name) for name in names})
 
 
-def from_plain(kind: type, values: dict[str, Any]) -> dict[str, Any]:
+def check_values(kind: Any, values: dict[str, Any]) -> None:
+    """Raise `ValueError` for a value that the annotation of the field of `kind` does not allow."""
+    hints = typing.get_type_hints(kind)
+    for name, value in values.items():
+        parts = _parts(hints[name])
+        if not any(_fits(value, part) for part in parts):
+            default = kind.__dataclass_fields__[name].default
+            raise ValueError(
+                f"{name} is {value!r}, but must be {_rule(parts)}{_way_out(value, parts, default)}."
+            )
+
+
+def from_plain(kind: type, values: Any, name: str) -> dict[str, Any]:
     """Values read from JSON as `kind` takes them: JSON does not tell 1 from 1.0.
 
     Raises:
-        ValueError: A name is not known to `kind`, or a choice is not in its list.
+        ValueError: `values` is no table of options, a name in it is not known to `kind`, or a value
+            is not allowed; `name` says where that is.
     """
+    if not isinstance(values, dict):
+        raise ValueError(f"{name} is {values!r}, but must hold options by their names.")
     hints = typing.get_type_hints(kind)
     if unknown := sorted(set(values) - set(hints)):
         raise ValueError(f"option {unknown[0]!r} is not known to {kind.__name__}.")
-    check_choices(kind, values)
+    check_values(kind, values)
     return {
-        name: float(value) if type(value) is int and float in _parts(hints[name]) else value
-        for name, value in values.items()
+        key: float(value) if type(value) is int and float in _parts(hints[key]) else value
+        for key, value in values.items()
     }
+
+
+def _fits(value: object, part: Any) -> bool:
+    if typing.get_origin(part) is Literal:
+        return any(type(value) is type(one) and value == one for one in typing.get_args(part))
+    if part is bool or not isinstance(value, bool):
+        return isinstance(value, int | float if part is float else part)
+    return False
+
+
+def _rule(parts: tuple[Any, ...]) -> str:
+    choices = [one for part in parts for one in typing.get_args(part)]
+    kinds = [part for part in parts if typing.get_origin(part) is not Literal]
+    if all(kind is types.NoneType for kind in kinds):
+        return f"one of {', '.join(map(str, [*choices, *([None] if kinds else [])]))}"
+    words = [_WORDS.get(kind, "None" if kind is types.NoneType else _named(kind)) for kind in kinds]
+    return " or ".join([*words[:1], *map(str, choices), *words[1:]])
+
+
+def _named(kind: type) -> str:
+    return "a path" if issubclass(kind, Path) else f"a {kind.__name__}"
+
+
+def _way_out(value: object, parts: tuple[Any, ...], default: object) -> str:
+    if isinstance(value, str) and Path in parts:
+        return f"; Path({value!r}) is one"
+    if isinstance(value, str) and {int, float} & set(parts) and _is_number(value):
+        return "; leave out the quotes"
+    if isinstance(value, float) and int in parts and value.is_integer():
+        return f", such as {int(value)}"
+    if {int, float, bool, str} & set(parts) and any(_fits(default, part) for part in parts):
+        return f", such as {default}" if default is not None else ""
+    return ""
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _parts(hint: Any) -> tuple[Any, ...]:

@@ -12,12 +12,13 @@ from gossipgrad.data import Dataset
 
 from ._batches import RingBatches, make_batches, notes_on
 from ._config import TrainConfig
+from ._device import find_device
 from ._evaluate import TestPart
 from ._layout import RunDir
 from ._loggers import open_loggers
 from ._loop import Loop
 from ._metrics import Event, Metrics
-from ._optimizers import make_optimizers, make_schedulers
+from ._optimizers import make_optimizers, make_schedulers, notes_on_muon
 from ._result import RankResult
 from ._spans import StepSpans
 from ._strategies import make_strategy
@@ -36,9 +37,9 @@ def train_rank(
     """Train one replica to the end or the stop, and leave it in `run_dir` for export.
 
     The default process group must be there, except for `strategy` local without a ring shuffle.
-    Runs one thread of compute. With the same `config` and as many ranks a run repeats bit for bit,
-    for as long as every exchange is delivered: a rank that dies, or comes too late, changes what
-    others mix, and on which samples they train.
+    Runs `threads` threads of compute. On the CPU, with the same `config` and as many ranks, a run
+    repeats bit for bit, for as long as every exchange is delivered: a rank that dies, or comes too
+    late, changes what others mix, and on which samples they train.
 
     Args:
         config: The options; `lr` must be filled in.
@@ -56,17 +57,20 @@ def train_rank(
         PeerLostError: An all-reduce found a rank gone.
         DivergedError: The loss is no longer finite.
     """
-    torch.set_num_threads(1)
+    torch.set_num_threads(config.threads)
+    device = find_device(config, rank=rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     torch.manual_seed(config.seed)
-    model = models.build(config.model, dataset.info)
-    optimizers = make_optimizers(config, model, dataset.info.num_classes)
+    model = models.build(config.model, dataset.info).to(device)
+    optimizers = make_optimizers(config, model)
     # Equal weights at the start, but dropout masks of its own.
     torch.manual_seed(int(np.random.SeedSequence((config.seed, rank)).generate_state(1)[0]))
     threads = config.batch_threads
     batches = make_batches(config, dataset, rank=rank, world_size=world_size)
     total_steps = config.epochs * len(batches)
     spans = StepSpans(rank, num_steps=config.trace, total_steps=total_steps)
-    test = TestPart.of(dataset, rank=rank, world_size=world_size, threads=threads)
+    test = TestPart.of(dataset, rank=rank, world_size=world_size, threads=threads, device=device)
     strategy = make_strategy(
         config, model, optimizers, total_steps=total_steps, stop=stop, spans=spans
     )
@@ -84,6 +88,7 @@ def train_rank(
             ),
             batches=batches,
             test=test,
+            device=device,
             epochs=config.epochs,
             log_every=config.log_every,
             metrics=metrics,
@@ -123,5 +128,10 @@ def train_rank(
         shuffle_bytes_sent=0 if shuffle is None else shuffle.bytes_sent,
         shuffle_exposed_seconds=0.0 if shuffle is None else shuffle.exposed_seconds,
         shuffle_late_rounds=0 if shuffle is None else shuffle.late_rounds,
-        notes=(*strategy.notes, *loggers.notes, *notes_on(shuffle)),
+        notes=(
+            *strategy.notes,
+            *loggers.notes,
+            *notes_on(shuffle),
+            *notes_on_muon(optimizers),
+        ),
     )

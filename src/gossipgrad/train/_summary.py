@@ -20,6 +20,9 @@ from ._ring_clock import ring_bytes
 
 _PACKAGES = ("gossipgrad", "torch", "numpy", "pyzmq", "scikit-learn", "safetensors")
 
+# Each of many ranks may say the same in other words.
+_MOST_NOTES = 12
+
 _ALL_REDUCED = "computed: ring all-reduce, 2 (p - 1) / p of the gradient bytes"
 _AVERAGED = "2 (p - 1) / p of what is averaged"
 _BYTES_ARE = {
@@ -59,12 +62,6 @@ def compose(
     outcomes: Counter[str] = Counter()
     for result in ranks:
         outcomes.update(result.outcomes)
-    notes = [
-        f"rank {result.rank}: {note}"
-        for result in ranks
-        for note in result.notes
-        if result is exported
-    ]
     return {
         "strategy": config.strategy,
         "world_size": world_size,
@@ -100,11 +97,23 @@ def compose(
         "stopped_by": None if stopped_by is None else stopped_by.name,
         "lost_ranks": sorted(lost),
         "lost_because": {str(rank): lost[rank] for rank in sorted(lost)},
-        "notes": notes,
+        "notes": _notes(ranks, exported),
         "parameters": exported.parameters,
         "machine": machine(),
         "versions": versions(),
     }
+
+
+def _notes(ranks: list[RankResult], exported: RankResult) -> list[str]:
+    """What ranks have to say, that of the exported first; what several say, once."""
+    said: dict[str, int] = {}
+    for result in (exported, *sorted(ranks, key=lambda result: result.rank)):
+        for note in result.notes:
+            said.setdefault(note, result.rank)
+    notes = [f"rank {rank}: {note}" for note, rank in said.items()]
+    shown = max(_MOST_NOTES, len(exported.notes))
+    more = len(notes) - shown
+    return notes if more <= 0 else [*notes[:shown], f"{more} more notes of other ranks"]
 
 
 def _shuffle(config: TrainConfig, ranks: list[RankResult]) -> dict[str, Any]:

@@ -1,0 +1,50 @@
+"""Where a rank trains: on the CPU, or on one of the GPUs of its machine."""
+
+import os
+import sys
+from collections.abc import Mapping
+
+import torch
+
+from ._config import TrainConfig
+
+
+def check_device(config: TrainConfig) -> None:
+    """Refuse a GPU where there is none, and tell of one that is not used.
+
+    Raises:
+        ValueError: `device` is cuda, and there is no GPU that torch can use.
+    """
+    if config.device == "cuda":
+        find_device(config, rank=0)
+    if config.device == "cpu" and not config.quiet and torch.cuda.is_available():
+        print(
+            "gossipgrad: a GPU is here and is not used: --device cuda",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def find_device(
+    config: TrainConfig, *, rank: int, environ: Mapping[str, str] = os.environ
+) -> torch.device:
+    """The device of a rank: ranks of one machine share out its GPUs in turn.
+
+    Args:
+        config: The options.
+        rank: Of all; stands for the one on this machine where nothing else tells.
+        environ: Has the rank on this machine, as torchrun or Slurm write it.
+
+    Raises:
+        ValueError: `device` is cuda, and there is no GPU that torch can use.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if config.device == "cpu" or (config.device == "auto" and not count):
+        return torch.device("cpu")
+    if not count:
+        raise ValueError(
+            "device is cuda, but torch finds no GPU that it can use on this machine; use --device "
+            "cpu, or a build of torch for the GPU and its driver."
+        )
+    local_rank = int(environ.get("LOCAL_RANK", environ.get("SLURM_LOCALID", rank)))
+    return torch.device("cuda", local_rank % count)

@@ -1,0 +1,78 @@
+"""Warnings of options that have no effect in a run of so many steps on so many ranks."""
+
+import dataclasses
+import warnings
+
+from gossipgrad.data import DatasetInfo, num_batches
+
+from ._config import GossipConfig, PostLocalConfig, TrainConfig
+
+
+def warn_of_no_effect(config: TrainConfig, info: DatasetInfo, world_size: int) -> None:
+    """Warn of options that differ from their defaults and that the length of the run undoes."""
+    steps = config.epochs * num_batches(info.train_samples // world_size, config.batch_size)
+    for message in _without_effect(config, steps, world_size):
+        warnings.warn(message, stacklevel=2)
+
+
+def _without_effect(config: TrainConfig, steps: int, world_size: int) -> list[str]:
+    """What to warn of.
+
+    Example:
+        >>> config = TrainConfig(gossip=GossipConfig(every=50))
+        >>> _without_effect(config, 40, 2)[0]
+        'every is 50, but the run has 40 steps: no rank ever meets a partner. Make every less.'
+    """
+    if world_size == 1:
+        return [
+            f"{name}={value} is not used: there is one rank."
+            for name, value in _set(config).items()
+        ]
+    if config.strategy == "gossip":
+        return _of_gossip(config.gossip, steps)
+    if config.strategy == "post-local-sgd":
+        return _of_post_local(config.post_local, steps)
+    return []
+
+
+def _set(config: TrainConfig) -> dict[str, object]:
+    """Options of the strategy that differ from their defaults."""
+    owners = {"gossip": config.gossip, "post-local-sgd": config.post_local}
+    owner = owners.get(config.strategy)
+    if owner is None:
+        return {}
+    values = {field.name: getattr(owner, field.name) for field in dataclasses.fields(owner)}
+    default = type(owner)()
+    return {name: value for name, value in values.items() if value != getattr(default, name)}
+
+
+def _of_gossip(options: GossipConfig, steps: int) -> list[str]:
+    found = []
+    if options.every > steps:
+        found.append(
+            f"every is {options.every}, but the run has {steps} steps: no rank ever meets a "
+            "partner. Make every less."
+        )
+    if isinstance(options.average_every, int) and options.average_every > steps:
+        found.append(
+            f"average_every is {options.average_every}, but the run has {steps} steps: replicas "
+            "are never averaged while training. Make average_every less."
+        )
+    return found
+
+
+def _of_post_local(options: PostLocalConfig, steps: int) -> list[str]:
+    left = steps - round(options.post_local_after * steps)
+    if left == 0:
+        if options.local_steps == PostLocalConfig().local_steps and options.post_local_after == 1:
+            return []
+        return [
+            f"local_steps={options.local_steps} is not used: post_local_after is "
+            f"{options.post_local_after}, which leaves none of the run's {steps} steps."
+        ]
+    if options.local_steps > left:
+        return [
+            f"local_steps is {options.local_steps}, but the run has {left} steps left after the "
+            "all-reduced ones: replicas are never averaged while training. Make local_steps less."
+        ]
+    return []

@@ -1,0 +1,69 @@
+"""Options that the length of a run, or its ranks, leave without effect."""
+
+import pytest
+
+from gossipgrad import data
+from gossipgrad.train import GossipConfig, PostLocalConfig, TrainConfig
+from gossipgrad.train._check import check
+from gossipgrad.train._effects import warn_of_no_effect
+
+
+def post_local(**options):
+    return {"strategy": "post-local-sgd", "post_local": PostLocalConfig(**options)}
+
+
+# 1,437 digits for 2 ranks in batches of 16: 45 steps an epoch.
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"gossip": GossipConfig(every=91)},
+            "every is 91, but the run has 90 steps: no rank ever meets a partner",
+        ),
+        (
+            {"gossip": GossipConfig(average_every=91)},
+            "average_every is 91, but the run has 90 steps: replicas are never averaged while",
+        ),
+        (
+            post_local(post_local_after=0.5, local_steps=46),
+            "local_steps is 46, but the run has 45 steps left after the all-reduced ones",
+        ),
+        (
+            post_local(post_local_after=1.0, local_steps=4),
+            "local_steps=4 is not used: post_local_after is 1.0, which leaves none of the run's 90",
+        ),
+        (post_local(post_local_after=0.999), "post_local_after is 0.999, which leaves none"),
+    ],
+    ids=str,
+)
+def test_warns(options, message):
+    with pytest.warns(UserWarning, match=message):
+        warn_of_no_effect(TrainConfig(epochs=2, **options), data.info("digits"), 2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gossip": GossipConfig(every=90, average_every=90)},
+        {"gossip": GossipConfig(average_every="log_p")},
+        post_local(post_local_after=0.5, local_steps=45),
+        post_local(post_local_after=1.0),
+        {"strategy": "agd"},
+    ],
+    ids=str,
+)
+def test_is_silent_of_what_has_an_effect(options):
+    warn_of_no_effect(TrainConfig(epochs=2, **options), data.info("digits"), 2)
+
+
+def test_one_rank_has_no_partner_and_is_told_before_the_start():
+    with pytest.warns(UserWarning, match="mode=sync is not used: there is one rank"):
+        check(TrainConfig(gossip=GossipConfig(mode="sync")), 1)
+    check(TrainConfig(), 1)
+
+
+@pytest.mark.parametrize("payload", ["gradients", "gradients+weights"])
+@pytest.mark.parametrize("mode", ["sync", "lagged"])
+def test_what_gossip_refuses_is_refused_before_the_start(payload, mode):
+    with pytest.raises(ValueError, match="leave mode='overlap'"):
+        check(TrainConfig(gossip=GossipConfig(payload=payload, mode=mode)), 2)
