@@ -240,6 +240,8 @@ def test_mistakes_are_found_before_anything_is_started(tmp_path):
         run(config(tmp_path / "b", model="lenet"))
     with pytest.raises(ValueError, match="faults name rank 3, but there are ranks 0 to 2 alone"):
         run(config(tmp_path / "d", nproc=3, gossip=GossipConfig(faults="kill rank=3 round=1")))
+    with pytest.raises(ValueError, match="leave mode='overlap'"):
+        run(config(tmp_path / "e", gossip=GossipConfig(payload="gradients", mode="sync")))
     with pytest.raises(ValueError, match="2000 processes cannot share the 1437 samples"):
         run(config(tmp_path / "c", nproc=2000, strategy="local"))
     assert not list(tmp_path.iterdir())
