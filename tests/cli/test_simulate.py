@@ -90,9 +90,16 @@ def test_curves_give_the_time_to_accuracy(tmp_path, capsys):
     assert found[4, "allreduce"]["seconds_to_accuracy"] == pytest.approx(
         300 * found[4, "allreduce"]["step_seconds"]
     )
+    assert found[4, "agd"]["seconds_to_accuracy"] == pytest.approx(
+        300 * found[4, "agd"]["step_seconds"]
+    )
     assert found[4, "local"]["seconds_to_accuracy"] is None
     assert found[16, "gossip"]["target_accuracy"] is None
     assert "not reached" in capsys.readouterr().out
+    # Of other partners or a narrower wire there is no curve.
+    for other in (["--topology", "matching"], ["--wire", "bfloat16"]):
+        assert cli.main([*arguments, *other, "--out", str(out)]) == 0
+        assert cells(out)["1 Gbit/s, 50us", 4, "gossip"]["target_accuracy"] is None
     assert cli.main([*arguments, "--accuracy", "0.4", "--out", str(out)]) == 0
     first = cells(out)["1 Gbit/s, 50us", 4, "gossip"]
     assert first["seconds_to_accuracy"] == pytest.approx(100 * first["step_seconds"])

@@ -271,6 +271,10 @@ def test_a_strategy_of_ones_own():
             "names rank 4, but there are 4 ranks",
         ),
         (lambda: replace(GIGABIT, slow_hosts={4: 0.0}), "give a rank and a factor above 0"),
+        (
+            lambda: replace(GIGABIT, links={(0, 1): GIGABIT.exchange, (1, 0): GIGABIT.exchange}),
+            "names a pair twice",
+        ),
         (lambda: replace(GIGABIT, collective="tree"), "choose ring or halving"),
         (lambda: replace(GIGABIT, mix_seconds_per_byte=-1.0), "mix_seconds_per_byte is -1"),
         (lambda: Racks(size=0, uplink_bits_per_second=1.0), "a rack of 0 ranks"),
@@ -289,6 +293,26 @@ def test_a_strategy_of_ones_own():
 def test_mistakes_name_value_and_way_out(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@given(
+    pairs=st.lists(
+        st.tuples(st.integers(0, 9), st.integers(0, 9)),
+        max_size=30,
+        unique_by=lambda pair: frozenset(pair),
+    ),
+    flows=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=30),
+)
+def test_every_pair_has_its_own_cost(pairs, flows):
+    links = {
+        pair: AffineCost(alpha_seconds=1.0 + place, beta_seconds_per_byte=0.0)
+        for place, pair in enumerate(pairs)
+    }
+    senders, receivers = (np.array([f[end] for f in flows], dtype=np.int64) for end in (0, 1))
+    alphas, betas = replace(GIGABIT, links=links).link_costs(senders, receivers)
+    for (a, b), alpha, beta in zip(flows, alphas, betas, strict=True):
+        cost = links.get((a, b)) or links.get((b, a)) or GIGABIT.exchange
+        assert (alpha, beta) == (cost.alpha_seconds, cost.beta_seconds_per_byte)
 
 
 def test_a_network_is_itself_again_after_json():

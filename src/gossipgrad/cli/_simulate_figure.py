@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from gossipgrad.planning import Profile
 
 if TYPE_CHECKING:
-    from ._simulate import Case
+    from ._simulate_cases import Case
 
 _FORMATS = (".png", ".svg", ".pdf")
 _MARKERS = "osD^vPX"

@@ -5,6 +5,7 @@ from ._collective_steps import Local as Local
 from ._collective_steps import PeriodicAverage as PeriodicAverage
 from ._curves import Curves as Curves
 from ._gossip_steps import Gossip as Gossip
+from ._measuring import Measured as Measured
 from ._network import Network as Network
 from ._network import Racks as Racks
 from ._predict import STRATEGIES as STRATEGIES
@@ -12,7 +13,6 @@ from ._predict import Prediction as Prediction
 from ._predict import predict as predict
 from ._predict import strategy_by_name as strategy_by_name
 from ._probe import SIZES_BYTES as SIZES_BYTES
-from ._probe import Measured as Measured
 from ._probe import Probe as Probe
 from ._probe import probe as probe
 from ._record import record_profile as record_profile

@@ -8,9 +8,6 @@ from typing import Any
 
 __all__ = ["Curves"]
 
-# Where the curves have a variant of their own for what the time model calls by its mode.
-_ALIASES = {"gossip-sync": "gossip, sync"}
-
 
 @dataclass(frozen=True, slots=True)
 class _Curve:
@@ -78,16 +75,16 @@ class Curves:
 
     def knows(self, strategy: str, world_size: int) -> bool:
         """Whether there is a curve of that strategy at that number of ranks."""
-        return self._find(strategy, world_size) is not None
+        return (strategy, world_size) in self._curves
 
     def final(self, strategy: str, world_size: int) -> float | None:
         """The accuracy that it ended with, None where there is no curve."""
-        curve = self._find(strategy, world_size)
+        curve = self._curves.get((strategy, world_size))
         return None if curve is None else curve.accuracies[-1]
 
     def steps_to(self, strategy: str, world_size: int, accuracy: float) -> float | None:
         """Steps until the accuracy was first reached, straight between epochs; None if never."""
-        curve = self._find(strategy, world_size)
+        curve = self._curves.get((strategy, world_size))
         if curve is None:
             return None
         if curve.accuracies[0] >= accuracy:
@@ -97,12 +94,6 @@ class Curves:
                 part = (accuracy - before) / (after - before)
                 return (epoch + part) * curve.steps_per_epoch
         return None
-
-    def _find(self, strategy: str, world_size: int) -> _Curve | None:
-        name = strategy
-        if (name, world_size) not in self._curves:
-            name = _ALIASES.get(strategy, strategy)
-        return self._curves.get((name, world_size))
 
 
 def _curve(row: dict[str, Any], setting: dict[str, Any]) -> _Curve:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from gossipgrad.planning import AffineCost
 
@@ -92,6 +92,9 @@ class Network:
                     "above 0"
                 )
 
+        if len({frozenset(pair) for pair in self.links}) < len(self.links):
+            raise ValueError("links names a pair twice: (a, b) stands for (b, a), too")
+
     @property
     def bytes_per_second(self) -> float:
         """The rate of a plain link, in each direction."""
@@ -105,11 +108,11 @@ class Network:
         base = base or self.exchange
         alphas = np.full(senders.shape, base.alpha_seconds)
         betas = np.full(senders.shape, base.beta_seconds_per_byte)
-        for (one, other), cost in self.links.items():
-            found = ((senders == one) & (receivers == other)) | (
-                (senders == other) & (receivers == one)
-            )
-            alphas[found], betas[found] = cost.alpha_seconds, cost.beta_seconds_per_byte
+        if self.links:
+            cost_of, found = self._own_costs(senders, receivers)
+            costs = list(self.links.values())
+            alphas[found] = np.array([cost.alpha_seconds for cost in costs])[cost_of[found]]
+            betas[found] = np.array([cost.beta_seconds_per_byte for cost in costs])[cost_of[found]]
         if self.slow_hosts:
             betas *= np.maximum(self._slowness(senders), self._slowness(receivers))
         return alphas, betas
@@ -209,6 +212,17 @@ class Network:
             ) from error
         except ValueError as error:
             raise ValueError(f"{str(path)!r}: {error}") from error
+
+    def _own_costs(
+        self, senders: Ranks, receivers: Ranks
+    ) -> tuple[Int[np.ndarray, " flow"], Bool[np.ndarray, " flow"]]:
+        """For each flow the place of its pair in `links`, and whether it is there at all."""
+        pairs = np.sort(np.array(list(self.links), dtype=np.int64), axis=1)
+        keys = pairs[:, 0] << 32 | pairs[:, 1]
+        order = np.argsort(keys, kind="stable")
+        asked = np.minimum(senders, receivers) << 32 | np.maximum(senders, receivers)
+        places = order[np.minimum(np.searchsorted(keys[order], asked), keys.size - 1)]
+        return places, keys[places] == asked
 
     def _slowness(self, ranks: Ranks) -> Float[np.ndarray, " flow"]:
         factors = np.ones(ranks.shape)

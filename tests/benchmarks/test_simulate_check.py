@@ -1,0 +1,69 @@
+"""The comparison of predicted with measured cells, on cells that are made up."""
+
+import json
+
+import pytest
+
+from benchmarks import simulate_check
+from gossipgrad.planning import AffineCost
+from gossipgrad.simulate import Network
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmarks._common.RESULTS", tmp_path)
+    monkeypatch.setattr("benchmarks.simulate_check.RESULTS", tmp_path)
+    monkeypatch.setattr("sys.argv", ["simulate_check"])
+    return tmp_path
+
+
+def cell(contestant, seconds, **others):
+    return {
+        "contestant": contestant,
+        "world_size": 4,
+        "rate_bits_per_second": 1e8,
+        "profile": "resnet50",
+        "time_factor": 1.5,
+        "size_factor": 0.045,
+        "step_seconds_median": seconds,
+        "marked": False,
+        **others,
+    }
+
+
+def test_missing_cells_are_told(results, capsys):
+    assert simulate_check.main() == 2
+    assert "`python -m benchmarks.network` measures the cells" in capsys.readouterr().err
+
+
+def test_every_measured_cell_that_is_modelled_has_a_row(results):
+    compute = 1.5 * 0.29193
+    cells = [cell(name, 1.0) for name in simulate_check.CONTESTANTS]
+    cells += [
+        cell("no communication", compute),
+        cell("ddp, PowerSGD", 1.0),
+        cell("bare exchange", 1.0),
+        cell("gossip", None, error="it failed", marked=True),
+        cell("no communication", compute / 2, marked=True, rate_bits_per_second=1e9),
+    ]
+    (results / "network.json").write_text(json.dumps(cells))
+    slow = Network(exchange=AffineCost(alpha_seconds=0.0, beta_seconds_per_byte=1e-6), world_size=4)
+    probes = [slow.to_json() | {"rate_bits_per_second": 1e8}]
+    (results / "network_probes.json").write_text(json.dumps({"probes": probes}))
+    assert simulate_check.main() == 0
+    written = json.loads((results / "simulate_check.json").read_text())
+    rows = written["rows"]
+    assert len(rows) == len(simulate_check.CONTESTANTS) + 2
+    alone = [row for row in rows if row["contestant"] == "no communication"]
+    assert alone[1]["from_rate_error"] == pytest.approx(0, abs=1e-3)
+    assert alone[2]["from_rate_error"] == pytest.approx(1, abs=1e-3)
+    assert alone[2]["from_probe_error"] is None  # no probe at that rate
+    summary = written["summary"]["from_rate"]
+    assert summary["cells"] == len(rows) - 1  # the marked one claims nothing
+    by_name = {row["contestant"]: row for row in rows if not row["marked"]}
+    # 4.6 MB in 1 us a byte are 4.6 s, where all else is hidden.
+    assert by_name["gossip"]["from_probe_seconds"] == pytest.approx(4.6, rel=0.01)
+    halved = by_name["gossip, bf16 wire"]["from_probe_seconds"]
+    assert halved == pytest.approx(2.3, rel=0.01)
+    assert by_name["gossip, sync"]["from_rate_seconds"] > by_name["gossip"]["from_rate_seconds"]
+    assert by_name["ddp"]["from_probe_seconds"] > 1.5 * by_name["gossip"]["from_probe_seconds"]
