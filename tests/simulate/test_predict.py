@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gossipgrad.planning import PROFILES, AffineCost, Profile
+from gossipgrad.planning import PROFILES, AffineCost, PiecewiseCost, Profile
 from gossipgrad.simulate import (
     STRATEGIES,
     AllReduce,
@@ -88,6 +88,16 @@ def test_a_hundred_thousand_ranks_take_seconds():
     assert found.step_seconds > 1.5 * RESNET.compute_seconds
 
 
+def ends(strategy, network, p, workers, steps=12):
+    """When each rank ends each step; the mean of a stretch of them may move either way."""
+    running = strategy.begin(Setting(profile=RESNET, network=network, world_size=p))
+    constant, at, found = workers.constant(p), np.zeros(p), []
+    for number in range(steps):
+        at = running.step(number, at, workers.pace(constant, number))
+        found.append(at)
+    return np.array(found)
+
+
 WORKERS = st.builds(
     Workers,
     jitter=st.sampled_from([0.0, 0.2]),
@@ -98,7 +108,7 @@ WORKERS = st.builds(
 STRATEGY = st.sampled_from(STRATEGIES).map(strategy_by_name)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     strategy=STRATEGY,
     p=st.integers(2, 40),
@@ -108,7 +118,7 @@ STRATEGY = st.sampled_from(STRATEGIES).map(strategy_by_name)
     worse=st.floats(1, 10),
     what=st.sampled_from(["rate", "latency", "host", "own", "link"]),
 )
-def test_a_worse_network_never_makes_a_step_shorter(
+def test_a_worse_network_never_makes_a_step_end_sooner(
     strategy, p, workers, rate, latency, worse, what
 ):
     before = AffineCost.from_rate(rate_bits_per_second=rate, latency_seconds=latency)
@@ -125,28 +135,16 @@ def test_a_worse_network_never_makes_a_step_shorter(
     else:
         link = replace(before, beta_seconds_per_byte=before.beta_seconds_per_byte * worse)
         after = Network(exchange=before, links={(0, 1): link})
-    found = [
-        predict(RESNET, n, strategy, world_size=p, workers=workers, steps=12).step_seconds
-        for n in (network, after)
-    ]
-    assert found[1] >= found[0] * (1 - 1e-9)
+    assert (ends(strategy, after, p, workers) >= ends(strategy, network, p, workers) - 1e-9).all()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(strategy=STRATEGY, p=st.integers(2, 40), seed=st.integers(0, 9), factor=st.floats(1, 5))
-def test_slower_ranks_never_make_the_run_shorter(strategy, p, seed, factor):
-    """The end of the run, that is: the mean over ranks of a stretch of it may move either way."""
-    ends = []
-    for workers in (
-        Workers(jitter=0.2, seed=seed),
-        Workers(jitter=0.2, seed=seed, stragglers=1, straggler_factor=factor),
-    ):
-        steps = strategy.begin(Setting(profile=RESNET, network=GIGABIT, world_size=p))
-        constant, at = workers.constant(p), np.zeros(p)
-        for number in range(6):
-            at = steps.step(number, at, workers.pace(constant, number))
-        ends.append(at)
-    assert (ends[1] >= ends[0] * (1 - 1e-9)).all()
+def test_slower_ranks_never_make_a_step_end_sooner(strategy, p, seed, factor):
+    plain = Workers(jitter=0.2, seed=seed)
+    slower = replace(plain, stragglers=1, straggler_factor=factor)
+    later, earlier = (ends(strategy, GIGABIT, p, workers) for workers in (slower, plain))
+    assert (later >= earlier - 1e-9).all()
 
 
 def test_equal_arguments_give_equal_figures_and_other_seeds_others():
@@ -320,7 +318,8 @@ def test_a_network_is_itself_again_after_json():
     network = Network(
         exchange=cost,
         hop=replace(cost, alpha_seconds=3e-4),
-        links={(0, 1): cost, (0, 2): replace(cost, alpha_seconds=0.5)},
+        all_reduce=PiecewiseCost(size_bytes=(4.0, 8.0), seconds=(1.0, 2.0)),
+        links={(0, 1): cost, (0, 2): replace(cost, alpha_seconds=0.05)},
         snapshot_seconds_per_byte=1e-10,
         mix_seconds_per_byte=3e-10,
         world_size=3,
@@ -328,4 +327,13 @@ def test_a_network_is_itself_again_after_json():
     assert Network.from_json(network.to_json()) == network
     assert Network.from_json(network.to_json() | {"hosts": ["a", "b", "c"]}) == network
     assert Network.from_json(replace(network, hop=None).to_json()).hop is None
+    # The curve stands for the ranks that it was measured with, on links as they were then.
+    assert network.all_reduce_seconds(8, 3) == 2
+    for other in (
+        replace(network, world_size=4),
+        replace(network, slow_hosts={0: 1.0}),
+        replace(network, collective="halving"),
+        replace(network, racks=Racks(size=2, uplink_bits_per_second=1e12)),
+    ):
+        assert other.all_reduce_seconds(8, 3) < 2
     assert Local().name == "local"

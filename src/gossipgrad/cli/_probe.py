@@ -166,7 +166,7 @@ def table(found: Probe) -> Table:
         shown.add_row("  one hop of it", *_row(network.hop, []))
     shown.add_section()
     largest = max(one.size_bytes for one in found.measured if one.what == "exchange")
-    slowest = sorted(network.links.items(), key=lambda link: -link[1](largest))
+    slowest = sorted(found.pairs.items(), key=lambda link: -link[1](largest))
     for (one, other), cost in sorted(slowest[:_PAIRS_SHOWN]):
         points = [(m.size_bytes, m.seconds) for m in found.measured if m.ranks == (one, other)]
         points = points if p != 2 else exchanges

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from gossipgrad.planning import AffineCost
+from gossipgrad.planning import AffineCost, PiecewiseCost
 
 __all__ = ["Network", "Racks"]
 
@@ -50,6 +50,8 @@ class Network:
     Attributes:
         exchange: An exchange of equal messages with one partner, by the bytes of one of them.
         hop: One hop of a ring all-reduce, by its bytes; None: as `exchange`.
+        all_reduce: A ring all-reduce over `world_size` ranks, as measured: stands in place of its
+            hops at that number of ranks, where no link is slow or shared.
         collective: How all-reduce goes: `"ring"` as Gloo does it, or `"halving"` (recursive
             halving and doubling, with few start-ups), as good MPI libraries do it for many ranks.
         racks: Which ranks share an uplink; None: no links are shared.
@@ -66,6 +68,7 @@ class Network:
 
     exchange: AffineCost
     hop: AffineCost | None = None
+    all_reduce: PiecewiseCost | None = None
     collective: str = "ring"
     racks: Racks | None = None
     slow_hosts: Mapping[int, float] = field(default_factory=dict)
@@ -121,6 +124,9 @@ class Network:
         """An all-reduce of all ranks, from when the last of them begins until all have the sum."""
         if world_size == 1:
             return 0.0
+        as_measured = self.collective == "ring" and self.racks is None and not self.slow_hosts
+        if self.all_reduce is not None and world_size == self.world_size and as_measured:
+            return self.all_reduce(size_bytes)
         ranks = np.arange(world_size)
         after = (ranks + 1) % world_size
         alphas, betas = self.link_costs(ranks, after, self.hop)
@@ -162,6 +168,9 @@ class Network:
             "world_size": self.world_size,
             "exchange": _plain(self.exchange),
             "hop": None if self.hop is None else _plain(self.hop),
+            "all_reduce": None
+            if self.all_reduce is None
+            else [list(self.all_reduce.size_bytes), list(self.all_reduce.seconds)],
             "snapshot_seconds_per_byte": self.snapshot_seconds_per_byte,
             "mix_seconds_per_byte": self.mix_seconds_per_byte,
             "links": [[one, other, _plain(cost)] for (one, other), cost in self.links.items()],
@@ -188,12 +197,13 @@ class Network:
             return cls(
                 exchange=_cost(value["exchange"]),
                 hop=None if value["hop"] is None else _cost(value["hop"]),
+                all_reduce=_curve(value["all_reduce"]),
                 links={(a, b): _cost(cost) for a, b, cost in value["links"]},
                 snapshot_seconds_per_byte=float(value["snapshot_seconds_per_byte"]),
                 mix_seconds_per_byte=float(value["mix_seconds_per_byte"]),
                 world_size=value["world_size"],
             )
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"a network with {error} missing or not as written") from error
 
     @classmethod
@@ -229,6 +239,13 @@ class Network:
         for rank, factor in self.slow_hosts.items():
             factors[ranks == rank] = factor
         return factors
+
+
+def _curve(value: list[list[float]] | None) -> PiecewiseCost | None:
+    if value is None:
+        return None
+    sizes, seconds = ([float(each) for each in part] for part in value)
+    return PiecewiseCost(size_bytes=tuple(sizes), seconds=tuple(seconds))
 
 
 def _plain(cost: AffineCost) -> dict[str, float]:

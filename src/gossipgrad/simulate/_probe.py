@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from gossipgrad.comm import Channel, Group, Part, Transport, ZeroMQTransport
-from gossipgrad.planning import AffineCost
+from gossipgrad.planning import AffineCost, PiecewiseCost
 
 from ._measuring import Exchanges, Measured, measure_all_reduce, measure_memory
 from ._network import Network
@@ -19,6 +19,7 @@ __all__ = ["SIZES_BYTES", "Probe", "check_sizes", "probe"]
 SIZES_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24)
 """Of the messages that `probe` sends, unless it is told others."""
 
+_NOISE = 0.1
 _SHARE_OF_EXCHANGES = 0.6  # of the time, all-reduce gets the rest
 
 
@@ -27,26 +28,24 @@ class Probe:
     """What `probe` found, the same on all ranks.
 
     Attributes:
-        network: The costs fitted to it; every pair that was measured is among its `links`.
+        network: The costs fitted to it. Pairs within a tenth of the usual one are taken to be like
+            it; only others are among its `links`.
+        pairs: Cost of each pair that was measured.
+        all_reduce: Cost of an all-reduce over all ranks, as one line.
         measured: The figures behind them.
-        all_reduce: Cost of an all-reduce over all ranks.
     """
 
     network: Network
-    measured: tuple[Measured, ...]
+    pairs: dict[tuple[int, int], AffineCost]
     all_reduce: AffineCost
+    measured: tuple[Measured, ...]
 
     def to_json(self) -> dict[str, Any]:
         """What `Network.from_json` reads, and the figures beside it."""
-        return {
-            **self.network.to_json(),
-            "all_reduce": {
-                "alpha_seconds": self.all_reduce.alpha_seconds,
-                "beta_seconds_per_byte": self.all_reduce.beta_seconds_per_byte,
-            },
+        return self.network.to_json() | {
             "measured": [
                 [one.what, list(one.ranks), one.size_bytes, one.seconds] for one in self.measured
-            ],
+            ]
         }
 
 
@@ -142,27 +141,38 @@ def _fitted(
 ) -> Probe:
     exchanges = [one for one in measured if one.what == "exchange"]
     reduces = [one for one in measured if one.what == "all_reduce"]
-    links: dict[tuple[int, int], AffineCost] = {}
-    for pair in dict.fromkeys(one.ranks for one in exchanges):
-        of_pair = [one for one in exchanges if one.ranks == pair]
-        links[pair[0], pair[1]] = AffineCost.fit(
+    pairs: dict[tuple[int, int], AffineCost] = {}
+    for ranks in dict.fromkeys(one.ranks for one in exchanges):
+        of_pair = [one for one in exchanges if one.ranks == ranks]
+        pairs[ranks[0], ranks[1]] = AffineCost.fit(
             [one.size_bytes for one in of_pair], [one.seconds for one in of_pair]
         )
     # The usual link: the median over pairs at each size, so that one bad link spoils nothing.
     sizes = sorted({one.size_bytes for one in exchanges})
     usual = [median(one.seconds for one in exchanges if one.size_bytes == n) for n in sizes]
-    all_reduce = AffineCost.fit(
-        [one.size_bytes for one in reduces], [one.seconds for one in reduces]
-    )
+    exchange = AffineCost.fit(sizes, usual)
+    reduced = [one.size_bytes for one in reduces], [one.seconds for one in reduces]
+    all_reduce = AffineCost.fit(*reduced)
     network = Network(
-        exchange=AffineCost.fit(sizes, usual),
+        exchange=exchange,
         hop=all_reduce.hop_of_ring(world_size),
-        links=links,
+        all_reduce=PiecewiseCost.fit(*reduced),
+        links={
+            pair: cost
+            for pair, cost in pairs.items()
+            if _differs(cost, exchange, [m for m in exchanges if m.ranks == pair])
+        },
         snapshot_seconds_per_byte=snapshot_seconds_per_byte,
         mix_seconds_per_byte=mix_seconds_per_byte,
         world_size=world_size,
     )
-    return Probe(network, tuple(measured), all_reduce)
+    return Probe(network, pairs, all_reduce, tuple(measured))
+
+
+def _differs(cost: AffineCost, usual: AffineCost, of_pair: list[Measured]) -> bool:
+    """Whether a pair is another kind of link, by its largest message; the rest is noise."""
+    largest = max(one.size_bytes for one in of_pair)
+    return abs(cost(largest) / usual(largest) - 1) > _NOISE
 
 
 def _check(
