@@ -1,6 +1,8 @@
 """Ranks that are kept together and have statistics of their own."""
 
 import threading
+import time
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -10,12 +12,23 @@ from torch import nn
 from gossipgrad.data import Dataset, DatasetInfo, TensorSamples
 from gossipgrad.train import PostLocalConfig, TrainConfig
 from gossipgrad.train._evaluate import TestPart
+from gossipgrad.train._result import RunStopped
 from gossipgrad.train._spans import StepSpans
-from gossipgrad.train._strategies import make_strategy
+from gossipgrad.train._strategies import _accord, make_strategy
 
-__all__ = ["STEPS", "evaluated", "statistics"]
+__all__ = ["STEPS", "evaluated", "parted", "started", "statistics"]
 
 STEPS = 8
+
+
+def line_dataset() -> Dataset:
+    """Numbers from 0 to 10, and whether each is above 5."""
+    x = torch.linspace(0, 10, 40).reshape(40, 1, 1, 1)
+    part = TensorSamples(x, (x.flatten() > 5).long())
+    info = DatasetInfo(
+        name="line", input_shape=(1, 1, 1), num_classes=2, train_samples=40, test_samples=40
+    )
+    return Dataset(info=info, train=part, test=part)
 
 
 def evaluated(rank: int, store: object, name: str) -> tuple[float, float, float, float]:
@@ -27,12 +40,7 @@ def evaluated(rank: int, store: object, name: str) -> tuple[float, float, float,
         bound.weight.copy_(torch.tensor([[-1.0], [1.0]]))
         bound.bias.zero_()
     norm: Any = model[1]
-    x = torch.linspace(0, 10, 40).reshape(40, 1, 1, 1)
-    part = TensorSamples(x, (x.flatten() > 5).long())
-    info = DatasetInfo(
-        name="line", input_shape=(1, 1, 1), num_classes=2, train_samples=40, test_samples=40
-    )
-    test = TestPart.of(Dataset(info=info, train=part, test=part), rank=rank, world_size=2)
+    test = TestPart.of(line_dataset(), rank=rank, world_size=2)
     strategy = make_strategy(
         TrainConfig(strategy=name),
         model,
@@ -79,3 +87,73 @@ def statistics(rank: int, store: object, names: tuple[str, ...]) -> dict[str, tu
         strategy.close()
         found[name] = float(norm.running_mean), int(norm.num_batches_tracked)
     return found
+
+
+def started(rank: int, store: object, names: tuple[str, ...]) -> dict[str, list[float]]:
+    """Parameters and buffers of a model that every rank has made with a seed of its own."""
+    found = {}
+    for name in names:
+        torch.manual_seed(rank)
+        model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))
+        norm: Any = model[0]
+        norm.running_mean.fill_(rank)
+        strategy = make_strategy(
+            TrainConfig(strategy=name),
+            model,
+            [torch.optim.SGD(model.parameters(), lr=0.01)],
+            total_steps=1,
+            stop=threading.Event(),
+            spans=StepSpans(rank, num_steps=0, total_steps=1),
+        )
+        found[name] = [v for t in model.state_dict().values() for v in t.flatten().tolist()]
+        dist.barrier()
+        strategy.close()
+    return found
+
+
+def parted(
+    rank: int, store: Any, name: str, first: int
+) -> tuple[str, float, bool, list[str], list[float]]:
+    """Rank `first` hears of the stop, the other one does not.
+
+    How the training ended, how long after the stop, whether the evaluation is of a consensus, the
+    notes, and the weights. The first rank keeps its process, and with it its end of the group.
+    """
+    _accord._GRACE_SECONDS = 0.0
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(1), nn.Linear(1, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    stop = threading.Event()
+    strategy = make_strategy(
+        TrainConfig(strategy=name),
+        model,
+        [optimizer],
+        total_steps=STEPS,
+        stop=stop,
+        spans=StepSpans(rank, num_steps=0, total_steps=STEPS),
+    )
+    dataset = line_dataset()
+    x, y = dataset.train.batch(torch.arange(rank, 40, 2))
+    ended, start_seconds = "all steps made", 0.0
+    for step in range(1, 1000):
+        if step == 3:
+            start_seconds = time.monotonic()
+            if rank == first:
+                stop.set()
+        if rank == first and stop.is_set() and strategy.stops_before(step):
+            ended = "left"
+            break
+        try:
+            strategy.begin_step()
+            strategy.backward(strategy.loss(x, y))
+        except RunStopped as error:
+            ended = str(error)
+            break
+        optimizer.step()
+        optimizer.zero_grad()
+    evaluation = strategy.evaluate(TestPart.of(dataset, rank=rank, world_size=2), final=True)
+    seconds = time.monotonic() - start_seconds
+    store.set(f"parted{rank}", "")
+    store.wait([f"parted{1 - rank}"], timedelta(seconds=20))
+    weights = [v for p in model.parameters() for v in p.flatten().tolist()]
+    return ended, seconds, evaluation.is_consensus, strategy.notes, weights

@@ -203,39 +203,60 @@ def test_agd_takes_missing_gradients_as_zeros_and_shared_weights_once(runs):
     assert runs[0]["unused"] == runs[1]["unused"] == runs[2]["unused"]
 
 
-def lose_rank_1(rank, store, name, told, options):
-    """Rank 1 leaves after two steps; what the other one, told to stop or not, takes that for."""
-    model = network()
+def lose(rank, store, lost, after_steps, name, told, options):
+    """Rank `lost` leaves after some steps; what the other, told to stop or not, takes that for."""
+    model = nn.Sequential(network(), nn.BatchNorm1d(3))
     optimizer = sgd(model)
     stop = threading.Event()
     strategy = start(rank, name, model, optimizer, stop, **options)
-    for step in range(2):
-        take_step(strategy, optimizer, rank, step)
+    for _ in range(after_steps):
+        take_step_on_labels(strategy, optimizer)
     dist.barrier()
-    if rank == 1:
+    if rank == lost:
         return None
     if told:
         stop.set()
     try:
-        for step in range(2, 6):
-            take_step(strategy, optimizer, rank, step)
+        for _ in range(4):
+            take_step_on_labels(strategy, optimizer)
     except (PeerLostError, RunStopped) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing was noticed"
 
 
+def take_step_on_labels(strategy, optimizer):
+    strategy.begin_step()
+    strategy.backward(strategy.loss(torch.ones(5, 6), torch.zeros(5, dtype=torch.long)))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+STOPPED = "RunStopped: the run was told to stop"
+AN_ALL_REDUCE = "PeerLostError: an all-reduce failed because a rank is gone ("
 AT_THE_CHANGE = {"post_local": PostLocalConfig(post_local_after=0.25)}
 
 
 @pytest.mark.parametrize(
     ("name", "told", "options", "expected"),
     [
-        ("agd", False, {}, "PeerLostError: an all-reduce failed because a rank is gone ("),
+        ("allreduce", True, {}, STOPPED),
+        ("agd", False, {}, AN_ALL_REDUCE),
         ("every-log-p", False, {}, "PeerLostError: an average over all ranks failed because a "),
         ("post-local-sgd", False, AT_THE_CHANGE, "PeerLostError: the start of local steps failed"),
-        ("post-local-sgd", True, AT_THE_CHANGE, "RunStopped: the run was told to stop"),
+        ("post-local-sgd", True, AT_THE_CHANGE, STOPPED),
     ],
 )
 def test_a_peer_that_is_gone_ends_the_run_or_is_the_stop(name, told, options, expected):
-    found, _ = run_processes(2, lose_rank_1, name, told, options)
+    found, _ = run_processes(2, lose, 1, 2, name, told, options)
+    assert found.startswith(expected), found
+
+
+@pytest.mark.parametrize(
+    ("name", "told", "expected"),
+    [("allreduce", False, AN_ALL_REDUCE), ("post-local-sgd", True, STOPPED)],
+)
+def test_a_peer_may_be_missed_in_the_second_forward_pass_where_buckets_are_agreed_on(
+    name, told, expected
+):
+    _, found = run_processes(2, lose, 0, 1, name, told, {})
     assert found.startswith(expected), found

@@ -13,7 +13,9 @@ from gossipgrad.errors import GossipError
 from gossipgrad.train import TrainConfig, _gathering, run
 from gossipgrad.train._gathering import gather, open_store
 from gossipgrad.train._world import World, find_world, slurm_rendezvous
+from support.processes import run_processes
 from support.waiting import until
+from support.world_rank import stopped_by_signal
 
 
 def test_no_world_in_a_plain_shell():
@@ -112,3 +114,22 @@ def test_gathering_names_who_is_missing_and_who_has_failed(monkeypatch):
     store.set("here1", "")
     store.set("here3", "")
     gather(store, 0, 4)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("strategy", "first"), [("agd", 0), ("allreduce", 1)])
+def test_ranks_in_lockstep_that_hear_of_the_stop_one_by_one_stop_together(
+    strategy, first, tmp_path
+):
+    ended = run_processes(2, stopped_by_signal, free_port(), str(tmp_path), strategy, first, 0.3)
+    for exit_code, seconds, _ in ended:
+        assert exit_code == 130
+        assert seconds < 5
+    summary = ended[0][2]
+    assert summary["interrupted"]
+    assert summary["steps_per_rank"] == [summary["steps"]] * 2
+    assert summary["model_is_consensus"]
+    assert summary["consensus_distance"] == 0
+    assert summary["lost_ranks"] == summary["notes"] == []
+    assert {path.name for path in tmp_path.iterdir()} >= {"model.safetensors", "report.html"}
+    assert not (tmp_path / "partial").exists()

@@ -12,8 +12,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from gossipgrad.models import training_loss
-
 from ._batches import Batches, RingBatches
 from ._evaluate import Evaluation, TestPart
 from ._metrics import Event, Metrics
@@ -41,7 +39,7 @@ class Loop:
         log_every: Steps between two step events in the metrics.
         metrics: Where figures are counted and written.
         spans: Where spans of time go.
-        stop: Set from outside to end at the next step boundary.
+        stop: Set from outside to end at the next step boundary, or the one that ranks agree on.
         emit: Takes "progress" and "epoch" events for whoever watches.
     """
 
@@ -75,9 +73,9 @@ class Loop:
         self.metrics.begin_epoch()
         batches = self.batches.epoch(epoch)
         for _ in range(len(self.batches)):
-            if self.stop.is_set():
-                return False
             step = self.metrics.steps + 1
+            if self.stop.is_set() and self.strategy.stops_before(step):
+                return False
             self.spans.begin(step)
             start_seconds = perf_counter()
             with self.spans.measure("data", step):
@@ -96,7 +94,7 @@ class Loop:
     ) -> float:
         self.strategy.begin_step()
         with self.spans.measure("forward", step):
-            loss = training_loss(self.strategy.model, x.to(self.device), y.to(self.device))
+            loss = self.strategy.loss(x.to(self.device), y.to(self.device))
         with self.spans.measure("backward", step):
             self.strategy.backward(loss)
         with self.spans.measure("optimizer", step):

@@ -90,10 +90,10 @@ def slurm_rendezvous(environ: Mapping[str, str]) -> dict[str, str]:
 def run_in_world(config: TrainConfig, world: World, *, show_config: bool = False) -> Outcome:
     """Take part in a run as one rank; rank 0 checks it first and puts it together last.
 
-    SIGINT and SIGTERM end it at once as long as no step was made, then stop it at the next step; a
-    later one ends it at once. Whoever started the processes also ends those that hang. The folder
-    of the run should be the same on all nodes; where it is not, each keeps its own files, and the
-    trace has the ranks of rank 0's node alone.
+    SIGINT and SIGTERM end it at once as long as no step was made, then stop it at the next step, or
+    at the one that ranks in lockstep agree on; a later one ends it at once. Whoever started the
+    processes also ends those that hang. The folder of the run should be the same on all nodes;
+    where it is not, each keeps its own files, and the trace has the ranks of rank 0's node alone.
 
     Raises:
         ValueError, GossipError: As by `run`; a mistake in the options is told by rank 0 alone.

@@ -18,6 +18,8 @@ from ._strategy import Traffic
 class LayerwiseAllReduce(Lockstep):
     """Each layer's gradients are averaged over all ranks while backward goes on below it.
 
+    Parameters and buffers are rank 0's at the start, which takes a broadcast of each.
+
     A layer is a module with parameters of its own. When its last gradient is there, an asynchronous
     all-reduce of the layer begins; just before the update, the step waits for those under way. A
     parameter without a gradient in a step counts as zeros, and gets the mean of the other ranks'.
@@ -42,6 +44,9 @@ class LayerwiseAllReduce(Lockstep):
 
     def __init__(self, model: nn.Module, stop: threading.Event, spans: StepSpans) -> None:
         super().__init__(model, stop)
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                dist.broadcast(tensor, src=0)
         self._spans = spans
         self._layers = [_Layer(parameters) for parameters in _layers(model)]
         self._next = 0  # the layer whose turn it is
@@ -59,7 +64,7 @@ class LayerwiseAllReduce(Lockstep):
             loss.backward()
             self._finish()
         except RuntimeError as error:
-            raise self._explained(error) from error
+            raise self.explained(error) from error
 
     def traffic(self) -> Traffic:
         """Exposed time measured, bytes computed."""

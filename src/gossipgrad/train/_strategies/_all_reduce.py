@@ -45,5 +45,5 @@ class AllReduce(Lockstep):
         try:
             loss.backward()
         except RuntimeError as error:
-            raise self._explained(error) from error
+            raise self.explained(error) from error
         self._clock.backward_returned()

@@ -1,17 +1,24 @@
 """What all strategies share in which gradients are averaged over all ranks in every step."""
 
+import contextlib
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from jaxtyping import Float, Int, Shaped
+from torch import Tensor, nn
 
 from gossipgrad.train._evaluate import Evaluation, TestPart, copy_of
 from gossipgrad.train._result import RunStopped
 
+from ._accord import StopAccord
 from ._lost import explained
 from ._strategy import Strategy, alone
+
+_UNUSED_TAG = 1
 
 
 class Lockstep(Strategy):
@@ -20,8 +27,11 @@ class Lockstep(Strategy):
     Statistics of BatchNorm are those of each rank's own samples: what is evaluated and exported has
     their mean over the ranks, as with gossip; training goes on with each rank's own.
 
-    When a peer dies, the step it is missed in raises, and so the run ends. When the run is
-    stopped, a rank caught inside an all-reduce finds its peer gone: for it, too, that is the stop.
+    When a peer dies, the step it is missed in raises, and so the run ends. When the run is stopped,
+    ranks agree on the step before which all stop, one or two steps after the last was told, and the
+    last evaluation is that of a run that came to its end. A rank whose peers are not told within
+    two seconds leaves them, and they, who find it gone, take that for their stop: all evaluate and
+    export their own replica, whose weights are those of all ranks but whose statistics are not.
 
     Args:
         model: The replica.
@@ -34,10 +44,28 @@ class Lockstep(Strategy):
         self._replica = model
         self._stop = stop
         self._world_size = dist.get_world_size()
+        group = dist.group.WORLD
+        assert group is not None
+        self._accord = StopAccord(
+            group.get_group_store(), group.rank(), group.size(), partial(_break, group)
+        )
+
+    def stops_before(self, step: int) -> bool:
+        """Whether the step is the one agreed on; see `Strategy.stops_before`."""
+        return self._accord.stops_before(step)
+
+    def loss(
+        self, x: Shaped[Tensor, "batch ..."], y: Int[Tensor, "batch ..."]
+    ) -> Float[Tensor, ""]:
+        """Run the forward pass; see `Strategy.loss`."""
+        try:
+            return super().loss(x, y)
+        except RuntimeError as error:
+            raise self.explained(error) from error
 
     def evaluate(self, test: TestPart, *, final: bool) -> Evaluation:
-        """Evaluate the replica, shared out over the ranks; alone after a stop."""
-        if not self._stop.is_set():
+        """Evaluate the replica, shared out over the ranks; alone if these have parted."""
+        if not self._accord.apart:
             try:
                 with self._mean_buffers():
                     correct = test.count_share(self._replica)
@@ -50,12 +78,25 @@ class Lockstep(Strategy):
                         weights=copy_of(self._replica) if final else {},
                     )
             except RuntimeError as error:
-                lost = self._explained(error)
+                lost = self.explained(error)
                 if not isinstance(lost, RunStopped):
                     raise lost from error
-        return alone(self._replica, test, final=True, is_consensus=True)
+        own_statistics = any(buffer.is_floating_point() for buffer in self._replica.buffers())
+        if own_statistics:
+            self.notes.append(
+                "no consensus: the ranks stopped apart, and the statistics of BatchNorm are those "
+                "of this rank's samples; the weights are equal on all"
+            )
+        return alone(self._replica, test, final=True, is_consensus=not own_statistics)
 
-    @contextmanager
+    def explained(self, error: RuntimeError, what: str = "an all-reduce") -> RuntimeError:
+        """The error to raise for one of a collective; local, and waits for the word to stop."""
+        lost = explained(error, self._stop, what, others_told=self._accord.is_called)
+        if isinstance(lost, RunStopped):
+            self._accord.leave()
+        return lost
+
+    @contextlib.contextmanager
     def _mean_buffers(self) -> Iterator[None]:
         """Inside, floating buffers are the mean over ranks; outside, this rank's own."""
         buffers = [b for b in self._replica.buffers() if b.is_floating_point()]
@@ -69,9 +110,6 @@ class Lockstep(Strategy):
             for buffer, own in zip(buffers, kept, strict=True):
                 buffer.copy_(own)
 
-    def _explained(self, error: RuntimeError) -> RuntimeError:
-        return explained(error, self._stop, "an all-reduce")
-
     def _consensus_distance(self) -> float:
         # Sums of equal float32 are exact in float64: equal replicas give 0, whatever their number.
         mine = nn.utils.parameters_to_vector(self._replica.parameters()).detach().double()
@@ -80,3 +118,13 @@ class Lockstep(Strategy):
         square = (mine - mean / self._world_size).square().sum()
         dist.all_reduce(square)
         return float(square / self._world_size) ** 0.5
+
+
+def _break(group: dist.ProcessGroup) -> None:
+    """End what is under way in `group`, here and on the others, who would wait for this rank.
+
+    A deadline that expires is the one thing that makes Gloo do so.
+    """
+    with contextlib.suppress(RuntimeError):
+        receiving = group.recv([torch.empty(1)], int(group.rank() == 0), _UNUSED_TAG)
+        receiving.wait(timedelta(milliseconds=1))

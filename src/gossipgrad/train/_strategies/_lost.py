@@ -1,6 +1,7 @@
 """What it means that a peer is gone: the run was stopped, or is lost."""
 
 import threading
+from collections.abc import Callable
 
 import torch.distributed as dist
 
@@ -11,14 +12,21 @@ from gossipgrad.train._result import PeerLostError, RunStopped
 _STOP_GRACE_SECONDS = 2.0
 
 
-def explained(error: RuntimeError, stop: threading.Event, what: str) -> RuntimeError:
+def explained(
+    error: RuntimeError,
+    stop: threading.Event,
+    what: str,
+    *,
+    others_told: Callable[[], bool] = lambda: False,
+) -> RuntimeError:
     """The error to raise for one that `what`, a collective of all ranks, has raised.
 
     A failed collective is the stop if this rank, too, was told to stop; the word may take a moment.
+    It is as well if `others_told`.
     """
     if not _is_lost_peer(error):
         return error
-    if stop.wait(_STOP_GRACE_SECONDS):
+    if others_told() or stop.wait(_STOP_GRACE_SECONDS):
         return RunStopped("the run was told to stop")
     first_line = str(error).split("\n", 1)[0]
     return PeerLostError(f"{what} failed because a rank is gone ({first_line})")

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -13,7 +14,6 @@ from gossipgrad.train._spans import StepSpans
 
 from ._all_reduce import AllReduce
 from ._averaged import Averaged
-from ._lost import explained
 from ._strategy import Strategy, Traffic
 
 
@@ -61,7 +61,9 @@ class PostLocal(Strategy):
         self._group = group
         self._stop = stop
         self._spans = spans
-        self._part: Strategy = AllReduce(model, stop)
+        self._first = AllReduce(model, stop)
+        self._first.notes = self.notes
+        self._part: Strategy = self._first
         self._before = Traffic()
         self.model = self._part.model
 
@@ -71,6 +73,16 @@ class PostLocal(Strategy):
             self._begin_local_steps()
         self._steps_left -= 1
         self._part.begin_step()
+
+    def stops_before(self, step: int) -> bool:
+        """As the part that made the last step decides; see `Strategy.stops_before`."""
+        return self._part.stops_before(step)
+
+    def loss(
+        self, x: Shaped[Tensor, "batch ..."], y: Int[Tensor, "batch ..."]
+    ) -> Float[Tensor, ""]:
+        """Run the forward pass; see `Strategy.loss`."""
+        return self._part.loss(x, y)
 
     def backward(self, loss: Tensor) -> None:
         """Run the backward pass; see `Strategy.backward`."""
@@ -107,7 +119,7 @@ class PostLocal(Strategy):
                 spans=self._spans,
             )
         except RuntimeError as error:
-            raise explained(error, self._stop, "the start of local steps") from error
+            raise self._first.explained(error, "the start of local steps") from error
         finally:
             # A session starts with rank 0's replica: weights were equal, but statistics were not.
             for buffer, value in zip(self._replica.buffers(), own, strict=True):

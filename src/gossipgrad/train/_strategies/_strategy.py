@@ -3,8 +3,10 @@
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
+from gossipgrad.models import training_loss
 from gossipgrad.train._evaluate import Evaluation, TestPart, copy_of
 
 
@@ -54,6 +56,21 @@ class Strategy(ABC):
             RunStopped: A peer has left because the run was told to stop, and so was this rank.
             PeerLostError: A peer that this strategy needs is gone.
         """
+
+    def stops_before(self, step: int) -> bool:
+        """Whether a rank that has been told to stop does so before `step`; asked before each."""
+        return True
+
+    def loss(
+        self, x: Shaped[Tensor, "batch ..."], y: Int[Tensor, "batch ..."]
+    ) -> Float[Tensor, ""]:
+        """Run the forward pass of a step.
+
+        Raises:
+            RunStopped: A peer has left because the run was told to stop, and so was this rank.
+            PeerLostError: A peer that this strategy needs is gone.
+        """
+        return training_loss(self.model, x, y)
 
     def backward(self, loss: Tensor) -> None:
         """Run the backward pass of a step, and what has to come between it and the update.

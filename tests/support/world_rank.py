@@ -1,0 +1,51 @@
+"""A rank of a given world, as torchrun starts one, that is told to stop by a signal of its own."""
+
+import contextlib
+import io
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from gossipgrad.train import TrainConfig, run
+from support.waiting import until
+
+__all__ = ["stopped_by_signal"]
+
+
+def stopped_by_signal(
+    rank: int, store: Any, port: int, out: str, strategy: str, first: int, skew_seconds: float
+) -> tuple[int, float, dict | None]:
+    """Trains until rank `first` gets a SIGINT, and the other one its own a little later.
+
+    The exit code, the seconds from the first signal to the end, and the summary, on rank 0.
+    """
+    dist.destroy_process_group()
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    told_seconds = 0.0
+
+    def tell() -> None:
+        nonlocal told_seconds
+        metrics = Path(out) / "metrics-rank1.jsonl"
+        until(lambda: metrics.exists() and metrics.stat().st_size > 0, timeout_seconds=30)
+        told_seconds = time.monotonic()
+        if rank != first:
+            time.sleep(skew_seconds)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=tell, daemon=True).start()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        outcome = run(
+            TrainConfig(strategy=strategy, epochs=3000, log_every=1, trace=0, out=Path(out))
+        )
+    return outcome.exit_code, time.monotonic() - told_seconds, outcome.summary
