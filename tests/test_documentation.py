@@ -12,9 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import tyro
 
 import gossipgrad
 from gossipgrad.cli import main
+from gossipgrad.cli._probe import ProbeOptions
+from gossipgrad.cli._profile import ProfileOptions
+from gossipgrad.cli._simulate import SimulateOptions
 from gossipgrad.cli._train import parse
 from gossipgrad.train._check import check
 from support.processes import run_processes
@@ -131,6 +135,9 @@ COMMANDS = [
 ]
 
 
+PARSED = {"profile": ProfileOptions, "simulate": SimulateOptions, "probe": ProbeOptions}
+
+
 @pytest.mark.parametrize(("page", "command"), COMMANDS)
 def test_commands_can_be_given_as_they_stand(page, command, tmp_path, monkeypatch):
     """That their options are known and fit each other; test_pages runs those of the docs."""
@@ -150,6 +157,8 @@ def test_commands_can_be_given_as_they_stand(page, command, tmp_path, monkeypatc
         check(config, config.nproc or 4)
     elif name == "topology":
         assert main([name, *options]) == 0
+    elif name in PARSED:
+        tyro.cli(PARSED[name], args=options)
     else:
         assert name in ("report", "demo"), command
 

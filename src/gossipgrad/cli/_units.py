@@ -73,7 +73,7 @@ def seconds_text(seconds: float) -> str:
     """A time as people write it, three digits.
 
     Example:
-        >>> seconds_text(0.0123), seconds_text(7200)
+        >>> seconds_text(0.0123), seconds_text(7200.0)
         ('12.3 ms', '2 h')
     """
     for unit, size in (("d", 86_400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3)):
