@@ -41,7 +41,7 @@ def assert_equal_bits(ours, theirs):
         {"strategy": "allreduce"},
         {"optimizer": lambda p: torch.optim.AdamW(p), "payload": "weights+state"},
     ],
-    ids=str,
+    ids=["weights+state, averages", "allreduce", "weights+state, AdamW"],
 )
 def test_resume_is_bit_identical(name, settings):
     whole = train(make(name, **settings), 9, name)
@@ -176,7 +176,6 @@ def test_negative_second_moments_are_clamped_and_counted():
         ({"optimizer": lambda p: torch.optim.LBFGS(p)}, "LBFGS may mix up replicas"),
         ({"optimizer": lambda p: torch.optim.SGD(p[:1])}, "pass all of them on"),
     ],
-    ids=str,
 )
 def test_refuses(settings, says):
     with pytest.raises(ValueError, match=says):
