@@ -85,13 +85,13 @@ def test_curves_give_the_time_to_accuracy(tmp_path, capsys):
     assert cli.main([*arguments, "--out", str(out)]) == 0
     found = {(p, name): cell for (_, p, name), cell in cells(out).items()}
     gossip = found[4, "gossip"]
-    assert gossip["target_accuracy"] == 0.8
-    assert gossip["seconds_to_accuracy"] == pytest.approx(250 * gossip["step_seconds"])
+    assert gossip["target_accuracy"] == pytest.approx(0.795)
+    assert gossip["seconds_to_accuracy"] == pytest.approx(247.5 * gossip["step_seconds"])
     assert found[4, "allreduce"]["seconds_to_accuracy"] == pytest.approx(
-        300 * found[4, "allreduce"]["step_seconds"]
+        297.5 * found[4, "allreduce"]["step_seconds"]
     )
     assert found[4, "agd"]["seconds_to_accuracy"] == pytest.approx(
-        300 * found[4, "agd"]["step_seconds"]
+        297.5 * found[4, "agd"]["step_seconds"]
     )
     assert found[4, "local"]["seconds_to_accuracy"] is None
     assert found[16, "gossip"]["target_accuracy"] is None

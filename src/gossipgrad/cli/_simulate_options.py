@@ -62,7 +62,8 @@ class SimulateOptions:
     curves_model: str | None = None
     """Which model's curves; needed where there are several."""
     accuracy: float | None = None
-    """The accuracy to reach, from 0 to 1; None: what allreduce ends with at as many ranks."""
+    """The accuracy to reach, from 0 to 1; None: half a point below what allreduce ends with at as
+    many ranks."""
     out: Path | None = None
     """Write the figures to this JSON file."""
     figure: Path | None = None
