@@ -3,7 +3,16 @@
 import subprocess
 import sys
 
-BENCHMARKS = ("transports", "step", "images", "reference_drift", "accuracy", "workloads", "shuffle")
+BENCHMARKS = (
+    "transports",
+    "step",
+    "images",
+    "reference_drift",
+    "accuracy",
+    "workloads",
+    "shuffle",
+    "virtual_ranks",
+)
 
 
 def main() -> int:
