@@ -23,6 +23,7 @@ from ._grid import GRIDS, Grid
 from ._laboratory import Laboratory, Shaped
 from ._page import draw
 from ._table import print_table
+from ._verdict import shortfalls
 
 
 def main() -> int:
@@ -45,6 +46,8 @@ def main() -> int:
         print(f"{options.out} has no cells: measure some first", file=sys.stderr)
         return 2
     print_table(cells.cells)
+    for line in shortfalls(cells.cells):
+        print(line)
     print(options.out, draw(cells.cells, options.out.with_suffix(".png")))
     return 0
 
@@ -72,8 +75,8 @@ def _measure(options: argparse.Namespace, cells: Cells) -> None:
 def _fill(
     options: argparse.Namespace, grid: Grid, cells: Cells, laboratory: Laboratory, start: float
 ) -> None:
-    for world_size in grid.world_sizes:
-        for budget in grid.budgets:
+    for budget in grid.budgets:
+        for world_size in grid.world_sizes:
             if options.minutes and time.monotonic() - start > 60 * options.minutes:
                 print(f"stopped after {options.minutes:g} minutes: the rest is for next time")
                 return
