@@ -78,8 +78,13 @@ def measure_group(
     while todo := [r for r in grid.rates if not cells.has(world_size, r, budget, grid)]:
         chosen = [name for name in names if name not in failed]
         try:
+            start = time.monotonic()
             laboratory.join(world_size)
             group = _Group(laboratory, world_size, budget, chosen)
+            say(
+                f"p = {world_size}, {budget.profile}: {len(chosen)} contestants made in "
+                f"{time.monotonic() - start:.0f} s"
+            )
             for rate in todo:
                 start = time.monotonic()
                 try:

@@ -175,18 +175,14 @@ class Laboratory:
         self._start()
 
     def close(self) -> None:
-        """Ends the workers, by force after a moment."""
+        """Ends the workers, whatever they are at."""
         self._end()
         self._folder.cleanup()
 
     def _end(self) -> None:
         for orders in self._orders.values():
             orders.close()
-        deadline = time.monotonic() + 5.0
         for worker in self._workers:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                worker.wait(max(0.0, deadline - time.monotonic()))
-                continue
             worker.kill()
             worker.wait()
         self._workers, self._orders = [], {}

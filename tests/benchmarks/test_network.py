@@ -156,7 +156,8 @@ def test_failures_refusals_and_what_is_there_already(tmp_path, capsys):
     measure_group(laboratory, 2, BUDGET, GRID, Cells(path), names, said.append)
     assert laboratory.log == ["join 2", "restart", "join 2", "leave"]
     assert said[0] == "ddp failed: on rank 1: it broke"
-    assert said[2] == "p = 2, 1000 Mbit/s: more than it carries"
+    assert said[1] == "p = 2, resnet50: 3 contestants made in 0 s"
+    assert said[3] == "p = 2, 1000 Mbit/s: more than it carries"
     written = json.loads(path.read_text())
     cells = {(c["contestant"], c["rate_bits_per_second"]): c for c in written}
     assert len(cells) == 8

@@ -13,6 +13,8 @@ from gossipgrad.errors import GossipError
 
 __all__ = ["broadcast_replica"]
 
+_TOGETHER_BYTES = 4 << 20  # small tensors share messages: each costs a round through all ranks
+
 
 @torch.no_grad()
 def broadcast_replica(group: Group, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -24,8 +26,8 @@ def broadcast_replica(group: Group, model: nn.Module, optimizers: Sequence[Optim
         GossipError: If a rank dies meanwhile, or rank 0's optimizer keeps something that is
             neither a tensor nor a plain number, text or None.
     """
-    for tensor in (*all_parameters(model, optimizers).values(), *model.buffers()):
-        group.broadcast_(local(tensor))
+    parameters = all_parameters(model, optimizers).values()
+    _broadcast(group, [local(tensor) for tensor in (*parameters, *model.buffers())])
     for number, optimizer in enumerate(optimizers):
         _broadcast_state(group, number, optimizer)
 
@@ -35,6 +37,7 @@ def _broadcast_state(group: Group, number: int, optimizer: Optimizer) -> None:
     outline = group.broadcast_object(_outline(group, number, optimizer, parameters))
     if group.rank != 0:
         optimizer.state.clear()
+    tensors: list[Tensor] = []
     for place, key, kind, *rest in outline:
         parameter = parameters[place]
         if kind == "value":
@@ -43,7 +46,33 @@ def _broadcast_state(group: Group, number: int, optimizer: Optimizer) -> None:
         shape, dtype, device_type = rest
         if group.rank != 0:
             optimizer.state[parameter][key] = _empty(parameter, shape, dtype, device_type)
-        group.broadcast_(local(optimizer.state[parameter][key]))
+        tensors.append(local(optimizer.state[parameter][key]))
+    _broadcast(group, tensors)
+
+
+def _broadcast(group: Group, tensors: Sequence[Tensor]) -> None:
+    """Overwrites tensors of any types and devices with those of rank 0, many in a message."""
+    batch: list[Tensor] = []
+    batch_bytes = 0
+    for tensor in tensors:
+        if batch and batch_bytes + tensor.nbytes > _TOGETHER_BYTES:
+            _broadcast_batch(group, batch)
+            batch, batch_bytes = [], 0
+        batch.append(tensor)
+        batch_bytes += tensor.nbytes
+    if batch:
+        _broadcast_batch(group, batch)
+
+
+def _broadcast_batch(group: Group, batch: Sequence[Tensor]) -> None:
+    if len(batch) == 1:
+        group.broadcast_(batch[0])
+        return
+    flat = torch.cat([t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in batch])
+    group.broadcast_(flat)
+    if group.rank != 0:
+        for tensor, piece in zip(batch, flat.split([t.nbytes for t in batch]), strict=True):
+            tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
 
 
 def _outline(
