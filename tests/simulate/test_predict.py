@@ -82,7 +82,7 @@ def test_gossip_costs_the_same_at_any_scale_and_hides_what_fits():
 def test_a_hundred_thousand_ranks_take_seconds():
     start = time.process_time()
     workers = Workers(jitter=0.1, stragglers=3, straggler_factor=2.0)
-    found = predict(RESNET, GIGABIT, "gossip", world_size=100_000, workers=workers)
+    found = predict(RESNET, GIGABIT, "gossip", world_size=100_000, workers=workers, steps=17)
     assert time.process_time() - start < 20
     # One slow rank slows all that wait for each other, within a few rounds.
     assert found.step_seconds > 1.5 * RESNET.compute_seconds

@@ -134,7 +134,7 @@ COSTS = st.builds(
 ELEMENTS = st.lists(st.integers(1, 200), min_size=1, max_size=6)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=70, deadline=None)
 @given(
     p=st.integers(1, 8),
     elements=ELEMENTS,
