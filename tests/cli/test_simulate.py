@@ -2,13 +2,14 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
 from gossipgrad import cli
 from gossipgrad.cli._units import rate_of, rate_text, seconds_of, seconds_text
 from gossipgrad.planning import AffineCost
-from gossipgrad.simulate import Network
+from gossipgrad.simulate import Curves, Network
 
 SHORT = ["simulate", "--steps", "20", "--world-size", "4,16", "--bandwidth", "1Gbit"]
 
@@ -202,3 +203,14 @@ def test_rates_and_times_are_read_and_written():
         "2 h",
         "11.6 d",
     ]
+
+
+def test_curves_of_virtual_ranks_are_read():
+    """The file that `python -m benchmarks.virtual_ranks` has written."""
+    path = Path(__file__).parents[2] / "benchmarks" / "results" / "virtual_ranks.json"
+    curves = Curves.load(path, model="mlp")
+    for strategy in ("gossip", "allreduce", "every-log-p", "local"):
+        assert 0.5 < curves.final(strategy, 128) < 0.95
+    assert curves.steps_to("allreduce", 128, 0.5) > 0
+    assert curves.steps_to("allreduce", 128, 0.99) is None
+    assert not curves.knows("gossip", 12345)
