@@ -8,6 +8,8 @@ from typing import Any
 
 __all__ = ["Curves"]
 
+_SAMPLES = {"Fashion-MNIST": 60_000}
+
 
 @dataclass(frozen=True, slots=True)
 class _Curve:
@@ -35,8 +37,9 @@ class Curves:
 
         It holds `rows`, each with `strategy`, `world_size`, `accuracy_by_epoch_mean`, and, where
         there are several models, `model`. Steps an epoch are `steps_per_epoch` of the row, or of
-        `settings` by model, or follow from the last step of `consensus_distance_by_step`. Rows of
-        another learning rate (`lr_factor` other than 1) are left out.
+        `settings` by model, or follow from `global_batch` there where `data` begins with
+        Fashion-MNIST. Rows of another learning rate, batch or length (a key that ends in
+        `_factor` is not 1) are left out.
 
         Args:
             path: The file.
@@ -62,10 +65,14 @@ class Curves:
         if model is None or model not in models:
             asked = "say which one's curves" if model is None else f"no curves of {model!r}"
             raise ValueError(f"{str(path)!r}: {asked}; it has {', '.join(models) or 'none'}")
-        setting = (held.get("settings") or {}).get(model) or {}
+        setting = dict((held.get("settings") or {}).get(model) or {})
+        for data, samples in _SAMPLES.items():
+            if str(held.get("data")).startswith(data) and "global_batch" in setting:
+                setting.setdefault("steps_per_epoch", samples // setting["global_batch"])
         curves = {}
         for row in held["rows"]:
-            if row.get("model", "") == model and row.get("lr_factor", 1) == 1:
+            plain = all(value == 1 for name, value in row.items() if name.endswith("_factor"))
+            if row.get("model", "") == model and plain:
                 try:
                     key = row["strategy"], row["world_size"]
                     curves[key] = _curve(row, setting)
@@ -102,5 +109,5 @@ def _curve(row: dict[str, Any], setting: dict[str, Any]) -> _Curve:
         raise ValueError("a curve without epochs")
     steps = row.get("steps_per_epoch", setting.get("steps_per_epoch"))
     if steps is None:
-        steps = row["consensus_distance_by_step"][-1][0] / len(accuracies)
+        raise ValueError("it does not tell steps_per_epoch")
     return _Curve(accuracies, float(steps))
