@@ -1,5 +1,7 @@
 """Saving one of several replicas that differ: warned of once, and what does keep them all."""
 
+import copy
+import pickle
 import threading
 
 import pytest
@@ -44,6 +46,15 @@ def test_the_replica_of_one_rank_is_warned_of_once(take):
     with pytest.warns(UserWarning, match=LONE) as seen:
         on_two_ranks(save)
     assert len(seen) == 1
+
+
+def test_copies_of_the_model_are_silent():
+    def save(rank, model, train):
+        train()
+        for other in (copy.deepcopy(model.module), pickle.loads(pickle.dumps(model.module))):
+            other.state_dict()
+
+    on_two_ranks(save)
 
 
 def test_where_replicas_are_equal_there_is_no_warning():

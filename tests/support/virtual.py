@@ -66,7 +66,8 @@ def distributed(
         replica.load_state_dict(model.state_dict())
 
     def state(replica: nn.Module) -> dict[str, Tensor]:
-        return {name: value.clone() for name, value in replica.state_dict().items()}
+        held = (*replica.named_parameters(), *replica.named_buffers())
+        return {name: value.detach().clone() for name, value in held}
 
     def rank_main(rank: int, group: Group) -> dict[str, dict[str, Tensor]]:
         replica = replicas[rank]

@@ -53,9 +53,9 @@ class Sections:
                 "the optimizers train no parameter (all are frozen, or there are none): gossip has "
                 "nothing to mix"
             )
-        self.gradient_bytes = sum(local(p).nbytes for p in parameters.values())
         payload = settings.payload
         self.weights = self._make(weight_entries(parameters), of_weights=True)
+        self.gradient_bytes = sum(local(p).nbytes for p in parameters.values())
         self.state: list[Section] = []
         self.gradients: list[Section] = []
         if isinstance(payload, WeightsAndState):
