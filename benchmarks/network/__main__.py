@@ -20,7 +20,7 @@ from gossipgrad.train._summary import machine, versions, write_json
 
 from ._cells import Cells, measure_group
 from ._grid import GRIDS, Grid
-from ._laboratory import Laboratory, Shaped
+from ._laboratory import START_RATE, Laboratory, Shaped
 from ._page import draw
 from ._table import print_table
 from ._verdict import shortfalls
@@ -66,7 +66,7 @@ def _measure(options: argparse.Namespace, cells: Cells) -> None:
         },
     )
     hosts = max(grid.world_sizes)
-    with Shaped(hosts=hosts, rate_bits_per_second=1e8) as network:
+    with Shaped(hosts=hosts, rate_bits_per_second=START_RATE) as network:
         network.verify()
         with Laboratory(network, hosts) as laboratory:
             _fill(options, grid, cells, laboratory, start)

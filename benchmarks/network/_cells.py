@@ -37,10 +37,16 @@ class Cells:
             self.cells = json.loads(path.read_text(encoding="utf-8"))
 
     def has(self, world_size: int, rate: float, budget: Budget, grid: Grid) -> bool:
-        """Whether this place of the grid is measured, at least as often."""
+        """Whether this place of the grid is measured, at least as often, on a quiet machine.
+
+        It was not quiet if even the worker that sends nothing found it too busy.
+        """
         there = [cell for cell in self.cells if _place(cell) == _key(world_size, rate, budget)]
+        measured = [cell for cell in there if cell["error"] is None]
         return bool(there) and all(
-            cell["error"] is not None or len(cell["step_seconds"]) >= grid.blocks for cell in there
+            len(cell["step_seconds"]) >= grid.blocks
+            and not (cell["contestant"] == "no communication" and cell["marked"])
+            for cell in measured
         )
 
     def put(self, cells: list[Cell]) -> None:
@@ -69,13 +75,14 @@ def measure_group(
     names: Iterable[str] = (*BARE, *CONTESTANTS),
     say: Callable[[str], None] = print,
 ) -> None:
-    """Measures the missing rates of one world size and budget, and puts them into `cells`.
+    """Measures the missing rates of one world size and budget, once, and puts them into `cells`.
 
     A contestant that fails is left out from then on, and its cells say why; the others begin the
     rate anew with fresh workers.
     """
     failed: dict[str, str] = {}
-    while todo := [r for r in grid.rates if not cells.has(world_size, r, budget, grid)]:
+    todo = [rate for rate in grid.rates if not cells.has(world_size, rate, budget, grid)]
+    while todo:
         chosen = [name for name in names if name not in failed]
         try:
             start = time.monotonic()
@@ -85,18 +92,20 @@ def measure_group(
                 f"p = {world_size}, {budget.profile}: {len(chosen)} contestants made in "
                 f"{time.monotonic() - start:.0f} s"
             )
-            for rate in todo:
+            for rate in list(todo):
                 start = time.monotonic()
                 try:
                     laboratory.set_rate(rate)
                 except RuntimeError as error:
                     say(f"p = {world_size}, {rate / 1e6:g} Mbit/s: {error}")
                     cells.put([group.refused(name, rate, str(error)) for name in names])
+                    todo.remove(rate)
                     continue
                 blocks = group.blocks(grid, rate)
                 found = [group.cell(name, rate, blocks) for name in chosen]
                 found += [group.refused(name, rate, failed[name]) for name in failed]
                 cells.put(found)
+                todo.remove(rate)
                 say(
                     f"p = {world_size}, {rate / 1e6:g} Mbit/s, {budget.profile}: "
                     f"{time.monotonic() - start:.0f} s"

@@ -20,6 +20,7 @@ _START_SECONDS = 180.0
 _STORE_PORT = 29500
 _FASTEST_TOGETHER = 16e9
 _IDLE_RATE = 1e6
+START_RATE = 1e8  # of a network that is given to a laboratory
 _LEAD_SECONDS = 0.05  # between the order to run and the start
 _STILL_SECONDS = 0.03  # links are silent when so long next to nothing has passed
 _STILL_BYTES_PER_HOST = 4096
@@ -83,12 +84,13 @@ class Laboratory:
 
     Args:
         network: The hosts; they stay the caller's.
-        hosts: How many there are.
+        hosts: How many there are, each at `START_RATE`.
     """
 
     def __init__(self, network: Hosts, hosts: int) -> None:
         self.network = network
         self._hosts = hosts
+        self._rates = [START_RATE] * hosts
         self._folder = tempfile.TemporaryDirectory(prefix="gossipgrad-")
         self._joined = 0
         self._workers: list[subprocess.Popen] = []
@@ -129,13 +131,26 @@ class Laboratory:
         """Shapes the links of the joined hosts; None to the fastest that all may have at once.
 
         Raises:
-            NetlabError: The machine cannot carry it.
+            NetlabError: The machine cannot carry it. The rates are as they were.
         """
-        rate = _FASTEST_TOGETHER / self._hosts if rate_bits_per_second is None else None
-        for host in reversed(range(self._hosts)):
+        if rate_bits_per_second is None:
+            rates = [_FASTEST_TOGETHER / self._hosts] * self._hosts
+        else:
             # Others are out of the way: what they could move does not count.
-            asked = rate or (rate_bits_per_second if host < self._joined else _IDLE_RATE)
-            self.network.set_rate(host, asked)
+            others = self._hosts - self._joined
+            rates = [rate_bits_per_second] * self._joined + [_IDLE_RATE] * others
+        before = self._rates
+        try:
+            self._shape(rates)
+        except RuntimeError:
+            self._shape(before)
+            raise
+
+    def _shape(self, rates: list[float]) -> None:
+        """Slower links first, so that all together are never faster than before and after."""
+        for host in sorted(range(self._hosts), key=lambda host: rates[host] - self._rates[host]):
+            self.network.set_rate(host, rates[host])
+            self._rates = [*self._rates[:host], rates[host], *self._rates[host + 1 :]]
 
     def make(self, name: str, profile: dict, size_factor: float) -> int:
         """Makes a contestant on all ranks; the bytes of its parameters on one."""

@@ -119,6 +119,7 @@ class FakeLaboratory:
 
     def __init__(self):
         self.log = []
+        self.cpu_busy = 0.2
 
     def join(self, world_size):
         self.log.append(f"join {world_size}")
@@ -137,7 +138,7 @@ class FakeLaboratory:
             "seconds": 0.5 if name == "exchange" else 0.02,
             "late_share": 0.0,
             "cpu_seconds": 0.01,
-            "cpu_busy": 0.8 if name == "gossip" else 0.2,
+            "cpu_busy": 0.8 if name == "gossip" else self.cpu_busy,
             "bytes_on_wire": 1_000_000,
             "clocks": {"waiting": 0.001} if name == "gossip" else {},
         }
@@ -183,11 +184,44 @@ def test_failures_refusals_and_what_is_there_already(tmp_path, capsys):
 
     measure_group(laboratory, 2, BUDGET, GRID, Cells(path), names)  # nothing is left to do
     assert laboratory.log == ["join 2", "restart", "join 2", "leave"]
+    busy = FakeLaboratory()
+    busy.cpu_busy = 0.9
+    measure_group(busy, 2, BUDGET, GRID, Cells(tmp_path / "busy.json"), names)
+    assert busy.log == ["join 2", "restart", "join 2", "leave"]  # once, though it was too busy
+    measure_group(laboratory, 2, BUDGET, GRID, Cells(tmp_path / "busy.json"), names)
+    assert laboratory.log[4:] == ["join 2", "restart", "join 2", "leave"]  # and anew
     more = replace(GRID, blocks=3, rates=(1e8,))
     measure_group(laboratory, 2, BUDGET, more, Cells(path), ("gossip",), said.append)
     assert laboratory.log[-2:] == ["join 2", "leave"]
     after = json.loads(path.read_text())
     assert [len(c["step_seconds"]) for c in after if c["rate_bits_per_second"] == 1e8] == [3]
+
+
+class FakeNetwork:
+    """Refuses rates that add up to more than 16 Gbit/s, as the real one does."""
+
+    def __init__(self, hosts):
+        self.rates = [1e8] * hosts
+
+    def set_rate(self, host, rate):
+        if sum(self.rates) - self.rates[host] + rate > 16e9:
+            raise RuntimeError("too much")
+        self.rates[host] = rate
+
+
+def test_rates_that_are_refused_leave_the_old_ones():
+    laboratory = object.__new__(Laboratory)
+    network = laboratory.network = FakeNetwork(16)
+    laboratory._hosts, laboratory._joined, laboratory._rates = 16, 4, list(network.rates)
+    laboratory.set_rate(None)
+    assert network.rates == [1e9] * 16
+    laboratory.set_rate(3e9)  # the others make room first
+    assert network.rates == [3e9] * 4 + [1e6] * 12
+    with pytest.raises(RuntimeError, match="too much"):
+        laboratory.set_rate(1e10)
+    assert network.rates == [3e9] * 4 + [1e6] * 12
+    laboratory.set_rate(None)
+    assert network.rates == [1e9] * 16
 
 
 @pytest.mark.process
