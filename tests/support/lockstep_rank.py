@@ -112,12 +112,12 @@ def started(rank: int, store: object, names: tuple[str, ...]) -> dict[str, list[
 
 
 def parted(
-    rank: int, store: Any, name: str, first: int
+    rank: int, store: Any, name: str, first: int, world_size: int
 ) -> tuple[str, float, bool, list[str], list[float]]:
-    """Rank `first` hears of the stop, the other one does not.
+    """Rank `first` hears of the stop, the others do not.
 
     How the training ended, how long after the stop, whether the evaluation is of a consensus, the
-    notes, and the weights. The first rank keeps its process, and with it its end of the group.
+    notes, and the weights. All keep their processes, and with them their ends of the group.
     """
     _accord._GRACE_SECONDS = 0.0
     torch.manual_seed(0)
@@ -133,7 +133,7 @@ def parted(
         spans=StepSpans(rank, num_steps=0, total_steps=STEPS),
     )
     dataset = line_dataset()
-    x, y = dataset.train.batch(torch.arange(rank, 40, 2))
+    x, y = dataset.train.batch(torch.arange(rank, 40, world_size))
     ended, start_seconds = "all steps made", 0.0
     for step in range(1, 1000):
         if step == 3:
@@ -151,9 +151,11 @@ def parted(
             break
         optimizer.step()
         optimizer.zero_grad()
-    evaluation = strategy.evaluate(TestPart.of(dataset, rank=rank, world_size=2), final=True)
+    evaluation = strategy.evaluate(
+        TestPart.of(dataset, rank=rank, world_size=world_size), final=True
+    )
     seconds = time.monotonic() - start_seconds
     store.set(f"parted{rank}", "")
-    store.wait([f"parted{1 - rank}"], timedelta(seconds=20))
+    store.wait([f"parted{other}" for other in range(world_size)], timedelta(seconds=20))
     weights = [v for p in model.parameters() for v in p.flatten().tolist()]
     return ended, seconds, evaluation.is_consensus, strategy.notes, weights

@@ -88,7 +88,8 @@ def print_outcome(outcome: Outcome) -> None:
     what = "consensus" if summary["model_is_consensus"] else f"rank {summary['model_from_rank']}"
     print(f"accuracy {summary['accuracy']:.2%} ({what}) after {summary['steps']} steps")
     if summary["interrupted"]:
-        print(f"stopped by {summary['stopped_by']}; what was reached is kept")
+        cause = summary["stopped_by"] or "the word that another rank was given"
+        print(f"stopped by {cause}; what was reached is kept")
     for rank, cause in summary["lost_because"].items():
         print(f"rank {rank} {cause}")
     for note in summary["notes"]:

@@ -32,7 +32,7 @@ class _Warning:
         if not self._told and differs is not None and differs():
             self._told = True
             warnings.warn(
-                "state_dict() of one replica, and the replicas differ: saved, it loses what the "
+                "state_dict() of one replica, and replicas may differ: saved, it loses what the "
                 "others have learned. Take it inside `with session.consensus():`, which shows the "
                 "average of all. (Right as it is if each rank saves its own, under its own name.)",
                 stacklevel=3,

@@ -12,7 +12,7 @@ class Outcome:
 
     Attributes:
         exit_code: For the shell: 0 when the run came to its end, also when ranks were lost on the
-            way; 130 after Ctrl-C and 143 after SIGTERM.
+            way, and when only others were told to stop; 130 after Ctrl-C and 143 after SIGTERM.
         begun: Whether a rank has begun to train.
         run_dir: The folder of the run; None on ranks that did not put it together.
         summary: The content of `summary.json`; None when nothing was reached.

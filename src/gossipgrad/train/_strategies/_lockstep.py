@@ -31,7 +31,8 @@ class Lockstep(Strategy):
     ranks agree on the step before which all stop, one or two steps after the last was told, and the
     last evaluation is that of a run that came to its end. A rank whose peers are not told within
     two seconds leaves them, and they, who find it gone, take that for their stop: all evaluate and
-    export their own replica, whose weights are those of all ranks but whose statistics are not.
+    export their own replica, whose weights are those of all ranks, or one step behind, and whose
+    statistics are its own.
 
     Args:
         model: The replica.
@@ -81,13 +82,13 @@ class Lockstep(Strategy):
                 lost = self.explained(error)
                 if not isinstance(lost, RunStopped):
                     raise lost from error
-        own_statistics = any(buffer.is_floating_point() for buffer in self._replica.buffers())
-        if own_statistics:
-            self.notes.append(
-                "no consensus: the ranks stopped apart, and the statistics of BatchNorm are those "
-                "of this rank's samples; the weights are equal on all"
-            )
-        return alone(self._replica, test, final=True, is_consensus=not own_statistics)
+        own = any(buffer.is_floating_point() for buffer in self._replica.buffers())
+        statistics = ", and its statistics of BatchNorm those of its own samples" if own else ""
+        self.notes.append(
+            "no consensus: the ranks stopped apart; this one's weights may be a step behind those "
+            f"of others{statistics}"
+        )
+        return alone(self._replica, test, final=True, is_consensus=False)
 
     def explained(self, error: RuntimeError, what: str = "an all-reduce") -> RuntimeError:
         """The error to raise for one of a collective; local, and waits for the word to stop."""
@@ -123,8 +124,11 @@ class Lockstep(Strategy):
 def _break(group: dist.ProcessGroup) -> None:
     """End what is under way in `group`, here and on the others, who would wait for this rank.
 
-    A deadline that expires is the one thing that makes Gloo do so.
+    A deadline that expires is the one thing that makes Gloo do so. It does not expire on a
+    connection that is broken already, so each is tried.
     """
-    with contextlib.suppress(RuntimeError):
-        receiving = group.recv([torch.empty(1)], int(group.rank() == 0), _UNUSED_TAG)
-        receiving.wait(timedelta(milliseconds=1))
+    for rank in range(group.size()):
+        if rank != group.rank():
+            with contextlib.suppress(RuntimeError):
+                receiving = group.recv([torch.empty(1)], rank, _UNUSED_TAG)
+                receiving.wait(timedelta(milliseconds=1))
