@@ -101,3 +101,10 @@ def test_what_is_no_fault_is_quoted_beside_what_is(script):
 def test_rounds_of_a_script_count_upwards_and_are_bounded(rounds):
     with pytest.raises(ValueError, match=f"rounds={rounds} must count upwards, and 1,000,000"):
         Faults.parse(f"drop rank=0 rounds={rounds}")
+
+
+def test_a_rank_of_a_script_dies_once():
+    with pytest.raises(
+        ValueError, match=r"'kill rank=1 round=7' .* rank 1 is killed in round 3 already; leave"
+    ):
+        Faults.parse("kill rank=1 round=3; kill rank=2 round=7; kill rank=1 round=7")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
 import gossipgrad as gg
@@ -138,6 +139,13 @@ def test_a_data_loader_left_at_its_default_adds_no_axis():
             ((size, 3), (size,)) for size in (4, 4, 2)
         ]
         assert sorted(flat(y.tolist() for _, y in batches)) == list(range(10))
+
+
+def test_trees_of_torch_see_the_tensors_of_a_batch():
+    with gg.RingShuffle(torch.randn(10, 3), torch.arange(10), batch_size=4) as shuffle:
+        x, y = tree_map(lambda tensor: tensor.to("meta"), next(iter(shuffle)))
+        assert (x.shape, y.shape) == ((4, 3), (4,))
+        assert x.device.type == y.device.type == "meta"
 
 
 def test_a_data_loader_that_makes_batches_of_batches_is_refused():

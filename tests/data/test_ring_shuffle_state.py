@@ -2,6 +2,8 @@
 
 import threading
 
+import jaxtyping
+import numpy as np
 import pytest
 import torch
 
@@ -58,3 +60,35 @@ def test_after_a_settlement_the_state_can_be_had_without_what_a_leaver_took():
             return int(state["held"].sum()) + len(state["unplaced"][0])
 
     assert run_ranks(3, main) == [8, 12, 0]  # rank 2 left with the four rows of the first step
+
+
+@pytest.fixture
+def unchecked_types():
+    """Users have no type checks: values that annotations forbid come through."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.mark.usefixtures("unchecked_types")
+def test_numbers_of_numpy_leave_a_state_that_torch_reads_back(tmp_path):
+    path = tmp_path / "state.pt"
+    with gg.RingShuffle(torch.arange(10), batch_size=4, seed=3) as shuffle:
+        plain = [y.tolist() for (y,) in shuffle]
+    shuffle = gg.RingShuffle(torch.arange(10), batch_size=np.int64(4), seed=np.int64(3))
+    shuffle.set_epoch(np.int64(0))
+    with shuffle:
+        assert [y.tolist() for (y,) in shuffle] == plain
+        torch.save(shuffle.state_dict(), path)
+    with gg.RingShuffle(torch.arange(10), batch_size=4, seed=3) as other:
+        other.load_state_dict(torch.load(path))
+
+
+@pytest.mark.usefixtures("unchecked_types")
+def test_what_is_no_state_is_refused():
+    told = "the state is None, but must be what state_dict"
+    with (
+        gg.RingShuffle(torch.arange(10), batch_size=4) as shuffle,
+        pytest.raises(ValueError, match=told),
+    ):
+        shuffle.load_state_dict(None)

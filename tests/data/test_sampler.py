@@ -1,6 +1,8 @@
 import json
 from itertools import chain
 
+import jaxtyping
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -222,3 +224,31 @@ def test_refuses_a_state_that_means_nothing_here_and_stays_as_it_was(change, mes
 def test_refuses_what_cannot_be(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.fixture
+def unchecked_types():
+    """Users have no type checks: values that annotations forbid come through."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.mark.usefixtures("unchecked_types")
+def test_numbers_of_numpy_leave_a_state_that_torch_reads_back(tmp_path):
+    path = tmp_path / "state.pt"
+    sampler = ShardedSampler(np.int64(41), np.int64(1), np.int64(2), np.int64(3))
+    sampler.set_epoch(np.int64(2))
+    torch.save(sampler.state_dict(used=np.int64(5), batch_size=np.int64(4)), path)
+    state = torch.load(path)
+    assert (state["epoch"], state["position"]) == (2, 5)
+    resumed = ShardedSampler(41, 1, 2, 3)
+    resumed.load_state_dict({**state, "epoch": np.int64(2), "position": np.int64(5)})
+    torch.save(resumed.state_dict(used=0), path)
+    assert torch.load(path) == state
+
+
+@pytest.mark.usefixtures("unchecked_types")
+def test_what_is_no_state_is_refused():
+    with pytest.raises(ValueError, match="the state is None, but must be what state_dict"):
+        ShardedSampler(41, 1, 2).load_state_dict(None)

@@ -1,6 +1,7 @@
 """Wrong settings, unequal ranks: one clear error, before anything is sent."""
 
 import jaxtyping
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -66,6 +67,27 @@ def test_wrong_types(settings, message):
 
 
 @pytest.mark.usefixtures("unchecked_types")
+def test_numbers_of_numpy_are_numbers():
+    model = network()
+    count = np.int64(3)
+    with gg.gossip(
+        model,
+        sgd(list(model.parameters())),
+        every=count,
+        average_every=count,
+        bucket_bytes=np.int64(2**20),
+        mode=gg.Sync(deadline_seconds=np.int64(3)),
+        payload=gg.WeightsAndState(every=count),
+    ) as session:
+        told = session._settings
+    numbers = [told.every, told.average_every, told.bucket_bytes]
+    numbers += [told.mode.deadline_seconds, told.payload.every]
+    assert numbers == [3, 3, 2**20, 3, 3]
+    assert {type(number) for number in numbers} == {int}
+    assert type(gg.Overlap(deadline_seconds=np.float32(0.5)).deadline_seconds) is float
+
+
+@pytest.mark.usefixtures("unchecked_types")
 @pytest.mark.parametrize(
     "build", [lambda: gg.Overlap(deadline_seconds="3"), lambda: gg.WeightsAndState(every=1.5)]
 )
@@ -91,6 +113,12 @@ def test_wrong_optimizers():
 def test_values_check_themselves(build):
     with pytest.raises(ValueError, match="got 0"):
         build()
+
+
+@pytest.mark.parametrize("kind", [gg.Overlap, gg.Sync, gg.Lagged])
+def test_no_step_waits_without_end(kind):
+    with pytest.raises(ValueError, match="deadline_seconds must be positive and finite, got inf"):
+        kind(deadline_seconds=float("inf"))
 
 
 def test_hypercube_names_what_works():

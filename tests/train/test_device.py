@@ -13,6 +13,9 @@ from gossipgrad.train._evaluate import TestPart
 from gossipgrad.train._layout import claim
 from gossipgrad.train._rank import train_rank
 
+TORCHRUN = {"RANK": "6", "WORLD_SIZE": "8"}
+SRUN = {"SLURM_PROCID": "6", "SLURM_NTASKS": "8"}
+
 
 @pytest.fixture
 def gpus(monkeypatch):
@@ -29,9 +32,14 @@ def gpus(monkeypatch):
     ("environ", "found"),
     [
         ({}, "cuda:2"),
-        ({"LOCAL_RANK": "1"}, "cuda:1"),
-        ({"LOCAL_RANK": "5"}, "cuda:1"),
-        ({"SLURM_LOCALID": "3"}, "cuda:3"),
+        ({**TORCHRUN, "LOCAL_RANK": "1"}, "cuda:1"),
+        ({**TORCHRUN, "LOCAL_RANK": "5"}, "cuda:1"),
+        ({**SRUN, "SLURM_LOCALID": "3"}, "cuda:3"),
+        (TORCHRUN, "cuda:2"),
+        ({**TORCHRUN, **SRUN, "LOCAL_RANK": "1", "SLURM_LOCALID": "0"}, "cuda:1"),
+        # The shell of a batch job, and what another launcher has left: the ranks are our own.
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}, "cuda:2"),
+        ({"LOCAL_RANK": "1"}, "cuda:2"),
     ],
 )
 def test_ranks_of_a_machine_share_out_its_gpus(gpus, environ, found):

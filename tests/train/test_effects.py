@@ -25,6 +25,18 @@ def post_local(**options):
             "average_every is 91, but the run has 90 steps: replicas are never averaged while",
         ),
         (
+            {"gossip": GossipConfig(faults="drop rank=0 rounds=3-91; kill rank=1 round=100")},
+            "faults name rounds up to 100, but the run has rounds 0 to 90: what comes later never",
+        ),
+        (
+            {
+                "gossip": GossipConfig(
+                    faults="delay rank=1 round=45 seconds=1", every=2, mode="sync"
+                )
+            },
+            "faults name rounds up to 45, but the run has rounds 0 to 44",
+        ),
+        (
             post_local(post_local_after=0.5, local_steps=46),
             "local_steps is 46, but the run has 45 steps left after the all-reduced ones",
         ),
@@ -46,6 +58,8 @@ def test_warns(options, message):
     [
         {"gossip": GossipConfig(every=90, average_every=90)},
         {"gossip": GossipConfig(average_every="log_p")},
+        {"gossip": GossipConfig(faults="kill rank=1 round=90; drop rank=0 round=3")},
+        {"gossip": GossipConfig(faults="drop rank=0 round=44", every=2, mode="sync")},
         post_local(post_local_after=0.5, local_steps=45),
         post_local(post_local_after=1.0),
         {"strategy": "agd"},

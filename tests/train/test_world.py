@@ -12,7 +12,8 @@ import torch.distributed as dist
 from gossipgrad.errors import GossipError
 from gossipgrad.train import TrainConfig, _gathering, run
 from gossipgrad.train._gathering import gather, open_store
-from gossipgrad.train._world import World, find_world, slurm_rendezvous
+from gossipgrad.train._given_world import World, find_world
+from gossipgrad.train._world import slurm_rendezvous
 from support.processes import run_processes
 from support.waiting import until
 from support.world_rank import stopped_by_signal

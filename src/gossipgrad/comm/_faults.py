@@ -60,6 +60,11 @@ class Faults:
         """The ranks that the script names."""
         return {rank for rank, _ in [*self.drops, *self.delays]} | {*self.kills}
 
+    @property
+    def last_round(self) -> int:
+        """The last round that the script names, -1 if it names none."""
+        return max([*(round for _, round in [*self.drops, *self.delays]), *self.kills.values(), -1])
+
     @classmethod
     def parse(cls, script: str) -> "Faults":
         """The faults of a script in words, one after the other with `;` or a new line between.
@@ -69,7 +74,7 @@ class Faults:
                 `rounds=N-M` in place of `round=N` for all from N to M.
 
         Raises:
-            ValueError: A fault is none of these.
+            ValueError: A fault is none of these, or kills a rank again.
 
         Example:
             >>> Faults.parse("delay rank=2 rounds=4-5 seconds=0.5; kill rank=0 round=7").delays
@@ -95,6 +100,11 @@ class Faults:
                     faults.delay(rank=rank, round=round, seconds=float(match["seconds"]))
                 elif match["kind"] == "drop":
                     faults.drop(rank=rank, round=round)
+                elif rank in faults.kills:
+                    raise ValueError(
+                        f"{' '.join(words)!r} has no effect: rank {rank} is killed in round "
+                        f"{faults.kills[rank]} already; leave one of the two out."
+                    )
                 else:
                     faults.kill(rank=rank, round=round)
         return faults

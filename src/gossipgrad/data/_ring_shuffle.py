@@ -133,7 +133,8 @@ class RingShuffle(IterableDataset[Batch]):
         try:
             check_arguments(tensors, batch_size, seed, drop_last, credits, deadline_seconds)
             self.rank, self.world_size = self._group.rank, self._group.world_size
-            self.batch_size, self.seed, self.drop_last = batch_size, seed, drop_last
+            batch_size, seed = int(batch_size), int(seed)
+            self.batch_size, self.seed, self.drop_last = batch_size, seed, bool(drop_last)
             self._num_rows = len(tensors[0])
             settings = {
                 "batch_size": batch_size,
@@ -188,7 +189,7 @@ class RingShuffle(IterableDataset[Batch]):
     def set_epoch(self, epoch: int) -> None:
         """Says which epoch the next iteration is; it decides the order."""
         check_whole(0, epoch=epoch)
-        self._worker.do(lambda: self._set_epoch(epoch))
+        self._worker.do(lambda: self._set_epoch(int(epoch)))
 
     def rows(self) -> Batch:
         """Copies of the rows that are this rank's at this moment, in no particular order."""

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from torch.utils._pytree import register_pytree_node
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 
@@ -27,3 +28,9 @@ def _handed_on(batches: Sequence[RowBatch], *, collate_fn_map: Any = None) -> Ro
 
 
 default_collate_fn_map[RowBatch] = _handed_on
+register_pytree_node(
+    RowBatch,
+    lambda batch: (list(batch), None),
+    lambda parts, _: RowBatch(parts),
+    serialized_type_name="gossipgrad.data.RowBatch",
+)

@@ -23,6 +23,10 @@ def check_state(state: dict[str, Any], own: dict[str, Any], tensors: Sequence[Te
     Raises:
         ValueError: With the first difference.
     """
+    if not isinstance(state, dict):
+        raise ValueError(
+            f"the state is {state!r}, but must be what state_dict() of a RingShuffle gave"
+        )
     if missing := sorted({*own, *_POSITION} - set(state)):
         raise ValueError(
             f"the state has no {missing[0]}: load what state_dict() of a RingShuffle gave"

@@ -72,12 +72,13 @@ class ShardedSampler(Sampler[int]):
         check_place(num_samples, rank, world_size)
         if uneven not in ("drop", "keep"):
             raise ValueError(f"uneven is {uneven!r}, but must be 'drop' or 'keep'.")
+        # Numbers of numpy would be refused by torch.load, which takes plain ones alone.
         self._deal: dict[str, Any] = {
-            "rank": rank,
-            "num_samples": num_samples,
-            "world_size": world_size,
-            "seed": seed,
-            "shuffle": shuffle,
+            "rank": int(rank),
+            "num_samples": int(num_samples),
+            "world_size": int(world_size),
+            "seed": int(seed),
+            "shuffle": bool(shuffle),
             "uneven": uneven,
         }
         self._epoch = 0
@@ -97,7 +98,7 @@ class ShardedSampler(Sampler[int]):
         """
         check_whole(0, epoch=epoch)
         if epoch != self._epoch:
-            self._epoch, self._start, self._begun_at = epoch, 0, 0
+            self._epoch, self._start, self._begun_at = int(epoch), 0, 0
 
     def __iter__(self) -> Iterator[int]:
         """The indices of this rank in this epoch; once after a resumption, what is left of them.
@@ -129,7 +130,7 @@ class ShardedSampler(Sampler[int]):
         if batch_size is not None:
             check_whole(1, batch_size=batch_size)
             least = batch_size
-        epoch, position = self._epoch, self._begun_at + used
+        epoch, position = self._epoch, self._begun_at + int(used)
         if len(self) - position < least:
             epoch, position = epoch + 1, 0
         return {**self._deal, "epoch": epoch, "position": position}
@@ -141,6 +142,10 @@ class ShardedSampler(Sampler[int]):
             ValueError: It is no state of a sampler, or the other sampler dealt otherwise, so that
                 its position means nothing here. This one stays as it was.
         """
+        if not isinstance(state, dict):
+            raise ValueError(
+                f"the state is {state!r}, but must be what state_dict() of a ShardedSampler gave."
+            )
         for name in (*self._deal, "epoch", "position"):
             if name not in state:
                 raise ValueError(
@@ -162,8 +167,8 @@ class ShardedSampler(Sampler[int]):
                 "samples in an epoch: load what state_dict() gave, or begin the epoch anew with "
                 f"set_epoch({state['epoch']})."
             )
-        self._epoch = state["epoch"]
-        self._start = self._begun_at = state["position"]
+        self._epoch = int(state["epoch"])
+        self._start = self._begun_at = int(state["position"])
 
     def _share(self) -> Int[np.ndarray, " sample"]:
         return epoch_share(epoch=self._epoch, **self._deal)

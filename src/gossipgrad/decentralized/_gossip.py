@@ -141,10 +141,10 @@ def gossip(
             schedule=_resolve_schedule(topology, group.world_size, seed),
             mode=resolved_mode,
             payload=resolved_payload,
-            every=every,
+            every=int(every),
             average_every=resolve_average_every(average_every, group.world_size),
             wire_dtype=wire_dtype,
-            bucket_bytes=bucket_bytes,
+            bucket_bytes=int(bucket_bytes),
         )
         return GossipSession(
             model,

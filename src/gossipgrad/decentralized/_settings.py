@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ DEADLINE_SECONDS = 300.0
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,11 +43,17 @@ class _Waits:
 
     def __post_init__(self) -> None:
         number = self.deadline_seconds
-        if isinstance(number, bool) or not isinstance(number, int | float) or not number > 0:
+        if (
+            isinstance(number, bool)
+            or not isinstance(number, Real)
+            or not 0 < float(number) < math.inf
+        ):
             raise ValueError(
-                f"deadline_seconds must be positive, got {number!r}: it is how long "
+                f"deadline_seconds must be positive and finite, got {number!r}: it is how long "
                 "a step waits for a late partner"
             )
+        plain = int(number) if isinstance(number, Integral) else float(number)
+        object.__setattr__(self, "deadline_seconds", plain)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,6 +96,7 @@ class WeightsAndState:
                 "every counts rounds between exchanges of state, a whole number from 1, got "
                 f"{self.every!r}"
             )
+        object.__setattr__(self, "every", int(self.every))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,8 +177,8 @@ def resolve_average_every(average_every: int | str | None, world_size: int) -> i
         return max(1, math.ceil(math.log2(world_size)))
     if average_every is None:
         return None
-    if isinstance(average_every, int) and _is_count(average_every):
-        return average_every
+    if not isinstance(average_every, str) and _is_count(average_every):
+        return int(average_every)
     raise ValueError(
         f"average_every must be a positive number of steps, 'log_p' or None, got {average_every!r}"
     )
@@ -183,7 +191,7 @@ def check_numbers(*, every: object, bucket_bytes: object, wire_dtype: object) ->
             f"every counts steps in a round, so it is at least 1, got {every!r}: give a whole "
             "number, such as every=2"
         )
-    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int):
+    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, Integral):
         raise ValueError(
             f"bucket_bytes is the size of a message, a whole number such as 2**20, got "
             f"{bucket_bytes!r}"
@@ -192,4 +200,4 @@ def check_numbers(*, every: object, bucket_bytes: object, wire_dtype: object) ->
         raise ValueError(
             f"wire_dtype must be a type such as torch.bfloat16, or None, got {wire_dtype!r}"
         )
-    BucketPlan.make([], bucket_bytes=bucket_bytes, wire_dtype=wire_dtype)
+    BucketPlan.make([], bucket_bytes=int(bucket_bytes), wire_dtype=wire_dtype)

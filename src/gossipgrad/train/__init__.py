@@ -4,7 +4,7 @@ from ._config import DEFAULT_LR as DEFAULT_LR
 from ._config import GossipConfig as GossipConfig
 from ._config import PostLocalConfig as PostLocalConfig
 from ._config import TrainConfig as TrainConfig
+from ._given_world import find_world as find_world
 from ._outcome import Outcome as Outcome
 from ._result import RunFailedError as RunFailedError
 from ._run import run as run
-from ._world import find_world as find_world

@@ -11,10 +11,11 @@ from typing import Any, Literal
 from gossipgrad.comm import Faults
 
 from ._learning_rate import LearningRate, LrRule, LrSchedule
-from ._options import check_at_least, check_fields, from_plain
+from ._options import check_at_least, check_fields, from_plain, make_plain
 
 # Of each optimizer, where none is given.
 DEFAULT_LR = {"sgd": 0.1, "adamw": 1e-3, "muon": 1e-3}
+_MOST_THREADS = 1024
 # What config.json holds beside the options.
 _NOTES = ("lr_formula", "versions")
 
@@ -46,12 +47,17 @@ class GossipConfig:
     "drop rank=1 round=20" or "kill rank=1 round=20", several with ; between."""
 
     def __post_init__(self) -> None:
+        make_plain(self)
         check_fields(self)
         check_at_least(self, 1, "every")
         if not self.deadline_seconds > 0:
             raise ValueError(f"deadline_seconds is {self.deadline_seconds}, but must be above 0.")
-        if self.faults is not None:
-            Faults.parse(self.faults)
+        if self.deadline_seconds == math.inf:
+            raise ValueError(
+                "deadline_seconds is inf, but must be finite: a partner may never come."
+            )
+        if self.faults is not None and not Faults.parse(self.faults).ranks:
+            object.__setattr__(self, "faults", None)
         if self.average_every != "log_p":
             check_at_least(self, 1, "average_every")
 
@@ -66,6 +72,7 @@ class PostLocalConfig:
     """Local steps between two averages."""
 
     def __post_init__(self) -> None:
+        make_plain(self)
         check_fields(self)
         check_at_least(self, 1, "local_steps")
         if not 0 <= self.post_local_after <= 1:
@@ -168,6 +175,7 @@ class TrainConfig:
     """Show no progress."""
 
     def __post_init__(self) -> None:
+        make_plain(self)
         check_fields(self)
         check_at_least(
             self,
@@ -176,6 +184,12 @@ class TrainConfig:
             "threads",
         )
         check_at_least(self, 0, "seed", "weight_decay", "trace", "data_threads", "warmup_epochs")
+        for name in ("threads", "data_threads"):
+            if (getattr(self, name) or 0) > _MOST_THREADS:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}, but must be at most {_MOST_THREADS}: more "
+                    "threads than a rank has cores wait for each other."
+                )
         if self.warmup_epochs >= self.epochs:
             raise ValueError(
                 f"warmup_epochs is {self.warmup_epochs}, but must be below epochs, {self.epochs}: "

@@ -7,6 +7,10 @@ from collections.abc import Mapping
 import torch
 
 from ._config import TrainConfig
+from ._given_world import find_world
+
+# Where a launcher writes a rank's number on its machine.
+_LOCAL_RANKS = {"torchrun": "LOCAL_RANK", "Slurm": "SLURM_LOCALID"}
 
 
 def check_device(config: TrainConfig) -> None:
@@ -33,7 +37,8 @@ def find_device(
     Args:
         config: The options.
         rank: Of all; stands for the one on this machine where nothing else tells.
-        environ: Has the rank on this machine, as torchrun or Slurm write it.
+        environ: Has the rank on this machine, where torchrun or Slurm have started the world. What
+            they leave to a process that starts the ranks itself is not theirs, but its own.
 
     Raises:
         ValueError: `device` is cuda, and there is no GPU that torch can use.
@@ -46,5 +51,6 @@ def find_device(
             "device is cuda, but torch finds no GPU that it can use on this machine; use --device "
             "cpu, or a build of torch for the GPU and its driver."
         )
-    local_rank = int(environ.get("LOCAL_RANK", environ.get("SLURM_LOCALID", rank)))
+    world = find_world(environ)
+    local_rank = rank if world is None else int(environ.get(_LOCAL_RANKS[world.launcher], rank))
     return torch.device("cuda", local_rank % count)

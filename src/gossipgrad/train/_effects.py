@@ -3,6 +3,7 @@
 import dataclasses
 import warnings
 
+from gossipgrad.comm import Faults
 from gossipgrad.data import DatasetInfo, num_batches
 
 from ._config import GossipConfig, PostLocalConfig, TrainConfig
@@ -57,6 +58,16 @@ def _of_gossip(options: GossipConfig, steps: int) -> list[str]:
         found.append(
             f"average_every is {options.average_every}, but the run has {steps} steps: replicas "
             "are never averaged while training. Make average_every less."
+        )
+    last_round = steps // options.every
+    if options.mode == "sync" or options.payload.startswith("gradients"):
+        last_round -= 1  # the others send the first snapshot before the first step
+    faults = Faults.parse(options.faults or "")
+    if faults.last_round > max(last_round, 0):
+        found.append(
+            f"faults name rounds up to {faults.last_round}, but the run has rounds 0 to "
+            f"{max(last_round, 0)}: what comes later never happens. Name earlier rounds, or train "
+            "for longer."
         )
     return found
 

@@ -3,10 +3,26 @@
 import dataclasses
 import types
 import typing
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal
 
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+
+
+def make_plain(owner: Any) -> None:
+    """Make numbers of other libraries Python's own, and text a path in the fields that take one.
+
+    So what is checked is what is stored, and JSON can hold it.
+    """
+    hints = typing.get_type_hints(type(owner))
+    for field in dataclasses.fields(owner):
+        value = plain = getattr(owner, field.name)
+        if isinstance(value, Real) and not isinstance(value, bool):
+            plain = int(value) if isinstance(value, Integral) else float(value)
+        elif isinstance(value, str) and Path in _parts(hints[field.name]):
+            plain = Path(value)
+        object.__setattr__(owner, field.name, plain)
 
 
 def check_at_least(owner: object, least: int, *names: str) -> None:
@@ -76,8 +92,6 @@ def _named(kind: type) -> str:
 
 
 def _way_out(value: object, parts: tuple[Any, ...], default: object) -> str:
-    if isinstance(value, str) and Path in parts:
-        return f"; Path({value!r}) is one"
     if isinstance(value, str) and {int, float} & set(parts) and _is_number(value):
         return "; leave out the quotes"
     if isinstance(value, float) and int in parts and value.is_integer():

@@ -4,12 +4,13 @@ import os
 
 from ._check import check
 from ._config import TrainConfig
+from ._given_world import find_world
 from ._launcher import launch
 from ._layout import claim
 from ._outcome import Outcome, exit_code_of
 from ._progress import make_progress
 from ._summary import compose, finish, versions
-from ._world import find_world, run_in_world
+from ._world import run_in_world
 
 _DEFAULT_NPROC = 4
 

@@ -9,7 +9,6 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +19,7 @@ from gossipgrad import data
 from ._check import check
 from ._config import TrainConfig
 from ._gathering import gather, hear_of_run, open_store
+from ._given_world import World
 from ._layout import RunDir, claim
 from ._metrics import Event
 from ._outcome import Outcome, exit_code_of
@@ -33,39 +33,6 @@ from ._worker import short_cause
 _REPORT_TIMEOUT = timedelta(minutes=2)
 # Ctrl-C in a terminal comes twice: from there, and again from torchrun.
 _ECHO_SECONDS = 1.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class World:
-    """The place of this process among those already started."""
-
-    rank: int
-    world_size: int
-    launcher: str
-
-
-def find_world(environ: Mapping[str, str]) -> World | None:
-    """The world that the environment describes, None outside of one.
-
-    torchrun sets `RANK` and `WORLD_SIZE`; Slurm sets `SLURM_PROCID` and `SLURM_NTASKS`, and means a
-    world where there is more than one task.
-
-    Example:
-        >>> find_world({"SLURM_PROCID": "3", "SLURM_NTASKS": "8"})
-        World(rank=3, world_size=8, launcher='Slurm')
-        >>> find_world({})
-    """
-    if "RANK" in environ and "WORLD_SIZE" in environ:
-        return World(
-            rank=int(environ["RANK"]), world_size=int(environ["WORLD_SIZE"]), launcher="torchrun"
-        )
-    if "SLURM_PROCID" in environ and int(environ.get("SLURM_NTASKS", "1")) > 1:
-        return World(
-            rank=int(environ["SLURM_PROCID"]),
-            world_size=int(environ["SLURM_NTASKS"]),
-            launcher="Slurm",
-        )
-    return None
 
 
 def slurm_rendezvous(environ: Mapping[str, str]) -> dict[str, str]:
