@@ -37,7 +37,8 @@ def stopped_by_signal(
     def tell() -> None:
         nonlocal told_seconds
         metrics = Path(out) / "metrics-rank1.jsonl"
-        until(lambda: metrics.exists() and metrics.stat().st_size > 0, timeout_seconds=30)
+        # A busy machine takes long to start; what is measured begins with the signal.
+        until(lambda: metrics.exists() and metrics.stat().st_size > 0, timeout_seconds=80)
         told_seconds = time.monotonic()
         if rank != first:
             time.sleep(skew_seconds)

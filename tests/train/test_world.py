@@ -122,7 +122,8 @@ def test_gathering_names_who_is_missing_and_who_has_failed(monkeypatch):
 def test_ranks_in_lockstep_that_hear_of_the_stop_one_by_one_stop_together(
     strategy, first, tmp_path
 ):
-    ended = run_processes(2, stopped_by_signal, free_port(), str(tmp_path), strategy, first, 0.3)
+    options = free_port(), str(tmp_path), strategy, first, 0.3
+    ended = run_processes(2, stopped_by_signal, *options, timeout_seconds=100)
     for exit_code, seconds, _ in ended:
         assert exit_code == 130
         assert seconds < 5
