@@ -12,16 +12,21 @@ from support.links import make_transports
 from support.ranks import run_ranks
 
 
+def a_shuffle(end, rank, group):
+    """Twelve rows a rank, in batches of four, over the given end of a transport."""
+    return gg.RingShuffle(
+        torch.arange(12) + 12 * rank,
+        batch_size=4,
+        process_group=group,
+        transport=lambda group: end,
+    )
+
+
 def test_a_state_is_refused_while_rows_are_due_although_all_that_went_has_arrived():
     ends, barrier = make_transports("in-process", 2), threading.Barrier(2, timeout=60)
 
     def main(rank, group):
-        with gg.RingShuffle(
-            torch.arange(12) + 12 * rank,
-            batch_size=4,
-            process_group=group,
-            transport=lambda group: ends[rank],
-        ) as shuffle:
+        with a_shuffle(ends[rank], rank, group) as shuffle:
             if rank == 0:
                 next(iter(shuffle))
                 barrier.wait()
@@ -44,12 +49,7 @@ def test_after_a_settlement_the_state_can_be_had_without_what_a_leaver_took():
     ends, barrier = make_transports("in-process", 3), threading.Barrier(3, timeout=60)
 
     def main(rank, group):
-        with gg.RingShuffle(
-            torch.arange(12) + 12 * rank,
-            batch_size=4,
-            process_group=group,
-            transport=lambda group: ends[rank],
-        ) as shuffle:
+        with a_shuffle(ends[rank], rank, group) as shuffle:
             if rank == 0:
                 next(iter(shuffle))
             barrier.wait()

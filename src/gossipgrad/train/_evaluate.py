@@ -100,6 +100,9 @@ class TestPart:
 
 
 def copy_of(model: nn.Module) -> dict[str, Tensor]:
-    """The state of a model in memory of its own."""
+    """Parameters and buffers of a model in memory of their own.
+
+    Not by `state_dict()`, which a session warns of: here each rank's own replica is meant.
+    """
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return {name: tensor.detach().clone() for name, tensor in tensors}
