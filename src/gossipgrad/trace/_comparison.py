@@ -31,6 +31,7 @@ _USED_WHERE = {
     "lr_step_epochs": ("lr_schedule", {"step"}),
     "lr_gamma": ("lr_schedule", {"step"}),
     "shards": ("shuffle", {"ring", "local"}),
+    "shuffle_deadline_seconds": ("shuffle", {"ring"}),
     "data_threads": ("shuffle", {"global", "local"}),
 }
 
