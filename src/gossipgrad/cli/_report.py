@@ -1,7 +1,5 @@
 """`gossipgrad report`: the page of a run, written anew, or of several side by side."""
 
-import os
-import sys
 import warnings
 import webbrowser
 from dataclasses import dataclass
@@ -40,15 +38,7 @@ def main(arguments: list[str]) -> int:
     )
     out = _COMPARISON if options.out is None and len(options.runs) > 1 else options.out
     report = write_report(*options.runs, out=out)
-    _print_path(report)
+    print(report)
     if options.open and not webbrowser.open(report.resolve().as_uri()):
         warnings.warn(f"no browser could be started; open {report} yourself.", stacklevel=2)
     return 0
-
-
-def _print_path(path: Path) -> None:
-    try:
-        print(path)
-    except UnicodeEncodeError:  # a name that is no UTF-8; what reads the output gets its bytes
-        sys.stdout.flush()
-        sys.stdout.buffer.write(os.fsencode(path) + b"\n")
