@@ -35,8 +35,8 @@ class Network:
     and Unix sockets are the way in and out. Leaving the block kills what runs inside.
 
     A rate is that of the wire, in bits a second each way; TCP hands on 1448 bytes of each 1514.
-    Bandwidth is shaped, delay and loss are not. A file-first queue stands before each link, as in
-    a switch: flows that share one do not share it evenly.
+    Bandwidth is shaped, delay and loss are not. A first-in, first-out queue stands before each
+    link, as in a switch: flows that share one do not share it evenly.
 
     Args:
         hosts: How many.
