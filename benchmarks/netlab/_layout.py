@@ -25,12 +25,14 @@ class Layout:
         rates: Of each host's link, in bits a second, each way.
         racks: The hosts of each rack; those in none stand at the core.
         uplinks: Rate of each rack's link to the core, each way; None does not constrict.
+        slowest: The slowest that a host's link will be.
     """
 
     hosts: int
     rates: list[float]
     racks: tuple[tuple[int, ...], ...] = ()
     uplinks: list[float | None] = field(default_factory=list)
+    slowest: float = float("inf")
 
     @classmethod
     def of(
@@ -40,6 +42,7 @@ class Layout:
         host_rates: Mapping[int, float] | None = None,
         racks: Sequence[Sequence[int]] | None = None,
         uplink: float | None = None,
+        slowest: float | None = None,
     ) -> "Layout":
         """From what the user gives.
 
@@ -71,7 +74,15 @@ class Layout:
                     "it, as in racks=((0, 1), (2, 3))"
                 )
             check_rate(uplink, "uplink_bits_per_second")
-        return cls(hosts=hosts, rates=rates, racks=members, uplinks=[uplink] * len(members))
+        if slowest is None:
+            slowest = min(rates)
+        return cls(
+            hosts=hosts,
+            rates=rates,
+            racks=members,
+            uplinks=[uplink] * len(members),
+            slowest=check_rate(slowest, "slowest_bits_per_second"),
+        )
 
     def rack_of(self, host: int) -> int | None:
         """The rack that `host` stands in."""

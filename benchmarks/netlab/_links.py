@@ -68,8 +68,12 @@ class Wiring:
         )
 
     def pieces(self, rate: float) -> str:
-        """`ip` in a host: how large the pieces are that TCP hands to its link."""
-        return f"link set {INTERFACE} gso_max_size {piece_bytes(rate)}"
+        """`ip` in a host: how large the pieces are that TCP hands to its link.
+
+        A connection keeps the size it was made with: on a link that gets slower, larger pieces are
+        cut into frames.
+        """
+        return f"link set {INTERFACE} gso_max_size {piece_bytes(min(rate, self.layout.slowest))}"
 
     def shape_ports(self) -> Iterator[str]:
         """`tc` in the switch: what hosts receive, and both ends of every uplink."""

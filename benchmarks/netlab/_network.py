@@ -44,6 +44,8 @@ class Network:
         host_rates: Of those that differ.
         racks: The hosts of each rack; one that is in none stands at the core.
         uplink_bits_per_second: Of each rack's link to the core; None does not constrict.
+        slowest_bits_per_second: What a host's link may be set to later, at least; by default the
+            slowest of now. Below it the processors have more to do with every byte.
         envelope_bits_per_second: What this machine can carry, all hosts together. By default what
             `python -m benchmarks.netlab check` measured here.
 
@@ -66,10 +68,16 @@ class Network:
         host_rates: Mapping[int, float] | None = None,
         racks: Sequence[Sequence[int]] | None = None,
         uplink_bits_per_second: float | None = None,
+        slowest_bits_per_second: float | None = None,
         envelope_bits_per_second: float | None = None,
     ) -> None:
         self.layout = Layout.of(
-            hosts, rate_bits_per_second, host_rates, racks, uplink_bits_per_second
+            hosts,
+            rate_bits_per_second,
+            host_rates,
+            racks,
+            uplink_bits_per_second,
+            slowest_bits_per_second,
         )
         self._envelope = envelope_bits_per_second
         self._record: Record | None = None

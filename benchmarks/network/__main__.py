@@ -66,7 +66,11 @@ def _measure(options: argparse.Namespace, cells: Cells) -> None:
         },
     )
     hosts = max(grid.world_sizes)
-    with Shaped(hosts=hosts, rate_bits_per_second=START_RATE) as network:
+    with Shaped(
+        hosts=hosts,
+        rate_bits_per_second=START_RATE,
+        slowest_bits_per_second=min(grid.rates),
+    ) as network:
         network.verify()
         with Laboratory(network, hosts) as laboratory:
             _fill(options, grid, cells, laboratory, start)

@@ -195,6 +195,7 @@ class _Group:
             "cpu_seconds": _short(statistics.median(block["cpu_seconds"] for block in own)),
             "cpu_busy": _short(statistics.median(block["cpu_busy"] for block in own)),
             "late_share": _short(statistics.median(block["late_share"] for block in own)),
+            "uneven_share": _short(statistics.median(block["uneven_share"] for block in own)),
             "clocks": {
                 what: _short(statistics.median(block["clocks"][what] for block in own))
                 for what in own[0]["clocks"]
@@ -210,7 +211,7 @@ class _Group:
         figures = (
             *("step_seconds_median", "efficiency", "exposed_seconds", "bytes_on_wire"),
             *("bound_seconds", "bare_seconds", "exchange_bound_seconds", "cpu_seconds"),
-            *("cpu_busy", "late_share"),
+            *("cpu_busy", "late_share", "uneven_share"),
         )
         return self._head(name, rate) | {
             "step_seconds": [],
@@ -248,6 +249,8 @@ def marks_of(cell: Cell) -> list[str]:
         marks.append(f"CPUs {100 * cell['cpu_busy']:.0f} % busy")
     if cell["late_share"] > MOST_LATE:
         marks.append(f"emulated compute {100 * cell['late_share']:.0f} % late")
+    if cell["uneven_share"] > MOST_LATE:
+        marks.append(f"the last rank began {100 * cell['uneven_share']:.0f} % late")
     return marks
 
 

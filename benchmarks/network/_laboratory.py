@@ -162,7 +162,8 @@ class Laboratory:
         Returns:
             `seconds`: of each step, the mean over the steps of the slowest rank; `late_share`;
             `cpu_seconds` of all ranks, a step; `cpu_busy`: share of the machine; `bytes_on_wire`:
-            sent by a host, a step; `clocks`: what contestants count, a step, mean of the ranks.
+            sent by a host, a step; `clocks`: what contestants count, a step, mean of the ranks;
+            `uneven_share`: how much later than told the last rank began, of the time it took.
         """
         before = self.network.passed_bytes(self._joined)
         busy = _CpuBusy()
@@ -171,7 +172,9 @@ class Laboratory:
         cpu_busy = busy.share()
         sent = self._drain() - before
         planned = sum(one["planned_seconds"] for one in told)
+        late = max(one["started_late_seconds"] for one in told)
         return {
+            "uneven_share": late / max(sum(one["seconds"]) for one in told),
             "seconds": max(sum(one["seconds"]) / steps for one in told),
             "late_share": sum(one["late_seconds"] for one in told) / planned if planned else 0.0,
             "cpu_seconds": sum(one["cpu_seconds"] for one in told) / steps,

@@ -50,17 +50,22 @@ class Worker:
         surroundings = Surroundings(profile=Profile.from_json(profile), size_factor=size_factor)
         made = (CONTESTANTS | BARE)[name].make(surroundings)
         self._held[name] = made
+        # What stays is not looked at again: a collection in a block would hold up this rank, and
+        # with it all that wait for it.
+        gc.collect()
+        gc.freeze()
         model = getattr(made, "model", None)
         return 0 if model is None else sum(p.nbytes for p in model.parameters())
 
     def run(self, name: str, warm_up: int, steps: int, start_at: float) -> dict[str, Any]:
         """Runs a block from a moment (`time.perf_counter`, the same in all processes) on."""
-        gc.collect()
+        late = max(0.0, time.perf_counter() - start_at)
         time.sleep(max(0.0, start_at - time.perf_counter()))
         cpu = _cpu_seconds()
         block = run_block(self._held[name], warm_up, steps)
         return {
             **asdict(block),
+            "started_late_seconds": late,
             "cpu_seconds": (_cpu_seconds() - cpu) * steps / (steps + warm_up),
         }
 
@@ -72,6 +77,7 @@ class Worker:
         dist.barrier()
         dist.destroy_process_group()
         self._store = None
+        gc.unfreeze()
         gc.collect()
 
 

@@ -137,6 +137,7 @@ class FakeLaboratory:
         return {
             "seconds": 0.5 if name == "exchange" else 0.02,
             "late_share": 0.0,
+            "uneven_share": 0.0,
             "cpu_seconds": 0.01,
             "cpu_busy": 0.8 if name == "gossip" else self.cpu_busy,
             "bytes_on_wire": 1_000_000,
@@ -247,10 +248,11 @@ def test_a_cell_of_two_processes_on_loopback(tmp_path):
 
 
 def test_marks():
-    calm = {"cpu_busy": 0.5, "late_share": 0.01}
+    calm = {"cpu_busy": 0.5, "late_share": 0.01, "uneven_share": 0.01}
     assert marks_of(calm) == []
     assert marks_of(calm | {"cpu_busy": 0.71}) == ["CPUs 71 % busy"]
     assert marks_of(calm | {"late_share": 0.06}) == ["emulated compute 6 % late"]
+    assert marks_of(calm | {"uneven_share": 0.3}) == ["the last rank began 30 % late"]
 
 
 def test_goals_that_are_missed_are_told():

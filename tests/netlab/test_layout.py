@@ -14,6 +14,7 @@ from benchmarks.netlab import (
     parse_rate,
 )
 from benchmarks.netlab.__main__ import _parser
+from benchmarks.netlab._links import Wiring
 from benchmarks.netlab._run import fill_in
 
 Layout = _layout.Layout
@@ -139,3 +140,18 @@ def test_the_command_reads_its_arguments(capsys):
 def test_what_is_filled_in():
     words = fill_in(["--rank={rank}", "{other}", "{rank}of{size}"], {"rank": "3", "size": "4"})
     assert words == ["--rank=3", "{other}", "3of4"]
+
+
+def test_connections_are_made_for_the_slowest_rate():
+    """On Linux a TCP connection keeps the largest piece that its interface had when it was made."""
+
+    def size(rate, **settings):
+        layout = Network(hosts=2, rate_bits_per_second=rate, **settings).layout
+        wiring = Wiring(layout, ["a", "b"], "switch", 1)
+        return int(wiring.pieces(rate).split()[-1])
+
+    assert size(1e9) == 64 << 10
+    assert size(1e8) < 32 << 10
+    assert size(1e9, slowest_bits_per_second=1e8) == size(1e8)
+    with pytest.raises(ValueError, match="slowest_bits_per_second"):
+        size(1e9, slowest_bits_per_second=10.0)
