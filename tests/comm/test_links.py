@@ -43,7 +43,6 @@ def post(channel, peer, round=0, value=0.0):
         ({"run": bytes(16)}, 16),
         ({"sender": 0}, 16),
         ({"sender": 2}, 16),
-        ({"generation": 1}, 16),
         ({"dtype": torch.bfloat16}, 16),
         ({"dtype": None}, 16),
         ({"size_bytes": 8}, 16),

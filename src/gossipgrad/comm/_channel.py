@@ -5,16 +5,18 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
-import torch
 from torch import Tensor
 
 from gossipgrad.comm._exchange import Exchange, Outcome
 from gossipgrad.comm._ledger import Ledger
-from gossipgrad.comm._part import Part, check_fits
+from gossipgrad.comm._news import News, Unheard
+from gossipgrad.comm._part import Part, check_planned, read, values_of
+from gossipgrad.comm._place import place
 from gossipgrad.comm._sender import DeferredSender
 from gossipgrad.comm._transport import Arrival, Lost, Sent, Ticket, Transport
+from gossipgrad.comm._turn import Turn
 from gossipgrad.comm._wire import Header, Kind, WireError
 
 __all__ = ["Channel"]
@@ -29,10 +31,10 @@ _WAKE_SECONDS = 0.5  # a wait wakes this often, so that Ctrl-C and silent deaths
 class Channel:
     """Exchanges buckets with partners, one round after the other.
 
-    An exchange counts iff both ends sent their part. A rank gives a round up (voids it) only
-    before sending, and names it in the next header on that link. What is received is checked
-    against the plan before it is kept: run, generation, sender, bucket, dtype and size; anything
-    else is dropped and counted in `refused`.
+    An exchange counts iff both ends sent their part, in the same generation of the membership. A
+    rank gives a round up (voids it) only before sending, and names it in the next header on that
+    link. What is received is checked against the plan before it is kept: run, sender, bucket, dtype
+    and size; anything else is dropped and counted in `refused`.
 
     When a peer is late, `take` returns `LATE` at the deadline and the exchange stays open. When it
     died or left, its open exchanges end as `DEAD_PEER`; no call raises for it.
@@ -43,7 +45,8 @@ class Channel:
         plan: dtype and size of each bucket, equal on all ranks.
         credits: Rounds that may be open on one link; a further one is void at once. This bounds
             the memory: `credits + 1` snapshots.
-        generation: The membership this rank lives in; messages of another are void.
+        generation: The membership this rank lives in, until it enters another.
+        news: Is told who is gone, and of later generations.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class Channel:
         plan: Sequence[Part],
         credits: int = 1,
         generation: int = 0,
+        news: News | None = None,
     ) -> None:
         if len(run) != 16:
             raise ValueError(f"run must be 16 bytes, got {len(run)}: use secrets.token_bytes(16)")
@@ -71,15 +75,14 @@ class Channel:
         self._sender = DeferredSender(self._transmit)
         self._run = run
         self._lock = threading.RLock()
-        self._turn = threading.Condition()  # whose turn it is to listen
-        self._listening = False
+        self._news = Unheard() if news is None else news
+        self._turn = Turn()
         self._ledgers: defaultdict[int, Ledger] = defaultdict(Ledger)
         self._linked: set[int] = set()
         self._tickets: list[tuple[int, Ticket]] = []
         self._last_round = -1
         self._epoch = 0
-        self._closed = False  # towards the caller
-        self._shut = False  # towards the transport
+        self._closed = False
         self._process = os.getpid()
 
     @property
@@ -90,7 +93,7 @@ class Channel:
 
     @property
     def last_round(self) -> int:
-        """The highest round that was posted, -1 before the first."""
+        """The place of the last round that was posted, -1 before the first."""
         return self._last_round
 
     @property
@@ -125,44 +128,40 @@ class Channel:
         Raises:
             ValueError: If the payload does not fit the plan.
         """
-        part = self.plan[bucket]
-        if payload.dtype != part.dtype or payload.numel() != part.numel:
-            raise ValueError(
-                f"bucket {bucket} is planned as {part.numel} x {part.dtype}, "
-                f"got {payload.numel()} x {payload.dtype}"
-            )
-        exchange = Exchange(round, bucket, send_to, recv_from)
+        check_planned(bucket, payload, self.plan)
         with self._lock:
+            at = place(self.generation, round)
+            exchange = Exchange(round, bucket, send_to, recv_from, at=at)
             if self._closed:
                 exchange.finish(Outcome.VOID)
                 return exchange
-            self._last_round = max(self._last_round, round)
+            self._last_round = max(self._last_round, at)
             if recv_from is None:
                 self._send_part(exchange, payload, ready)
                 exchange.finish(Outcome.DELIVERED)
                 return exchange
             ledger = self._ledgers[recv_from]
-            assert (round, bucket) not in ledger.open, f"round {round} is posted twice"
-            ledger.prune(before=round)
-            early = ledger.early.pop((round, bucket), None)
+            assert (at, bucket) not in ledger.open, f"round {round} is posted twice"
+            ledger.prune(before=at)
+            early = ledger.early.pop((at, bucket), None)
             refusal = None
             if early is None:
-                refusal = ledger.refusal(round, credits=self.credits, epoch=self._epoch)
+                refusal = ledger.refusal(at, credits=self.credits, epoch=self._settlement)
             if refusal is None:
                 if early is None:
                     self._transport.open(recv_from)
                     self._linked.add(recv_from)
                 self._send_part(exchange, payload, ready)
                 if early is None:
-                    ledger.open[round, bucket] = exchange
+                    ledger.open[at, bucket] = exchange
                 else:
                     exchange.finish(Outcome.DELIVERED, early)
                 return exchange
             exchange.finish(refusal)
             if send_to != recv_from:
-                ledger.cancelled.add(round)
+                ledger.cancelled.add(at)
                 self._send_part(exchange, payload, ready)
-            elif round not in ledger.voided:
+            elif at not in ledger.voided:
                 self._give_up(send_to, round)
         return exchange
 
@@ -218,15 +217,27 @@ class Channel:
         """Ends what `settle` began, once all ranks came together.
 
         Args:
-            last_rounds: The last round that each rank has posted; what is open past it is void.
+            last_rounds: The place of the last round that each rank has posted; what is open past it
+                is void.
             next_round: Where rounds go on, equal on all ranks.
         """
         with self._lock:
             self._epoch += 1
             for peer, last_round in enumerate(last_rounds):
                 ledger = self._ledgers[peer]
-                ledger.resolve(lambda round, last=last_round: round > last, Outcome.VOID)
-                ledger.prune(before=next_round)
+                ledger.resolve(lambda at, last=last_round: at > last, Outcome.VOID)
+                ledger.prune(before=place(self.generation, next_round))
+
+    def enter(self, generation: int, next_round: int, living: Collection[int]) -> None:
+        """Lives in another membership from `next_round` on, and tells those who live in it.
+
+        What is under way with them counts if both have sent their part before they entered; with
+        others it is over. Rounds with a peer are void until it has said that it entered, too.
+        """
+        with self._lock:
+            assert generation > self.generation, f"generation {generation} is no later one"
+            self.generation, self._epoch = generation, 0
+            self._tell(self._header(Kind.ENTER, round=next_round), set(living) - {self.rank})
 
     def close(self, linger_seconds: float = 2.0) -> None:
         """Says LEAVE on every link and closes; open exchanges end as `VOID`; local.
@@ -249,24 +260,19 @@ class Channel:
         self._sender.drain(max(0.0, deadline - time.perf_counter()))
         with self._lock:
             self._announce(Kind.LEAVE, self._linked)
-        with self._turn:
-            self._turn.wait_for(lambda: not self._listening)
-            self._shut = True
+        with self._turn.end():
             self._transport.close(min(_LEAVE_SECONDS, linger_seconds))
 
     def _poll(self, timeout_seconds: float, awaited: Exchange | None = None) -> None:
         """Like `poll`; one thread at a time listens, and may serve those that wait beside it."""
 
         def served() -> bool:
-            return self._shut or (awaited is not None and not awaited.open)
+            return awaited is not None and not awaited.open
 
         deadline = time.perf_counter() + timeout_seconds
-        with self._turn:
-            self._turn.wait_for(lambda: not self._listening or served(), timeout_seconds)
-            if self._listening or served():
+        with self._turn.take(served, timeout_seconds) as mine:
+            if not mine:
                 return
-            self._listening = True
-        try:
             events = self._transport.receive(max(0.0, deadline - time.perf_counter()))
             with self._lock:
                 for event in events:
@@ -274,10 +280,13 @@ class Channel:
                         self._lose(event.peer, _LOST)
                     else:
                         self._accept(event)
-        finally:
-            with self._turn:
-                self._listening = False
-                self._turn.notify_all()
+                for peer in self._news.expelled():
+                    if self._ledgers[peer].gone is None:
+                        self._lose(peer, _LOST)
+
+    @property
+    def _settlement(self) -> int:
+        return place(self.generation, self._epoch)
 
     def _all_sent(self) -> bool:
         with self._lock:
@@ -324,24 +333,25 @@ class Channel:
         if peer is None:
             return
         ledger = self._ledgers[peer]
-        if ledger.gone is not None or round in ledger.given_up:
+        at = place(self.generation, round)
+        if ledger.gone is not None or at in ledger.given_up:
             return
-        ledger.give_up(round)
-        note = self._header(Kind.NOTE, round=round)
-        self._sender.send(peer, note.pack(), None, None)
-        self._linked.add(peer)
+        ledger.give_up(at)
+        self._tell(self._header(Kind.NOTE, round=round), [peer])
 
     def _announce(self, kind: Kind, peers: Iterable[int], *, ahead: int = 1) -> None:
-        header = self._header(kind, round=self._last_round, ahead=ahead).pack()
-        for peer in set(peers) - {self.rank}:
+        last = self._last_round - place(self.generation, 0)
+        self._tell(self._header(kind, round=last, ahead=ahead), set(peers) - {self.rank})
+
+    def _tell(self, header: Header, peers: Iterable[int]) -> None:
+        for peer in peers:
             if self._ledgers[peer].gone is None:
-                self._sender.send(peer, header, None, None)
+                self._sender.send(peer, header.pack(), None, None)
                 self._linked.add(peer)
 
     def _accept(self, arrival: Arrival) -> None:
         try:
-            header = Header.unpack(arrival.header)
-            self._check(header, arrival.payload)
+            header = read(arrival, self.plan, run=self._run, rank=self.rank, among=self.world_size)
         except WireError as error:
             self.refused += 1
             logger.debug("rank %d dropped a message: %s", self.rank, error)
@@ -353,41 +363,30 @@ class Channel:
             if ledger.gone == _LOST and not ledger.parted and header.kind is not Kind.LEAVE:
                 # Our link to it broke, not its to us: without a word it would wait for us.
                 ledger.parted = True
-                leave = self._header(Kind.LEAVE, round=self._last_round)
-                self._transport.send(peer, leave.pack())
+                self._transport.send(peer, self._header(Kind.LEAVE, round=-1).pack())
             return
+        if header.generation > self.generation:
+            self._news.ahead(header.generation)
+        at = place(header.generation, header.round)
         if header.kind is Kind.LEAVE:
             self._lose(peer, _LEFT)
         elif header.kind is Kind.SETTLE:
-            ledger.settled = (header.epoch, header.round)
-            if header.epoch > self._epoch:
-                ledger.resolve(lambda round: round > header.round, Outcome.VOID)
+            ledger.settled = (place(header.generation, header.epoch), at)
+            if ledger.settled[0] > self._settlement:
+                ledger.resolve(lambda open_at: open_at > at, Outcome.VOID)
         else:
-            if header.round > ledger.settled[1]:
-                ledger.settled = (0, header.round)  # it goes on, whatever became of the collective
-            ledger.passed(header.round)
+            if at > ledger.settled[1]:
+                ledger.settled = (0, at)  # it goes on, whatever became of the collective
+            ledger.passed(at)
             if header.voided:
-                ledger.voided.update(header.voided)
-                ledger.resolve(lambda round: round in header.voided, Outcome.VOID)
+                voided = {place(header.generation, round) for round in header.voided}
+                ledger.voided |= voided
+                ledger.resolve(lambda open_at: open_at in voided, Outcome.VOID)
             if header.kind is Kind.DATA:
-                self._deliver(ledger, header, arrival.payload)
-
-    def _deliver(self, ledger: Ledger, header: Header, payload: Tensor | None) -> None:
-        body = torch.empty(0, dtype=torch.uint8) if payload is None else payload
-        values = body.view(self.plan[header.bucket].dtype)
-        if ledger.deliver(header.round, header.bucket, values):
-            self.bytes_received += header.size_bytes
-        else:
-            self.refused += 1
-
-    def _check(self, header: Header, payload: Tensor | None) -> None:
-        if header.run != self._run:
-            raise WireError("it belongs to another run")
-        if not 0 <= header.sender < self.world_size or header.sender == self.rank:
-            raise WireError(f"rank {header.sender} is no peer of this run")
-        if header.generation != self.generation:
-            raise WireError(f"generation {header.generation} is not ours ({self.generation})")
-        check_fits(header, payload, self.plan)
+                values = values_of(header, arrival.payload, self.plan)
+                kept = ledger.deliver(at, header.bucket, values)
+                self.bytes_received += header.size_bytes if kept else 0
+                self.refused += not kept
 
     def _lose(self, peer: int, how: str) -> None:
         ledger = self._ledgers[peer]
@@ -397,4 +396,5 @@ class Channel:
         ledger.gone = how
         level = logging.INFO if how == _LEFT else logging.WARNING
         logger.log(level, "rank %d %s; rank %d goes on without it", peer, how, self.rank)
-        ledger.resolve(lambda round: True, Outcome.DEAD_PEER)
+        ledger.resolve(lambda at: True, Outcome.DEAD_PEER)
+        self._news.gone(peer, left=how == _LEFT)

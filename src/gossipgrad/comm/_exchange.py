@@ -37,6 +37,7 @@ class Exchange:
         received: The partner's part, flat, in host memory; only when `DELIVERED`.
         ticket: Done when the buffer that was posted may be written again.
         posted_seconds: When it was posted (`time.perf_counter`).
+        at: The place of its round among those of all generations.
     """
 
     round: int
@@ -48,6 +49,7 @@ class Exchange:
     ticket: Ticket = field(default_factory=Sent)
     posted_seconds: float = field(default_factory=time.perf_counter)
     finished_seconds: float | None = None
+    at: int = -1
 
     @property
     def open(self) -> bool:

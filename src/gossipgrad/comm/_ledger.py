@@ -6,17 +6,20 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from gossipgrad.comm._exchange import Exchange, Outcome
+from gossipgrad.comm._place import generation_of
 
 __all__ = ["Ledger"]
 
 _EARLY_ROUNDS = 16  # how far ahead of us a partner's parts are kept
 
-Key = tuple[int, int]  # round, bucket
+Key = tuple[int, int]  # place of the round, bucket
 
 
 @dataclass(eq=False, slots=True)
 class Ledger:
     """The state of one link. Its messages come in order, of rising rounds.
+
+    Rounds are told by their places, which order generations, too (`place`).
 
     Attributes:
         open: Exchanges that await the peer's part.
@@ -50,8 +53,8 @@ class Ledger:
         if self.gone is not None:
             return Outcome.DEAD_PEER
         settled_epoch, settled_round = self.settled
-        if round < self.latest:
-            return Outcome.VOID
+        if round < self.latest or generation_of(round) > generation_of(self.latest):
+            return Outcome.VOID  # the peer is past it, or has not come to this generation yet
         if round in self.voided or (settled_epoch > epoch and round > settled_round):
             return Outcome.VOID
         if round in self.given_up or round in self.cancelled:
@@ -88,8 +91,8 @@ class Ledger:
 
     def cancel(self, exchange: Exchange) -> None:
         """Ends an open exchange; the peer's part is dropped should it come."""
-        self.open.pop((exchange.round, exchange.bucket))
-        self.cancelled.add(exchange.round)
+        self.open.pop((exchange.at, exchange.bucket))
+        self.cancelled.add(exchange.at)
         exchange.finish(Outcome.VOID)
 
     def resolve(self, which: Callable[[int], bool], outcome: Outcome) -> None:

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gossipgrad.comm._transport import Arrival
 from gossipgrad.comm._wire import Header, Kind, WireError
 
-__all__ = ["Part", "check_fits"]
+__all__ = ["Part", "check_planned", "read", "values_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +25,42 @@ class Part:
         return self.numel * self.dtype.itemsize
 
 
-def check_fits(header: Header, payload: Tensor | None, plan: Sequence[Part]) -> None:
-    """Whether a message carries what its header says and the plan foresees.
+def check_planned(bucket: int, payload: Tensor, plan: Sequence[Part]) -> None:
+    """Refuses to send what the plan does not foresee.
 
     Raises:
-        WireError: If it does not.
+        ValueError: If the payload does not fit.
     """
+    part = plan[bucket]
+    if payload.dtype != part.dtype or payload.numel() != part.numel:
+        raise ValueError(
+            f"bucket {bucket} is planned as {part.numel} x {part.dtype}, "
+            f"got {payload.numel()} x {payload.dtype}"
+        )
+
+
+def read(arrival: Arrival, plan: Sequence[Part], *, run: bytes, rank: int, among: int) -> Header:
+    """The header of a message, if it is one of this run, to this rank, that fits the plan.
+
+    Raises:
+        WireError: If it is not.
+    """
+    header = Header.unpack(arrival.header)
+    if header.run != run:
+        raise WireError("it belongs to another run")
+    if not 0 <= header.sender < among or header.sender == rank:
+        raise WireError(f"rank {header.sender} is no peer of this run")
+    _check_fits(header, arrival.payload, plan)
+    return header
+
+
+def values_of(header: Header, payload: Tensor | None, plan: Sequence[Part]) -> Tensor:
+    """The elements that a message brings."""
+    body = torch.empty(0, dtype=torch.uint8) if payload is None else payload
+    return body.view(plan[header.bucket].dtype)
+
+
+def _check_fits(header: Header, payload: Tensor | None, plan: Sequence[Part]) -> None:
     if header.kind is not Kind.DATA:
         if payload is not None:
             raise WireError(f"a {header.kind.name} message carries no payload")

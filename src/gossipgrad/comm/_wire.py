@@ -29,6 +29,7 @@ class Kind(enum.IntEnum):
     SETTLE = 3  # nothing past `round` comes from the sender before collective `epoch` is over;
     # one that is over already takes an earlier SETTLE back
     LEAVE = 4  # nothing past `round` comes from the sender any more
+    ENTER = 5  # the sender lives in `generation`, and sends nothing of it before `round`
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """Who meets whom in round t, and how well that mixes: pure arithmetic, nothing communicates."""
 
+from ._among import among as among
 from ._analysis import Analysis as Analysis
 from ._analysis import analyse as analyse
 from ._analysis import contraction as contraction
