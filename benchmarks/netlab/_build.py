@@ -10,10 +10,22 @@ from ._links import Wiring, shaper
 from ._probe import lacking_features
 from ._system import run, run_batch
 
-__all__ = ["Counters", "build", "change_rate", "change_uplink", "read_counters"]
+__all__ = [
+    "Counters",
+    "build",
+    "change_rate",
+    "change_uplink",
+    "connect",
+    "join_hosts",
+    "part_hosts",
+    "read_counters",
+]
 
 # Else the bridges greet every host now and then, and the counters have it.
 _NO_IPV6 = "cd /proc/sys/net/ipv6/conf/default 2>/dev/null && echo 1 > disable_ipv6 || true"
+
+
+_NOBODY = "lladdr 02:00:00:00:00:00 nud permanent"
 
 
 class Counters(NamedTuple):
@@ -53,6 +65,26 @@ def change_uplink(wiring: Wiring, rack: int, rate: float | None) -> None:
     """Both ends of a rack's link to the core."""
     for end in (f"up{rack}", f"down{rack}"):
         run("tc", "-n", wiring.switch, *shaper("change", end, rate).split())
+
+
+def part_hosts(wiring: Wiring, one: int, other: int) -> None:
+    """Frames between two hosts go to an address that nobody has; both still reach all others."""
+    for here, there in ((one, other), (other, one)):
+        where = f"neigh replace {wiring.address(there)} dev {INTERFACE}"
+        run("ip", "-n", wiring.hosts[here], *where.split(), *_NOBODY.split())
+
+
+def join_hosts(wiring: Wiring, one: int, other: int) -> None:
+    """Takes `part_hosts` back."""
+    for here, there in ((one, other), (other, one)):
+        where = f"neigh del {wiring.address(there)} dev {INTERFACE}"
+        run("ip", "-n", wiring.hosts[here], *where.split())
+
+
+def connect(wiring: Wiring, host: int, *, on: bool) -> None:
+    """Whether the switch forwards anything of a host's port; the link stays up."""
+    state = "3" if on else "0"  # forwarding, disabled: the names of `bridge` are not in all of them
+    run("bridge", "-n", wiring.switch, "link", "set", "dev", f"host{host}", "state", state)
 
 
 def read_counters(wiring: Wiring, host: int) -> Counters:

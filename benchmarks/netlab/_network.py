@@ -8,7 +8,16 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from ._build import Counters, build, change_rate, change_uplink, read_counters
+from ._build import (
+    Counters,
+    build,
+    change_rate,
+    change_uplink,
+    connect,
+    join_hosts,
+    part_hosts,
+    read_counters,
+)
 from ._envelope import check_load
 from ._errors import NetlabError
 from ._layout import INTERFACE, Layout
@@ -212,6 +221,25 @@ class Network:
         change_uplink(self.wiring, rack, rate_bits_per_second)
         self.layout.uplinks[rack] = rate_bits_per_second
 
+    def cut(self, one: int, other: int) -> None:
+        """Lets nothing pass between two hosts any more, without a word to either; see `heal`.
+
+        As with a fault far away: connections stay, and their bytes are sent again and again.
+        """
+        part_hosts(self.wiring, *self._two(one, other))
+
+    def heal(self, one: int, other: int) -> None:
+        """Takes `cut` back. TCP notices when it tries next, after up to as long again."""
+        join_hosts(self.wiring, *self._two(one, other))
+
+    def cut_off(self, host: int) -> None:
+        """Lets nothing pass between a host and all others any more; see `cut` and `reconnect`."""
+        connect(self.wiring, self.layout.check_host(host), on=False)
+
+    def reconnect(self, host: int) -> None:
+        """Takes `cut_off` back."""
+        connect(self.wiring, self.layout.check_host(host), on=True)
+
     def traffic(self, hosts: Sequence[int] | None = None) -> Traffic:
         """Workers that move real bytes between `hosts`, by default all; a context manager."""
         return Traffic(self.popen, self.address, range(self.hosts) if hosts is None else hosts)
@@ -238,6 +266,11 @@ class Network:
         of them as one, with one header.
         """
         return read_counters(self.wiring, self.layout.check_host(host))
+
+    def _two(self, one: int, other: int) -> tuple[int, int]:
+        if one == other:
+            raise ValueError(f"host {one} twice: a link has two ends")
+        return self.layout.check_host(one), self.layout.check_host(other)
 
     def _up(self) -> Record:
         if self._record is None:

@@ -1,0 +1,216 @@
+"""Fault scripts: which setting, which faults, drawn by seed and told in words."""
+
+import random
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gossipgrad import topology
+
+__all__ = ["Fault", "Script", "Setting", "draw_script"]
+
+# How often each kind of script is drawn. The first four kill, of one rank to all but one.
+_KINDS = {
+    "one dies": 7,
+    "two die at once": 3,
+    "half die at once": 2,
+    "all but one die": 2,
+    "pause": 4,
+    "slow link": 2,
+    "cut link": 2,
+    "cut off": 2,
+    "one dies, another pauses": 3,
+    "one after another dies": 2,
+    "a link is cut, one dies": 1,
+}
+_MOMENTS = ("start", "between", "exchange", "consensus", "anytime")
+_PAUSE_SECONDS = (0.5, 6.0)
+_CUT_SECONDS = (0.5, 4.0)
+_SLOW_BITS_PER_SECOND = (1e6, 2e7)
+_LAST_SHARE = 0.8  # of the run, in which faults begin
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What is trained, apart from faults.
+
+    Attributes:
+        world_size: How many ranks.
+        topology: Who meets whom.
+        mode: How exchanges are mixed.
+    """
+
+    world_size: int
+    topology: str
+    mode: str
+
+    def __str__(self) -> str:
+        return f"{self.world_size} ranks, {self.topology}, {self.mode}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One fault; the first of its ranks sets it off.
+
+    Attributes:
+        kind: `kill`, `pause`, `slow` (the rank's link to all others), `cut` (the link between two
+            ranks), `off` (the rank from everything).
+        ranks: Who it befalls; of `cut`, the two ends.
+        moment: `start`: `seconds_in` after the process has begun. `between`: before the step.
+            `exchange`: in the step, when the part is sent and the partner's awaited. `consensus`:
+            `seconds_in` after the evaluation of that number has begun. `anytime`: `seconds_in`
+            after the step has begun.
+        number: Of the step or the evaluation, from 1.
+        seconds_in: See `moment`.
+        seconds: How long it lasts; a kill lasts.
+        bits_per_second: Of a slow link.
+    """
+
+    kind: str
+    ranks: tuple[int, ...]
+    moment: str
+    number: int = 1
+    seconds_in: float = 0.0
+    seconds: float = 0.0
+    bits_per_second: float = 0.0
+
+    @property
+    def of_links(self) -> bool:
+        """Whether it needs links that can be shaped."""
+        return self.kind in ("slow", "cut", "off")
+
+    def __str__(self) -> str:
+        several = "s" if len(self.ranks) > 1 else ""
+        who = f"rank{several} {', '.join(map(str, self.ranks))}"
+        what = {
+            "kill": f"kill {who}",
+            "pause": f"pause {who} for {self.seconds:.1f} s",
+            "slow": f"{who}'s link at {self.bits_per_second / 1e6:.1f} Mbit/s "
+            f"for {self.seconds:.1f} s",
+            "cut": f"cut the link of {who} for {self.seconds:.1f} s",
+            "off": f"cut {who} off for {self.seconds:.1f} s",
+        }[self.kind]
+        after = f"{1e3 * self.seconds_in:.0f} ms into"
+        when = {
+            "start": f"{after} its start",
+            "between": f"before step {self.number}",
+            "exchange": f"in the exchange of step {self.number}",
+            "consensus": f"{after} evaluation {self.number}",
+            "anytime": f"{after} step {self.number}",
+        }[self.moment]
+        return f"{what}, {when}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """A run with faults."""
+
+    seed: int
+    setting: Setting
+    kind: str
+    faults: tuple[Fault, ...]
+
+    @property
+    def of_links(self) -> bool:
+        """Whether it needs links that can be shaped."""
+        return any(fault.of_links for fault in self.faults)
+
+    @property
+    def killed(self) -> set[int]:
+        """Ranks that are to die."""
+        return {rank for fault in self.faults if fault.kind == "kill" for rank in fault.ranks}
+
+    @property
+    def disturbed(self) -> set[int]:
+        """Ranks that are held up, or out of reach, for a while."""
+        return {rank for fault in self.faults if fault.kind != "kill" for rank in fault.ranks}
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "Script":
+        """The script that `to_json` wrote."""
+        faults = tuple(
+            Fault(**fault | {"ranks": tuple(fault["ranks"])}) for fault in values["faults"]
+        )
+        return cls(**values | {"setting": Setting(**values["setting"]), "faults": faults})
+
+
+def draw_script(seed: int, *, steps: int, evaluations: int) -> Script:
+    """The script of a seed, for runs of so many steps and evaluations on each rank."""
+    rng = random.Random(seed)
+    p = rng.choice((3, 4, 5, 6))
+    mode = rng.choice(("overlap", "sync", "stale"))
+    setting = Setting(world_size=p, topology=rng.choice(_topologies(p, mode)), mode=mode)
+    kind = rng.choices(list(_KINDS), list(_KINDS.values()))[0]
+    draw = _Draw(rng, p, steps, evaluations)
+    a, b, c = (draw.some(count) for count in (1, 1, 1))
+    faults = {
+        "one dies": lambda: [draw.kill(1)],
+        "two die at once": lambda: [draw.kill(2)],
+        "half die at once": lambda: [draw.kill(p // 2)],
+        "all but one die": lambda: [draw.kill(p - 1)],
+        "pause": lambda: [draw.last("pause", ranks) for ranks in ([a], [a, b])[rng.randrange(2)]],
+        "slow link": lambda: [draw.last("slow", a)],
+        "cut link": lambda: [draw.last("cut", draw.pair())],
+        "cut off": lambda: [draw.last("off", a)],
+        "one dies, another pauses": lambda: [draw.kill_of(a), draw.last("pause", b)],
+        "one after another dies": lambda: [draw.kill_of(ranks) for ranks in (a, b, c)[: p - 1]],
+        "a link is cut, one dies": lambda: [draw.last("cut", (*a, *b)), draw.kill_of(c)],
+    }[kind]()
+    return Script(seed=seed, setting=setting, kind=kind, faults=tuple(faults))
+
+
+def _topologies(world_size: int, mode: str) -> list[str]:
+    names = ["matching"] if mode == "stale" else ["dissemination", "matching"]
+    try:
+        topology.by_name("hypercube", world_size)
+    except ValueError:
+        return names
+    return [*names, "hypercube"]
+
+
+class _Draw:
+    """Draws faults; no rank is drawn twice by `some`."""
+
+    def __init__(self, rng: random.Random, world_size: int, steps: int, evaluations: int) -> None:
+        self._rng = rng
+        self._left = rng.sample(range(world_size), world_size)
+        self._world_size = world_size
+        self._steps = steps
+        self._evaluations = evaluations
+
+    def some(self, count: int) -> tuple[int, ...]:
+        return tuple(self._left.pop() for _ in range(count))
+
+    def pair(self) -> tuple[int, ...]:
+        return tuple(self._rng.sample(range(self._world_size), 2))
+
+    def kill(self, count: int) -> Fault:
+        return self.kill_of(tuple(self._rng.sample(range(self._world_size), count)))
+
+    def kill_of(self, ranks: tuple[int, ...]) -> Fault:
+        return Fault(kind="kill", ranks=ranks, **self._when(_MOMENTS))
+
+    def last(self, kind: str, ranks: tuple[int, ...]) -> Fault:
+        """A fault that passes."""
+        lasts = _PAUSE_SECONDS if kind == "pause" else _CUT_SECONDS
+        rate = round(self._rng.uniform(*_SLOW_BITS_PER_SECOND), -5) if kind == "slow" else 0.0
+        return Fault(
+            kind=kind,
+            ranks=ranks,
+            seconds=round(self._rng.uniform(*lasts), 1),
+            bits_per_second=rate,
+            **self._when(_MOMENTS[1:]),
+        )
+
+    def _when(self, moments: tuple[str, ...]) -> dict[str, Any]:
+        moment = self._rng.choice(moments)
+        into = {"start": 1.5, "consensus": 0.01, "anytime": 0.02}.get(moment, 0.0)
+        total = self._evaluations if moment == "consensus" else self._steps
+        return {
+            "moment": moment,
+            "number": self._rng.randint(1, max(1, round(_LAST_SHARE * total))),
+            "seconds_in": round(self._rng.uniform(0.0, into), 4),
+        }

@@ -1,0 +1,146 @@
+"""Whether a run went as promised, and the table of all of them."""
+
+from collections import Counter
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+from ._script import Script
+
+__all__ = ["judge", "print_table"]
+
+_POINTS = 1.0  # of accuracy that faults may cost
+_SPARE_SECONDS = 20.0  # beyond the undisturbed run and the faults themselves
+_SLOWER = 3.0  # than undisturbed, where ranks share few cores with another script
+
+
+def judge(script: Script, found: dict[str, Any], undisturbed: dict[str, Any]) -> dict[str, Any]:
+    """The record of a script: what it was, what became of it, and what is not as promised.
+
+    Args:
+        script: What happened.
+        found: As the runner tells it.
+        undisturbed: The record of a run of the same setting without faults.
+    """
+    summary = found["summary"] or {}
+    results = {int(rank): result for rank, result in found["results"].items()}
+    survivors = sorted(results)
+    accuracies = {rank: results[rank]["own_accuracy"] for rank in survivors}
+    accuracy = summary.get("accuracy")
+    lasting = sum(fault.seconds for fault in script.faults)
+    bound = _SLOWER * undisturbed["seconds"] + 2 * lasting + _SPARE_SECONDS
+    why = [
+        *_end(script, found),
+        *(
+            f"rank {rank} has no result: {_because(summary, rank)}"
+            for rank in range(script.setting.world_size)
+            if rank not in results and rank not in script.killed | _may_be_evicted(script, summary)
+        ),
+        *(
+            f"rank {rank} was killed and is not among the lost"
+            for rank in sorted(script.killed & _fired(script, found))
+            if summary and rank not in summary["lost_ranks"]
+        ),
+    ]
+    floor = undisturbed["accuracy"] - _POINTS / 100
+    told = {**{f"rank {rank}": value for rank, value in accuracies.items()}, "exported": accuracy}
+    why += [
+        f"{who}: accuracy {100 * value:.2f} %, undisturbed {100 * undisturbed['accuracy']:.2f} %"
+        for who, value in told.items()
+        if value is not None and value < floor
+    ]
+    if found["seconds"] > bound:
+        why.append(f"took {found['seconds']:.1f} s, more than {bound:.1f} s")
+    why += found["left"]
+    steps = {
+        rank: found["steps_seconds"][str(rank)]
+        for rank in survivors
+        if rank not in script.disturbed and found["steps_seconds"][str(rank)]
+    }
+    return {
+        "seed": script.seed,
+        **script.to_json()["setting"],
+        "kind": script.kind,
+        "faults": [str(fault) for fault in script.faults],
+        "faults_begun": len(found["begun"]),
+        "way": "hosts" if script.of_links else "launcher",
+        "outcome": "failed" if why else "as promised",
+        "why": why,
+        "seconds": round(found["seconds"], 2),
+        "survivors": survivors,
+        "accuracy": accuracy,
+        "accuracy_per_survivor": [accuracies[rank] for rank in survivors],
+        "undisturbed_accuracy": undisturbed["accuracy"],
+        "points_lost": _points(undisturbed["accuracy"], [*accuracies.values()]),
+        "model_is_consensus": summary.get("model_is_consensus"),
+        "longest_survivor_step_seconds": max((max(s) for s in steps.values()), default=None),
+        "median_survivor_step_seconds": median([x for s in steps.values() for x in s])
+        if steps
+        else None,
+        "steps_per_rank": summary.get("steps_per_rank"),
+        "lost_because": summary.get("lost_because"),
+    }
+
+
+def _points(undisturbed: float, accuracies: Sequence[float]) -> float | None:
+    """What the worst survivor has lost; below 0 if all have gained."""
+    return round(100 * (undisturbed - min(accuracies)), 2) if accuracies else None
+
+
+def _end(script: Script, found: dict[str, Any]) -> list[str]:
+    if "hang" in found:
+        return [f"hang: {found['hang']}"]
+    if "error" in found:
+        return [found["error"]]
+    if "exit_code" in found:
+        return [] if found["exit_code"] == 0 else [f"exit code {found['exit_code']}"]
+    told = []
+    for rank, code in found["exit_codes"].items():
+        if code != 0 and int(rank) not in script.killed | script.disturbed:
+            told.append(f"rank {rank} ended with exit code {code}")
+    if found["summary"] is None:
+        told.append("no rank has put the run together")
+    return told
+
+
+def _fired(script: Script, found: dict[str, Any]) -> set[int]:
+    """Ranks of faults that have begun: a run may be over before, or the rank dead."""
+    return {rank for number in found["begun"] for rank in script.faults[number].ranks}
+
+
+def _because(summary: dict[str, Any], rank: int) -> str:
+    return summary.get("lost_because", {}).get(str(rank), "nobody says why")
+
+
+def _may_be_evicted(script: Script, summary: dict[str, Any]) -> set[int]:
+    """A rank that was out of reach may have been taken for dead, and then says so."""
+    return {rank for rank in script.disturbed if "taken for dead" in _because(summary, rank)}
+
+
+def print_table(records: Sequence[dict[str, Any]]) -> None:
+    """A line a kind of script, then those that failed."""
+    done = [record for record in records if record["outcome"] != "left out"]
+    kinds = Counter(record["kind"] for record in done)
+    print(f"{'':24} {'scripts':>7} {'as promised':>11} {'worst points':>12} {'longest step':>12}")
+    for kind, count in [*kinds.most_common(), ("all", len(done))]:
+        rows = [record for record in done if kind in (record["kind"], "all")]
+        fine = sum(record["outcome"] == "as promised" for record in rows)
+        points = [r["points_lost"] for r in rows if r["points_lost"] is not None]
+        steps = [
+            r["longest_survivor_step_seconds"]
+            for r in rows
+            if r["longest_survivor_step_seconds"] is not None
+        ]
+        print(
+            f"{kind:24} {count:7} {fine:11} {max(points, default=0.0):12.2f} "
+            f"{max(steps, default=0.0):10.2f} s"
+        )
+    if left_out := len(records) - len(done):
+        print(f"{left_out} scripts left out: faults of links need Linux, root, `ip` and `tc`")
+    for record in done:
+        if record["outcome"] != "as promised":
+            print(f"seed {record['seed']} failed: {'; '.join(record['why'])}")
+            print(f"    {record['world_size']} ranks, {record['topology']}, {record['mode']}")
+            for fault in record["faults"]:
+                print(f"    {fault}")
+            print(f"    again: python -m benchmarks.chaos --seed {record['seed']}")
