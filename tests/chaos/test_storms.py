@@ -1,0 +1,128 @@
+"""Random faults by seed, in ranks that are threads: what holds after every one of them.
+
+A seed that fails is in the name of the test and repeats. More of them than `make test` takes:
+`GOSSIPGRAD_STORMS=500 pytest tests/chaos`.
+"""
+
+import os
+import threading
+from collections import Counter
+
+import pytest
+import torch
+
+import gossipgrad as gg
+from gossipgrad.comm import Hub
+from support.links import ours
+from support.ranks import run_ranks
+from support.replicas import network
+from support.storm import STEPS, DeadError, StormyTransport, draw_storm
+from support.waiting import until
+
+MODES = {"overlap": gg.Overlap, "sync": gg.Sync}
+SEEDS = range(int(os.environ.get("GOSSIPGRAD_STORMS", "24")))
+
+
+class Spans:
+    """The exchanges of one rank, as they ended."""
+
+    def __init__(self):
+        self.ended = []
+
+    def span(self, name, start_seconds, end_seconds, **attributes):
+        if name == "exchange":
+            self.ended.append(attributes)
+
+    def delivered_with(self, peer):
+        return {
+            (e["round"], e["bucket"])
+            for e in self.ended
+            if e["recv_from"] == peer and e["outcome"] == "delivered"
+        }
+
+
+def flat(model):
+    return torch.cat([p.detach().double().flatten() for p in model.parameters()])
+
+
+def run(storm):
+    """Training without updates, so that nothing but mixing moves the weights."""
+    hub = Hub(storm.world_size)
+    transports = [StormyTransport(hub.transport(r), storm) for r in range(storm.world_size)]
+    mode = MODES[storm.mode]()
+
+    def rank_main(rank, group):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        spans = Spans()
+        try:
+            with gg.gossip(
+                model,
+                optimizer,
+                topology=storm.topology,
+                mode=mode,
+                process_group=group,
+                transport=lambda _: transports[rank],
+                bucket_bytes=200,
+                recorder=spans,
+            ) as session:
+                generator = torch.Generator().manual_seed(rank)
+                with torch.no_grad():
+                    for p in model.parameters():
+                        p.add_(torch.randn(p.shape, generator=generator))
+                session.accept_changes()
+                begin = flat(model)
+                for step in range(STEPS):
+                    storm.reach(rank, "between", step)
+                    for p in model.parameters():
+                        p.grad = torch.zeros_like(p)
+                    optimizer.step()
+        except DeadError:
+            transports[rank].die()
+        return begin, flat(model), session.stats(), spans
+
+    return run_ranks(storm.world_size, rank_main, timeout_seconds=30)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_storm_leaves_survivors_sound(seed):
+    threads = {*threading.enumerate()}
+    storm = draw_storm(seed, tuple(MODES))
+    found = run(storm)
+    survivors = [rank for rank in range(storm.world_size) if rank not in storm.dead]
+    assert storm.dead == storm.killed or len(survivors) == 1, storm
+    for rank in survivors:
+        _, weights, stats, spans = found[rank]
+        assert weights.isfinite().all(), (rank, storm)
+        check_counts(stats, spans, storm)
+    if storm.topology != "dissemination":
+        check_pairs(found, survivors, storm)
+    check_mean(found, storm)
+    until(lambda: not ours(), 5.0)
+    until(lambda: {*threading.enumerate()} <= threads, 5.0)
+
+
+def check_counts(stats, spans, storm):
+    counted = Counter(e["outcome"] for e in spans.ended)
+    for outcome in ("delivered", "dead_peer"):
+        assert stats.outcomes[outcome] == counted[outcome], storm
+    again = Counter((e["round"], e["bucket"]) for e in spans.ended)
+    assert set(again.values()) <= {1}, f"an exchange ended twice: {storm}"
+
+
+def check_pairs(found, survivors, storm):
+    """An exchange counts on both ends or on neither."""
+    for a in survivors:
+        for b in survivors:
+            there, here = found[a][3].delivered_with(b), found[b][3].delivered_with(a)
+            assert there == here, f"ranks {a} and {b} differ in {there ^ here}: {storm}"
+
+
+def check_mean(found, storm):
+    """What the ranks hold, the dead as they died, adds up, but for what was in flight then."""
+    begin = torch.stack([begin for begin, *_ in found])
+    end = torch.stack([end for _, end, *_ in found])
+    size = begin.abs().sum(0)
+    missing = (end.sum(0) - begin.sum(0)).abs()
+    spread = begin.max(0).values - begin.min(0).values
+    assert (missing <= len(storm.dead) * 0.75 * spread + 1e-5 * size).all(), storm

@@ -1,0 +1,190 @@
+"""Faults between ranks that are threads: a script by seed, and the transport it befalls."""
+
+import random
+import threading
+import time
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from gossipgrad.comm import Arrival, Header, Kind, Lost, Sent, Ticket, Transport
+
+__all__ = ["DeadError", "Fault", "Storm", "StormyTransport", "draw_storm"]
+
+STEPS = 24
+_MOMENTS = ("between", "exchange")
+_LOOK_SECONDS = 0.05  # how often one that waits looks whether it is dead
+
+
+class DeadError(Exception):
+    """The script has killed this rank."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Befalls `ranks` when the first of them is at its step or exchange of this number.
+
+    `kill` ends all of them at once, `pause` holds everything of them up, `cut` holds up what goes
+    between two of them, in order, as TCP does.
+    """
+
+    kind: str
+    ranks: tuple[int, ...]
+    moment: str
+    step: int
+    seconds: float = 0.0
+
+
+@dataclass
+class Storm:
+    """A script, the same object for all ranks, and where it stands.
+
+    Attributes:
+        world_size: How many ranks.
+        topology: Who meets whom.
+        mode: Name of the mode.
+        faults: What happens.
+    """
+
+    world_size: int
+    topology: str
+    mode: str
+    faults: tuple[Fault, ...]
+    dead: set[int] = field(default_factory=set)
+    _begun: set[Fault] = field(default_factory=set)
+    _held: dict[frozenset[int], float] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def killed(self) -> set[int]:
+        """Ranks that are to die."""
+        return {r for fault in self.faults if fault.kind == "kill" for r in fault.ranks}
+
+    def reach(self, rank: int, moment: str, step: int) -> None:
+        """`rank` is at a moment; what is to happen there happens.
+
+        Raises:
+            DeadError: This rank is dead, as of now or before.
+        """
+        for fault in self.faults:
+            if fault.ranks[0] != rank or fault.moment != moment or step < fault.step:
+                continue
+            with self._lock:
+                if fault in self._begun:
+                    continue
+                self._begun.add(fault)
+                if fault.kind == "kill":
+                    self.dead.update(fault.ranks)
+                else:
+                    held = [{r} for r in fault.ranks] if fault.kind == "pause" else [fault.ranks]
+                    for ranks in held:
+                        self._held[frozenset(ranks)] = time.monotonic() + fault.seconds
+        self.wait_while_paused(rank)
+
+    def wait_while_paused(self, rank: int) -> None:
+        """Returns when nothing holds `rank` up.
+
+        Raises:
+            DeadError: This rank is dead.
+        """
+        while (left := self.held_seconds(rank)) > 0 and rank not in self.dead:
+            time.sleep(left)
+        if rank in self.dead:
+            raise DeadError(f"rank {rank}")
+
+    def held_seconds(self, *ranks: int) -> float:
+        """How long a rank, or what goes between two, is held up from now on."""
+        return self._held.get(frozenset(ranks), 0.0) - time.monotonic()
+
+
+def draw_storm(seed: int, modes: tuple[str, ...]) -> Storm:
+    """The storm of a seed: one to three faults."""
+    rng = random.Random(seed)
+    p = rng.choice((3, 4, 5, 6))
+    mode = modes[seed % len(modes)]
+    topologies = ["matching"] + ["hypercube"] * (p == 4)
+    faults = [_draw_fault(rng, p) for _ in range(rng.choice((1, 2, 3)))]
+    if mode != "stale" and not any(fault.kind == "kill" for fault in faults):
+        topologies.append("dissemination")  # keeps the mean as long as all live
+    return Storm(p, rng.choice(topologies), mode, tuple(faults))
+
+
+def _draw_fault(rng: random.Random, world_size: int) -> Fault:
+    kind = rng.choice(("kill", "kill", "pause", "cut"))
+    count = {"kill": rng.choice((1, 1, 2, world_size // 2, world_size - 1)), "cut": 2}.get(kind, 1)
+    return Fault(
+        kind=kind,
+        ranks=tuple(rng.sample(range(world_size), count)),
+        moment=rng.choice(_MOMENTS),
+        step=rng.randrange(2, STEPS - 4),
+        seconds=0.0 if kind == "kill" else round(rng.uniform(0.02, 0.25), 3),
+    )
+
+
+class StormyTransport:
+    """One rank's transport in a storm."""
+
+    def __init__(self, inner: Transport, storm: Storm) -> None:
+        self.rank = inner.rank
+        self.world_size = inner.world_size
+        self._inner = inner
+        self._storm = storm
+        self._late: list[Arrival | Lost] = []
+        self._receiving = threading.Lock()
+        self._ended = False
+
+    def open(self, peer: int) -> None:
+        if not self._ended:
+            self._inner.open(peer)
+
+    def send(self, peer: int, header: bytes, payload: Tensor | None = None) -> Ticket:
+        if self._ended:
+            return Sent()
+        what = Header.unpack(header)
+        try:
+            if what.kind is Kind.DATA:
+                self._storm.reach(self.rank, "exchange", what.round)
+            else:
+                self._storm.wait_while_paused(self.rank)
+        except DeadError:
+            self.die()
+            raise
+        return self._inner.send(peer, header, payload)
+
+    def receive(self, timeout_seconds: float) -> list[Arrival | Lost]:
+        """What has come; of a link that is cut, when it is no more."""
+        deadline = time.monotonic() + timeout_seconds
+        with self._receiving:
+            while not self._ended:
+                try:
+                    self._storm.wait_while_paused(self.rank)
+                except DeadError:
+                    self.die()
+                    raise
+                wait = min(
+                    [deadline - time.monotonic(), _LOOK_SECONDS, *map(self._held, self._late)]
+                )
+                self._late += self._inner.receive(max(0.0, wait))
+                # One that is held holds all that come later on its link.
+                ready = [event for event in self._late if self._held(event) <= 0]
+                self._late = [event for event in self._late if self._held(event) > 0]
+                if ready or time.monotonic() >= deadline:
+                    return ready
+            return []
+
+    def forget(self, peer: int) -> None:
+        if not self._ended:
+            self._inner.forget(peer)
+
+    def close(self, linger_seconds: float = 0.0) -> None:
+        if not self._ended:
+            self._inner.close(linger_seconds)
+
+    def die(self) -> None:
+        """Ends without a word, as a process that is killed; what it sends from now on is not."""
+        self._ended = True
+        self._inner.close(0.0)
+
+    def _held(self, event: Arrival | Lost) -> float:
+        peer = event.peer if isinstance(event, Lost) else Header.unpack(event.header).sender
+        return self._storm.held_seconds(self.rank, peer)
