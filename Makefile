@@ -3,7 +3,7 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test lint format types docs bench bench-network bench-network-full clean
+.PHONY: demo test lint format types docs bench bench-network bench-network-full bench-chaos clean
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -32,7 +32,7 @@ docs: $(READY)
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs docs/_build
 	@echo docs/_build/index.html
 
-bench: $(READY)
+bench: $(READY) .venv/.decent-dp
 	$(BIN)/python -m benchmarks
 
 # Linux and root; 20 minutes
@@ -42,6 +42,10 @@ bench-network: $(READY) .venv/.decent-dp
 # hours; goes on where it was stopped
 bench-network-full: $(READY) .venv/.decent-dp
 	$(BIN)/python -m benchmarks.network --grid full
+
+# half an hour; goes on where it was stopped. As root on Linux with faults of links, too
+bench-chaos: $(READY)
+	$(BIN)/python -m benchmarks.chaos
 
 # a contestant; without its dependencies, that it may not choose a torch
 .venv/.decent-dp: $(READY)

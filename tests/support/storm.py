@@ -34,6 +34,11 @@ class Fault:
     step: int
     seconds: float = 0.0
 
+    def __str__(self) -> str:
+        lasts = f" for {self.seconds} s" if self.seconds else ""
+        where = "before step" if self.moment == "between" else "in exchange"
+        return f"{self.kind} {self.ranks}{lasts} {where} {self.step}"
+
 
 @dataclass
 class Storm:
@@ -54,6 +59,10 @@ class Storm:
     _begun: set[Fault] = field(default_factory=set)
     _held: dict[frozenset[int], float] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __str__(self) -> str:
+        what = "; ".join(map(str, self.faults))
+        return f"{self.world_size} ranks, {self.topology}, {self.mode}: {what}"
 
     @property
     def killed(self) -> set[int]:
