@@ -151,8 +151,9 @@ def worker(rank: int, port: int, contestant: str, scenario: str, pipe: Connectio
             begins.append(time.monotonic())
         more = end()
     except Exception as error:
-        first = str(error).strip().splitlines()[0].partition("] ")[2] or str(error)
-        how = f"{type(error).__name__}: {re.sub(r' \[.*', '', first)[:120]}"
+        # Of a Gloo error, without the place in its source and the address.
+        said = re.sub(r"\[[^\]]*\]", "", str(error).strip().splitlines()[0]).split(". ")[0]
+        how = f"{type(error).__name__}: {' '.join(said.split())[:120]}"
     pipe.send(asdict(Ran(begins=begins, how=how, **more)))
     # Groups of the dead may hang in their own teardown.
     os._exit(0)

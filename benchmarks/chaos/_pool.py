@@ -145,7 +145,12 @@ class Runner:
                     stderr=log,
                     text=True,
                     cwd=_ROOT,
-                    env=os.environ | {"TMPDIR": str(temporary), "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
+                    env=os.environ
+                    | {
+                        "TMPDIR": str(temporary),
+                        "OMP_NUM_THREADS": "1",
+                        "TORCH_CPP_LOG_LEVEL": "ERROR",
+                    },
                     start_new_session=True,
                 )
         self._answers = queue.SimpleQueue()

@@ -56,6 +56,40 @@ def assert_carries(network, flow, rate, seconds=0.25):
     assert max(shares) > 0.93
 
 
+CALLS = """
+import socket, sys
+try:
+    socket.create_connection((sys.argv[1], 7000), timeout=0.3).close()
+except TimeoutError:
+    sys.exit(3)
+"""
+
+
+def test_hosts_that_are_cut_hear_nothing_of_each_other_until_they_are_healed():
+    with Network(hosts=3, rate_bits_per_second=1e8) as network:
+        serve = "import socket\nwith socket.create_server(('', 7000)) as s:\n while 1: s.accept()"
+        for host in (0, 1):
+            network.popen(host, [sys.executable, "-c", serve])
+
+        def reaches(host, other):
+            call = [sys.executable, "-c", CALLS, network.address(other)]
+            return network.popen(host, call, stderr=subprocess.DEVNULL).wait() == 0
+
+        wait_until_gone(lambda: not (reaches(2, 0) and reaches(2, 1)))
+        network.cut(0, 2)
+        assert not reaches(2, 0)
+        assert reaches(2, 1)
+        network.heal(0, 2)
+        assert reaches(2, 0)
+        network.cut_off(1)
+        assert not reaches(2, 1)
+        assert reaches(2, 0)
+        network.reconnect(1)
+        assert reaches(2, 1)
+        with pytest.raises(ValueError, match="host 1 twice: a link has two ends"):
+            network.cut(1, 1)
+
+
 def test_links_counters_and_rates_that_change():
     machine = _system.run("ip", "-o", "link")
     with Network(hosts=2, rate_bits_per_second=1e7) as network:

@@ -1,0 +1,143 @@
+"""Fault scripts: drawn by seed alone, always with a survivor; and what counts as promised."""
+
+import json
+
+import pytest
+
+from benchmarks.chaos.__main__ import Results
+from benchmarks.chaos._director import story
+from benchmarks.chaos._script import Fault, Script, Setting, draw_script
+from benchmarks.chaos._training import EVALUATIONS, STEPS
+from benchmarks.chaos._verdict import judge, print_table
+
+SETTING = Setting(world_size=3, topology="matching", mode="overlap")
+KILL = Fault(kind="kill", ranks=(1,), moment="between", number=20)
+PAUSE = Fault(kind="pause", ranks=(2,), moment="anytime", number=3, seconds=1.5)
+UNDISTURBED = {"accuracy": 0.83, "seconds": 5.0}
+
+
+def draw(seed):
+    return draw_script(seed, steps=STEPS, evaluations=EVALUATIONS)
+
+
+def test_a_seed_is_a_script_and_somebody_survives_it():
+    scripts = [draw(seed) for seed in range(300)]
+    assert scripts == [draw(seed) for seed in range(300)]
+    for script in scripts:
+        p = script.setting.world_size
+        assert 1 <= len(script.faults) <= 3
+        assert len(script.killed) < p
+        for fault in script.faults:
+            assert len(set(fault.ranks)) == len(fault.ranks)
+            assert set(fault.ranks) <= {*range(p)}
+            assert (fault.seconds > 0) == (fault.kind != "kill")
+        assert Script.from_json(json.loads(json.dumps(script.to_json()))) == script
+    kinds = {fault.kind for script in scripts for fault in script.faults}
+    assert kinds == {"kill", "pause", "slow", "cut", "off"}
+    assert {f.moment for s in scripts for f in s.faults} == {
+        *("start", "between", "exchange", "consensus", "anytime")
+    }
+    assert {0} < {rank for script in scripts for rank in script.killed}
+    assert any(len(script.killed) == script.setting.world_size - 1 >= 3 for script in scripts)
+
+
+def found(script, accuracies, **other):
+    """What a runner tells of a run in which all faults have begun."""
+    lost = sorted(script.killed)
+    return {
+        "exit_code": 0,
+        "seconds": 6.0,
+        "left": [],
+        "begun": [*range(len(script.faults))],
+        "summary": {
+            "accuracy": max(accuracies.values()),
+            "lost_ranks": lost,
+            "lost_because": {str(rank): "was killed by SIGKILL" for rank in lost},
+        },
+        "results": {str(rank): {"own_accuracy": value} for rank, value in accuracies.items()},
+        "steps_seconds": {str(rank): [0.01, 0.5 + rank] for rank in range(3)},
+    } | other
+
+
+def make(*faults):
+    return Script(seed=7, setting=SETTING, kind="pause", faults=faults)
+
+
+def test_a_run_as_promised():
+    script = make(KILL, PAUSE)
+    record = judge(script, found(script, {0: 0.826, 2: 0.835}), UNDISTURBED)
+    assert (record["outcome"], record["why"]) == ("as promised", [])
+    assert record["survivors"] == [0, 2]
+    assert record["points_lost"] == 0.4
+    assert record["longest_survivor_step_seconds"] == 0.5  # rank 2's own pause is no stall
+    assert record["faults"] == [
+        "kill rank 1, before step 20",
+        "pause rank 2 for 1.5 s, 0 ms into step 3",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "other", "why"),
+    [
+        ({0: 0.83, 2: 0.819}, {}, "rank 2: accuracy 81.90 %, undisturbed 83.00 %"),
+        ({2: 0.83}, {}, "rank 0 has no result: nobody says why"),
+        ({0: 0.83, 2: 0.83}, {"seconds": 60.0}, "took 60.0 s, more than 38.0 s"),
+        ({0: 0.83, 2: 0.83}, {"left": ["ports left: 80"]}, "ports left: 80"),
+        ({0: 0.83, 2: 0.83}, {"exit_code": 1}, "exit code 1"),
+        ({0: 0.83, 2: 0.83}, {"hang": "for ever"}, "hang: for ever"),
+        (
+            {0: 0.83, 2: 0.83},
+            {"summary": {"accuracy": 0.83, "lost_ranks": [], "lost_because": {}}},
+            "rank 1 was killed and is not among the lost",
+        ),
+    ],
+)
+def test_what_is_not_as_promised_is_told(accuracies, other, why, capsys):
+    script = make(KILL, PAUSE)
+    record = judge(script, found(script, accuracies, **other), UNDISTURBED)
+    assert record["outcome"] == "failed"
+    assert record["why"] == [why]
+    print_table([record])
+    printed = capsys.readouterr().out
+    assert f"seed 7 failed: {why}" in printed
+    assert "again: python -m benchmarks.chaos --seed 7" in printed
+
+
+def test_a_rank_that_was_out_of_reach_may_be_taken_for_dead_if_it_says_so():
+    script = make(PAUSE)
+    summary = {"accuracy": 0.83, "lost_ranks": [2], "lost_because": {"2": "was taken for dead"}}
+    told = found(script, {0: 0.83, 1: 0.83}, summary=summary)
+    assert judge(script, told, UNDISTURBED)["outcome"] == "as promised"
+    summary["lost_because"] = {"2": "hung"}
+    assert judge(script, told, UNDISTURBED)["why"] == ["rank 2 has no result: hung"]
+
+
+def test_scripts_that_are_there_are_not_run_again(tmp_path):
+    path = tmp_path / "chaos.json"
+    script = draw(3)
+    results = Results(path)
+    assert results.lacks(script)
+    results.add(
+        {
+            "seed": 3,
+            **script.to_json()["setting"],
+            "faults": [str(fault) for fault in script.faults],
+            "outcome": "as promised",
+        }
+    )
+    assert not Results(path).lacks(script)
+    assert Results(path, again=True).lacks(script)
+    assert Results(path).lacks(draw_script(3, steps=10, evaluations=1))
+
+
+def test_a_story_tells_in_order_what_happened():
+    events = [
+        {"at": 12.5, "what": "fault", "fault": 0, "rank": 1},
+        {"at": 10.0, "what": "begins", "rank": 1, "pid": 4},
+        {"at": 13.0, "what": "SIGKILL", "rank": 0},
+    ]
+    assert story(events, make(KILL)) == [
+        "  0.000 s  rank 1 begins (process 4)",
+        "  2.500 s  fault: kill rank 1, before step 20",
+        "  3.000 s  SIGKILL to rank 0",
+    ]
