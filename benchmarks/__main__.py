@@ -12,6 +12,7 @@ BENCHMARKS = (
     "workloads",
     "shuffle",
     "virtual_ranks",
+    "staleness",
     "stall",
 )
 

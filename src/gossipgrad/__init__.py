@@ -12,6 +12,7 @@ from gossipgrad.decentralized import Gradients as Gradients
 from gossipgrad.decentralized import GradientsAndWeights as GradientsAndWeights
 from gossipgrad.decentralized import Lagged as Lagged
 from gossipgrad.decentralized import Overlap as Overlap
+from gossipgrad.decentralized import Stale as Stale
 from gossipgrad.decentralized import Stats as Stats
 from gossipgrad.decentralized import Sync as Sync
 from gossipgrad.decentralized import Weights as Weights

@@ -32,11 +32,13 @@ def data_parallel(model, optimizer, group: Group, *, hub: Hub, scaler=None, **se
 FAMILIES: dict[str, Callable] = {
     "gossip": gossip,
     "gossip, sync": partial(gossip, mode="sync"),
+    "gossip, stale": partial(gossip, mode="stale"),
     "gossip, state": partial(gossip, payload="weights+state"),
     "gossip, data parallel": data_parallel,
     "gossip, bf16 wire": partial(gossip, wire_dtype=torch.bfloat16),
 }
-SENDS_WEIGHTS_EXACTLY = {"gossip", "gossip, sync", "gossip, state"}
+# Ranks that wait for nobody are a few steps apart, and so are their replicas.
+DISTANCES = {"gossip, stale": 0.3}
 
 WORLD_SIZE = 4
 
@@ -44,6 +46,11 @@ WORLD_SIZE = 4
 @pytest.fixture(params=FAMILIES)
 def family(request):
     return FAMILIES[request.param]
+
+
+@pytest.fixture
+def most_distance(request, family):
+    return DISTANCES.get(request.node.callspec.params["family"], 0.03)
 
 
 def on_ranks(family, rank_main, world_size=WORLD_SIZE):
@@ -70,7 +77,7 @@ def train(model, optimizer, rank, *, count=24, after_backward=None, scheduler=No
     return loss.item()
 
 
-def test_converges_on_a_quadratic(family):
+def test_converges_on_a_quadratic(family, most_distance):
     """Every rank pulls to another point; the consensus settles at the mean of all."""
 
     def rank_main(rank, attach):
@@ -91,7 +98,7 @@ def test_converges_on_a_quadratic(family):
 
     for point, distance in on_ranks(family, rank_main):
         torch.testing.assert_close(point, torch.arange(5.0) + 1.5, rtol=0, atol=0.03)
-        assert distance < 0.03
+        assert distance < most_distance
 
 
 def test_converges_on_a_matrix_target_and_reaches_consensus(family):
@@ -272,7 +279,8 @@ def test_a_step_that_the_scaler_skips_still_meets_its_partner(family):
             session.group.barrier()
         assert skipped == (2 if rank == 1 else 0)
         assert stats.rounds == 8
-        assert stats.outcomes["late"] == stats.outcomes["void"] == 0
+        if not isinstance(session._settings.mode, gg.Stale):
+            assert stats.outcomes["late"] == stats.outcomes["void"] == 0
         assert all(torch.isfinite(p).all() for p in model.parameters())
 
     on_ranks(family, rank_main)

@@ -17,7 +17,10 @@ from support.replicas import network, sgd, transport_by_name
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"mode": "eager"}, "mode must be one of 'overlap', 'sync', 'lagged', got 'eager'"),
+        (
+            {"mode": "eager"},
+            "mode must be one of 'overlap', 'sync', 'lagged', 'stale', got 'eager'",
+        ),
         ({"payload": "weight"}, "payload must be one of 'weights', 'weights\\+state'"),
         ({"average_every": True}, "average_every must be a positive number of steps"),
         ({"every": 0}, "every counts steps in a round, so it is at least 1, got 0"),
@@ -57,7 +60,7 @@ def unchecked_types():
         ({"every": 2.0}, "it is at least 1, got 2.0: give a whole number"),
         ({"bucket_bytes": "x"}, r"bucket_bytes is the size of a message, .* 2\*\*20, got 'x'"),
         ({"mesh": 3}, "mesh must be a DeviceMesh of one axis, such as .* got 3"),
-        ({"topology": None}, "topology must be one of 'dissemination', .* got None"),
+        ({"topology": 3}, "topology must be one of 'dissemination', .* got 3"),
     ],
 )
 def test_wrong_types(settings, message):

@@ -1,13 +1,16 @@
 """Virtual ranks compute what sessions of real ranks compute, to float tolerance."""
 
+import copy
 import sys
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 import gossipgrad as gg
 from gossipgrad.simulate import VirtualRanks
 from gossipgrad.topology import by_name
+from support.stale import Scripted
 from support.virtual import MODELS, batches, distributed, sgd
 
 P = 4
@@ -108,3 +111,49 @@ def test_all_reduce(name, batching):
     assert_same(ranks, theirs)
     first_part = {"post_local_after": STEPS, "average_every": 2}
     assert_same(simulate(name, strategy="post-local-sgd", batching=batching, **first_part), theirs)
+
+
+@pytest.mark.parametrize(("delay", "payload"), [(2, "weights"), (3, "weights+state")])
+def test_late_exchanges(delay, payload):
+    """Of mode stale: as late on every link as virtual ranks have them."""
+    mode = gg.Stale(max_staleness=3)
+    start = model_of("mlp")
+    sessions = Scripted(
+        P, optimizer=sgd, make=lambda: copy.deepcopy(start), mode=mode, payload=payload
+    )
+
+    def gradients(model, rank, step):
+        x, y = batches("mlp", P, step)
+        model.zero_grad()
+        F.cross_entropy(model(x[rank]), y[rank]).backward()
+
+    try:
+        sessions.late_by(delay, STEPS, gradients)
+        theirs = [dict(model.named_parameters()) for model in sessions.models]
+    finally:
+        sessions.close()
+    ranks = VirtualRanks(start, P, optimizer=sgd, mode=mode, payload=payload, delay=delay)
+    kept = None
+    for step in range(STEPS):
+        ranks.step(*batches("mlp", P, step))
+        if step == STEPS // 2:
+            kept = copy.deepcopy(ranks.state_dict())
+    for rank in range(P):
+        for name, value in ranks.replica(rank).named_parameters():
+            torch.testing.assert_close(value, theirs[rank][name], rtol=1e-4, atol=1e-5)
+    resumed = VirtualRanks(start, P, optimizer=sgd, mode=mode, payload=payload, delay=delay)
+    resumed.load_state_dict(kept)
+    for step in range(STEPS // 2 + 1, STEPS):
+        resumed.step(*batches("mlp", P, step))
+    for rank in range(P):
+        for name, value in resumed.replica(rank).named_parameters():
+            assert torch.equal(value, dict(ranks.replica(rank).named_parameters())[name])
+
+
+def test_delays_are_those_of_the_mode():
+    with pytest.raises(ValueError, match=r"delay is 3, but a round of Stale\(.*\) is 0 to 2"):
+        VirtualRanks(model_of("mlp"), P, optimizer=sgd, mode="stale", delay=3)
+    with pytest.raises(ValueError, match="exchanges are late in mode stale alone; leave it out"):
+        VirtualRanks(model_of("mlp"), P, optimizer=sgd, delay=1)
+    with pytest.raises(ValueError, match="is directed, and mode 'stale' needs symmetric pairs"):
+        VirtualRanks(model_of("mlp"), P, optimizer=sgd, mode="stale", topology="dissemination")

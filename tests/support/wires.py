@@ -2,6 +2,8 @@
 
 from collections import defaultdict, deque
 
+import torch
+
 from gossipgrad.comm import Arrival, Lost, Sent
 
 __all__ = ["Wires"]
@@ -54,7 +56,7 @@ class _End:
 
     def send(self, peer, header, payload=None):
         if self.rank not in self.wires.dead:
-            body = None if payload is None else payload.clone()
+            body = None if payload is None else payload.view(torch.uint8).clone()
             self.wires.under_way[self.rank, peer].append(Arrival(header, body))
         return Sent()
 

@@ -87,7 +87,7 @@ def test_refuses_numbers_out_of_range(options, message):
     ("content", "message"),
     [
         ('{"strategy": "gosip"}', "strategy is 'gosip', but must be one of gossip, allreduce, ag"),
-        ('{"gossip": {"mode": 3}}', "mode is 3, but must be one of overlap, sync, lagged"),
+        ('{"gossip": {"mode": 3}}', "mode is 3, but must be one of overlap, sync, stale, lagged"),
         ('{"gossip": {"every": 0}}', "every is 0, but must be at least 1"),
         ('{"gossip": {"average_every": 0}}', "average_every is 0, but must be at least 1"),
         ('{"post_local": {"local_steps": 0}}', "local_steps is 0, but must be at least 1"),
@@ -237,3 +237,22 @@ def test_steps_of_the_rate_are_thirds_of_the_run_unless_given(tmp_path):
 def test_rate_scales_with_the_ranks_that_share_a_step(tmp_path, strategy, ranks):
     rate = resolved(tmp_path, strategy=strategy, lr=0.5, lr_rule="linear").learning_rate
     assert rate.peak == 0.5 * ranks
+
+
+def test_the_topology_follows_the_mode(tmp_path):
+    """Also in the configuration of a run that is repeated with another mode."""
+    for mode, topology in (("overlap", "dissemination"), ("stale", "matching")):
+        config = TrainConfig(gossip=GossipConfig(mode=mode)).resolved(nproc=2, out=tmp_path)
+        assert config.gossip.topology == topology
+        config.write(tmp_path / "config.json", {})
+        assert TrainConfig.from_file(tmp_path / "config.json").gossip.topology is None
+    with pytest.warns(UserWarning, match="max_staleness=3 is not used: mode is overlap"):
+        TrainConfig(gossip=GossipConfig(max_staleness=3)).warn_of_unused()
+    with pytest.warns(UserWarning, match="deadline_seconds=3.0 is not used: mode is stale"):
+        TrainConfig(gossip=GossipConfig(mode="stale", deadline_seconds=3.0)).warn_of_unused()
+
+
+@pytest.mark.parametrize("number", [-1, 16])
+def test_staleness_is_0_to_15_rounds(number):
+    with pytest.raises(ValueError, match=f"max_staleness is {number}, but must be from 0 to 15"):
+        GossipConfig(max_staleness=number)

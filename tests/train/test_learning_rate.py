@@ -45,7 +45,8 @@ def test_warm_up_rises_evenly_to_the_peak_and_the_schedule_begins_there(schedule
 def test_falling_schedules_reach_0_after_the_last_step():
     for schedule in ("cosine", "linear"):
         rate = LearningRate(base=1.0, schedule=schedule, warmup_epochs=1)
-        assert rate.factor(8, steps_per_epoch=2, epochs=4) == pytest.approx(0.0, abs=1e-15)
+        for step in (8, 9):  # a run that counts rounds may go a little beyond its end
+            assert rate.factor(step, steps_per_epoch=2, epochs=4) == pytest.approx(0.0, abs=1e-15)
 
 
 def test_formula_says_all_of_it():

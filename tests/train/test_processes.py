@@ -101,6 +101,33 @@ def test_gossip_repeats_by_seed_and_mixes(tmp_path):
     assert not all((first[name] == other[name]).all() for name in first)
 
 
+def test_a_worker_that_is_paused_costs_the_others_nothing(tmp_path):
+    """In mode stale; it takes fewer steps, all of which count, and ends with the others."""
+
+    def pause():
+        pid = workers()["gossipgrad-rank1"].pid
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(0.5)
+        os.kill(pid, signal.SIGCONT)
+
+    options = GossipConfig(mode="stale", max_staleness=1)
+    with after_steps(tmp_path, 20, pause):
+        more = {"batch_size": 2, "lr": 0.01, "gossip": options, "trace": 0}
+        outcome = run(config(tmp_path, nproc=3, epochs=1, **more))
+    summary = outcome.summary
+    fewer, most = sorted(summary["steps_per_rank"])[0], summary["steps"]
+    assert summary["steps_per_rank"][1] == fewer < 0.9 * most
+    assert not summary["interrupted"]
+    assert summary["model_is_consensus"]
+    assert summary["accuracy"] > 0.8
+    assert summary["void_rounds_per_rank"][1] > 0.05 * most
+    assert all(late >= 0 for late in summary["late_rounds_per_rank"])
+    lines = (tmp_path / "metrics-rank0.jsonl").read_text().splitlines()
+    steps = [e for e in map(json.loads, lines) if e["event"] == "step"]
+    assert max(step["step_seconds"] for step in steps[20:]) < 0.3
+    assert json.loads((tmp_path / "config.json").read_text())["gossip"]["topology"] == "matching"
+
+
 def test_gossip_goes_on_without_a_killed_worker(tmp_path, capfd):
     with after_steps(tmp_path, 20, kill("gossipgrad-rank0")):
         outcome = run(config(tmp_path, nproc=3, epochs=8))

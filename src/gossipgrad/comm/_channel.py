@@ -80,7 +80,7 @@ class Channel:
         self._ledgers: defaultdict[int, Ledger] = defaultdict(Ledger)
         self._linked: set[int] = set()
         self._tickets: list[tuple[int, Ticket]] = []
-        self._last_round = -1
+        self._last_round = self.heard = -1  # posted here; and the highest that a message told of
         self._epoch = 0
         self._closed = False
         self._process = os.getpid()
@@ -356,8 +356,8 @@ class Channel:
             self.refused += 1
             logger.debug("rank %d dropped a message: %s", self.rank, error)
             return
-        peer = header.sender
-        ledger = self._ledgers[peer]
+        self.heard = max(self.heard, header.round)
+        ledger = self._ledgers[peer := header.sender]
         if ledger.gone is not None:
             self.refused += 1
             if ledger.gone == _LOST and not ledger.parted and header.kind is not Kind.LEAVE:

@@ -81,6 +81,12 @@ class SnapshotPool:
         """Memory of all snapshots made so far."""
         return sum(snapshot.size_bytes for snapshot in self._all)
 
+    @property
+    def limit_bytes(self) -> int:
+        """The most that `size_bytes` may come to."""
+        sides = 2 if self._device.type == "cuda" else 1
+        return self._limit * self._plan.size_bytes * sides
+
     def acquire(self, wait: Callable[[], None], timeout_seconds: float) -> Snapshot | None:
         """A snapshot that nobody reads any more; None if there is none in time.
 

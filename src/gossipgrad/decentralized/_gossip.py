@@ -19,16 +19,15 @@ from gossipgrad.comm import (
     Transport,
     ZeroMQTransport,
 )
+from gossipgrad.decentralized._modes import Mode, Stale, check_never_waits, resolve_mode
 from gossipgrad.decentralized._session import GossipSession
 from gossipgrad.decentralized._settings import (
     Gradients,
     GradientsAndWeights,
-    Mode,
     Payload,
     Settings,
     check_numbers,
     resolve_average_every,
-    resolve_mode,
     resolve_payload,
 )
 from gossipgrad.topology import SCHEDULE_NAMES, Schedule, by_name
@@ -43,7 +42,7 @@ def gossip(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer],
     *,
-    topology: str | Schedule = "dissemination",
+    topology: str | Schedule | None = None,
     mode: str | Mode = "overlap",
     payload: str | Payload = "weights",
     every: int = 1,
@@ -64,21 +63,25 @@ def gossip(
     scaler stay the user's: everything hangs on hooks and comes off at `close()`. With one rank,
     training is the plain optimizer's, bit for bit.
 
-    A partner that is late holds the step up to the mode's deadline, after which the step goes on
-    and mixes when the message comes. A partner that died or left is skipped. Neither raises.
+    A partner that is late holds the step up to a deadline that adapts to its link, after which the
+    step goes on and mixes when the message comes; with `mode="stale"` it holds nothing up at all.
+    A partner that died or left is skipped. None of this raises.
 
     Args:
         model: On any device; parameters of floating types, DTensors by their local shards.
         optimizer: The optimizer, or several: a round ends when the last of them has stepped.
         topology: `"dissemination"`, `"hypercube"`, `"matching"`, `"ring"`, `"complete"`, or a
-            schedule from `gossipgrad.topology`.
+            schedule from `gossipgrad.topology`; None: `"matching"` in mode stale, which needs
+            symmetric pairs, else `"dissemination"`.
         mode: `"overlap"` (a snapshot travels during the step and is mixed at its end), `"sync"`
-            (exchanged and mixed after the update) or `"lagged"` (the authors' published rule).
+            (exchanged and mixed after the update), `"stale"` (mixed whenever it comes: no step
+            waits) or `"lagged"` (the authors' published rule); or a value such as
+            `Stale(max_staleness=4)`.
         payload: `"weights"`, `"weights+state"` (momentum and moments too), or, for study,
             `"gradients"` and `"gradients+weights"`.
         every: Steps in a round.
         average_every: Steps between exact averages over all ranks (Gossip-PGA); `"log_p"` for
-            `ceil(log2(world_size))`; None for never.
+            `ceil(log2(world_size))`; None for never, and in mode stale.
         process_group: Whose ranks take part; by default all. Nothing is sent on it. A `gg.Group`
             becomes the session's own, and closes with it.
         mesh: A one-dimensional mesh whose ranks take part, in place of `process_group`. With FSDP2
@@ -138,7 +141,7 @@ def gossip(
                 stacklevel=2,
             )
         settings = Settings(
-            schedule=_resolve_schedule(topology, group.world_size, seed),
+            schedule=_resolve_schedule(_named(topology, resolved_mode), group.world_size, seed),
             mode=resolved_mode,
             payload=resolved_payload,
             every=int(every),
@@ -162,7 +165,7 @@ def gossip(
 
 def check_settings(
     *,
-    topology: object = "dissemination",
+    topology: object = None,
     mode: Any = "overlap",
     payload: Any = "weights",
     every: object = 1,
@@ -182,16 +185,30 @@ def check_settings(
     """
     _check_ranks(process_group, mesh)
     check_numbers(every=every, bucket_bytes=bucket_bytes, wire_dtype=wire_dtype)
-    resolved = resolve_payload(payload, resolve_mode(mode))
+    resolved_mode = resolve_mode(mode)
+    resolved = resolve_payload(payload, resolved_mode)
     if isinstance(resolved, Gradients | GradientsAndWeights) and scaler is not None:
         raise ValueError(
             f"payload {resolved} sends gradients during backward, when each rank's scaler has "
             "scaled them differently: use payload='weights'"
         )
     resolve_average_every(average_every, 1)
+    topology = _named(topology, resolved_mode)
     if isinstance(topology, str):
-        by_name(topology, 1)
-    elif not isinstance(topology, Schedule):
+        check_never_waits(
+            resolved_mode,
+            average_every=average_every,
+            symmetric=by_name(topology, 4).symmetric,  # any is, of one or two ranks
+            topology=repr(topology),
+        )
+    elif isinstance(topology, Schedule):
+        check_never_waits(
+            resolved_mode,
+            average_every=average_every,
+            symmetric=topology.symmetric,
+            topology=str(topology),
+        )
+    else:
         raise ValueError(
             f"topology must be one of {', '.join(map(repr, SCHEDULE_NAMES))} or a schedule from "
             f"gossipgrad.topology, got {topology!r}"
@@ -262,6 +279,13 @@ def resolve_group(
             f"torch.distributed.init_process_group('gloo') before {asks}"
         )
     return Group(dist.HashStore(), 0, 1)
+
+
+def _named(topology: Any, mode: Mode) -> Any:
+    """The topology asked for, or the mode's own."""
+    if topology is not None:
+        return topology
+    return "matching" if isinstance(mode, Stale) else "dissemination"
 
 
 def _resolve_schedule(topology: str | Schedule, world_size: int, seed: int) -> Schedule:

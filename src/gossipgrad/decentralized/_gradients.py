@@ -1,6 +1,5 @@
 """Gradients layer by layer: each bucket leaves as backward finishes it."""
 
-import time
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -23,16 +22,12 @@ class GradientExchange:
     Args:
         sections: Buckets over the gradients.
         rounds: Tells the partner; shared with the weights of the same round.
-        deadline_seconds: How long the step waits for the partner's gradients.
         owner: When it is collected, the hooks come off.
     """
 
-    def __init__(
-        self, sections: Sequence[Section], rounds: Rounds, deadline_seconds: float, owner: object
-    ) -> None:
+    def __init__(self, sections: Sequence[Section], rounds: Rounds, owner: object) -> None:
         self.enabled = True
         self._rounds = rounds
-        self._deadline_seconds = deadline_seconds
         self._sections = sections
         self._begun = False
         self._transfers: dict[Section, Transfer] = {}
@@ -61,10 +56,10 @@ class GradientExchange:
         self._check_unchanged()
         self._finished = True
         rounds = self._rounds
-        deadline = time.perf_counter() + self._deadline_seconds
         try:
             for transfer in self._transfers.values():
                 transfer.post_all()
+                deadline = rounds.deadline(transfer)
                 for bucket in sorted(transfer.exchanges):
                     if rounds.take(transfer, bucket, deadline) is Outcome.LATE:
                         rounds.outcomes[Outcome.LATE] += 1

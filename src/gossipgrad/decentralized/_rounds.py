@@ -29,6 +29,10 @@ class Rounds:
         deadline_seconds: How long closing a round waits for its partner.
         lagged: Mix by the authors' rule instead of the delta of snapshots.
         recorder: Gets the spans, if there is one.
+
+    Attributes:
+        late_rounds: Rounds whose parts had not come when they were due.
+        void_rounds: Rounds that one of the two ends gave up before it sent its part.
     """
 
     def __init__(
@@ -44,6 +48,8 @@ class Rounds:
         self.schedule = schedule
         self.next_round = 0
         self.closed_rounds = 0
+        self.late_rounds = 0
+        self.void_rounds = 0
         self.outcomes: Counter[Outcome] = Counter()
         self.exposed_seconds = 0.0
         self.mixing_seconds = 0.0
@@ -54,6 +60,7 @@ class Rounds:
         self._under_way: list[Transfer] = []
         self._late: list[Transfer] = []
         self._squares: list[list[Tensor]] = []
+        self._last_void = self._last_late = -1
 
     @property
     def partners(self) -> Peers:
@@ -64,6 +71,14 @@ class Rounds:
     def under_way(self) -> Sequence[Transfer]:
         """What was sent and is not mixed: of the open round, and late ones."""
         return [*self._late, *self._under_way]
+
+    def position(self, steps: int, every: int) -> int:
+        """How far the run has come, in steps, for a rank that has made `steps`."""
+        return steps
+
+    def deadline(self, transfer: Transfer) -> float:
+        """Until when a step waits for the parts of a transfer, if it starts to wait now."""
+        return time.perf_counter() + self._deadline_seconds
 
     def begin(self, sections: Sequence[Section], *, free_late: bool = False) -> list[Transfer]:
         """A transfer a section to the next round's partner, with nothing sent yet.
@@ -91,6 +106,7 @@ class Rounds:
             if transfer is None:
                 _release(transfers)
                 self.channel.void(round, peers.send_to)
+                self.note_void(round)
                 self.outcomes[Outcome.VOID] += 1
                 logger.warning(
                     "rank %d: round %d is void, its last snapshots are still being sent",
@@ -166,6 +182,8 @@ class Rounds:
         if outcome is not Outcome.LATE:
             transfer.taken.add(bucket)
             self.outcomes[outcome] += 1
+            if outcome is Outcome.VOID:
+                self.note_void(transfer.round)
             self._span(
                 "exchange",
                 exchange.posted_seconds,
@@ -178,6 +196,11 @@ class Rounds:
                 outcome=outcome.value,
             )
         return outcome
+
+    def note_void(self, round: int) -> None:
+        """Counts a void round, once for all its sections and buckets."""
+        self.void_rounds += round != self._last_void
+        self._last_void = round
 
     def mix(self, transfer: Transfer, bucket: int, delta: Tensor | None) -> None:
         """Mixes a delta into its bucket, if there is one."""
@@ -211,6 +234,8 @@ class Rounds:
             transfer.release()
             return True
         if not again:
+            self.late_rounds += transfer.round != self._last_late
+            self._last_late = transfer.round
             logger.warning(
                 "rank %d: rank %s is too late in round %d; going on without it",
                 self._rank,

@@ -24,8 +24,6 @@ from gossipgrad.decentralized._tensors import (
 
 __all__ = ["Sections"]
 
-_SNAPSHOTS = 2  # one that travels and one that is made: credits + 1
-
 
 class Sections:
     """The sections of a session's payload, and the numbering of their buckets.
@@ -91,7 +89,7 @@ class Sections:
                 first_bucket=self._count,
                 bucket_bytes=self._settings.bucket_bytes,
                 wire_dtype=self._settings.wire_dtype,
-                snapshots=_SNAPSHOTS,
+                snapshots=self._settings.snapshots,
                 of_weights=of_weights,
             )
             self._count += len(section.plan.buckets)

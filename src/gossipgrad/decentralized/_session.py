@@ -1,7 +1,6 @@
 """A gossip session: hangs on the user's model and optimizers, and comes off again."""
 
 import logging
-import secrets
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -12,15 +11,17 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gossipgrad.comm import Channel, Group, Recorder, Transport
+from gossipgrad.comm import Group, Recorder, Transport
 from gossipgrad.decentralized._agreement import agree, fingerprint
 from gossipgrad.decentralized._averaging import Averaging
 from gossipgrad.decentralized._gradients import GradientExchange
 from gossipgrad.decentralized._hooks import StepHooks
+from gossipgrad.decentralized._making import make_rounds
+from gossipgrad.decentralized._modes import Sync
 from gossipgrad.decentralized._rounds import Rounds
 from gossipgrad.decentralized._saving import warn_of_lone_replicas
 from gossipgrad.decentralized._sections import Sections
-from gossipgrad.decentralized._settings import Gradients, Lagged, Settings, Sync
+from gossipgrad.decentralized._settings import Gradients, Settings
 from gossipgrad.decentralized._sharding import reshard
 from gossipgrad.decentralized._start import broadcast_replica
 from gossipgrad.decentralized._stats import Stats, collect
@@ -76,15 +77,8 @@ class GossipSession:
         self._watch = ReplicaWatch(model, self._optimizers)
         self._saving = warn_of_lone_replicas(model, self._replicas_differ)
         if group.world_size > 1:
-            run = bytes.fromhex(group.broadcast_object(secrets.token_hex(16)))
-            channel = Channel(transport(group), run=run, plan=self._sections.parts)
-            self._rounds = Rounds(
-                channel,
-                settings.schedule,
-                deadline_seconds=settings.mode.deadline_seconds,
-                lagged=isinstance(settings.mode, Lagged),
-                recorder=recorder,
-            )
+            self._rounds = make_rounds(group, transport, self._sections, settings, recorder)
+            channel = self._rounds.channel
             # At interpreter exit a session that nobody closed still says LEAVE.
             self._farewell = weakref.finalize(self, channel.close, 0.5)
             try:
@@ -106,6 +100,16 @@ class GossipSession:
     def world_size(self) -> int:
         """How many ranks take part."""
         return self.group.world_size
+
+    @property
+    def position(self) -> int:
+        """Steps that the run has come to; no communication.
+
+        This rank's own, but in mode stale those of all rounds, jumped over or not: a slow rank is
+        where the others are, in fewer steps. Let learning rates and ends of training go by it.
+        """
+        steps, every = self._steps, self._settings.every
+        return steps if self._rounds is None else self._rounds.position(steps, every)
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
@@ -277,9 +281,7 @@ class GossipSession:
         if rounds is None:
             return
         if self._sections.gradients and self._gradients is None:
-            self._gradients = GradientExchange(
-                self._sections.gradients, rounds, self._settings.mode.deadline_seconds, self
-            )
+            self._gradients = GradientExchange(self._sections.gradients, rounds, self)
         if self._sends_early and self._steps % self._settings.every == 0:
             rounds.open(self._sections.of_round(rounds.next_round))
         self._arm()

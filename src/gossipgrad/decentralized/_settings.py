@@ -1,82 +1,28 @@
-"""What the user chooses: modes and payloads, as values, with strings as shorthand."""
+"""What the user chooses: payloads and the rest, as values, with strings as shorthand."""
 
 import math
 from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any
 
 import torch
 
 from gossipgrad.comm import BucketPlan
+from gossipgrad.decentralized._modes import Mode, Overlap, Stale
 from gossipgrad.topology import Schedule
 
 __all__ = [
     "Gradients",
     "GradientsAndWeights",
-    "Lagged",
-    "Mode",
-    "Overlap",
     "Payload",
     "Settings",
-    "Sync",
     "Weights",
     "WeightsAndState",
 ]
 
-DEADLINE_SECONDS = 300.0
-
 
 def _is_count(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Waits:
-    """A mode in which the step waits for its partner.
-
-    Attributes:
-        deadline_seconds: How long a step waits for a partner that is alive but late. The step then
-            goes on without it, and what the partner sent is mixed in when it comes.
-    """
-
-    deadline_seconds: float = DEADLINE_SECONDS
-
-    def __post_init__(self) -> None:
-        number = self.deadline_seconds
-        if (
-            isinstance(number, bool)
-            or not isinstance(number, Real)
-            or not 0 < float(number) < math.inf
-        ):
-            raise ValueError(
-                f"deadline_seconds must be positive and finite, got {number!r}: it is how long "
-                "a step waits for a late partner"
-            )
-        plain = int(number) if isinstance(number, Integral) else float(number)
-        object.__setattr__(self, "deadline_seconds", plain)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Overlap(_Waits):
-    """A snapshot leaves at the start of the step and is mixed at its end: the whole step hides it.
-
-    `w += weight * (received - snapshot)`, which keeps the mean over ranks exactly (D-PSGD with one
-    partner). The default.
-    """
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sync(_Waits):
-    """Weights are exchanged after the update and mixed at once; nothing is hidden."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Lagged(_Waits):
-    """The rule of GossipGraD's authors, for comparison.
-
-    Sent as in `Overlap`, then `w += weight * (received - w)` with the updated `w`: the mean over
-    ranks moves by half a step only (see the notes on the published rule in the docs).
-    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,10 +55,8 @@ class GradientsAndWeights:
     """Gradients as in `Gradients`, then weights as in `Sync`: the authors' first version."""
 
 
-Mode = Overlap | Sync | Lagged
 Payload = Weights | WeightsAndState | Gradients | GradientsAndWeights
 
-_MODES: dict[str, Mode] = {"overlap": Overlap(), "sync": Sync(), "lagged": Lagged()}
 _PAYLOADS: dict[str, Payload] = {
     "weights": Weights(),
     "weights+state": WeightsAndState(),
@@ -133,6 +77,11 @@ class Settings:
     wire_dtype: torch.dtype | None
     bucket_bytes: int
 
+    @property
+    def snapshots(self) -> int:
+        """How many may be held at once: by default one that travels and one that is made."""
+        return self.mode.snapshots if isinstance(self.mode, Stale) else 2
+
     def describe(self) -> dict[str, Any]:
         """What must be equal on all ranks."""
         return {
@@ -146,15 +95,6 @@ class Settings:
         }
 
 
-def resolve_mode(mode: Mode | str) -> Mode:
-    """A mode by name or value."""
-    if isinstance(mode, Mode):
-        return mode
-    if not isinstance(mode, str) or mode not in _MODES:
-        raise ValueError(f"mode must be one of {', '.join(map(repr, _MODES))}, got {mode!r}")
-    return _MODES[mode]
-
-
 def resolve_payload(payload: Payload | str, mode: Mode) -> Payload:
     """A payload by name or value, checked against the mode."""
     if not isinstance(payload, Payload):
@@ -163,7 +103,13 @@ def resolve_payload(payload: Payload | str, mode: Mode) -> Payload:
                 f"payload must be one of {', '.join(map(repr, _PAYLOADS))}, got {payload!r}"
             )
         payload = _PAYLOADS[payload]
-    if isinstance(payload, Gradients | GradientsAndWeights) and not isinstance(mode, Overlap):
+    of_gradients = isinstance(payload, Gradients | GradientsAndWeights)
+    if of_gradients and isinstance(mode, Stale):
+        raise ValueError(
+            f"payload {payload} and mode {mode}: a gradient that comes after its step is worth "
+            "nothing, and no step waits for one: use payload='weights', or mode='overlap'"
+        )
+    if of_gradients and not isinstance(mode, Overlap):
         raise ValueError(
             f"payload {payload} has its own order (gradients during backward, weights after the "
             f"update), mode {mode} would change nothing: leave mode='overlap'"

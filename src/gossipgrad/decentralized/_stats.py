@@ -22,7 +22,14 @@ class Stats:
         mixing_seconds: Time spent on snapshots and mixing.
         outcomes: How many exchanges, counted by bucket, ended as `delivered`, `late`, `dead_peer`
             and `void`.
+        late_rounds: Rounds whose partner's part had not come when the step stopped waiting for it;
+            in mode stale, not within `max_staleness` further rounds.
+        void_rounds: Rounds without an exchange, because one end gave them up before it sent its
+            part. In mode stale those that a slow rank jumps over, too.
         extra_memory_bytes: Snapshots, residuals and parts that came early, held beside the model.
+        snapshot_limit_bytes: The most that snapshots may come to: `max_staleness + 1` of all that
+            travels in mode stale, else two. Parts that come early are not in it: a rank that is
+            stuck may find those of `max_staleness + 1` rounds of each other rank, mostly of one.
         clamps: Elements of non-negative optimizer state that mixing would have left below zero.
         refused_messages: Messages dropped because they did not fit the plan.
         consensus_distance_estimate: From the differences to this rank's own partners in the last
@@ -44,7 +51,10 @@ class Stats:
     exposed_seconds: float
     mixing_seconds: float
     outcomes: dict[str, int]
+    late_rounds: int
+    void_rounds: int
     extra_memory_bytes: int
+    snapshot_limit_bytes: int
     clamps: int
     refused_messages: int
     consensus_distance_estimate: float | None
@@ -97,6 +107,9 @@ def collect(
         exposed_seconds=0.0 if rounds is None else rounds.exposed_seconds,
         mixing_seconds=0.0 if rounds is None else rounds.mixing_seconds,
         outcomes={"delivered": 0, "late": 0, "dead_peer": 0, "void": 0, **counted},
+        late_rounds=0 if rounds is None else rounds.late_rounds,
+        void_rounds=0 if rounds is None else rounds.void_rounds,
+        snapshot_limit_bytes=sum(section.pool.limit_bytes for section in sections.all),
         extra_memory_bytes=sum(section.memory_bytes for section in sections.all)
         + (0 if rounds is None else rounds.channel.early_bytes),
         clamps=int(sum(int(section.clamped) for section in sections.all)),

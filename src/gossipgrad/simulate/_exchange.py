@@ -1,4 +1,4 @@
-"""One round of all ranks at once: row r of every tensor takes from the row of r's partner."""
+"""Rounds of all ranks at once: row r of every tensor takes from the row of r's partner."""
 
 from collections.abc import Sequence
 
@@ -12,32 +12,61 @@ _NOBODY = -1
 
 
 class Exchange:
-    """The messages of one round, for tensors of shape `(rank, ...)`.
+    """The messages of rounds, for tensors of shape `(rank, ...)`.
 
     `open` takes the snapshots and works out what each rank will add; `close` adds it. Between the
-    two the tensors may change.
+    two the tensors may change, and `delay` more rounds be opened.
 
     Args:
         schedule: Who meets whom, with what weight.
         wire_dtype: What everything is sent as; None for the tensors' own.
         lagged: Whether the difference is to the tensor at `close`, not to the snapshot.
+        weight: How much of a difference is taken, at most where the schedule has its own.
+        delay: Rounds that are opened before one is closed.
     """
 
-    def __init__(self, schedule: Schedule, wire_dtype: torch.dtype | None, *, lagged: bool) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        wire_dtype: torch.dtype | None,
+        *,
+        lagged: bool,
+        weight: float | None = None,
+        delay: int = 0,
+    ) -> None:
+        self.delay = delay
         self._schedule = schedule
         self._wire_dtype = wire_dtype
         self._lagged = lagged
-        self._held: dict[int, Tensor] = {}  # by the tensor's id: what was received, or the delta
-        self._memory: dict[int, Tensor] = {}
+        self._weight = weight
+        # By round and the tensor's id: what was received, or the delta.
+        self._held: dict[tuple[int, int], Tensor] = {}
+        self._memory: dict[tuple[int, int], Tensor] = {}
+
+    @property
+    def outstanding(self) -> list[int]:
+        """Rounds that were opened and not closed."""
+        return sorted({round for round, _ in self._held})
+
+    def held(self, round: int, tensors: Sequence[Tensor]) -> list[Tensor | None]:
+        """What an outstanding round holds of some tensors."""
+        return [self._held.get((round, id(v))) for v in tensors]
+
+    def hold(self, round: int, tensors: Sequence[Tensor], held: Sequence[Tensor | None]) -> None:
+        """Takes back what `held` gave."""
+        for v, delta in zip(tensors, held, strict=True):
+            if delta is not None:
+                self._held[round, id(v)] = delta.to(v, copy=True)
 
     def open(self, round: int, tensors: Sequence[Shaped[Tensor, "rank ..."]]) -> None:
         """Sends a snapshot of every tensor along the edges of `round`."""
         recv_from = torch.from_numpy(self._schedule.round_peers(round).recv_from)
         sender = torch.where(recv_from == _NOBODY, torch.arange(len(recv_from)), recv_from)
         for v in tensors:
-            memory = self._memory.get(id(v))
+            place = (round % (self.delay + 1), id(v))
+            memory = self._memory.get(place)
             if memory is None or memory.shape != v.shape:
-                memory = self._memory[id(v)] = torch.empty_like(v)
+                memory = self._memory[place] = torch.empty_like(v)
             rows = sender.to(v.device)
             if self._wire_dtype is None:
                 torch.index_select(v, 0, rows, out=memory)
@@ -47,13 +76,13 @@ class Exchange:
                 memory.copy_(snapshot.index_select(0, rows))
             if not self._lagged:
                 memory.sub_(snapshot)
-            self._held[id(v)] = memory
+            self._held[round, id(v)] = memory
 
     def close(self, round: int, tensors: Sequence[Shaped[Tensor, "rank ..."]]) -> None:
         """Adds to every tensor the weighted differences of its round."""
         weight = self._weights(round)
         for v in tensors:
-            delta = self._held.pop(id(v), None)
+            delta = self._held.pop((round, id(v)), None)
             if self._lagged:  # what was not there to be sent counts as zeros
                 delta = v.neg() if delta is None else delta.sub_(v)
             if delta is None:
@@ -65,7 +94,9 @@ class Exchange:
 
     def _weights(self, round: int) -> float | Float[Tensor, " rank"]:
         """Of all ranks, one number where all have the same; 0 for who sits out."""
-        weights = torch.from_numpy(self._schedule.round_weights(round))
+        weights = torch.from_numpy(self._schedule.round_weights(round, self._weight or 0.5))
+        if self._weight is not None:
+            weights = weights.clamp(max=self._weight)
         sits_out = torch.from_numpy(self._schedule.round_peers(round).recv_from) == _NOBODY
         weights = torch.where(sits_out, 0.0, weights)
         return float(weights[0]) if bool((weights == weights[0]).all()) else weights

@@ -11,9 +11,11 @@ from gossipgrad.decentralized import (
     Mode,
     Overlap,
     Payload,
+    Stale,
     Sync,
     Weights,
     WeightsAndState,
+    check_never_waits,
     resolve_average_every,
     resolve_mode,
     resolve_payload,
@@ -33,6 +35,7 @@ class Plan:
         payload: What is sent, and averaged.
         average_every: Steps between exact averages, None for never.
         wire_dtype: What messages are sent as, None for the tensors' own type.
+        delay: Rounds by which every exchange is late in mode stale; 0 in other modes.
         reduced_steps: Steps from the start in which gradients are averaged, None for all.
     """
 
@@ -42,6 +45,7 @@ class Plan:
     average_every: int | None
     wire_dtype: torch.dtype | None
     reduced_steps: int | None
+    delay: int = 0
 
     def __post_init__(self) -> None:
         if self.reduced_steps is not None and self.reduced_steps < 0:
@@ -62,6 +66,7 @@ def make_plan(
     wire_dtype: torch.dtype | None,
     post_local_after: int | None,
     seed: int,
+    delay: int | None = None,
 ) -> Plan:
     """The plan for these settings.
 
@@ -82,9 +87,21 @@ def make_plan(
             "strategy='gossip'",
             stacklevel=3,
         )
+    resolved = _checked_mode(mode if gossips else None)
+    schedule = None
+    if gossips:
+        default = "matching" if isinstance(resolved, Stale) else "dissemination"
+        schedule = _schedule(default if topology is None else topology, world_size, seed)
+        check_never_waits(
+            resolved,
+            average_every=average_every,
+            symmetric=schedule.symmetric,
+            topology=str(schedule),
+        )
     return Plan(
-        schedule=_schedule(topology, world_size, seed) if gossips else None,
-        mode=_checked_mode(mode if gossips else None),
+        schedule=schedule,
+        mode=resolved,
+        delay=_delay(delay, resolved),
         payload=_payload(payload, strategy),
         average_every=_average_every(average_every, strategy, world_size),
         wire_dtype=_checked_wire(wire_dtype) if gossips else None,
@@ -92,9 +109,26 @@ def make_plan(
     )
 
 
-def _schedule(topology: str | Schedule | None, world_size: int, seed: int) -> Schedule:
+def _delay(delay: int | None, mode: Mode) -> int:
+    if not isinstance(mode, Stale):
+        if delay is not None:
+            raise ValueError(
+                f"delay={delay} with mode {mode}: exchanges are late in mode stale alone; leave it "
+                "out, or use mode=Stale(max_staleness=...)"
+            )
+        return 0
+    if delay is None:
+        return mode.max_staleness
+    if not 0 <= delay <= mode.max_staleness:
+        raise ValueError(
+            f"delay is {delay}, but a round of {mode} is 0 to {mode.max_staleness} rounds late"
+        )
+    return delay
+
+
+def _schedule(topology: str | Schedule, world_size: int, seed: int) -> Schedule:
     if not isinstance(topology, Schedule):
-        return by_name(topology or "dissemination", world_size, seed=seed)
+        return by_name(topology, world_size, seed=seed)
     if topology.world_size != world_size:
         raise ValueError(
             f"the topology is for {topology.world_size} ranks, but world_size is {world_size}: "
@@ -106,10 +140,9 @@ def _schedule(topology: str | Schedule | None, world_size: int, seed: int) -> Sc
 def _checked_mode(mode: str | Mode | None) -> Mode:
     resolved = resolve_mode("overlap" if mode is None else mode)
     # Whatever the engine adds, these are the rules that are simulated.
-    if not isinstance(resolved, Overlap | Sync | Lagged):
+    if not isinstance(resolved, Overlap | Sync | Lagged | Stale):
         raise ValueError(
-            f"virtual ranks are never late, so mode {resolved} cannot be simulated: choose "
-            "'overlap', 'sync' or 'lagged'"
+            f"mode {resolved} cannot be simulated: choose 'overlap', 'sync', 'stale' or 'lagged'"
         )
     return resolved
 

@@ -9,7 +9,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from gossipgrad.decentralized import NON_NEGATIVE, Lagged, Mode, Payload, Sync, WeightsAndState
+from gossipgrad.decentralized import (
+    NON_NEGATIVE,
+    Lagged,
+    Mode,
+    Payload,
+    Stale,
+    Sync,
+    WeightsAndState,
+)
 from gossipgrad.topology import Schedule
 
 from ._exchange import Exchange
@@ -37,7 +45,8 @@ class VirtualRanks:
 
     Replicas are stacked: every parameter is one tensor of shape `(p, ...)` whose row r is rank
     r's, and a step is a few batched operations. What each rank computes is what it would compute
-    in the distributed run, to rounding; nothing is communicated, and no rank is ever late.
+    in the distributed run, to rounding; nothing is communicated. All ranks step together, and no
+    exchange is ever late, but in mode stale each by `delay` rounds.
 
     `allreduce` keeps one set of weights for all ranks. BatchNorm's statistics are each rank's own
     throughout, and the consensus averages them, as the distributed run does.
@@ -53,8 +62,9 @@ class VirtualRanks:
             (weights and state averaged every `ceil(log2 p)` steps, none exchanged between);
             `"local"` (nothing exchanged, but for `average_every`); `"post-local-sgd"` (all-reduce
             for `post_local_after` steps, then local steps with averages).
-        topology: Of gossip: a name or a schedule, as in `gossipgrad.gossip`; None: dissemination.
-        mode: Of gossip: `"overlap"`, `"sync"` or `"lagged"`; None: overlap.
+        topology: Of gossip: a name or a schedule, as in `gossipgrad.gossip`; None: dissemination,
+            or matching in mode stale.
+        mode: Of gossip: `"overlap"`, `"sync"`, `"stale"` or `"lagged"`; None: overlap.
         payload: `"weights"`, `"weights+state"` or a value such as `WeightsAndState(every=4)`: what
             gossip exchanges and what periodic averages average; None: weights.
         average_every: Steps between exact averages of all replicas, `"log_p"`, or None for never.
@@ -63,6 +73,8 @@ class VirtualRanks:
         post_local_after: Steps of the first part of `"post-local-sgd"`.
         loss: Takes the outputs and targets of one rank, gives a scalar.
         seed: Of the rotation of partners, when `topology` is a name.
+        delay: Of mode stale: rounds by which every exchange is late, up to `max_staleness`, which
+            is taken for None. The weight is that of `max_staleness`, whatever the delay.
         batching: `"vmap"` runs replicas as one batched operation, `"loop"` one after another;
             `"auto"` loops on a CPU where the model has convolutions, since grouped convolutions
             are slow there.
@@ -110,6 +122,7 @@ class VirtualRanks:
         post_local_after: int | None = None,
         loss: Loss = F.cross_entropy,
         seed: int = 0,
+        delay: int | None = None,
         batching: str = "auto",
     ) -> None:
         if world_size < 1:
@@ -125,6 +138,7 @@ class VirtualRanks:
             wire_dtype=wire_dtype,
             post_local_after=post_local_after,
             seed=seed,
+            delay=delay,
         )
         self.world_size = world_size
         self._replicas = Replicas(
@@ -174,7 +188,13 @@ class VirtualRanks:
 
     @torch.no_grad()
     def average_(self) -> None:
-        """Makes every replica the exact average; optimizer state too, where the payload has it."""
+        """Makes every replica the exact average; optimizer state too, where the payload has it.
+
+        What is outstanding in mode stale is mixed first.
+        """
+        if self._exchange is not None:
+            for round in self._exchange.outstanding:
+                self._exchange.close(round, self._payload(round))
         with_state = isinstance(self._plan.payload, WeightsAndState)
         for stacked in self._weights + (self._state() if with_state else []):
             stacked.copy_(mean_of(stacked))
@@ -215,6 +235,7 @@ class VirtualRanks:
             "weights": {n: p.detach() for n, p in self._replicas.parameters.items()},
             "buffers": dict(self._replicas.buffers),
             "optimizer": self.optimizer.state_dict(),
+            "outstanding": self._outstanding(),
         }
 
     @torch.no_grad()
@@ -243,6 +264,17 @@ class VirtualRanks:
         self.steps = state["steps"]
         self.clamps = state["clamps"]
         self._exchange = self._new_exchange()
+        if self._exchange is not None:
+            for round, held in state.get("outstanding", {}).items():
+                self._exchange.hold(round, self._weights + self._state(), held)
+
+    def _outstanding(self) -> dict[int, list[Tensor | None]]:
+        """Deltas that are still to be mixed, by round."""
+        exchange = self._exchange
+        if exchange is None:
+            return {}
+        travel = self._weights + self._state()
+        return {round: exchange.held(round, travel) for round in exchange.outstanding}
 
     def _average_is_due(self) -> bool:
         every, reduced = self._plan.average_every, self._plan.reduced_steps
@@ -255,20 +287,23 @@ class VirtualRanks:
         exchange = self._exchange
         early = exchange is not None and not isinstance(self._plan.mode, Sync)
         if exchange is not None and early:
-            exchange.open(self.steps, self._payload())
+            exchange.open(self.steps, self._payload(self.steps))
         self.optimizer.step()
         if exchange is None:
             return
-        travel = self._payload()
+        due = self.steps - exchange.delay
+        if due < 0:
+            return
+        travel = self._payload(due)
         if not early:
-            exchange.open(self.steps, travel)
-        exchange.close(self.steps, travel)
+            exchange.open(due, travel)
+        exchange.close(due, travel)
         self._clamp(travel)
 
-    def _payload(self) -> list[Tensor]:
-        """What is exchanged in the round of this step."""
+    def _payload(self, round: int) -> list[Tensor]:
+        """What is exchanged in a round."""
         payload = self._plan.payload
-        if isinstance(payload, WeightsAndState) and self.steps % payload.every == 0:
+        if isinstance(payload, WeightsAndState) and round % payload.every == 0:
             return self._weights + self._state()
         return self._weights
 
@@ -300,7 +335,13 @@ class VirtualRanks:
         plan = self._plan
         if plan.schedule is None:
             return None
-        return Exchange(plan.schedule, plan.wire_dtype, lagged=isinstance(plan.mode, Lagged))
+        return Exchange(
+            plan.schedule,
+            plan.wire_dtype,
+            lagged=isinstance(plan.mode, Lagged),
+            weight=plan.mode.weight if isinstance(plan.mode, Stale) else None,
+            delay=plan.delay,
+        )
 
 
 def _check_model(model: nn.Module) -> None:

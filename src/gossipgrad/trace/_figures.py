@@ -87,6 +87,10 @@ def rank_rows(run: Run) -> list[list[str]]:
                 number(last.get("samples")),
                 number(rate and round(rate, 1)),
                 percent(ratio(last.get("exposed_seconds"), train_seconds(run, rank))),
+                *(
+                    number(of_rank(run.summary.get(name), rank, run.world_size))
+                    for name in ("void_rounds_per_rank", "late_rounds_per_rank")
+                ),
             ]
         )
     return rows
@@ -112,6 +116,8 @@ RANK_HEAD = [
     "Samples",
     "Samples/s",
     "Exposed",
+    "Void rounds",
+    "Late rounds",
 ]
 
 

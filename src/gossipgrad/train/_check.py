@@ -40,12 +40,15 @@ def check(config: TrainConfig, world_size: int) -> None:
     _warn_of_idle_muon(config, optimizers)
     if config.strategy == "gossip":
         check_settings(
+            topology=config.gossip.topology,
             mode=config.gossip.mode,
             payload=config.gossip.payload,
             every=config.gossip.every,
             average_every=config.gossip.average_every,
         )
-        topology.by_name(config.gossip.topology, world_size, seed=config.seed)
+        if config.gossip.topology is not None:
+            topology.by_name(config.gossip.topology, world_size, seed=config.seed)
+        _check_waits(config)
         faulty = max(Faults.parse(config.gossip.faults or "").ranks, default=0)
         if faulty >= world_size:
             raise ValueError(
@@ -62,6 +65,16 @@ def check(config: TrainConfig, world_size: int) -> None:
     _check_shards(config, info, world_size)
     warn_of_no_effect(config, info, world_size)
     data.prepare(config.data, config.data_dir, image_size=config.image_size)
+
+
+def _check_waits(config: TrainConfig) -> None:
+    waits = config.shuffle == "ring" and config.shuffle_deadline_seconds > 0
+    if waits and config.gossip.mode == "stale":
+        raise ValueError(
+            f"shuffle ring waits up to {config.shuffle_deadline_seconds:g} s for rows of a slow "
+            "neighbour, and in mode stale no step waits: use --shuffle-deadline-seconds 0, which "
+            "hands out old rows instead, or --shuffle global."
+        )
 
 
 def _warn_of_idle_muon(config: TrainConfig, optimizers: list[Optimizer]) -> None:

@@ -24,13 +24,15 @@ _NOTES = ("lr_formula", "versions")
 class GossipConfig:
     """How replicas gossip; used by `strategy` gossip alone."""
 
-    topology: Literal["dissemination", "hypercube", "matching", "ring", "complete"] = (
-        "dissemination"
-    )
-    """Who meets whom. hypercube needs a power of two of processes; the others take any number."""
-    mode: Literal["overlap", "sync", "lagged"] = "overlap"
+    topology: Literal["dissemination", "hypercube", "matching", "ring", "complete"] | None = None
+    """Who meets whom; None: dissemination, or matching in mode stale, which dissemination does not
+    suit. hypercube needs a power of two of processes; the others take any number."""
+    mode: Literal["overlap", "sync", "stale", "lagged"] = "overlap"
     """overlap: exchange behind the step's compute. sync: exchange after the update and wait.
-    lagged: the published rule, one step late, for comparison."""
+    stale: mix what has come and wait for nobody; the run then counts rounds, and a slow rank takes
+    fewer steps. lagged: the published rule, one step late, for comparison."""
+    max_staleness: int = 2
+    """Rounds by which exchanges of mode stale may be late, 0 to 15: the more, the less weight."""
     payload: Literal["weights", "weights+state", "gradients", "gradients+weights"] = "weights"
     """What is sent: weights, weights with the optimizer's moments, or (for study) gradients."""
     every: int = 1
@@ -41,7 +43,10 @@ class GossipConfig:
     wire_dtype: Literal["float32", "bfloat16"] | None = None
     """Number type on the wire; None: that of the parameters."""
     deadline_seconds: float = 300.0
-    """How long a step waits for a partner that is alive but late."""
+    """How long a step waits at most for a partner that is alive but late. Less where the link's
+    recent arrivals were prompt."""
+    deadline_floor_seconds: float = 10.0
+    """How long it waits at least, if deadline_seconds is not less."""
     faults: str | None = None
     """Faults to try the run with, by rank and round: "delay rank=1 rounds=20-29 seconds=0.05",
     "drop rank=1 round=20" or "kill rank=1 round=20", several with ; between."""
@@ -50,16 +55,23 @@ class GossipConfig:
         make_plain(self)
         check_fields(self)
         check_at_least(self, 1, "every")
-        if not self.deadline_seconds > 0:
-            raise ValueError(f"deadline_seconds is {self.deadline_seconds}, but must be above 0.")
-        if self.deadline_seconds == math.inf:
-            raise ValueError(
-                "deadline_seconds is inf, but must be finite: a partner may never come."
-            )
+        for name in ("deadline_seconds", "deadline_floor_seconds"):
+            value = getattr(self, name)
+            if not value > 0:
+                raise ValueError(f"{name} is {value}, but must be above 0.")
+            if value == math.inf:
+                raise ValueError(f"{name} is inf, but must be finite: a partner may never come.")
+        if not 0 <= self.max_staleness <= 15:
+            raise ValueError(f"max_staleness is {self.max_staleness}, but must be from 0 to 15.")
         if self.faults is not None and not Faults.parse(self.faults).ranks:
             object.__setattr__(self, "faults", None)
         if self.average_every != "log_p":
             check_at_least(self, 1, "average_every")
+
+    @property
+    def default_topology(self) -> Literal["dissemination", "matching"]:
+        """Who meets whom where nothing is said, symmetric pairs where rounds can be void."""
+        return "matching" if self.mode == "stale" else "dissemination"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -244,7 +256,12 @@ class TrainConfig:
         """The same run with nothing left to a default."""
         lr = DEFAULT_LR[self.optimizer] if self.lr is None else self.lr
         step_epochs = self._step_epochs if self.lr_schedule == "step" else self.lr_step_epochs
-        return dataclasses.replace(self, nproc=nproc, out=out, lr=lr, lr_step_epochs=step_epochs)
+        gossip = self.gossip
+        if self.strategy == "gossip" and gossip.topology is None:
+            gossip = dataclasses.replace(gossip, topology=gossip.default_topology)
+        return dataclasses.replace(
+            self, nproc=nproc, out=out, lr=lr, lr_step_epochs=step_epochs, gossip=gossip
+        )
 
     @property
     def learning_rate(self) -> LearningRate:
@@ -267,6 +284,10 @@ class TrainConfig:
         unused: list[tuple[Any, str, str]] = []
         if self.strategy != "gossip":
             unused += [(self.gossip, f.name, strategy) for f in dataclasses.fields(GossipConfig)]
+        waits = ("deadline_seconds", "deadline_floor_seconds")
+        idle = waits if self.gossip.mode == "stale" else ("max_staleness",)
+        if self.strategy == "gossip":
+            unused += [(self.gossip, name, f"mode is {self.gossip.mode}") for name in idle]
         if self.strategy != "post-local-sgd":
             fields = dataclasses.fields(PostLocalConfig)
             unused += [(self.post_local, f.name, strategy) for f in fields]
@@ -344,7 +365,11 @@ class TrainConfig:
         for note in (*_NOTES, "out", "overwrite"):
             values.pop(note, None)
         try:
-            return cls.from_json(values)
+            config = cls.from_json(values)
+            gossip = config.gossip
+            if gossip.topology == gossip.default_topology:  # so that it follows another mode
+                gossip = dataclasses.replace(gossip, topology=None)
+            return dataclasses.replace(config, gossip=gossip)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: {error}") from error
 

@@ -61,7 +61,8 @@ class LearningRate:
             return 1.0
         if self.schedule == "step":
             return self.gamma ** (step // steps_per_epoch // self.step_epochs)
-        done = (step - warmup) / (epochs * steps_per_epoch - warmup)
+        # In mode stale the last rounds of a run may lie beyond it.
+        done = min(1.0, (step - warmup) / (epochs * steps_per_epoch - warmup))
         return 1 - done if self.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
 
     @property

@@ -27,6 +27,8 @@ class Loop:
     """Trains for some epochs and evaluates after each; a loss that is not finite ends it.
 
     A stop between two epochs evaluates as well, for the model to export, but makes no epoch event.
+    An epoch is over when the run is at its end, though a slow rank may have made fewer steps of it:
+    what is left of its share is drawn anew in the next.
 
     Attributes:
         strategy: Keeps the replicas together.
@@ -72,7 +74,8 @@ class Loop:
         """Whether the epoch was finished."""
         self.metrics.begin_epoch()
         batches = self.batches.epoch(epoch)
-        for _ in range(len(self.batches)):
+        end = (epoch + 1) * len(self.batches)
+        while self.strategy.position(self.metrics.steps) < end:
             step = self.metrics.steps + 1
             if self.stop.is_set() and self.strategy.stops_before(step):
                 return False
@@ -101,6 +104,8 @@ class Loop:
             for optimizer in self.optimizers:
                 optimizer.step()
             for scheduler in self.schedulers:
+                # The rate of the step to come: a position further, or more if others are ahead.
+                scheduler.last_epoch = self.strategy.position(step) - 1
                 scheduler.step()
             for optimizer in self.optimizers:
                 optimizer.zero_grad()

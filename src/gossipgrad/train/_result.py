@@ -52,6 +52,10 @@ class RankResult:
     mixing_seconds: float | None
     extra_memory_bytes: int | None
     outcomes: dict[str, int]
+    late_rounds: int = 0
+    """Rounds whose part had not come when it was due."""
+    void_rounds: int = 0
+    """Rounds that one of the two ends gave up, or that the rank jumped over."""
     shuffle_bytes_sent: int = 0
     """Samples of the ring shuffle; not in `bytes_sent`."""
     shuffle_exposed_seconds: float = 0.0

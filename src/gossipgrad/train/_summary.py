@@ -76,9 +76,7 @@ def compose(
         "model_from_rank": exported.rank,
         "consensus_distance": exported.consensus_distance,
         "steps": max(result.steps for result in ranks),
-        "steps_per_rank": [
-            results[rank].steps if rank in results else None for rank in range(world_size)
-        ],
+        **_by_rank(results, world_size, "steps"),
         "epochs": max(result.epochs for result in ranks),
         "seconds": max(result.seconds for result in ranks),
         "samples_per_second": sum(_ratio(r.samples, r.train_seconds) or 0.0 for r in ranks),
@@ -93,6 +91,7 @@ def compose(
         "extra_memory_bytes": exported.extra_memory_bytes,
         **_shuffle(config, ranks),
         "outcomes": dict(outcomes),
+        **_by_rank(results, world_size, "late_rounds", "void_rounds"),
         "interrupted": any(result.stopped for result in ranks),
         "stopped_by": None if stopped_by is None else stopped_by.name,
         "lost_ranks": sorted(lost),
@@ -101,6 +100,18 @@ def compose(
         "parameters": exported.parameters,
         "machine": machine(),
         "versions": versions(),
+    }
+
+
+def _by_rank(
+    results: Mapping[int, RankResult], world_size: int, *names: str
+) -> dict[str, list[int | None]]:
+    """Figures of every rank, None of one that did not come to its end."""
+    return {
+        f"{name}_per_rank": [
+            getattr(results[rank], name) if rank in results else None for rank in range(world_size)
+        ]
+        for name in names
     }
 
 

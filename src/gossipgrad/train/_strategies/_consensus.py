@@ -43,4 +43,6 @@ def session_traffic(session: gg.GossipSession) -> Traffic:
         extra_memory_bytes=stats.extra_memory_bytes,
         consensus_distance_estimate=stats.consensus_distance_estimate,
         outcomes=dict(stats.outcomes),
+        late_rounds=stats.late_rounds,
+        void_rounds=stats.void_rounds,
     )

@@ -16,7 +16,7 @@ from gossipgrad.train._spans import StepSpans
 from ._consensus import consensus_evaluation, session_traffic
 from ._strategy import Strategy, Traffic, alone
 
-_MODES = {"overlap": gg.Overlap, "sync": gg.Sync, "lagged": gg.Lagged}
+_WAITING = {"overlap": gg.Overlap, "sync": gg.Sync, "lagged": gg.Lagged}
 
 
 class Gossip(Strategy):
@@ -44,7 +44,7 @@ class Gossip(Strategy):
             model,
             optimizers,
             topology=options.topology,
-            mode=_MODES[options.mode](deadline_seconds=options.deadline_seconds),
+            mode=_mode(options),
             payload=options.payload,
             every=options.every,
             average_every=options.average_every,
@@ -70,6 +70,10 @@ class Gossip(Strategy):
                 self.notes.append(f"no consensus: {error}")
         return alone(self.model, test, final=final, is_consensus=False)
 
+    def position(self, steps: int) -> int:
+        """In mode stale the rounds of the session; see `Strategy.position`."""
+        return self._session.position
+
     def traffic(self) -> Traffic:
         """What the session counted."""
         return session_traffic(self._session)
@@ -77,6 +81,14 @@ class Gossip(Strategy):
     def close(self) -> None:
         """Leave the session; partners skip this rank from now on."""
         self._session.close()
+
+
+def _mode(options: GossipConfig) -> gg.Stale | gg.Overlap | gg.Sync | gg.Lagged:
+    if options.mode == "stale":
+        return gg.Stale(max_staleness=options.max_staleness)
+    return _WAITING[options.mode](
+        deadline_seconds=options.deadline_seconds, floor_seconds=options.deadline_floor_seconds
+    )
 
 
 def _with_faults(script: str) -> Callable[[gg.Group], Transport]:

@@ -20,6 +20,8 @@ class Traffic:
     extra_memory_bytes: int | None = None
     consensus_distance_estimate: float | None = None
     outcomes: dict[str, int] = field(default_factory=dict)
+    late_rounds: int = 0
+    void_rounds: int = 0
 
 
 class Strategy(ABC):
@@ -60,6 +62,13 @@ class Strategy(ABC):
     def stops_before(self, step: int) -> bool:
         """Whether a rank that has been told to stop does so before `step`; asked before each."""
         return True
+
+    def position(self, steps: int) -> int:
+        """Where the run is, in steps, for a rank that has made `steps`: beyond them if it is slow.
+
+        The length of the run, its epochs and its learning rate go by it.
+        """
+        return steps
 
     def loss(
         self, x: Shaped[Tensor, "batch ..."], y: Int[Tensor, "batch ..."]

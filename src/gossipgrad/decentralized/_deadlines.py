@@ -1,0 +1,56 @@
+"""How long a step waits for each partner: what is usual on its link, and some more."""
+
+from collections import defaultdict, deque
+from statistics import median
+
+__all__ = ["Deadlines"]
+
+_REMEMBERED = 32  # arrivals a link
+_ENOUGH = 5  # of them, before they decide
+_MAD_TO_DEVIATION = 1.4826  # of a normal distribution
+
+
+class Deadlines:
+    """Waits that adapt to each link: median + `deviations` x MAD of its recent arrivals.
+
+    MAD is the median absolute deviation from the median, scaled to be the standard deviation of a
+    normal distribution: unlike that, it does not grow with a few arrivals that were very late. So
+    a link that is slow is given the time that it takes, and one that was prompt and falls silent
+    is not awaited for long.
+
+    Args:
+        floor_seconds: The least wait.
+        ceiling_seconds: The longest, and the wait for a link with fewer than five arrivals.
+        deviations: How many MAD beyond the median are still awaited.
+
+    Example:
+        >>> deadlines = Deadlines(floor_seconds=0.1, ceiling_seconds=60.0, deviations=6.0)
+        >>> deadlines.of(1)
+        60.0
+        >>> for seconds in (2.0, 2.1, 1.9, 2.0, 30.0):
+        ...     deadlines.note(1, seconds)
+        >>> round(deadlines.of(1), 2)
+        2.89
+    """
+
+    def __init__(self, *, floor_seconds: float, ceiling_seconds: float, deviations: float) -> None:
+        self._floor_seconds = floor_seconds
+        self._ceiling_seconds = ceiling_seconds
+        self._deviations = deviations
+        self._arrivals: defaultdict[int, deque[float]] = defaultdict(
+            lambda: deque(maxlen=_REMEMBERED)
+        )
+
+    def note(self, peer: int, seconds: float) -> None:
+        """Takes in how long after this rank's own part a peer's has come, 0 if it was earlier."""
+        self._arrivals[peer].append(seconds)
+
+    def of(self, peer: int) -> float:
+        """How long to wait for a peer now, in seconds."""
+        arrivals = self._arrivals[peer]
+        if len(arrivals) < _ENOUGH:
+            return self._ceiling_seconds
+        usual = median(arrivals)
+        deviation = _MAD_TO_DEVIATION * median(abs(each - usual) for each in arrivals)
+        wait = max(self._floor_seconds, usual + self._deviations * deviation)
+        return min(self._ceiling_seconds, wait)

@@ -1,0 +1,36 @@
+"""Making the rounds of a session: its run, its channel, and the rounds of its mode."""
+
+import secrets
+from collections.abc import Callable
+
+from gossipgrad.comm import Channel, Group, Recorder, Transport
+from gossipgrad.decentralized._modes import Lagged, Stale
+from gossipgrad.decentralized._rounds import Rounds
+from gossipgrad.decentralized._sections import Sections
+from gossipgrad.decentralized._settings import Settings
+from gossipgrad.decentralized._stale_rounds import StaleRounds
+
+__all__ = ["make_rounds"]
+
+
+def make_rounds(
+    group: Group,
+    transport: Callable[[Group], Transport],
+    sections: Sections,
+    settings: Settings,
+    recorder: Recorder | None,
+) -> Rounds:
+    """The rounds of a session among the ranks of `group`; a collective."""
+    run = bytes.fromhex(group.broadcast_object(secrets.token_hex(16)))
+    mode = settings.mode
+    credits = mode.snapshots if isinstance(mode, Stale) else 1
+    channel = Channel(transport(group), run=run, plan=sections.parts, credits=credits)
+    if isinstance(mode, Stale):
+        return StaleRounds(channel, settings.schedule, mode=mode, recorder=recorder)
+    return Rounds(
+        channel,
+        settings.schedule,
+        deadline_seconds=mode.deadline_seconds,
+        lagged=isinstance(mode, Lagged),
+        recorder=recorder,
+    )

@@ -1,0 +1,157 @@
+"""When a snapshot travels and when it is mixed: the modes, as values."""
+
+import math
+from dataclasses import dataclass
+from numbers import Integral, Real
+
+__all__ = ["Lagged", "Mode", "Overlap", "Stale", "Sync", "check_never_waits", "resolve_mode"]
+
+MAX_STALENESS = 15  # a link keeps the parts of 16 rounds that came before this rank was there
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Waits:
+    """A mode in which the step waits for its partner.
+
+    How long adapts to each link: median + `deviations` x MAD of how long after this rank's own
+    part its partner's parts came lately, at least `floor_seconds` and at most `deadline_seconds`.
+    A link that has told too little so far is given `deadline_seconds`.
+
+    Attributes:
+        deadline_seconds: How long a step waits at most for a partner that is alive but late. The
+            step then goes on without it, and what the partner sent is mixed in when it comes.
+        floor_seconds: How long it waits at least. The same as `deadline_seconds`, or more, for a
+            wait that does not adapt.
+        deviations: How many median absolute deviations beyond the median are still awaited.
+    """
+
+    deadline_seconds: float = 300.0
+    floor_seconds: float = 10.0
+    deviations: float = 6.0
+
+    def __post_init__(self) -> None:
+        for field, rule in (
+            ("deadline_seconds", "it is how long a step waits for a late partner"),
+            ("floor_seconds", "it is how long a step waits for a late partner in any case"),
+            ("deviations", "it is how far from its median an arrival may be"),
+        ):
+            number = getattr(self, field)
+            if (
+                isinstance(number, bool)
+                or not isinstance(number, Real)
+                or not 0 < float(number) < math.inf
+            ):
+                raise ValueError(f"{field} must be positive and finite, got {number!r}: {rule}")
+            plain = int(number) if isinstance(number, Integral) else float(number)
+            object.__setattr__(self, field, plain)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Overlap(_Waits):
+    """A snapshot leaves at the start of the step and is mixed at its end: the whole step hides it.
+
+    `w += weight * (received - snapshot)`, which keeps the mean over ranks exactly (D-PSGD with one
+    partner). The default.
+    """
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sync(_Waits):
+    """Weights are exchanged after the update and mixed at once; nothing is hidden."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lagged(_Waits):
+    """The rule of GossipGraD's authors, for comparison.
+
+    Sent as in `Overlap`, then `w += weight * (received - w)` with the updated `w`: the mean over
+    ranks moves by half a step only (see the notes on the published rule in the docs).
+    """
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stale:
+    r"""No step waits for anyone: what a partner sent is mixed in whichever later step it comes.
+
+    `w += weight * (received - snapshot)` as in `Overlap`, once on each end and however late, iff
+    both ends sent: the mean over ranks is kept. After a step a rank's round is
+    `max(own + 1, highest heard)`. Rounds that it jumps over are void, and so is a round for which
+    all snapshots are under way or whose partner owes an answer of more than `max_staleness` rounds
+    ago; the partner is told. Needs a schedule of symmetric pairs.
+
+    The bound is on what is under way: a snapshot is mixed before `max_staleness + 1` others were
+    sent, or these others are not sent. The weight depends on it alone, and never on how late a
+    part really was, so that both ends take the same.
+
+    Attributes:
+        max_staleness: Rounds, 0 to 15. 0 has one snapshot under way, as in `Overlap`.
+
+    Example:
+        >>> [round(Stale(max_staleness=d).weight, 3) for d in range(5)]
+        [0.5, 0.325, 0.201, 0.145, 0.113]
+    """
+
+    max_staleness: int = 2
+
+    def __post_init__(self) -> None:
+        number = self.max_staleness
+        if (
+            isinstance(number, bool)
+            or not isinstance(number, Integral)
+            or not 0 <= int(number) <= MAX_STALENESS
+        ):
+            raise ValueError(
+                f"max_staleness counts rounds, a whole number from 0 to {MAX_STALENESS}, got "
+                f"{number!r}: 2 bears most networks, and each further round costs a snapshot"
+            )
+        object.__setattr__(self, "max_staleness", int(number))
+
+    @property
+    def weight(self) -> float:
+        """`min(0.5, 0.65 sin(pi / (4 d + 2)))` of the configured staleness d.
+
+        A pair whose exchanges are all d rounds late is stable below the sine.
+        """
+        return min(0.5, 0.65 * math.sin(math.pi / (4 * self.max_staleness + 2)))
+
+    @property
+    def snapshots(self) -> int:
+        """The most that are under way at once, `max_staleness + 1`."""
+        return self.max_staleness + 1
+
+
+Mode = Overlap | Sync | Lagged | Stale
+
+_MODES: dict[str, Mode] = {
+    "overlap": Overlap(),
+    "sync": Sync(),
+    "lagged": Lagged(),
+    "stale": Stale(),
+}
+
+
+def resolve_mode(mode: Mode | str) -> Mode:
+    """A mode by name or value."""
+    if isinstance(mode, Mode):
+        return mode
+    if not isinstance(mode, str) or mode not in _MODES:
+        raise ValueError(f"mode must be one of {', '.join(map(repr, _MODES))}, got {mode!r}")
+    return _MODES[mode]
+
+
+def check_never_waits(mode: Mode, *, average_every: object, symmetric: bool, topology: str) -> None:
+    """Raises `ValueError` for what would make a step of mode stale wait, or lose the mean."""
+    if not isinstance(mode, Stale):
+        return
+    if average_every is not None:
+        raise ValueError(
+            f"average_every={average_every!r} waits for all ranks, and in mode 'stale' no step "
+            "waits for anyone: leave it out, call session.average_() where all may wait, or use "
+            "mode='overlap'"
+        )
+    if not symmetric:
+        raise ValueError(
+            f"topology {topology} is directed, and mode 'stale' needs symmetric pairs: a round "
+            "that is void at one end only would shift the mean over ranks. Use 'matching' (any "
+            "number of ranks) or 'hypercube' (a power of two), or mode='overlap'"
+        )

@@ -1,0 +1,155 @@
+"""Rounds in which nobody waits: what is there is mixed, what cannot be sent at once is void."""
+
+import time
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from gossipgrad.comm import Channel, Outcome, Recorder
+from gossipgrad.decentralized._modes import Stale
+from gossipgrad.decentralized._rounds import Rounds
+from gossipgrad.decentralized._section import Section, Transfer
+from gossipgrad.topology import Peers, Schedule
+
+__all__ = ["StaleRounds"]
+
+_TOGETHER_SECONDS = 300.0  # in a collective of the user's: for what is on its way already
+_MOST_TOLD = 1024  # of the rounds jumped over, the last are named one by one
+
+
+class StaleRounds(Rounds):
+    """Rounds of mode stale: `open` and `close` never wait, `settle` does, for collectives.
+
+    This rank's next round is `max(own + 1, highest heard)`. Those between are void, as is one for
+    which no snapshot is free, or whose partner has owed an answer for more than `max_staleness`
+    of this rank's rounds: a partner that is stuck holds one or two snapshots, not all. A rank
+    voids a round only before it sends its part and tells the partner at once, so an exchange
+    counts on both ends or on neither. The schedule's pairs must be symmetric.
+
+    Args:
+        channel: Where exchanges are posted; its credits are the mode's snapshots.
+        schedule: Who meets whom in which round.
+        mode: The staleness, and the weight that follows from it.
+        recorder: Gets the spans, if there is one.
+    """
+
+    def __init__(
+        self, channel: Channel, schedule: Schedule, *, mode: Stale, recorder: Recorder | None = None
+    ) -> None:
+        super().__init__(channel, schedule, deadline_seconds=_TOGETHER_SECONDS, recorder=recorder)
+        self._mode = mode
+        self._opened = 0  # rounds that were this rank's, whether or not it sent its part
+        self._opened_at: dict[int, int] = {}  # of the rounds under way
+        self._late_ones: set[int] = set()
+
+    def position(self, steps: int, every: int) -> int:
+        """Rounds behind this rank, those jumped over too, in steps."""
+        return max(0, self.next_round - 1) * every + steps % every
+
+    def weight(self, transfer: Transfer) -> float:
+        """How much of the delta this rank takes: of a matrix, at most what is stable."""
+        limit = self._mode.weight
+        return min(limit, self.schedule.weight(transfer.round, self._rank, default=limit))
+
+    def open(self, sections: Sequence[Section]) -> None:
+        """Sends the next round's snapshots, or voids the round; what has come already is mixed."""
+        start = time.perf_counter()
+        round, peers = self.next_round, self.partners
+        self.next_round += 1
+        self._opened += 1
+        if peers.send_to is None:
+            return
+        transfers = [] if self._owes(peers.send_to) else self._snapshots(sections, round, peers)
+        if not transfers:
+            self.channel.void(round, peers.send_to)
+            self.outcomes[Outcome.VOID] += 1
+            self.note_void(round)
+            return
+        for transfer in transfers:
+            transfer.post_all()
+        self._under_way.extend(transfers)
+        self._opened_at[round] = self._opened
+        end = time.perf_counter()
+        self.mixing_seconds += end - start
+        self._span("snapshot", start, end, round=round)
+        self._take_in(transfers)
+
+    def close(self) -> None:
+        """Mixes what has come, and goes on to the highest round heard of."""
+        self.channel.poll()
+        self._take_in(list(self._under_way))
+        self._note_late()
+        self._jump()
+        self.closed_rounds += 1
+
+    def settle(self, wait_seconds: float | None = None) -> None:
+        """Mixes what is outstanding, and waits for what may still come `wait_seconds` at most."""
+        wait = _TOGETHER_SECONDS if wait_seconds is None else wait_seconds
+        deadline = time.perf_counter() + wait
+        for transfer in list(self._under_way):
+            for bucket in transfer.exchanges:
+                transfer.take(bucket, deadline)
+        self._take_in(list(self._under_way))
+
+    def _owes(self, partner: int) -> bool:
+        """Whether the partner has not answered for longer than the mode foresees."""
+        return any(
+            transfer.peers.send_to == partner
+            and self._opened - self._opened_at[transfer.round] > self._mode.max_staleness
+            for transfer in self._under_way
+        )
+
+    def _snapshots(self, sections: Sequence[Section], round: int, peers: Peers) -> list[Transfer]:
+        """A transfer a section, none at all if one of them has no snapshot free."""
+        transfers: list[Transfer] = []
+        for section in sections:
+            transfer = section.begin(self.channel, round, peers, 0.0)
+            if transfer is None:
+                for begun in transfers:
+                    begun.release()
+                return []
+            transfers.append(transfer)
+        return transfers
+
+    def _take_in(self, transfers: Sequence[Transfer]) -> None:
+        """Mixes what has come of some transfers; those that are complete are under way no more."""
+        squares: list[Tensor] = []
+        for transfer in transfers:
+            for bucket, exchange in sorted(transfer.exchanges.items()):
+                if bucket in transfer.taken or exchange.open:
+                    continue
+                self.take(transfer, bucket, 0.0)
+                delta = transfer.delta(bucket, keep=False)
+                if delta is not None and transfer.section.measures_distance:
+                    squares.append(delta.dot(delta))
+                self.mix(transfer, bucket, delta)
+            if len(transfer.taken) == len(transfer.exchanges):
+                transfer.release()
+                self._under_way.remove(transfer)
+                if all(other.round != transfer.round for other in self._under_way):
+                    del self._opened_at[transfer.round]
+                    self._late_ones.discard(transfer.round)
+        if squares:
+            self._squares = [*self._squares, squares][-self.schedule.period :]
+
+    def _note_late(self) -> None:
+        """Counts, once each, the rounds whose partners are later than the mode foresees."""
+        late = set()
+        for transfer in self._under_way:
+            age = self._opened - self._opened_at[transfer.round]
+            if age >= self._mode.max_staleness and transfer.round not in self._late_ones:
+                late.add(transfer.round)
+                self.outcomes[Outcome.LATE] += len(transfer.exchanges) - len(transfer.taken)
+        self._late_ones |= late
+        self.late_rounds += len(late)
+
+    def _jump(self) -> None:
+        """Voids the rounds between this rank's and the highest heard of."""
+        heard = self.channel.heard
+        if heard <= self.next_round:
+            return
+        for round in range(max(self.next_round, heard - _MOST_TOLD), heard):
+            self.channel.void(round, self.schedule.peers(round, self._rank).send_to)
+        self.outcomes[Outcome.VOID] += heard - self.next_round
+        self.void_rounds += heard - self.next_round
+        self.next_round = heard

@@ -1,0 +1,244 @@
+"""Mode stale: what is kept, bounded and stable, whatever is late; what it refuses."""
+
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gossipgrad as gg
+from gossipgrad import topology
+from support.ranks import run_ranks
+from support.replicas import backward, flat, network, sgd, transport_by_name
+from support.stale import Scripted
+
+RATE = 0.1
+
+
+def plain_sgd(parameters):
+    return torch.optim.SGD(parameters, lr=RATE)
+
+
+def doubles():
+    return network(dtype=torch.float64)
+
+
+def one_number():
+    return torch.nn.Linear(1, 1, bias=False, dtype=torch.float64)
+
+
+def no_gradients(model, rank, step):
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+
+def spread(ranks):
+    """Root mean square over ranks of the distance to the mean."""
+    weights = torch.stack([flat(model) for model in ranks.models])
+    return (weights - weights.mean(0)).square().sum(1).mean().sqrt().item()
+
+
+@settings(max_examples=8)
+@given(st.data())
+def test_the_mean_is_kept_and_memory_bounded_whatever_arrives_when(data):
+    """Ranks step as often as they like, links carry on or stall; then all that is sent arrives."""
+    world_size = data.draw(st.integers(2, 6), "ranks")
+    d = data.draw(st.integers(0, 4), "max_staleness")
+    who = st.integers(0, world_size - 1)
+    ranks = Scripted(
+        world_size,
+        optimizer=plain_sgd,
+        make=doubles,
+        mode=gg.Stale(max_staleness=d),
+        bucket_bytes=data.draw(st.sampled_from([100, 1 << 20]), "bucket_bytes"),
+    )
+    moved = world_size * flat(ranks.models[0])
+    payload = moved.nbytes
+    try:
+        for action in range(60):
+            if data.draw(st.booleans()):
+                rank = data.draw(who)
+                ranks.step(rank)
+                moved -= RATE * torch.cat(
+                    [p.grad.flatten() for p in ranks.models[rank].parameters()]
+                )
+            else:
+                sender, receiver = data.draw(who), data.draw(who)
+                ranks.wires.deliver(sender, receiver, data.draw(st.integers(1, 4)))
+            for session in ranks.sessions if action % 4 == 0 else ():
+                stats = session.stats()
+                held = sum(section.pool.size_bytes for section in session._sections.all)
+                assert held <= stats.snapshot_limit_bytes == (d + 1) * payload
+                for ledger in session._rounds.channel._ledgers.values():
+                    assert len({round for round, _ in ledger.early}) <= d + 1
+                assert stats.refused_messages == 0
+        ranks.settle()
+        total = sum(flat(model) for model in ranks.models)
+        assert (total - moved).abs().max() < 1e-12
+    finally:
+        ranks.close()
+
+
+@pytest.mark.parametrize(("world_size", "d"), [(2, 2), (2, 3), (2, 4), (4, 3)])
+def test_the_weight_is_stable_where_one_half_diverges(world_size, d, monkeypatch):
+    found = []
+    for weight in (None, 0.5):
+        if weight is not None:
+            monkeypatch.setattr(gg.Stale, "weight", weight)
+        ranks = Scripted(
+            world_size,
+            optimizer=plain_sgd,
+            make=one_number,
+            topology="hypercube",
+            mode=gg.Stale(max_staleness=d),
+        )
+        try:
+            ranks.late_by(d, 4)
+            before = spread(ranks)
+            ranks.late_by(d, 80, no_gradients)
+            assert ranks.sessions[0].stats().void_rounds == 0
+            found.append(spread(ranks) / before)
+        finally:
+            ranks.close()
+    stable, constant = found
+    assert stable < 0.05
+    assert constant > 20
+
+
+def test_second_moments_stay_non_negative():
+    """Moments that fall fast are below what a late delta takes away."""
+
+    def forgetful(parameters):
+        return torch.optim.Adam(parameters, lr=0.01, betas=(0.9, 0.2))
+
+    ranks = Scripted(
+        4, optimizer=forgetful, mode=gg.Stale(max_staleness=1), payload="weights+state"
+    )
+    generator = torch.Generator().manual_seed(2)
+    try:
+        for _ in range(80):
+            rank, sender, receiver = torch.randint(0, 4, (3,), generator=generator).tolist()
+            ranks.step(rank)
+            ranks.deliver(sender, receiver)
+            for optimizer in ranks.optimizers:
+                for state in optimizer.state.values():
+                    assert (state["exp_avg_sq"] >= 0).all()
+        assert sum(session.stats().clamps for session in ranks.sessions) > 0
+    finally:
+        ranks.close()
+
+
+def timed(world_size, steps, pause, **settings):
+    """The longest and the median step of each rank in threads, its session's figures, its mean."""
+    link = transport_by_name("zeromq", world_size)
+
+    def rank_main(rank, group):
+        model = network()
+        optimizer = sgd(list(model.parameters()))
+        seconds = []
+        with gg.gossip(
+            model, optimizer, process_group=group, transport=link, mode="stale", **settings
+        ) as session:
+            start, step = time.perf_counter(), 0
+            while session.position < steps:
+                before = time.perf_counter()
+                backward(model, rank, step)
+                optimizer.step()
+                seconds.append(time.perf_counter() - before)
+                step += 1
+                time.sleep(pause(rank, step))
+            end = time.perf_counter() - start
+            stats, position = session.stats(), session.position
+            with session.consensus():
+                seen = flat(model)
+        seconds.sort()
+        return seconds[-1], seconds[len(seconds) // 2], step, position, end, stats, seen
+
+    return run_ranks(world_size, rank_main)
+
+
+def test_a_rank_that_stalls_holds_nobody_up():
+    found = timed(4, 60, lambda rank, step: 0.8 if (rank, step) == (2, 20) else 0.004)
+    for rank, (longest, median, *_) in enumerate(found):
+        assert longest < median + 0.1, rank
+    assert all(torch.equal(seen, found[0][-1]) for *_, seen in found)
+    steps = [step for _, _, step, *_ in found]
+    assert steps[2] < 45 < min(steps[:2] + steps[3:])
+    assert found[2][5].void_rounds >= 15  # those it slept through
+    assert max(end for *_, end, _, _ in found) < 1.8
+
+
+def test_a_rank_at_half_speed_takes_half_the_steps_and_ends_with_the_others():
+    found = timed(4, 60, lambda rank, step: 0.02 if rank == 1 else 0.01)
+    steps = [step for _, _, step, *_ in found]
+    ends = [end for *_, end, _, _ in found]
+    assert 20 <= steps[1] <= 45 < min(steps[:1] + steps[2:])
+    assert max(ends) - min(ends) < 0.2
+    assert found[1][5].outcomes["delivered"] > 10  # its samples count
+
+
+def test_collectives_settle_what_is_outstanding():
+    """Ranks come after unequal steps; all see one mean, go on, and end equal."""
+    link = transport_by_name("zeromq", 3)
+
+    def rank_main(rank, group):
+        model = network()
+        optimizer = sgd(list(model.parameters()))
+        with gg.gossip(
+            model,
+            optimizer,
+            process_group=group,
+            transport=link,
+            mode=gg.Stale(max_staleness=3),
+            payload=gg.WeightsAndState(every=2),
+            wire_dtype=torch.bfloat16,
+            every=2,
+        ) as session:
+            for step in range(5 + 4 * rank):
+                backward(model, rank, step)
+                optimizer.step()
+            with session.consensus():
+                seen = flat(model)
+            assert session.consensus_distance() > 0
+            session.average_()
+            averaged = flat(model)
+            for step in range(3):
+                backward(model, rank, step)
+                optimizer.step()
+            session.broadcast_()
+            restarted = flat(model)
+            for step in range(4 - rank):
+                backward(model, rank, step)
+                optimizer.step()
+        return seen, averaged, restarted
+
+    for found in zip(*run_ranks(3, rank_main), strict=True):
+        assert all(torch.equal(each, found[0]) for each in found)
+    seen, averaged, _ = run_ranks(3, rank_main)[0]
+    torch.testing.assert_close(seen, averaged, rtol=1e-5, atol=1e-6)
+
+
+def test_only_symmetric_pairs_and_nothing_that_waits():
+    model = network()
+
+    def begin(**settings):
+        return gg.gossip(model, sgd(list(model.parameters())), mode="stale", **settings)
+
+    with pytest.raises(ValueError, match=r"is directed, and mode 'stale' needs symmetric .*match"):
+        begin(topology="dissemination")
+    with pytest.raises(ValueError, match="is directed, and mode 'stale' needs symmetric pairs"):
+        begin(topology=topology.dissemination(3))
+    with pytest.raises(ValueError, match=r"average_every=4 waits for all ranks.* leave it out"):
+        begin(average_every=4)
+    with pytest.raises(ValueError, match="a gradient that comes after its step is worth nothing"):
+        begin(payload="gradients")
+    with begin() as session:
+        assert session.schedule == topology.matching(1)
+        assert session.position == 0
+
+
+@pytest.mark.parametrize("number", [-1, 16, True, 1.5])
+def test_staleness_is_a_small_number_of_rounds(number):
+    with pytest.raises((ValueError, TypeError), match=r"max_staleness counts rounds|type"):
+        gg.Stale(max_staleness=number)

@@ -1,0 +1,112 @@
+"""Sessions of mode stale in one thread, over links on which a test says what arrives when."""
+
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+import gossipgrad as gg
+from gossipgrad.comm import Group, Header
+from gossipgrad.decentralized._reference_stale import StaleReference
+from support.ranks import run_ranks
+from support.replicas import OptimizerFactory, network, set_gradients, sgd
+from support.wires import Wires
+
+__all__ = ["Scripted", "StaleScript", "reference"]
+
+# Steps of ranks, `("step", r)`, and deliveries of all that s has sent to r, `("deliver", s, r)`.
+StaleScript = Sequence[tuple]
+
+
+class Scripted:
+    """Ranks that have begun a session, and are stepped and heard when a script says so."""
+
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        optimizer: OptimizerFactory = sgd,
+        make: Callable[[], nn.Module] = network,
+        **settings,
+    ) -> None:
+        self.wires = Wires(world_size)
+        self.models: list[nn.Module] = [make() for _ in range(world_size)]
+        self.optimizers = [optimizer(list(model.parameters())) for model in self.models]
+        settings.setdefault("bucket_bytes", 1 << 20)  # one message a round and section
+
+        def begin(rank: int, group: Group) -> gg.GossipSession:
+            return gg.gossip(
+                self.models[rank],
+                self.optimizers[rank],
+                process_group=group,
+                transport=lambda group: self.wires.transport(group.rank),
+                **settings,
+            )
+
+        self.sessions = run_ranks(world_size, begin)
+        self.steps = [0] * world_size
+
+    def run(self, script: StaleScript, gradients=set_gradients) -> None:
+        for what, *ranks in script:
+            if what == "deliver":
+                self.deliver(*ranks)
+            else:
+                self.step(*ranks, gradients=gradients)
+
+    def step(self, rank: int, gradients=set_gradients) -> None:
+        gradients(self.models[rank], rank, self.steps[rank])
+        self.optimizers[rank].step()
+        self.steps[rank] += 1
+
+    def deliver(self, sender: int, receiver: int) -> None:
+        self.wires.deliver(sender, receiver, 1 << 30)
+
+    def late_by(self, rounds: int, steps: int, gradients=set_gradients) -> None:
+        """All ranks step together, and each part is mixed `rounds` rounds after it could be."""
+        start = max(self.steps)
+        for step in range(start, start + steps):
+            for link, queue in self.wires.under_way.items():
+                while queue and Header.unpack(queue[0].header).round <= step - rounds:
+                    self.wires.deliver(*link)
+            for rank in range(len(self.models)):
+                self.step(rank, gradients)
+
+    def settle(self) -> None:
+        """Brings everything everywhere, and lets every rank mix what there is."""
+        self.wires.deliver_all()
+        for session in self.sessions:
+            session._rounds.channel.poll()
+            session._rounds.settle(0.0)
+
+    def close(self) -> None:
+        for session in self.sessions:
+            session.__exit__(RuntimeError, None, None)  # waits for nobody
+
+
+def reference(
+    world_size: int,
+    script: StaleScript,
+    schedule: gg.topology.Schedule,
+    *,
+    optimizer: OptimizerFactory = sgd,
+    make: Callable[[], nn.Module] = network,
+    gradients=set_gradients,
+    settle: bool = False,
+    **settings,
+) -> StaleReference:
+    """What the reference comes to by the same script."""
+    models = [make() for _ in range(world_size)]
+    theirs = StaleReference(
+        models, [optimizer(list(m.parameters())) for m in models], schedule, **settings
+    )
+    steps = [0] * world_size
+    for what, *ranks in script:
+        if what == "deliver":
+            theirs.deliver(*ranks)
+        else:
+            (rank,) = ranks
+            gradients(models[rank], rank, steps[rank])
+            theirs.step(rank)
+            steps[rank] += 1
+    if settle:
+        theirs.settle()
+    return theirs
