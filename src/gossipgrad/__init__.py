@@ -4,6 +4,8 @@ from importlib.metadata import version as _version
 
 from gossipgrad import topology as topology
 from gossipgrad.comm import Group as Group
+from gossipgrad.comm import Heartbeats as Heartbeats
+from gossipgrad.comm import Membership as Membership
 from gossipgrad.comm import Outcome as Outcome
 from gossipgrad.data import RingShuffle as RingShuffle
 from gossipgrad.decentralized import GossipDataParallel as GossipDataParallel
@@ -19,6 +21,7 @@ from gossipgrad.decentralized import Weights as Weights
 from gossipgrad.decentralized import WeightsAndState as WeightsAndState
 from gossipgrad.decentralized import gossip as gossip
 from gossipgrad.errors import AgreementError as AgreementError
+from gossipgrad.errors import EvictedError as EvictedError
 from gossipgrad.errors import GossipError as GossipError
 from gossipgrad.errors import ReplicaChangedError as ReplicaChangedError
 

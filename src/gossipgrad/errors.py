@@ -1,6 +1,6 @@
 """What gossipgrad raises; bad arguments are a plain `ValueError`."""
 
-__all__ = ["AgreementError", "GossipError", "ReplicaChangedError"]
+__all__ = ["AgreementError", "EvictedError", "GossipError", "ReplicaChangedError"]
 
 
 class GossipError(RuntimeError):
@@ -11,6 +11,13 @@ class AgreementError(GossipError):
     """The ranks do not train the same model with the same settings.
 
     Raised on every rank before anything is sent, and names the first difference.
+    """
+
+
+class EvictedError(GossipError):
+    """The others took this rank for dead while it stood still, and train on without it.
+
+    It has sent nothing since. Its weights are intact: save them, or start a new process from them.
     """
 
 

@@ -75,6 +75,9 @@ class Expelled:
     def gone(self, peer, *, left):
         pass
 
+    def is_member(self):
+        return True
+
     def expelled(self):
         return self.ranks
 

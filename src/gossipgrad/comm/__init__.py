@@ -15,8 +15,13 @@ from gossipgrad.comm._faults import FaultyTransport as FaultyTransport
 from gossipgrad.comm._faults import ScriptedDeathError as ScriptedDeathError
 from gossipgrad.comm._gloo import GlooTransport as GlooTransport
 from gossipgrad.comm._group import Group as Group
+from gossipgrad.comm._heartbeats import Heartbeats as Heartbeats
 from gossipgrad.comm._in_process import Hub as Hub
 from gossipgrad.comm._in_process import InProcessTransport as InProcessTransport
+from gossipgrad.comm._member_watch import MemberWatch as MemberWatch
+from gossipgrad.comm._membership import Loss as Loss
+from gossipgrad.comm._membership import Membership as Membership
+from gossipgrad.comm._news import News as News
 from gossipgrad.comm._part import Part as Part
 from gossipgrad.comm._recorder import Recorder as Recorder
 from gossipgrad.comm._staging import Snapshot as Snapshot

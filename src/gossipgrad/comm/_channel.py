@@ -132,7 +132,7 @@ class Channel:
         with self._lock:
             at = place(self.generation, round)
             exchange = Exchange(round, bucket, send_to, recv_from, at=at)
-            if self._closed:
+            if self._closed or not self._news.is_member():
                 exchange.finish(Outcome.VOID)
                 return exchange
             self._last_round = max(self._last_round, at)

@@ -2,10 +2,11 @@
 
 import contextlib
 import json
+import math
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gossipgrad.comm._membership import Loss
 from gossipgrad.errors import GossipError
 
 __all__ = ["Group"]
@@ -20,6 +22,9 @@ __all__ = ["Group"]
 _POLL_SECONDS = 0.0005
 _UNUSED_TAG = 1
 _CHUNK_BYTES = 64 << 20
+_CONNECT = timedelta(seconds=30)
+_CONNECT_POLL_SECONDS = 0.005
+_LAST_BYTES_SECONDS = 1.0  # for those of a collective that all members have come to
 
 
 class Group:
@@ -27,14 +32,20 @@ class Group:
 
     Every method is a collective unless it says otherwise: all ranks call it, in the same order.
     When a rank has died or left, those waiting for it get a `GossipError`, and so does every later
-    call; a rank that is merely late is awaited up to `timeout_seconds`. Waiting can be interrupted
-    with Ctrl-C.
+    call until the living `enter` a generation without it; a rank that is merely late is awaited up
+    to `timeout_seconds`. Waiting can be interrupted with Ctrl-C.
 
     Args:
         store: Where the ranks find each other; equal prefix on all ranks.
         rank: This rank.
         world_size: How many ranks there are.
         timeout_seconds: How long a collective waits for the others.
+
+    Attributes:
+        rank: This rank, the same in all generations.
+        world_size: How many ranks there were at the start.
+        members: Those that take part now, rising.
+        generation: The generation of the membership that they are the members of.
     """
 
     def __init__(
@@ -43,11 +54,17 @@ class Group:
         self.rank = rank
         self.world_size = world_size
         self.store = store
+        self.members = tuple(range(world_size))
+        self.generation = 0
         self._broken: str | None = None
+        self._closed = False
         self._lock = threading.Lock()
-        timeout = timedelta(seconds=timeout_seconds)
+        self._timeout_seconds = timeout_seconds
+        self._gone: Callable[[], Mapping[int, Loss]] = dict
+        self._name = "group"
         self._gloo: Any = None  # a ProcessGroupGloo, whose stub lacks its collectives
         if world_size > 1:
+            timeout = timedelta(seconds=timeout_seconds)
             try:
                 self._gloo = dist.ProcessGroupGloo(store, rank, world_size, timeout)
             except RuntimeError as error:
@@ -80,7 +97,7 @@ class Group:
     @torch.no_grad()
     def all_reduce_(self, tensor: Tensor) -> Tensor:
         """Sums `tensor` over all ranks, in place; any floating or integer dtype, any device."""
-        if self.world_size > 1:
+        if len(self.members) > 1:
             host = tensor if _plain(tensor) else tensor.detach().cpu().contiguous()
             self._run(lambda gloo: gloo.allreduce([host]))
             if host is not tensor:
@@ -88,43 +105,47 @@ class Group:
         return tensor
 
     @torch.no_grad()
-    def broadcast_(self, tensor: Tensor, source: int = 0) -> Tensor:
-        """Overwrites `tensor` with that of rank `source`, in place; any dtype, any device."""
-        if not 0 <= source < self.world_size:
-            raise ValueError(f"source must lie in 0..{self.world_size - 1}, got {source}")
-        if self.world_size > 1:
+    def broadcast_(self, tensor: Tensor, source: int | None = None) -> Tensor:
+        """Overwrites `tensor` with that of rank `source`, in place; any dtype, any device.
+
+        By default the source is the lowest member.
+        """
+        place = self._place(source)
+        if len(self.members) > 1:
             host = tensor.detach().cpu().contiguous()
             flat = host.reshape(-1).view(torch.uint8)
             options = dist.BroadcastOptions()
-            options.rootRank = source
+            options.rootRank = place
             options.rootTensor = 0
             for chunk in flat.split(_CHUNK_BYTES):
                 self._run(lambda gloo, chunk=chunk: gloo.broadcast([chunk], options))
-            if self.rank != source:
+            if self.rank != self.members[place]:
                 tensor.copy_(host)
         return tensor
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """What every rank has, in the order of ranks; values are those of JSON."""
+        """What every member has, in the order of `members`; values are those of JSON."""
         encoded = json.dumps(value).encode()
-        if self.world_size == 1:
+        if len(self.members) == 1:
             return [json.loads(encoded)]
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in self.members]
         mine = torch.tensor([len(encoded)], dtype=torch.int64)
         self._run(lambda gloo: gloo.allgather([sizes], [mine]))
         longest = max(int(size) for size in sizes)
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-        parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world_size)]
+        parts = [torch.zeros(longest, dtype=torch.uint8) for _ in self.members]
         self._run(lambda gloo: gloo.allgather([parts], [padded]))
         return [
             json.loads(part[: int(size)].numpy().tobytes())
             for part, size in zip(parts, sizes, strict=True)
         ]
 
-    def broadcast_object(self, value: Any, source: int = 0) -> Any:
-        """What rank `source` has; a value of JSON."""
-        return self.all_gather_object(value if self.rank == source else None)[source]
+    def broadcast_object(self, value: Any, source: int | None = None) -> Any:
+        """What rank `source` has, by default the lowest member; a value of JSON."""
+        place = self._place(source)
+        mine = value if self.rank == self.members[place] else None
+        return self.all_gather_object(mine)[place]
 
     def barrier(self) -> None:
         """Returns when all ranks have come here."""
@@ -133,35 +154,113 @@ class Group:
     def close(self) -> None:
         """Leaves the group, without waiting for anyone; the others' collectives then fail."""
         with self._lock:
+            self._closed = True
             self._broken = self._broken or "this rank has closed its session"
             self._gloo = None
+
+    def enter(self, generation: int, members: Sequence[int]) -> None:
+        """From now on collectives are among the members of another generation; local.
+
+        The first of them connects those, through the store, and so waits for all of them.
+
+        Args:
+            generation: Its number, later than the one before.
+            members: Its members; this rank is one.
+        """
+        with self._lock:
+            assert generation > self.generation, f"generation {generation} is no later one"
+            assert self.rank in members, f"rank {self.rank} is not one of {members}"
+            self.generation, self.members = generation, tuple(members)
+            self._gloo = None
+            self._broken = "this rank has closed its session" if self._closed else None
+
+    def follow(self, gone: Callable[[], Mapping[int, Loss]], name: str) -> None:
+        """Belongs to the membership of that name from now on; local.
+
+        Args:
+            gone: Asked, while waiting, who is not to be awaited any more.
+            name: Sets its generations apart from those of others in the store.
+        """
+        self._gone, self._name = gone, name
+        self.generation = 0
+
+    def _why(self, *, left: bool) -> str | None:
+        """Why a member is not awaited, None while all are; `left`: one that left counts, too."""
+        for rank, loss in self._gone().items():
+            if rank in self.members and (left or not loss.left):
+                return f"rank {rank} has left" if loss.left else f"rank {rank} was lost: {loss.why}"
+        return None
+
+    def _place(self, source: int | None) -> int:
+        if source is None:
+            return 0
+        if source not in self.members:
+            ranks = f"0..{self.world_size - 1}"
+            if len(self.members) < self.world_size:
+                ranks = f"{', '.join(map(str, self.members))}, the living"
+            raise ValueError(f"source must lie in {ranks}, got {source}")
+        return self.members.index(source)
+
+    def _connect(self) -> Any:
+        """A Gloo group of the members, made by them with nothing but the store."""
+        store = dist.PrefixStore(f"{self._name}/generation/{self.generation}", self.store)
+        store.set(f"here/{self.rank}", "")
+        missing = set(self.members)
+        deadline = time.monotonic() + self._timeout_seconds
+        while missing := {rank for rank in missing if not store.check([f"here/{rank}"])}:
+            if (why := self._why(left=True)) is not None:
+                raise RuntimeError(why)
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"waited {self._timeout_seconds:g} s for rank {min(missing)} to come to it"
+                )
+            time.sleep(_CONNECT_POLL_SECONDS)
+        place = self.members.index(self.rank)
+        gloo: Any = dist.ProcessGroupGloo(store, place, len(self.members), _CONNECT)
+        gloo._set_default_timeout(timedelta(seconds=self._timeout_seconds))
+        return gloo
 
     def _run(self, start: Callable[[Any], Any]) -> None:
         with self._lock:
             if self._broken is not None:
                 raise GossipError(f"collectives are over: {self._broken}")
             try:
-                work = start(self._gloo)
-                while not work.is_completed():
-                    time.sleep(_POLL_SECONDS)
-                work.wait()
+                if self._gloo is None:
+                    self._gloo = self._connect()
+                self._wait(start(self._gloo))
             except RuntimeError as error:
                 self._broken = f"a rank has died or left ({_first_line(error)})"
                 self._gloo = None
                 raise GossipError(f"the collective did not come about: {self._broken}") from error
             except BaseException:
                 self._broken = "this rank was interrupted in the middle of one"
-                _break(self._gloo, other=int(self.rank == 0))
+                self._break()
                 raise
 
+    def _wait(self, work: Any) -> None:
+        # Of one that has left or died Gloo knows by itself, of one that stands still it does not.
+        hopeless_seconds = math.inf
+        while not work.is_completed():
+            time.sleep(_POLL_SECONDS)
+            if (why := self._why(left=False)) is not None:
+                hopeless_seconds = min(hopeless_seconds, time.monotonic() + _LAST_BYTES_SECONDS)
+                if time.monotonic() > hopeless_seconds:
+                    self._break()
+                    raise RuntimeError(why)
+        work.wait()
 
-def _break(gloo: Any, other: int) -> None:
-    """Ends what is under way, here and on the others; else letting go of it would wait for it.
+    def _break(self) -> None:
+        """Ends what is under way, here and on the others; else letting go of it would wait for it.
 
-    A deadline that expires is the one thing that makes Gloo do so.
-    """
-    with contextlib.suppress(RuntimeError):
-        gloo.recv([torch.empty(1)], other, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+        A deadline that expires is the one thing that makes Gloo do so. It does not expire on a
+        connection that is broken already, so each is tried.
+        """
+        gloo, own = self._gloo, self.members.index(self.rank)
+        for place in range(len(self.members) if gloo is not None else 0):
+            if place != own:
+                with contextlib.suppress(RuntimeError):
+                    receiving = gloo.recv([torch.empty(1)], place, _UNUSED_TAG)
+                    receiving.wait(timedelta(milliseconds=1))
 
 
 def _plain(tensor: Tensor) -> bool:

@@ -18,6 +18,10 @@ class News(Protocol):
         """A link ended: its peer said that it leaves, or nothing."""
         ...
 
+    def is_member(self) -> bool:
+        """Whether this rank may send; asked before each part, and may take a moment."""
+        ...
+
     def expelled(self) -> Collection[int]:
         """Ranks that others have found dead, and that are to be given up here as well."""
         ...
@@ -31,6 +35,10 @@ class Unheard:
 
     def gone(self, peer: int, *, left: bool) -> None:
         """Does nothing."""
+
+    def is_member(self) -> bool:
+        """It is."""
+        return True
 
     def expelled(self) -> Collection[int]:
         """None."""

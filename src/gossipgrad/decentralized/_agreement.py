@@ -48,7 +48,8 @@ def agree(group: Group, table: dict[str, str]) -> None:
     if len(set(group.all_gather_object(digest))) == 1:
         return
     tables = group.all_gather_object(table)
-    for rank, other in enumerate(tables):
+    first = group.members[0]
+    for rank, other in zip(group.members, tables, strict=True):
         # Digests last: what makes them differ is told better by name.
         last = ("order", "optimizer")
         for key in sorted({**tables[0], **other}, key=lambda key: key.startswith(last)):
@@ -56,8 +57,8 @@ def agree(group: Group, table: dict[str, str]) -> None:
             if here != there:
                 raise AgreementError(
                     f"the ranks do not agree: {key} is {there or 'missing'} on rank {rank}, but "
-                    f"{here or 'missing'} on rank 0. Build the same model, optimizer and settings "
-                    "on every rank; nothing was sent"
+                    f"{here or 'missing'} on rank {first}. Build the same model, optimizer and "
+                    "settings on every rank; nothing was sent"
                 )
     raise AssertionError("digests differ, tables do not")
 

@@ -1,19 +1,24 @@
 """The exact average over all ranks: collectives that gossip does not need, but users do."""
 
+import logging
 import math
+import time
 from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from gossipgrad.comm import Group
+from gossipgrad.comm import Group, Recorder
+from gossipgrad.decentralized._members import Members
 from gossipgrad.decentralized._rounds import Rounds
 from gossipgrad.decentralized._section import Section
 from gossipgrad.decentralized._sections import Sections
-from gossipgrad.errors import GossipError, ReplicaChangedError
+from gossipgrad.errors import EvictedError, GossipError, ReplicaChangedError
 
 __all__ = ["Averaging"]
+
+logger = logging.getLogger(__name__)
 
 Kind = Literal["consensus", "average", "distance", "broadcast", "periodic"]
 
@@ -25,8 +30,12 @@ class Averaging:
     periodic average while another is already at a collective of the user's goes on training
     instead of waiting, and the other one waits on.
 
+    All ranks are those that live. When one is lost on the way to a collective, the others meet
+    again without it; when it is lost in the middle, they get an error, and may call again.
+
     Args:
         group: Where the collectives run.
+        members: Which generation that is among.
         rounds: Whose rounds are brought to the same number; None if there are no partners.
 
     Attributes:
@@ -36,13 +45,15 @@ class Averaging:
         seconds: Spent in periodic averages, the wait for other ranks included.
     """
 
-    def __init__(self, group: Group, rounds: Rounds | None) -> None:
+    def __init__(self, group: Group, members: Members, rounds: Rounds | None) -> None:
         self.last_distance: float | None = None
         self.averages = 0
         self.averaged_bytes = 0
         self.seconds = 0.0
         self._group = group
+        self._members = members
         self._rounds = rounds
+        self._failed_in: int | None = None
 
     def meet(self, kind: Kind, changed: str | None = None) -> bool:
         """Waits for all ranks; False if the others came for something that this one must not.
@@ -52,37 +63,73 @@ class Averaging:
             changed: The message if this rank's replica was changed behind the session's back.
 
         Raises:
-            GossipError: If a rank has died or left, or the ranks came for different things.
+            GossipError: If a rank has gone that is not known to be lost, or the ranks came for
+                different things.
+            EvictedError: If the others have given this rank up.
             ReplicaChangedError: On every rank, if one's replica was changed.
         """
         rounds = self._rounds
         if rounds is None:
             return True
         while True:
+            self._members.take_up(rounds)
             rounds.channel.settle()
             mine = [kind, rounds.next_round, rounds.channel.last_round, changed]
             try:
                 views = self._group.all_gather_object(mine)
+            except GossipError:
+                rounds.channel.unsettle()
+                if self._members.changed():
+                    continue  # nothing was done yet: the living meet again
+                raise
             except BaseException:  # Ctrl-C too must not leave partners waiting for us
                 rounds.channel.unsettle()
                 raise
             rounds.next_round = max(view[1] for view in views)
-            rounds.channel.resume([view[2] for view in views], rounds.next_round)
+            came = dict(zip(self._group.members, views, strict=True))
+            lasts = [came[r][2] if r in came else -1 for r in range(self._group.world_size)]
+            rounds.channel.resume(lasts, rounds.next_round)
             kinds = [view[0] for view in views]
             if kind == "periodic":
                 return set(kinds) == {"periodic"}
             if "periodic" in kinds:
                 continue  # those train on, and come for the same as this rank in the end
-            for rank, view in enumerate(views):
+            for rank, view in came.items():
                 if view[3] is not None:
                     raise ReplicaChangedError(f"on rank {rank}: {view[3]}")
             if len(set(kinds)) > 1:
-                came = ", ".join(f"rank {rank} for {other}" for rank, other in enumerate(kinds))
+                said = ", ".join(f"rank {rank} for {view[0]}" for rank, view in came.items())
                 raise GossipError(
-                    f"the ranks came together for different things: {came}. Call the same "
+                    f"the ranks came together for different things: {said}. Call the same "
                     "collective of the session on every rank, in the same order"
                 )
             return True
+
+    def periodically(self, sections: Sections, step: int, recorder: Recorder | None) -> bool:
+        """The average that is due in a step, if it can be had; whether it was made.
+
+        Once it failed there is none any more, until another generation is taken up.
+        """
+        if self._failed_in == self._members.current.generation:
+            return False
+        start, made = time.perf_counter(), False
+        try:
+            made = self.meet("periodic")
+            if made:
+                self.average(sections)
+        except EvictedError:
+            raise
+        except GossipError as error:
+            self._failed_in = self._members.current.generation
+            rank = self._group.rank
+            logger.warning(
+                "rank %d: no periodic average before the membership changes: %s", rank, error
+            )
+        end = time.perf_counter()
+        self.seconds += end - start
+        if recorder is not None:
+            recorder.span("average", start, end, step=step)
+        return made
 
     def average(self, sections: Sections) -> None:
         """Mixes what is outstanding, then makes weights and state the exact average everywhere."""
@@ -107,11 +154,12 @@ class Averaging:
         for buffer in model.buffers():
             if buffer.is_floating_point():
                 wide = buffer.detach().to(torch.promote_types(buffer.dtype, torch.float32))
-                buffer.copy_(self._group.all_reduce_(wide.clone()).div_(self._group.world_size))
+                self._mean([wide := wide.clone()])
+                buffer.copy_(wide)
 
     def _mean(self, flats: list[Tensor]) -> list[Tensor]:
         for flat in flats:
-            self._group.all_reduce_(flat).div_(self._group.world_size)
+            self._group.all_reduce_(flat).div_(len(self._group.members))
         return flats
 
     def _settled(self, section: Section) -> list[Tensor]:
@@ -134,5 +182,5 @@ class Averaging:
         for section, flats in zip(weights, means, strict=True):
             for total, mean in zip(section.totals(), flats, strict=True):
                 square += (total - mean).square().sum(dtype=torch.float64).cpu()
-        mean_square = float(self._group.all_reduce_(square)) / self._group.world_size
+        mean_square = float(self._group.all_reduce_(square)) / len(self._group.members)
         self.last_distance = math.sqrt(mean_square)

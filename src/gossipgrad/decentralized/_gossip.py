@@ -15,6 +15,7 @@ from gossipgrad.comm import (
     DEFAULT_BUCKET_BYTES,
     GlooTransport,
     Group,
+    Heartbeats,
     Recorder,
     Transport,
     ZeroMQTransport,
@@ -36,6 +37,7 @@ __all__ = ["gossip"]
 
 TransportFactory = Callable[[Group], Transport]
 _TRANSPORTS: dict[str, TransportFactory] = {"zeromq": ZeroMQTransport, "gloo": GlooTransport}
+_HEARTBEATS = Heartbeats()
 
 
 def gossip(
@@ -55,6 +57,7 @@ def gossip(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     transport: str | TransportFactory = "zeromq",
     recorder: Recorder | None = None,
+    heartbeats: Heartbeats | None = _HEARTBEATS,
 ) -> GossipSession:
     """Trains `model` by gossip: from now on every `optimizer.step()` is a round with one partner.
 
@@ -65,7 +68,9 @@ def gossip(
 
     A partner that is late holds the step up to a deadline that adapts to its link, after which the
     step goes on and mixes when the message comes; with `mode="stale"` it holds nothing up at all.
-    A partner that died or left is skipped. None of this raises.
+    A partner that died or left is skipped, and soon the living have a schedule of their own. None
+    of this raises. A rank that stood still for so long that the others took it for dead gets an
+    `EvictedError` from its next step.
 
     Args:
         model: On any device; parameters of floating types, DTensors by their local shards.
@@ -94,6 +99,8 @@ def gossip(
         bucket_bytes: Size of a message.
         transport: `"zeromq"`, `"gloo"`, or a function from the session's group to a transport.
         recorder: Gets spans of time, for example a `gossipgrad.trace.Trace`.
+        heartbeats: How ranks see that others are lost and go on among those that live; None: all
+            ranks stay members for good, and without one there is no average of all any more.
 
     Returns:
         The session; `close()` it, or use it in a `with` statement.
@@ -131,6 +138,7 @@ def gossip(
             scaler=scaler,
             bucket_bytes=bucket_bytes,
             transport=transport,
+            heartbeats=heartbeats,
         )
         resolved_mode = resolve_mode(mode)
         resolved_payload = resolve_payload(payload, resolved_mode)
@@ -157,6 +165,7 @@ def gossip(
             transport=_TRANSPORTS[transport] if isinstance(transport, str) else transport,
             scaler=scaler,
             recorder=recorder,
+            heartbeats=heartbeats,
         )
     except BaseException:
         group.close()
@@ -174,6 +183,7 @@ def check_settings(
     scaler: object = None,
     bucket_bytes: object = DEFAULT_BUCKET_BYTES,
     transport: object = "zeromq",
+    heartbeats: object = None,
     process_group: object = None,
     mesh: object = None,
     **_others: object,
@@ -217,6 +227,12 @@ def check_settings(
         raise ValueError(
             f"transport must be one of {', '.join(map(repr, _TRANSPORTS))} or a function from a "
             f"group to a transport, got {transport!r}"
+        )
+
+    if heartbeats is not None and not isinstance(heartbeats, Heartbeats):
+        raise ValueError(
+            "heartbeats must be gg.Heartbeats(...), or None for a membership that never changes, "
+            f"got {heartbeats!r}"
         )
 
 

@@ -3,7 +3,7 @@
 import secrets
 from collections.abc import Callable
 
-from gossipgrad.comm import Channel, Group, Recorder, Transport
+from gossipgrad.comm import Channel, Group, News, Recorder, Transport
 from gossipgrad.decentralized._modes import Lagged, Stale
 from gossipgrad.decentralized._rounds import Rounds
 from gossipgrad.decentralized._sections import Sections
@@ -19,12 +19,13 @@ def make_rounds(
     sections: Sections,
     settings: Settings,
     recorder: Recorder | None,
+    news: News | None = None,
 ) -> Rounds:
     """The rounds of a session among the ranks of `group`; a collective."""
     run = bytes.fromhex(group.broadcast_object(secrets.token_hex(16)))
     mode = settings.mode
     credits = mode.snapshots if isinstance(mode, Stale) else 1
-    channel = Channel(transport(group), run=run, plan=sections.parts, credits=credits)
+    channel = Channel(transport(group), run=run, plan=sections.parts, credits=credits, news=news)
     if isinstance(mode, Stale):
         return StaleRounds(channel, settings.schedule, mode=mode, recorder=recorder)
     return Rounds(

@@ -1,7 +1,5 @@
 """A gossip session: hangs on the user's model and optimizers, and comes off again."""
 
-import logging
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,12 +9,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gossipgrad.comm import Group, Recorder, Transport
+from gossipgrad.comm import Group, Heartbeats, Membership, Recorder, Transport
 from gossipgrad.decentralized._agreement import agree, fingerprint
 from gossipgrad.decentralized._averaging import Averaging
 from gossipgrad.decentralized._gradients import GradientExchange
 from gossipgrad.decentralized._hooks import StepHooks
 from gossipgrad.decentralized._making import make_rounds
+from gossipgrad.decentralized._members import Members
 from gossipgrad.decentralized._modes import Sync
 from gossipgrad.decentralized._rounds import Rounds
 from gossipgrad.decentralized._saving import warn_of_lone_replicas
@@ -30,8 +29,6 @@ from gossipgrad.errors import GossipError, ReplicaChangedError
 
 __all__ = ["GossipSession"]
 
-logger = logging.getLogger(__name__)
-
 _CLOSE_SECONDS = 10.0  # how long a normal close waits for what is outstanding
 _LINGER_SECONDS = 30.0  # and then for what it has sent to leave, on a slow network
 
@@ -43,8 +40,8 @@ class GossipSession:
     without waiting for anyone.
 
     Attributes:
-        group: Private collectives among the ranks of this session.
-        schedule: Who meets whom in which round.
+        group: Private collectives among the living ranks of this session.
+        schedule: Who meets whom in which round, while all ranks live.
     """
 
     def __init__(
@@ -57,6 +54,7 @@ class GossipSession:
         transport: Callable[[Group], Transport],
         scaler: torch.amp.GradScaler | None,
         recorder: Recorder | None,
+        heartbeats: Heartbeats | None = None,
     ) -> None:
         self.group = group
         self.schedule = settings.schedule
@@ -70,23 +68,25 @@ class GossipSession:
         self._syncing = True
         self._in_consensus = False
         self._closed = False
-        self._averages_lost = False
         self._rounds: Rounds | None = None
         self._gradients: GradientExchange | None = None
         self._sections = self._deal()
         self._watch = ReplicaWatch(model, self._optimizers)
         self._saving = warn_of_lone_replicas(model, self._replicas_differ)
+        self._members = Members(group, settings.schedule, heartbeats)
         if group.world_size > 1:
-            self._rounds = make_rounds(group, transport, self._sections, settings, recorder)
+            news = self._members.watch
+            self._rounds = make_rounds(group, transport, self._sections, settings, recorder, news)
             channel = self._rounds.channel
             # At interpreter exit a session that nobody closed still says LEAVE.
-            self._farewell = weakref.finalize(self, channel.close, 0.5)
+            self._farewell = weakref.finalize(self, self._members.farewell, channel)
             try:
                 broadcast_replica(group, model, self._optimizers)
+                self._members.start()
             except BaseException:
                 self._farewell()
                 raise
-        self._averaging = Averaging(group, self._rounds)
+        self._averaging = Averaging(group, self._members, self._rounds)
         self._hooks = StepHooks(self._optimizers, scaler, self._before_step, self._after_step)
         self._hooks.closures = not self._sections.gradients
         self._begin()
@@ -98,8 +98,13 @@ class GossipSession:
 
     @property
     def world_size(self) -> int:
-        """How many ranks take part."""
+        """How many ranks took part at the start."""
         return self.group.world_size
+
+    @property
+    def membership(self) -> Membership:
+        """The generation this rank trains in: who lives, and who was lost, when and why."""
+        return self._members.current
 
     @property
     def position(self) -> int:
@@ -264,7 +269,7 @@ class GossipSession:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._close(wait_seconds=_CLOSE_SECONDS if kind is None else 0.0)
+        self._close(wait_seconds=_CLOSE_SECONDS if kind is None else 0.0, error=error)
 
     def _deal(self) -> Sections:
         """Deals what travels into sections and checks that all ranks do the same; a collective."""
@@ -328,6 +333,7 @@ class GossipSession:
 
     def _gossip(self, rounds: Rounds) -> None:
         settings = self._settings
+        self._members.take_up(rounds)
         closes = self._steps % settings.every == 0
         if closes:
             if isinstance(settings.payload, Gradients):
@@ -335,26 +341,11 @@ class GossipSession:
             elif not self._sends_early:
                 rounds.open(self._sections.of_round(rounds.next_round))
             rounds.close()
-        if settings.average_every is not None and self._steps % settings.average_every == 0:
-            self._average_periodically()
+        averages = settings.average_every is not None and self._steps % settings.average_every == 0
+        if averages and self._averaging.periodically(self._sections, self._steps, self._recorder):
+            self._equal_at_step = self._steps
         if closes and self._sends_early:
             rounds.open(self._sections.of_round(rounds.next_round))
-
-    def _average_periodically(self) -> None:
-        if self._averages_lost:
-            return
-        start = time.perf_counter()
-        try:
-            if self._averaging.meet("periodic"):
-                self._averaging.average(self._sections)
-                self._equal_at_step = self._steps
-        except GossipError as error:
-            self._averages_lost = True
-            logger.warning("rank %d: no periodic average any more: %s", self.rank, error)
-        end = time.perf_counter()
-        self._averaging.seconds += end - start
-        if self._recorder is not None:
-            self._recorder.span("average", start, end, step=self._steps)
 
     def _replicas_differ(self) -> bool:
         """Whether this replica is known to be one of several, and there is another way to save."""
@@ -382,7 +373,7 @@ class GossipSession:
             return str(error)
         return None
 
-    def _close(self, wait_seconds: float) -> None:
+    def _close(self, wait_seconds: float, error: BaseException | None = None) -> None:
         if self._closed:
             return
         self._closed = True
@@ -397,4 +388,5 @@ class GossipSession:
             self._rounds.cancel()
             self._farewell.detach()
             self._rounds.channel.close(_LINGER_SECONDS if wait_seconds > 0 else 2.0)
+        self._members.end(error)
         self.group.close()

@@ -20,7 +20,8 @@ _TOGETHER_BYTES = 4 << 20  # small tensors share messages: each costs a round th
 def broadcast_replica(group: Group, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Overwrites parameters, buffers and optimizer state with those of rank 0; a collective.
 
-    Hyper-parameters stay each rank's own. State that rank 0 does not have is dropped.
+    Hyper-parameters stay each rank's own. State that rank 0 does not have is dropped. Where rank 0
+    is no member of the group any more, its lowest member stands for it.
 
     Raises:
         GossipError: If a rank dies meanwhile, or rank 0's optimizer keeps something that is
@@ -35,7 +36,7 @@ def broadcast_replica(group: Group, model: nn.Module, optimizers: Sequence[Optim
 def _broadcast_state(group: Group, number: int, optimizer: Optimizer) -> None:
     parameters = [p for g in optimizer.param_groups for p in g["params"]]
     outline = group.broadcast_object(_outline(group, number, optimizer, parameters))
-    if group.rank != 0:
+    if group.rank != group.members[0]:
         optimizer.state.clear()
     tensors: list[Tensor] = []
     for place, key, kind, *rest in outline:
@@ -44,7 +45,7 @@ def _broadcast_state(group: Group, number: int, optimizer: Optimizer) -> None:
             optimizer.state[parameter][key] = rest[0]
             continue
         shape, dtype, device_type = rest
-        if group.rank != 0:
+        if group.rank != group.members[0]:
             optimizer.state[parameter][key] = _empty(parameter, shape, dtype, device_type)
         tensors.append(local(optimizer.state[parameter][key]))
     _broadcast(group, tensors)
@@ -70,7 +71,7 @@ def _broadcast_batch(group: Group, batch: Sequence[Tensor]) -> None:
         return
     flat = torch.cat([t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in batch])
     group.broadcast_(flat)
-    if group.rank != 0:
+    if group.rank != group.members[0]:
         for tensor, piece in zip(batch, flat.split([t.nbytes for t in batch]), strict=True):
             tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
 
@@ -80,7 +81,7 @@ def _outline(
 ) -> list[list[Any]]:
     """What rank 0's optimizer keeps: place of the parameter, key, kind, and what to make."""
     outline: list[list[Any]] = []
-    if group.rank != 0:
+    if group.rank != group.members[0]:
         return outline
     for place, parameter in enumerate(parameters):
         for key, value in optimizer.state.get(parameter, {}).items():

@@ -83,6 +83,7 @@ class RingBatches:
         deadline_seconds: float,
     ) -> None:
         index = torch.from_numpy(shard)
+        self.rows_dealt = len(shard)
         self._samples = samples
         self._seed = seed
         self._shuffle = RingShuffle(

@@ -47,6 +47,8 @@ class GossipConfig:
     recent arrivals were prompt."""
     deadline_floor_seconds: float = 10.0
     """How long it waits at least, if deadline_seconds is not less."""
+    lost_after_seconds: float = 10.0
+    """How long a rank may show no sign of life before the others go on without it for good."""
     faults: str | None = None
     """Faults to try the run with, by rank and round: "delay rank=1 rounds=20-29 seconds=0.05",
     "drop rank=1 round=20" or "kill rank=1 round=20", several with ; between."""
@@ -55,7 +57,7 @@ class GossipConfig:
         make_plain(self)
         check_fields(self)
         check_at_least(self, 1, "every")
-        for name in ("deadline_seconds", "deadline_floor_seconds"):
+        for name in ("deadline_seconds", "deadline_floor_seconds", "lost_after_seconds"):
             value = getattr(self, name)
             if not value > 0:
                 raise ValueError(f"{name} is {value}, but must be above 0.")

@@ -1,6 +1,7 @@
 """Accuracy on the test part, alone or shared out over the ranks."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -79,9 +80,15 @@ class TestPart:
         """Share of all test labels that `model` gets right."""
         return self._count_correct(model, 0, len(self.samples)) / self.num_labels
 
-    def count_share(self, model: nn.Module) -> Int[Tensor, ""]:
-        """How many labels of this rank's share `model` gets right; shares are disjoint."""
-        start, end = shard_bounds(len(self.samples), self.rank, self.world_size)
+    def count_share(
+        self, model: nn.Module, members: Sequence[int] | None = None
+    ) -> Int[Tensor, ""]:
+        """How many labels of this rank's share `model` gets right; shares are disjoint.
+
+        Shared out over `members`, or over all ranks.
+        """
+        ranks = range(self.world_size) if members is None else members
+        start, end = shard_bounds(len(self.samples), ranks.index(self.rank), len(ranks))
         return torch.tensor(self._count_correct(model, start, end))
 
     @torch.no_grad()

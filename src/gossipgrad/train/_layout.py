@@ -44,6 +44,10 @@ class RunDir:
         """Traceback of a rank that failed."""
         return self.path / f"errors-rank{rank}.txt"
 
+    def evicted_model(self, rank: int) -> Path:
+        """Weights of a rank that the others had given up while it stood still."""
+        return self.path / f"evicted-rank{rank}.safetensors"
+
     def tensorboard(self, rank: int) -> Path:
         """TensorBoard event files of a rank."""
         return self.path / "tensorboard" / f"rank{rank}"
@@ -82,6 +86,7 @@ class RunDir:
             "report.html",
             "metrics-rank*.jsonl",
             "errors-rank*.txt",
+            "evicted-rank*.safetensors",
             "tensorboard/rank*/events.out.tfevents.*",
         ):
             for file in self.path.glob(pattern):

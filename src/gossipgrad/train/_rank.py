@@ -1,19 +1,26 @@
 """What one rank does: the training loop and the evaluations around it."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import save
+from torch import nn
 
 from gossipgrad import models
+from gossipgrad.comm import Membership
 from gossipgrad.data import Dataset
+from gossipgrad.errors import EvictedError
 
 from ._batches import RingBatches, make_batches, notes_on
 from ._config import TrainConfig
 from ._device import find_device
-from ._evaluate import TestPart
+from ._evaluate import TestPart, copy_of
 from ._layout import RunDir
 from ._loggers import open_loggers
 from ._loop import Loop
@@ -55,6 +62,7 @@ def train_rank(
 
     Raises:
         PeerLostError: An all-reduce found a rank gone.
+        EvictedError: The others have given this rank up; its weights are in `run_dir`.
         DivergedError: The loss is no longer finite.
     """
     torch.set_num_threads(config.threads)
@@ -75,7 +83,10 @@ def train_rank(
         config, model, optimizers, total_steps=total_steps, stop=stop, spans=spans
     )
     loggers = open_loggers(config, run_dir, rank)
-    with Metrics(run_dir.metrics(rank), loggers=loggers) as metrics:
+    with (
+        Metrics(run_dir.metrics(rank), loggers=loggers) as metrics,
+        _saved_if_evicted(model, run_dir.evicted_model(rank)),
+    ):
         emit({"event": "ready", "total_steps": total_steps})
         final = Loop(
             strategy=strategy,
@@ -130,6 +141,9 @@ def train_rank(
         shuffle_bytes_sent=0 if shuffle is None else shuffle.bytes_sent,
         shuffle_exposed_seconds=0.0 if shuffle is None else shuffle.exposed_seconds,
         shuffle_late_rounds=0 if shuffle is None else shuffle.late_rounds,
+        shuffle_rows_dealt=batches.rows_dealt if isinstance(batches, RingBatches) else 0,
+        shuffle_rows_held=0 if shuffle is None else shuffle.rows_held,
+        lost=_lost(strategy.membership),
         notes=(
             *strategy.notes,
             *loggers.notes,
@@ -137,3 +151,19 @@ def train_rank(
             *notes_on_muon(optimizers),
         ),
     )
+
+
+@contextmanager
+def _saved_if_evicted(model: nn.Module, path: Path) -> Iterator[None]:
+    """What a rank has learned is not lost with its membership."""
+    try:
+        yield
+    except EvictedError as error:
+        path.write_bytes(save(copy_of(model)))
+        raise EvictedError(f"{error} ({path})") from error
+
+
+def _lost(membership: Membership | None) -> dict[str, dict[str, Any]]:
+    if membership is None:
+        return {}
+    return {str(rank): asdict(loss) for rank, loss in membership.lost.items()}

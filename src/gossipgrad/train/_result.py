@@ -61,6 +61,12 @@ class RankResult:
     shuffle_exposed_seconds: float = 0.0
     """Waiting for samples of the ring shuffle; not in `exposed_seconds`."""
     shuffle_late_rounds: int = 0
+    shuffle_rows_dealt: int = 0
+    """Samples of its shard at the start, with the ring shuffle."""
+    shuffle_rows_held: int = 0
+    """Samples that it held at its end."""
+    lost: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    """Ranks that the others took for dead, with when and why, as this rank knew of them."""
     notes: tuple[str, ...] = ()
     """What the user should know of this rank's end."""
 

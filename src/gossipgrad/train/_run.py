@@ -7,6 +7,7 @@ from ._config import TrainConfig
 from ._given_world import find_world
 from ._launcher import launch
 from ._layout import claim
+from ._losses import stands_for_most
 from ._outcome import Outcome, exit_code_of
 from ._progress import make_progress
 from ._summary import compose, finish, versions
@@ -22,8 +23,8 @@ def run(config: TrainConfig, *, show_config: bool = False) -> Outcome:
     Slurm has started, takes part in it as one rank. What can be checked is checked before a process
     starts.
 
-    A gossip run goes on when ranks die: the summary names them, and the exported model is then the
-    replica of the lowest rank that is left.
+    A gossip run goes on when ranks die: the exported model is then the consensus of those that are
+    left, and the summary tells who was lost, when, and what of the data went with them.
 
     Like every program that starts processes with multiprocessing, a script that calls this keeps
     the call under `if __name__ == "__main__":`.
@@ -64,7 +65,7 @@ def run(config: TrainConfig, *, show_config: bool = False) -> Outcome:
             begun=launched.begun,
             run_dir=run_dir.path,
         )
-    exported = launched.results[min(launched.results)]
+    exported = stands_for_most(launched.results)
     summary = compose(
         config,
         launched.results,
@@ -72,6 +73,7 @@ def run(config: TrainConfig, *, show_config: bool = False) -> Outcome:
         world_size=nproc,
         exported=exported,
         stopped_by=launched.stopped_by,
+        run_dir=run_dir,
     )
     report = finish(run_dir, summary, exported)
     return Outcome(

@@ -15,6 +15,7 @@ from gossipgrad.trace import merge_traces, write_report
 
 from ._config import TrainConfig
 from ._layout import RunDir
+from ._losses import tell_losses
 from ._result import RankResult
 from ._ring_clock import ring_bytes
 
@@ -44,6 +45,7 @@ def compose(
     world_size: int,
     exported: RankResult,
     stopped_by: signal.Signals | None,
+    run_dir: RunDir | None = None,
 ) -> dict[str, Any]:
     """The content of `summary.json`.
 
@@ -57,6 +59,7 @@ def compose(
         world_size: How many ranks there were at the start.
         exported: The rank whose model is exported.
         stopped_by: The signal that ended the run early, if one did.
+        run_dir: Where the metrics of lost ranks are.
     """
     ranks = list(results.values())
     outcomes: Counter[str] = Counter()
@@ -96,6 +99,7 @@ def compose(
         "stopped_by": None if stopped_by is None else stopped_by.name,
         "lost_ranks": sorted(lost),
         "lost_because": {str(rank): lost[rank] for rank in sorted(lost)},
+        "losses": tell_losses(config, results, lost, run_dir),
         "notes": _notes(ranks, exported),
         "parameters": exported.parameters,
         "machine": machine(),

@@ -12,18 +12,18 @@ from ._strategy import Traffic
 def consensus_evaluation(
     session: gg.GossipSession, model: nn.Module, test: TestPart, *, final: bool
 ) -> Evaluation:
-    """Evaluate the consensus, shared out over the ranks; a collective.
+    """Evaluate the consensus, shared out over the living ranks; a collective of these.
 
     Ranks may come here after unequal steps, some for the last time and some not: all then take it
     for the last.
 
     Raises:
-        GossipError: A rank has died or left.
+        GossipError: A rank has died in the middle, and the living may try again.
     """
     with session.consensus():
         group = session.group
         final = any(group.all_gather_object(final))
-        correct = group.all_reduce_(test.count_share(model))
+        correct = group.all_reduce_(test.count_share(model, group.members))
         return Evaluation(
             accuracy=int(correct) / test.num_labels,
             is_consensus=True,

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 import gossipgrad as gg
 from gossipgrad.comm import Faults, FaultyTransport, Transport, ZeroMQTransport
-from gossipgrad.errors import GossipError
+from gossipgrad.errors import EvictedError, GossipError
 from gossipgrad.train._config import GossipConfig
 from gossipgrad.train._evaluate import Evaluation, TestPart
 from gossipgrad.train._spans import StepSpans
@@ -16,14 +16,16 @@ from gossipgrad.train._spans import StepSpans
 from ._consensus import consensus_evaluation, session_traffic
 from ._strategy import Strategy, Traffic, alone
 
+_TRIES = 3  # one that dies in the middle of each is not to be expected
 _WAITING = {"overlap": gg.Overlap, "sync": gg.Sync, "lagged": gg.Lagged}
 
 
 class Gossip(Strategy):
     """A gossip session: one partner a step, in the background.
 
-    When a rank dies the others train on. The consensus needs all ranks, so from then on each
-    evaluates and exports its own replica.
+    When a rank dies the others train on, and the consensus is theirs. One that dies in the middle
+    of a consensus makes the others try again; if that fails, each evaluates its own replica. A rank
+    that stood still for so long that the others gave it up ends with an `EvictedError`.
     """
 
     replicas_differ = True
@@ -39,7 +41,6 @@ class Gossip(Strategy):
     ) -> None:
         super().__init__()
         self.model = model
-        self._all_here = True
         self._session = gg.gossip(
             model,
             optimizers,
@@ -50,6 +51,7 @@ class Gossip(Strategy):
             average_every=options.average_every,
             wire_dtype=None if options.wire_dtype is None else getattr(torch, options.wire_dtype),
             seed=seed,
+            heartbeats=_heartbeats(options.lost_after_seconds),
             transport="zeromq" if options.faults is None else _with_faults(options.faults),
             recorder=spans,
         )
@@ -57,22 +59,26 @@ class Gossip(Strategy):
             self.notes.append(f"faults by script: {options.faults}")
 
     def evaluate(self, test: TestPart, *, final: bool) -> Evaluation:
-        """Evaluate the consensus, shared out over the ranks; the own replica once one is gone."""
-        if self._all_here and self._session.stats().outcomes.get("dead_peer"):
-            # Not even tried: partners would settle for it, and mix no more until it came about.
-            self._all_here = False
-            self.notes.append("no consensus: a partner has died, and the average needs all ranks")
-        if self._all_here:
+        """Evaluate the consensus of the living, shared out over them."""
+        told = ""
+        for _ in range(_TRIES):
             try:
                 return consensus_evaluation(self._session, self.model, test, final=final)
+            except EvictedError:
+                raise
             except GossipError as error:
-                self._all_here = False
-                self.notes.append(f"no consensus: {error}")
+                told = str(error)
+        self.notes.append(f"no consensus in generation {self.membership.generation}: {told}")
         return alone(self.model, test, final=final, is_consensus=False)
 
     def position(self, steps: int) -> int:
         """In mode stale the rounds of the session; see `Strategy.position`."""
         return self._session.position
+
+    @property
+    def membership(self) -> gg.Membership:
+        """Who lives, and who was lost."""
+        return self._session.membership
 
     def traffic(self) -> Traffic:
         """What the session counted."""
@@ -88,6 +94,15 @@ def _mode(options: GossipConfig) -> gg.Stale | gg.Overlap | gg.Sync | gg.Lagged:
         return gg.Stale(max_staleness=options.max_staleness)
     return _WAITING[options.mode](
         deadline_seconds=options.deadline_seconds, floor_seconds=options.deadline_floor_seconds
+    )
+
+
+def _heartbeats(silent_seconds: float) -> gg.Heartbeats:
+    usual = gg.Heartbeats()
+    return gg.Heartbeats(
+        silent_seconds=silent_seconds,
+        lease_seconds=min(usual.lease_seconds, silent_seconds),
+        interval_seconds=min(usual.interval_seconds, silent_seconds / 4),
     )
 
 

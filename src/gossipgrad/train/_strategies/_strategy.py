@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
+from gossipgrad.comm import Membership
 from gossipgrad.models import training_loss
 from gossipgrad.train._evaluate import Evaluation, TestPart, copy_of
 
@@ -38,6 +39,11 @@ class Strategy(ABC):
 
     def __init__(self) -> None:
         self.notes: list[str] = []
+
+    @property
+    def membership(self) -> Membership | None:
+        """Who lives and who was lost, where that can change."""
+        return None
 
     @abstractmethod
     def evaluate(self, test: TestPart, *, final: bool) -> Evaluation:

@@ -1,0 +1,276 @@
+"""Watching over the members of a run: signs of life, suspicion, and the next generation."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from gossipgrad.comm._heartbeats import Heartbeats
+from gossipgrad.comm._membership import Membership, Record, Store
+from gossipgrad.errors import EvictedError
+
+__all__ = ["MemberWatch"]
+
+logger = logging.getLogger(__name__)
+
+_SUSPECT_BEATS = 3  # without a sign of life, for one whose link broke
+_LOOK = 0.9  # of an interval lies between two looks that count
+_FAREWELL_SECONDS = 1.0
+_EXAMINED_BEATS = 8  # how long an examination may take, in beats
+
+
+@dataclass(slots=True)
+class _Seen:
+    """The last beat of a rank, and how often it was looked at since and had not beaten again."""
+
+    beat: bytes
+    looked_seconds: float
+    looks: int = 0
+
+
+class MemberWatch:
+    """A thread that beats for this rank and watches the next; learns and proposes generations.
+
+    Nothing here is a collective, and nobody waits for another rank. Only the thread talks to the
+    store, so that a store that hangs holds up nobody else. Once it fails, or does not answer in
+    time when a lease has run out, the membership is frozen: a warning says so once, the last
+    generation stays, and training goes on with those who can be reached.
+
+    Args:
+        store: Where records and beats are kept; used by the thread alone once it runs.
+        rank: This rank.
+        world_size: How many ranks there are at the start.
+        settings: How often, and how long.
+        now: The clock of leases.
+
+    Attributes:
+        latest: The newest membership that is known.
+        frozen: Why the membership cannot change any more, None while it can.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        settings: Heartbeats,
+        *,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.latest = Membership.first(world_size)
+        self.frozen: str | None = None
+        self._store = store
+        self._rank = rank
+        self._settings = settings
+        self._now = now
+        self._record = Record(store, world_size)
+        self._beats = 0
+        self._seen: dict[int, _Seen] = {}
+        self._suspects: set[int] = set()
+        self._expelled: frozenset[int] = frozenset()
+        self._confirmed_seconds = now()
+        self._changed = threading.Condition()
+        self._wake = threading.Event()
+        self._leaving = self._stopped = False
+        self._thread: threading.Thread | None = None
+        store.set(self._key(rank), "0")
+
+    def start(self) -> None:
+        """Begins to beat; all ranks must have made their watch before."""
+        self._thread = threading.Thread(target=self._run, name="gossipgrad-members", daemon=True)
+        self._thread.start()
+
+    def ahead(self, generation: int) -> None:
+        """Someone lives in a later generation: the store is asked at once."""
+        if generation > self.latest.generation:
+            self._wake.set()
+
+    def gone(self, peer: int, *, left: bool) -> None:
+        """A link ended: if its peer shows no sign of life now, it is given up soon."""
+        self._suspect({peer})
+
+    def expelled(self) -> Collection[int]:
+        """Ranks that were taken for dead, by whomever."""
+        return self._expelled
+
+    def is_member(self) -> bool:
+        """Whether the others count this rank as one of them; asks the store if a lease is old."""
+        lease = self._settings.lease_seconds
+        if self.frozen is None and self._now() - self._confirmed_seconds > lease:
+            asked = self._now()
+            self._wake.set()
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._confirmed_seconds >= asked or self.frozen or self._stopped, lease
+                )
+            if self._confirmed_seconds < asked and not self._stopped:
+                self._freeze(f"the rendezvous store did not answer within {lease:g} s")
+        return self._rank not in self.latest.gone
+
+    def confirm(self) -> None:
+        """Makes sure that this rank is a member; local but for an old lease.
+
+        Raises:
+            EvictedError: If the others have given this rank up.
+        """
+        if self.is_member() or self._leaving:
+            return
+        loss = self.latest.gone[self._rank]
+        raise EvictedError(
+            f"rank {self._rank} was taken for dead by rank {loss.by} ({loss.why}): it is no member "
+            f"since generation {loss.generation}, and the others train on without it. Its weights "
+            "are intact: save them, or start a new process from them"
+        )
+
+    def examine(self) -> bool:
+        """Whether there is a newer generation than was known at the call, once all is looked at.
+
+        For when a collective broke: waits until every member has shown a sign of life, or those
+        that did not are given up; a few beats.
+        """
+        known = self.latest.generation
+        self._suspect(set(self.latest.living))
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (
+                    self.latest.generation > known
+                    or not self._suspects
+                    or self.frozen
+                    or self._stopped
+                ),
+                _EXAMINED_BEATS * self._settings.interval_seconds,
+            )
+        return self.latest.generation > known
+
+    def beat(self) -> None:
+        """One turn of the thread: shows a sign of life, reads the record, looks at the watched."""
+        began = self._now()
+        self._beats += 1
+        self._store.set(self._key(self._rank), str(self._beats))
+        self._learn(self._record.read())
+        if self._rank in self.latest.living:
+            dead = self._look()
+            if dead:
+                self._give_up(dead)
+        with self._changed:
+            self._confirmed_seconds = began
+            self._changed.notify_all()
+
+    def leave(self) -> None:
+        """Says in the store that this rank leaves in order, if it can be said soon; ends."""
+        self._leaving = True
+        self.stop()
+
+    def stop(self) -> None:
+        """Ends the thread; whoever watches this rank sees it fall silent."""
+        self._stopped = True
+        self._wake.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_FAREWELL_SECONDS)
+        with self._changed:
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        try:
+            while not self._stopped:
+                self._wake.clear()
+                self.beat()
+                self._thaw()
+                if not self._stopped:
+                    self._wake.wait(self._settings.interval_seconds)
+            if self._leaving:
+                self._give_up({self._rank: "left"}, left=True)
+        except RuntimeError as error:
+            if not self._stopped:
+                first_line = str(error).split("\n", 1)[0]
+                self._freeze(f"the rendezvous store is lost ({first_line})")
+
+    def _look(self) -> dict[int, str]:
+        """Who has been silent for too long, and why that is known."""
+        settings = self._settings
+        silent = max(_SUSPECT_BEATS, round(settings.silent_seconds / settings.interval_seconds))
+        dead: dict[int, str] = {}
+        for peer in self._watched(silent):
+            beat, now = self._store.get(self._key(peer)), self._now()
+            seen = self._seen.get(peer)
+            if seen is None or beat != seen.beat:
+                self._seen[peer] = _Seen(beat, now)
+                if seen is not None:  # else it may be an old one, and tells nothing
+                    self._clear(peer)
+                continue
+            # Looks are counted, not seconds: this rank may have stood still itself.
+            if now - seen.looked_seconds >= _LOOK * settings.interval_seconds:
+                seen.looks, seen.looked_seconds = seen.looks + 1, now
+            if peer in self._suspects and seen.looks >= _SUSPECT_BEATS:
+                dead[peer] = "its link broke, and it shows no sign of life"
+            elif seen.looks >= silent:
+                dead[peer] = f"no sign of life for {settings.silent_seconds:g} s"
+        return dead
+
+    def _watched(self, silent: int) -> list[int]:
+        """Suspects, the next one among the living, and so on behind those that are silent."""
+        living = self.latest.living
+        place = living.index(self._rank)
+        watched = []
+        for peer in (*living[place + 1 :], *living[:place]):
+            watched.append(peer)
+            if peer not in self._seen or self._seen[peer].looks <= silent // 4:
+                break
+        suspects = self._suspects & set(living) - {*watched}
+        for peer in set(self._seen) - {*watched, *suspects}:
+            del self._seen[peer]
+        return [*watched, *sorted(suspects)]
+
+    def _give_up(self, ranks: dict[int, str], *, left: bool = False) -> None:
+        """Writes the next generation, without some ranks, unless others did so already."""
+        while set(ranks) & set(self.latest.living):
+            desired = self.latest.without(ranks, left=left, by=self._rank)
+            self._learn(self._record.replace(self.latest, desired))
+
+    def _learn(self, membership: Membership) -> None:
+        if membership.generation <= self.latest.generation:
+            return
+        for rank, loss in membership.gone.items():
+            if rank in self.latest.living and rank != self._rank and not loss.left:
+                logger.warning("rank %d: rank %d is lost (%s)", self._rank, rank, loss.why)
+        self._expelled = frozenset(set(membership.lost) - {self._rank})
+        with self._changed:
+            self.latest = membership
+            self._suspects &= set(membership.living)
+            self._changed.notify_all()
+
+    def _suspect(self, peers: set[int]) -> None:
+        with self._changed:
+            new = (peers & set(self.latest.living)) - {self._rank} - self._suspects
+            if not new or self.frozen is not None:
+                return
+            self._suspects |= new
+        self._wake.set()
+
+    def _clear(self, peer: int) -> None:
+        with self._changed:
+            self._suspects.discard(peer)
+            self._changed.notify_all()
+
+    def _freeze(self, why: str) -> None:
+        with self._changed:
+            told, self.frozen = self.frozen, why
+            self._changed.notify_all()
+        if told is None:
+            logger.warning(
+                "rank %d: %s; the membership stays as it is (generation %d), and training goes on "
+                "with whoever can be reached",
+                self._rank,
+                why,
+                self.latest.generation,
+            )
+
+    def _thaw(self) -> None:
+        if self.frozen is not None:
+            self.frozen = None
+            logger.warning("rank %d: the rendezvous store answers again", self._rank)
+
+    @staticmethod
+    def _key(rank: int) -> str:
+        return f"beat/{rank}"

@@ -1,0 +1,132 @@
+"""Who lives: a membership is a generation, and the store holds one record of it at a time."""
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Protocol, runtime_checkable
+
+__all__ = ["Loss", "Membership", "Record", "Store"]
+
+_KEY = "membership"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loss:
+    """Why a rank is no member any more.
+
+    Attributes:
+        generation: The first generation without it.
+        when_seconds: When that was written, in seconds since 1970, by the clock of who wrote it.
+        why: In words that go on after "rank 3".
+        left: Whether it left in order, having closed its session; else it was taken for dead.
+        by: The rank that wrote it.
+    """
+
+    generation: int
+    when_seconds: float
+    why: str
+    left: bool
+    by: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Membership:
+    """One generation: the ranks that live in it, and those lost so far.
+
+    Attributes:
+        generation: 0 at the start, one more with every change.
+        living: The ranks that take part, rising.
+        gone: Those that do not any more, and why.
+    """
+
+    generation: int
+    living: tuple[int, ...]
+    gone: dict[int, Loss] = field(default_factory=dict)
+
+    @classmethod
+    def first(cls, world_size: int) -> "Membership":
+        """The one that a run starts with."""
+        return cls(generation=0, living=tuple(range(world_size)))
+
+    @property
+    def lost(self) -> dict[int, Loss]:
+        """Of those gone the ones that did not leave in order."""
+        return {rank: loss for rank, loss in self.gone.items() if not loss.left}
+
+    def without(self, ends: Mapping[int, str], *, left: bool, by: int) -> "Membership":
+        """The next generation, less some ranks (with why); itself if none of them lives."""
+        ends = {rank: why for rank, why in ends.items() if rank in self.living}
+        if not ends:
+            return self
+        number, now = self.generation + 1, time.time()
+        losses = {
+            rank: Loss(generation=number, when_seconds=now, why=why, left=left, by=by)
+            for rank, why in ends.items()
+        }
+        return replace(
+            self,
+            generation=number,
+            living=tuple(rank for rank in self.living if rank not in ends),
+            gone={**self.gone, **losses},
+        )
+
+    def to_text(self) -> str:
+        """As JSON, for the store."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str | bytes) -> "Membership":
+        """What `to_text` wrote."""
+        told: dict[str, Any] = json.loads(text)
+        return cls(
+            generation=told["generation"],
+            living=tuple(told["living"]),
+            gone={int(rank): Loss(**loss) for rank, loss in told["gone"].items()},
+        )
+
+
+@runtime_checkable
+class Store(Protocol):
+    """What is asked of a rendezvous store: any of torch's."""
+
+    def set(self, key: str, value: str) -> object:
+        """Writes."""
+        ...
+
+    def get(self, key: str) -> bytes:
+        """Reads; waits for a key that is not there."""
+        ...
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        """Writes if what is there is as expected; returns what is there then."""
+        ...
+
+
+class Record:
+    """The membership in the store. It only ever changes by compare-and-set.
+
+    So generations form one line: of two ranks that propose the next one, one wins, and the other
+    reads what the winner wrote. A part of the ranks that cannot reach the store cannot write.
+
+    Args:
+        store: Where it is kept; the same prefix on all ranks.
+        world_size: How many ranks there are at the start.
+    """
+
+    def __init__(self, store: Store, world_size: int) -> None:
+        self._store = store
+        first = Membership.first(world_size).to_text()
+        store.compare_set(_KEY, "", first)
+
+    def read(self) -> Membership:
+        """The newest generation."""
+        return Membership.from_text(self._store.get(_KEY))
+
+    def replace(self, current: Membership, desired: Membership) -> Membership:
+        """Writes `desired` if `current` is still the newest; returns what is the newest then."""
+        if desired is current:
+            return current
+        return Membership.from_text(
+            self._store.compare_set(_KEY, current.to_text(), desired.to_text())
+        )

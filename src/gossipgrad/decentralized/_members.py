@@ -1,0 +1,105 @@
+"""A session's place in the membership: taking up new generations, and leaving."""
+
+from collections.abc import Mapping
+
+import torch.distributed as dist
+
+from gossipgrad.comm import (
+    Channel,
+    Group,
+    Heartbeats,
+    Loss,
+    Membership,
+    MemberWatch,
+    ScriptedDeathError,
+)
+from gossipgrad.decentralized._rounds import Rounds
+from gossipgrad.topology import Schedule, among
+
+__all__ = ["Members"]
+
+_FAREWELL_SECONDS = 0.5
+
+
+class Members:
+    """What a session knows of the members, and what it has taken up of that.
+
+    A generation that the watch has learnt is taken up between two rounds, or as a collective
+    begins: by each rank for itself, without waiting for anyone.
+
+    Args:
+        group: The ranks at the start.
+        schedule: Who meets whom while all are there.
+        heartbeats: How ranks watch over each other; None: the membership never changes.
+    """
+
+    def __init__(self, group: Group, schedule: Schedule, heartbeats: Heartbeats | None) -> None:
+        self.current = Membership.first(group.world_size)
+        self.watch: MemberWatch | None = None
+        self._group = group
+        self._schedule = schedule
+        if heartbeats is not None and group.world_size > 1:
+            # One session may follow another on a group. The n-th here meets the n-th elsewhere.
+            name = f"members/{group.store.add(f'members/{group.rank}', 1)}"
+            # A clone has a connection of its own: what hangs in it holds up nobody else.
+            store = group.store.clone()  # pyrefly: ignore[missing-attribute]
+            self.watch = MemberWatch(
+                dist.PrefixStore(name, store), group.rank, group.world_size, heartbeats
+            )
+            group.follow(self._gone, name)
+
+    def start(self) -> None:
+        """Begins to watch; all ranks must have come here, or further."""
+        if self.watch is not None:
+            self.watch.start()
+
+    def confirm(self) -> None:
+        """Makes sure that this rank is a member, before something is sent.
+
+        Raises:
+            EvictedError: If it is none any more.
+        """
+        if self.watch is not None:
+            self.watch.confirm()
+
+    def take_up(self, rounds: Rounds | None) -> bool:
+        """Takes up the newest generation that is known; whether it is a later one; local.
+
+        Raises:
+            EvictedError: If this rank is no member of it.
+        """
+        if self.watch is None or rounds is None:
+            return False
+        self.watch.confirm()
+        latest = self.watch.latest
+        if latest.generation == self.current.generation:
+            return False
+        self.current = latest
+        rounds.schedule = among(self._schedule, latest.living)
+        rounds.channel.enter(latest.generation, rounds.next_round, latest.living)
+        self._group.enter(latest.generation, latest.living)
+        return True
+
+    def changed(self) -> bool:
+        """Whether a collective that broke can be tried again: members were lost, or have left.
+
+        Looks after all of them, which may take a few beats.
+        """
+        if self.watch is None:
+            return False
+        newer = self.watch.latest.generation > self.current.generation
+        return newer or self.watch.examine()
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Leaves the membership; one that dies by script just falls silent."""
+        if self.watch is not None:
+            self.watch.stop() if isinstance(error, ScriptedDeathError) else self.watch.leave()
+
+    def farewell(self, channel: Channel) -> None:
+        """Leaves a session that nobody closed."""
+        channel.close(_FAREWELL_SECONDS)
+        self.end()
+
+    def _gone(self) -> Mapping[int, Loss]:
+        assert self.watch is not None
+        return self.watch.latest.gone

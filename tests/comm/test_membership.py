@@ -1,0 +1,284 @@
+"""Generations of the membership, signs of life, leases: on one store, with no time passing."""
+
+import logging
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gossipgrad.comm import Heartbeats, Membership, MemberWatch
+from gossipgrad.comm._membership import Record
+from gossipgrad.errors import EvictedError
+from support.waiting import until
+
+SETTINGS = Heartbeats(interval_seconds=1.0, lease_seconds=2.0, silent_seconds=10.0)
+
+
+class Clock:
+    seconds = 0.0
+
+    def __call__(self):
+        return self.seconds
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def watches(clock):
+    """Makes the watches of a world; tests beat for them, second by second."""
+
+    def make(world_size):
+        store = dist.HashStore()
+        return [MemberWatch(store, r, world_size, SETTINGS, now=clock) for r in range(world_size)]
+
+    return make
+
+
+def pass_seconds(clock, watches, seconds):
+    for _ in range(seconds):
+        clock.seconds += 1.0
+        for watch in watches:
+            watch.beat()
+
+
+moves = st.lists(st.tuples(st.integers(0, 3), st.sets(st.integers(0, 5), min_size=1)), max_size=30)
+
+
+@settings(max_examples=200)
+@given(moves=moves, stale=st.lists(st.booleans(), min_size=30, max_size=30))
+def test_two_proposers_never_both_win_a_generation(moves, stale):
+    """Whatever each has last read, a generation has one winner, and follows the one before."""
+    store = dist.HashStore()
+    records = [Record(store, 6) for _ in range(4)]
+    known = [Membership.first(6)] * 4
+    won = {0: known[0]}
+    for (who, ends), is_stale in zip(moves, stale, strict=False):
+        if not is_stale:
+            known[who] = records[who].read()
+        desired = known[who].without(dict.fromkeys(ends, "silent"), left=False, by=who)
+        stands = records[who].replace(known[who], desired)
+        if stands == desired and desired is not known[who]:
+            assert desired.generation not in won or won[desired.generation] == desired
+            before = won[desired.generation - 1]
+            assert set(desired.living) < set(before.living)
+            won[desired.generation] = desired
+        known[who] = stands
+        assert desired is stands or records[who].read() == stands
+    newest = records[0].read()
+    assert newest == won[max(won)]
+    assert set(newest.living) | set(newest.gone) == set(range(6))
+
+
+def test_many_proposers_at_once_have_one_winner():
+    store, start = dist.HashStore(), threading.Barrier(8)
+    won = []
+
+    def propose(rank):
+        record = Record(store, 8)
+        current = record.read()
+        desired = current.without({(rank + 1) % 8: "silent"}, left=False, by=rank)
+        start.wait()
+        if record.replace(current, desired) == desired:
+            won.append(rank)
+
+    threads = [threading.Thread(target=propose, args=(rank,)) for rank in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(won) == 1
+    assert Record(store, 8).read().generation == 1
+
+
+def test_a_record_comes_back_from_its_text():
+    first = Membership.first(3)
+    second = first.without({1: "silent"}, left=False, by=0).without({0: "left"}, left=True, by=0)
+    assert Membership.from_text(second.to_text()) == second
+    assert (second.generation, second.living, set(second.lost)) == (2, (2,), {1})
+    assert second.without({1: "again"}, left=False, by=2) is second
+
+
+def test_who_beats_stays(watches, clock):
+    all_watches = watches(4)
+    pass_seconds(clock, all_watches, 40)
+    assert {watch.latest.generation for watch in all_watches} == {0}
+
+
+def test_who_is_silent_is_given_up_and_all_learn_of_it(watches, clock):
+    all_watches = watches(4)
+    pass_seconds(clock, all_watches, 3)
+    living = [all_watches[r] for r in (0, 2, 3)]
+    pass_seconds(clock, living, 9)
+    assert living[0].latest.generation == 0
+    pass_seconds(clock, living, 4)
+    for watch in living:
+        assert watch.latest.living == (0, 2, 3)
+        assert watch.latest.lost[1].why == "no sign of life for 10 s"
+        assert watch.latest.lost[1].by == 0, "the one before it watches it"
+        assert watch.expelled() == {1}
+        assert watch.is_member()
+
+
+@pytest.mark.parametrize("dead", [{1, 2}, {0, 1, 2}, {1, 3}, {0, 2, 4, 5}, {0, 1, 2, 3, 4}])
+def test_several_at_once_down_to_one_survivor(watches, clock, dead):
+    all_watches = watches(6)
+    pass_seconds(clock, all_watches, 3)
+    living = [watch for rank, watch in enumerate(all_watches) if rank not in dead]
+    pass_seconds(clock, living, 12 + 4 * len(dead))
+    for watch in living:
+        assert set(watch.latest.living) == set(range(6)) - dead
+
+
+def test_a_broken_link_makes_it_quick_but_a_sign_of_life_clears(watches, clock):
+    all_watches = watches(4)
+    pass_seconds(clock, all_watches, 3)
+    all_watches[0].gone(2, left=False)
+    pass_seconds(clock, all_watches, 6)
+    assert all_watches[0].latest.generation == 0, "only a link broke: rank 2 lives"
+    living = [all_watches[r] for r in (0, 1, 3)]
+    all_watches[0].gone(2, left=False)
+    pass_seconds(clock, living, 5)
+    assert all_watches[3].latest.living == (0, 1, 3)
+
+
+def test_who_stood_still_itself_gives_nobody_up(watches, clock):
+    """After a SIGSTOP of this rank the beats that it saw last are old, and tell nothing."""
+    all_watches = watches(2)
+    pass_seconds(clock, all_watches, 3)
+    pass_seconds(clock, all_watches[1:], 5)
+    clock.seconds += 1000.0
+    all_watches[0].beat()
+    all_watches[1].beat()
+    all_watches[0].beat()
+    assert all_watches[0].latest.generation == 0
+
+
+def test_many_looks_in_a_moment_count_as_one(watches, clock):
+    all_watches = watches(2)
+    pass_seconds(clock, all_watches, 3)
+    all_watches[0].gone(1, left=False)
+    for _ in range(50):
+        all_watches[0].beat()
+    assert all_watches[0].latest.generation == 0
+
+
+def test_a_lease_that_ran_out_is_renewed_before_anything_is_sent(watches, clock):
+    """The heartbeat thread of rank 1 stands still; the others give rank 1 up meanwhile."""
+    all_watches = watches(3)
+    pass_seconds(clock, all_watches, 3)
+    paused = all_watches[1]
+    pass_seconds(clock, [all_watches[0], all_watches[2]], 14)
+    assert all_watches[0].latest.living == (0, 2)
+    paused.start()  # goes on, but may come later than the next send
+    assert not paused.is_member()
+    with pytest.raises(EvictedError, match=r"rank 1 was taken for dead by rank 0 \(no sign"):
+        paused.confirm()
+    paused.stop()
+    assert Record(paused._store, 3).read().gone[1].left is False
+
+
+def test_a_lease_that_cannot_be_renewed_freezes_the_membership(clock, caplog):
+    class Hanging:
+        def __init__(self):
+            self._store, self.free = dist.HashStore(), threading.Event()
+            self.free.set()
+
+        def set(self, key, value):
+            self.free.wait(10)
+            self._store.set(key, value)
+
+        def get(self, key):
+            return self._store.get(key)
+
+        def compare_set(self, key, expected, desired):
+            return self._store.compare_set(key, expected, desired)
+
+    store = Hanging()
+    quick = Heartbeats(interval_seconds=0.01, lease_seconds=0.1, silent_seconds=0.5)
+    watch, _ = (MemberWatch(store, rank, 2, quick) for rank in range(2))
+    watch.start()
+    store.free.clear()
+    time.sleep(0.15)
+    began = time.monotonic()
+    with caplog.at_level(logging.WARNING):
+        assert watch.is_member()
+        assert 0.0 < time.monotonic() - began < 0.5
+        assert "did not answer within 0.1 s" in watch.frozen
+        assert [watch.is_member() for _ in range(100)] == [True] * 100
+        assert time.monotonic() - began < 0.5, "asked once, not before every send"
+        store.free.set()
+        until(lambda: watch.frozen is None)
+    assert ["the membership stays as it is" in r.message for r in caplog.records] == [True, False]
+    watch.stop()
+
+
+def test_when_the_store_is_lost_the_membership_freezes_and_a_warning_says_so_once(caplog):
+    class Lost(dict):
+        broken = False
+
+        def set(self, key, value):
+            if self.broken:
+                raise dist.DistNetworkError("connection reset by peer\nand more")
+            self[key] = value.encode()
+
+        def get(self, key):
+            return self[key]
+
+        def compare_set(self, key, expected, desired):
+            self.setdefault(key, desired.encode())
+            return self[key]
+
+    store = Lost()
+    quick = Heartbeats(interval_seconds=0.005, lease_seconds=0.02, silent_seconds=0.05)
+    watch = MemberWatch(store, 1, 3, quick)
+    MemberWatch(store, 2, 3, quick)
+    with caplog.at_level(logging.WARNING):
+        store.broken = True
+        watch.start()
+        time.sleep(0.2)
+        assert watch.is_member()
+        watch.gone(2, left=False)
+        assert not watch.examine()
+        watch.leave()
+    assert [record.message for record in caplog.records] == [
+        "rank 1: the rendezvous store is lost (connection reset by peer); the membership stays as "
+        "it is (generation 0), and training goes on with whoever can be reached"
+    ]
+    assert watch.latest.living == (0, 1, 2)
+
+
+def test_leaving_in_order_is_told_as_such():
+    store = dist.HashStore()
+    quick = Heartbeats(interval_seconds=0.005, lease_seconds=0.1, silent_seconds=0.5)
+    all_watches = [MemberWatch(store, rank, 3, quick) for rank in range(3)]
+    for watch in all_watches:
+        watch.start()
+    all_watches[1].leave()
+    all_watches[0].ahead(1)
+    until(lambda: all_watches[0].latest.generation)
+    latest = all_watches[0].latest
+    assert (latest.living, latest.lost, latest.gone[1].why) == ((0, 2), {}, "left")
+    assert all_watches[0].expelled() == set()
+    for watch in all_watches:
+        watch.leave()
+    assert Record(store, 3).read().living == ()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"interval_seconds": 0.0}, "interval_seconds must be a number of seconds above 0"),
+        ({"silent_seconds": float("inf")}, "silent_seconds must be .* finite"),
+        ({"lease_seconds": 0.1}, r"must rise in this order: .* renew its lease"),
+        ({"lease_seconds": 20.0}, "must rise in this order"),
+    ],
+)
+def test_durations_that_make_no_sense(wrong, why):
+    with pytest.raises(ValueError, match=why):
+        Heartbeats(**wrong)

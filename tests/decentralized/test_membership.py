@@ -1,0 +1,296 @@
+"""Ranks that die, leave or stand still: the others take up a generation and train on."""
+
+import logging
+import threading
+import time
+
+import pytest
+import torch
+
+import gossipgrad as gg
+from gossipgrad.comm import Group
+from gossipgrad.decentralized import check_settings
+from support.deaths import run_mortals
+from support.replicas import flat, network, set_gradients
+from support.waiting import until
+
+
+def mean_of(me):
+    with me.session.consensus():
+        return flat(me.session._model)
+
+
+@pytest.mark.parametrize("dead", [{0}, {2}, {0, 1}, {1, 3}, {0, 1, 2}])
+@pytest.mark.parametrize("mode", ["overlap", "sync"])
+def test_the_living_go_on_among_themselves(mode, dead):
+    living = tuple(sorted(set(range(4)) - dead))
+
+    def main(me):
+        me.train(4)
+        if me.rank in dead:
+            me.die()
+        me.train_without(*dead)
+        before = me.session.stats().outcomes
+        me.train(12)
+        after = me.session.stats().outcomes
+        mean = mean_of(me)
+        me.train(2)
+        assert set(me.session.membership.lost) == dead
+        assert {*me.session.membership.living} <= {*living}, "some may have left by now"
+        return mean, after["dead_peer"] - before["dead_peer"]
+
+    means = [answer for answer in run_mortals(4, main, mode=mode) if answer]
+    assert len(means) == len(living)
+    for mean, dead_peers in means:
+        assert torch.equal(mean, means[0][0])
+        assert dead_peers == 0, "nobody is scheduled with the dead any more"
+
+
+@pytest.mark.parametrize("mode", ["overlap", "sync"])
+@pytest.mark.parametrize("deaths", [1, 2])
+def test_the_mean_of_the_living_is_kept_when_generations_change(mode, deaths):
+    """With no gradients nothing but mixing moves weights, and what the dead sent is counted."""
+
+    def still(model, rank, step):
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+
+    def main(me):
+        model = me.session._model
+        with torch.no_grad():  # replicas that differ
+            for parameter, other in zip(
+                model.parameters(), network(seed=100 + me.rank).parameters(), strict=True
+            ):
+                parameter.copy_(other)
+        me.session.accept_changes()
+        me.train(1 if mode == "overlap" else 0)
+        if me.rank >= 5 - deaths:
+            me.session.group.barrier()
+            me.die()
+        me.session.group.barrier()
+        # Nothing with the dead is open any more; generations are entered at unlike steps.
+        me.train_until(lambda: me.session._rounds.channel.gone.keys() >= {*range(5 - deaths, 5)})
+        held = mean_of(me).double()
+        me.train_until(lambda: me.session.membership.generation > 0)
+        me.train(10 + 3 * me.rank)
+        now = mean_of(me).double()
+        assert me.session.stats().outcomes["delivered"] > 5
+        return (now - held).abs().max().item(), now
+
+    answers = [answer for answer in run_mortals(5, main, mode=mode, gradients=still) if answer]
+    assert max(error for error, _ in answers) < 1e-6
+
+
+def test_a_rank_that_dies_before_a_collective_is_not_awaited():
+    """The others have come already: they meet again without it, and nobody gets an error."""
+
+    def main(me):
+        me.train(3)
+        if me.rank == 1:
+            time.sleep(0.2)
+            me.die()
+        start = time.monotonic()
+        mean = mean_of(me)
+        return mean, time.monotonic() - start, me.session.consensus_distance()
+
+    first, _, *others = run_mortals(4, main)
+    for mean, seconds, distance in [first, *others]:
+        assert torch.equal(mean, first[0])
+        assert seconds < 5
+        assert distance == first[2]
+
+
+def test_a_rank_that_dies_in_the_middle_of_a_collective_is_told_and_it_works_again():
+    def main(me):
+        me.train(3)
+        before = flat(me.session._model)
+        if me.rank == 2:
+            me.session._averaging.consensus = lambda *_: me.die()
+            with me.session.consensus():
+                pass
+        with (
+            pytest.raises(gg.GossipError, match="the collective did not come about: a rank has di"),
+            me.session.consensus(),
+        ):
+            pass
+        assert torch.equal(flat(me.session._model), before)
+        me.train(5)
+        return mean_of(me)
+
+    first, second, _, fourth = run_mortals(4, main)
+    assert torch.equal(first, second)
+    assert torch.equal(first, fourth)
+
+
+@pytest.mark.parametrize("call", ["average_", "broadcast_", "consensus_distance"])
+def test_collectives_are_among_the_living(call):
+    def main(me):
+        me.train(3)
+        if me.rank == 0:
+            me.die()
+        me.train_without(0)
+        answer = getattr(me.session, call)()
+        weights = flat(me.session._model)
+        me.train(3)
+        return answer, weights
+
+    _, first, *others = run_mortals(4, main)
+    for answer, weights in others:
+        assert answer == first[0]
+        if call != "consensus_distance":
+            assert torch.equal(weights, first[1])
+
+
+def test_periodic_averages_go_on_among_the_living():
+    def main(me):
+        me.train(4)
+        if me.rank == 3:
+            me.die()
+        me.train_until(lambda: me.session.membership.generation > 0)
+        before = me.session.stats().averages
+        me.train_until(lambda: me.session.stats().averages > before + 2)
+        return True
+
+    assert run_mortals(4, main, average_every=2) == [True, True, True, None]
+
+
+def test_a_rank_that_leaves_in_order_is_not_lost():
+    def main(me):
+        me.train(3)
+        if me.rank == 1:
+            return None
+        me.train_without(1)
+        assert me.session.membership.lost == {}
+        assert me.session.membership.gone[1].why == "left"
+        mean = mean_of(me)
+        me.session.group.barrier()
+        return mean
+
+    first, _, third = run_mortals(3, main)
+    assert torch.equal(first, third)
+
+
+def test_a_rank_that_stood_still_sees_its_eviction_before_it_sends():
+    over = threading.Barrier(2)
+
+    def main(me):
+        me.train(3)
+        channel = me.session._rounds.channel
+        if me.rank == 1:
+            watch = me.session._members.watch
+            watch.stop()  # as if the process stood still: no beat, no send
+            until(lambda: others and 1 not in others[0]().living, 10)
+            watch._stopped = False
+            watch.start()
+            sent, weights = channel.bytes_sent, flat(me.session._model)
+            with pytest.raises(
+                gg.EvictedError, match=r"rank 1 was taken for dead .*no sign of life"
+            ):
+                me.train(1)
+            assert channel.bytes_sent == sent
+            assert not torch.equal(flat(me.session._model), weights), "the update is kept"
+            with pytest.raises(gg.EvictedError), me.session.consensus():
+                pass
+            over.wait(10)
+            return None
+        others.append(lambda: me.session.membership)
+        me.train_without(1)
+        if me.rank == 0:
+            over.wait(10)
+        return mean_of(me)
+
+    others = []
+    first, _, third = run_mortals(3, main)
+    assert torch.equal(first, third)
+
+
+def test_a_partner_that_stands_still_holds_a_step_until_it_is_given_up():
+    """In a mode that waits, with a deadline far away."""
+    resumed = threading.Event()
+
+    def main(me):
+        me.train(3)
+        if me.rank == 1:
+            me.session._members.watch.stop()
+            resumed.wait(20)
+            return None
+        start = time.monotonic()
+        me.train_without(1)
+        me.train(5)
+        resumed.set()
+        return time.monotonic() - start
+
+    seconds, _ = run_mortals(2, main, mode=gg.Sync(deadline_seconds=60.0))
+    assert seconds < 8
+
+
+def test_training_goes_on_when_the_store_is_lost(caplog):
+    def main(me):
+        me.train(3)
+        me.session.group.barrier()
+        watch = me.session._members.watch
+
+        def fail(*_):
+            raise RuntimeError("Connection reset by peer")
+
+        watch._store = type("Lost", (), {"set": fail, "get": fail, "compare_set": fail})()
+        until(lambda: watch.frozen)
+        delivered = me.session.stats().outcomes["delivered"]
+        me.train(10)
+        assert me.session.stats().outcomes["delivered"] > delivered + 4
+        assert me.session.membership.generation == 0
+        mean = mean_of(me)
+        me.session.group.barrier()
+        if me.rank == 1:
+            me.die()
+        me.train_until(lambda: me.session._rounds.channel.gone)
+        me.train(10)
+        with pytest.raises(gg.GossipError, match="a rank has died or left"), me.session.consensus():
+            pass
+        me.train(2)
+        return mean
+
+    with caplog.at_level(logging.WARNING, "gossipgrad.comm._member_watch"):
+        first, _, third = run_mortals(3, main)
+    assert torch.equal(first, third)
+    frozen = [r.message for r in caplog.records if "the rendezvous store is lost" in r.message]
+    assert len(frozen) == 3
+
+
+def test_two_generations_that_are_learnt_at_once():
+    def main(me):
+        me.train(2)
+        if me.rank in (1, 2):
+            time.sleep(0.1 * me.rank)
+            me.die()
+        time.sleep(1.0)
+        me.train_without(1, 2)
+        me.train(4)
+        return mean_of(me)
+
+    first, *_, last = run_mortals(4, main, gradients=set_gradients)
+    assert torch.equal(first, last)
+
+
+def test_without_heartbeats_the_membership_is_fixed():
+    def main(me):
+        me.train(3)
+        if me.rank == 1:
+            me.die()
+        me.train_until(lambda: me.session.stats().outcomes["dead_peer"])
+        with pytest.raises(gg.GossipError, match="a rank has died or left"), me.session.consensus():
+            pass
+        me.train(3)
+        return me.session.membership.generation
+
+    assert run_mortals(3, main, heartbeats=None) == [0, None, 0]
+
+
+def test_heartbeats_are_a_setting():
+    with pytest.raises(ValueError, match=r"heartbeats must be gg.Heartbeats\(...\), or None"):
+        check_settings(heartbeats=3)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gg.gossip(model, optimizer) as session:
+        assert session.membership.living == (0,)
+        assert isinstance(session.group, Group)

@@ -1,0 +1,96 @@
+"""Ranks that die by script, in threads: without a word, as a process that is killed."""
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import gossipgrad as gg
+from gossipgrad.comm import Group, Hub, ScriptedDeathError
+from support.ranks import run_ranks
+from support.replicas import backward, network, sgd
+from support.waiting import until
+
+__all__ = ["QUICK", "Rank", "run_mortals"]
+
+QUICK = gg.Heartbeats(interval_seconds=0.03, lease_seconds=0.5, silent_seconds=2.0)
+"""Two seconds without a sign of life: a busy machine may hold a thread up for long."""
+
+
+class Rank:
+    """One rank of `run_mortals`: its session, and what it may do.
+
+    Attributes:
+        session: The session, inside the context.
+        hub: Where its links are.
+    """
+
+    def __init__(self, rank: int, session: gg.GossipSession, hub: Hub, train: Callable[[], None]):
+        self.rank = rank
+        self.session = session
+        self.hub = hub
+        self._train = train
+
+    def train(self, steps: int) -> None:
+        """Makes some steps."""
+        for _ in range(steps):
+            self._train()
+
+    def train_until(self, condition: Callable[[], Any], timeout_seconds: float = 10.0) -> None:
+        """Makes steps until a condition holds; fails if it does not in time."""
+
+        def met() -> bool:
+            self._train()
+            time.sleep(0.002)  # ranks of one process share the interpreter
+            return bool(condition())
+
+        until(met, timeout_seconds)
+
+    def train_without(self, *dead: int) -> None:
+        """Makes steps until this rank trains in a generation without some ranks."""
+        self.train_until(lambda: not {*dead} & {*self.session.membership.living})
+
+    def die(self) -> NoReturn:
+        """Ends this rank without a word; others hear its links break."""
+        self.hub.remove(self.rank)
+        raise ScriptedDeathError(f"rank {self.rank} dies by script")
+
+
+def run_mortals(
+    world_size: int,
+    function: Callable[[Rank], Any],
+    *,
+    heartbeats: gg.Heartbeats | None = QUICK,
+    gradients: Callable[[Any, int, int], None] = backward,
+    timeout_seconds: float = 40,
+    **settings: Any,
+) -> list[Any]:
+    """Runs `function(rank)` with a session in a thread a rank; None for those that die."""
+    hub = Hub(world_size)
+    settings = {"topology": "matching"} | settings
+
+    def rank_main(rank: int, group: Group) -> Any:
+        model = network(seed=rank)
+        optimizer = sgd(list(model.parameters()))
+        steps = 0
+
+        def train() -> None:
+            nonlocal steps
+            gradients(model, rank, steps)
+            optimizer.step()
+            steps += 1
+
+        with (
+            contextlib.suppress(ScriptedDeathError),
+            gg.gossip(
+                model,
+                optimizer,
+                process_group=group,
+                transport=lambda group: hub.transport(group.rank),
+                heartbeats=heartbeats,
+                **settings,
+            ) as session,
+        ):
+            return function(Rank(rank, session, hub, train))
+
+    return run_ranks(world_size, rank_main, timeout_seconds)
