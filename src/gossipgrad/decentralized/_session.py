@@ -103,7 +103,7 @@ class GossipSession:
 
     @property
     def membership(self) -> Membership:
-        """The generation this rank trains in: who lives, and who was lost, when and why."""
+        """Who lives in the generation that this rank trains in, and who was lost, when and why."""
         return self._members.current
 
     @property
