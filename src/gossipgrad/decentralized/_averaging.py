@@ -134,7 +134,7 @@ class Averaging:
     def average(self, sections: Sections) -> None:
         """Mixes what is outstanding, then makes weights and state the exact average everywhere."""
         if self._rounds is not None:
-            self._rounds.settle()
+            self._rounds.settle_all()
         averaged = [*sections.weights, *sections.state]
         means = [self._mean(section.totals()) for section in averaged]
         self._measure(sections.weights, means[: len(sections.weights)])

@@ -1,7 +1,10 @@
 """How long a step waits for each partner: what is usual on its link, and some more."""
 
 from collections import defaultdict, deque
+from collections.abc import Iterable
 from statistics import median
+
+from gossipgrad.comm import Exchange, Outcome
 
 __all__ = ["Deadlines"]
 
@@ -34,8 +37,8 @@ class Deadlines:
     """
 
     def __init__(self, *, floor_seconds: float, ceiling_seconds: float, deviations: float) -> None:
+        self.ceiling_seconds = ceiling_seconds
         self._floor_seconds = floor_seconds
-        self._ceiling_seconds = ceiling_seconds
         self._deviations = deviations
         self._arrivals: defaultdict[int, deque[float]] = defaultdict(
             lambda: deque(maxlen=_REMEMBERED)
@@ -45,12 +48,22 @@ class Deadlines:
         """Takes in how long after this rank's own part a peer's has come, 0 if it was earlier."""
         self._arrivals[peer].append(seconds)
 
-    def of(self, peer: int) -> float:
+    def note_all(self, peer: int | None, exchanges: Iterable[Exchange]) -> None:
+        """Takes in how long the last of a round's parts took, if any has come."""
+        taken = [
+            (each.finished_seconds or each.posted_seconds) - each.posted_seconds
+            for each in exchanges
+            if each.outcome is Outcome.DELIVERED
+        ]
+        if peer is not None and taken:
+            self.note(peer, max(taken))
+
+    def of(self, peer: int | None) -> float:
         """How long to wait for a peer now, in seconds."""
-        arrivals = self._arrivals[peer]
+        arrivals = () if peer is None else self._arrivals[peer]
         if len(arrivals) < _ENOUGH:
-            return self._ceiling_seconds
+            return self.ceiling_seconds
         usual = median(arrivals)
         deviation = _MAD_TO_DEVIATION * median(abs(each - usual) for each in arrivals)
         wait = max(self._floor_seconds, usual + self._deviations * deviation)
-        return min(self._ceiling_seconds, wait)
+        return min(self.ceiling_seconds, wait)

@@ -4,6 +4,7 @@ import secrets
 from collections.abc import Callable
 
 from gossipgrad.comm import Channel, Group, News, Recorder, Transport
+from gossipgrad.decentralized._deadlines import Deadlines
 from gossipgrad.decentralized._modes import Lagged, Stale
 from gossipgrad.decentralized._rounds import Rounds
 from gossipgrad.decentralized._sections import Sections
@@ -31,7 +32,11 @@ def make_rounds(
     return Rounds(
         channel,
         settings.schedule,
-        deadline_seconds=mode.deadline_seconds,
+        deadlines=Deadlines(
+            floor_seconds=mode.floor_seconds,
+            ceiling_seconds=mode.deadline_seconds,
+            deviations=mode.deviations,
+        ),
         lagged=isinstance(mode, Lagged),
         recorder=recorder,
     )

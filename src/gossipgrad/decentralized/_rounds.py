@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 
 from gossipgrad.comm import Channel, Outcome, Recorder
+from gossipgrad.decentralized._deadlines import Deadlines
 from gossipgrad.decentralized._section import Section, Transfer
 from gossipgrad.topology import Peers, Schedule
 
 __all__ = ["Rounds"]
 
 logger = logging.getLogger(__name__)
+
+TOGETHER_SECONDS = 300.0  # in a collective, to which all have come: for what is on its way
 
 
 class Rounds:
@@ -26,7 +29,7 @@ class Rounds:
     Args:
         channel: Where exchanges are posted.
         schedule: Who meets whom in which round.
-        deadline_seconds: How long closing a round waits for its partner.
+        deadlines: How long closing a round waits for each partner.
         lagged: Mix by the authors' rule instead of the delta of snapshots.
         recorder: Gets the spans, if there is one.
 
@@ -40,7 +43,7 @@ class Rounds:
         channel: Channel,
         schedule: Schedule,
         *,
-        deadline_seconds: float,
+        deadlines: Deadlines,
         lagged: bool = False,
         recorder: Recorder | None = None,
     ) -> None:
@@ -54,7 +57,7 @@ class Rounds:
         self.exposed_seconds = 0.0
         self.mixing_seconds = 0.0
         self._rank = channel.rank
-        self._deadline_seconds = deadline_seconds
+        self._deadlines = deadlines
         self._lagged = lagged
         self._recorder = recorder
         self._under_way: list[Transfer] = []
@@ -78,7 +81,7 @@ class Rounds:
 
     def deadline(self, transfer: Transfer) -> float:
         """Until when a step waits for the parts of a transfer, if it starts to wait now."""
-        return time.perf_counter() + self._deadline_seconds
+        return time.perf_counter() + self._deadlines.of(transfer.peers.recv_from)
 
     def begin(self, sections: Sequence[Section], *, free_late: bool = False) -> list[Transfer]:
         """A transfer a section to the next round's partner, with nothing sent yet.
@@ -91,15 +94,16 @@ class Rounds:
         if peers.send_to is None and peers.recv_from is None:
             return []
         transfers: list[Transfer] = []
+        wait = self._deadlines.of(peers.send_to)
         for section in sections:
             try:
-                transfer = section.begin(self.channel, round, peers, self._deadline_seconds)
+                transfer = section.begin(self.channel, round, peers, wait)
                 if transfer is None and free_late:
-                    self._settle_late([])
-                    transfer = section.begin(self.channel, round, peers, self._deadline_seconds)
+                    self._settle_late([], time.perf_counter())
+                    transfer = section.begin(self.channel, round, peers, wait)
                 while transfer is None and free_late and self._late:
                     self._give_up_oldest()
-                    transfer = section.begin(self.channel, round, peers, self._deadline_seconds)
+                    transfer = section.begin(self.channel, round, peers, wait)
             except BaseException:
                 _release(transfers)
                 raise
@@ -135,18 +139,29 @@ class Rounds:
         self.closed_rounds += 1
 
     def settle(self, wait_seconds: float | None = None) -> None:
-        """Takes and mixes whatever is outstanding; waits for it `wait_seconds`, or the deadline."""
+        """Takes and mixes whatever is outstanding.
+
+        Waits for it `wait_seconds`. For None, as a step does: for the parts of the open round up to
+        their deadlines, for those that are late already not at all.
+        """
         squares: list[Tensor] = []
-        self._settle_late(squares)
-        wait = self._deadline_seconds if wait_seconds is None else wait_seconds
-        deadline = time.perf_counter() + wait
+        now = time.perf_counter()
+        self._settle_late(squares, now if wait_seconds is None else now + wait_seconds)
+        deadlines = {
+            transfer: self.deadline(transfer) if wait_seconds is None else now + wait_seconds
+            for transfer in self._under_way
+        }
         # One leaves the list when it is dealt with, so that an interrupt loses none.
         while self._under_way:
-            if not self._finish(self._under_way[0], deadline, squares):
+            if not self._finish(self._under_way[0], deadlines[self._under_way[0]], squares):
                 self._late.append(self._under_way[0])
             del self._under_way[0]
         if squares:
             self._squares = [*self._squares, squares][-self.schedule.period :]
+
+    def settle_all(self) -> None:
+        """Settles also what is late: for collectives, to which all ranks have come."""
+        self.settle(TOGETHER_SECONDS)
 
     def cancel(self) -> None:
         """Gives up whatever is outstanding, waiting for nothing."""
@@ -155,8 +170,8 @@ class Rounds:
         self._under_way, self._late = [], []
 
     def await_parts(self, transfer: Transfer) -> None:
-        """Waits for the partner's parts of a transfer, up to the deadline, and mixes nothing."""
-        deadline = time.perf_counter() + self._deadline_seconds
+        """Waits for the partner's parts of a transfer, in a collective, and mixes nothing."""
+        deadline = time.perf_counter() + TOGETHER_SECONDS
         for bucket in transfer.exchanges:
             transfer.take(bucket, deadline)
 
@@ -231,6 +246,7 @@ class Rounds:
                 squares.append(torch.dot(delta, delta))
             self.mix(transfer, bucket, delta)
         if len(transfer.taken) == len(transfer.exchanges):
+            self._deadlines.note_all(transfer.peers.recv_from, transfer.exchanges.values())
             transfer.release()
             return True
         if not again:
@@ -244,11 +260,11 @@ class Rounds:
             )
         return False
 
-    def _settle_late(self, squares: list[Tensor]) -> None:
-        """Mixes what has come of late transfers since."""
+    def _settle_late(self, squares: list[Tensor], deadline: float) -> None:
+        """Mixes what has come of late transfers since, or comes until `deadline`."""
         self.channel.poll()
         for transfer in list(self._late):
-            if self._finish(transfer, time.perf_counter(), squares, again=True):
+            if self._finish(transfer, deadline, squares, again=True):
                 self._late.remove(transfer)
 
     def _give_up_oldest(self) -> None:

@@ -6,14 +6,17 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from gossipgrad.comm import Channel, Outcome, Recorder
+from gossipgrad.decentralized._deadlines import Deadlines
 from gossipgrad.decentralized._modes import Stale
-from gossipgrad.decentralized._rounds import Rounds
+from gossipgrad.decentralized._rounds import TOGETHER_SECONDS, Rounds
 from gossipgrad.decentralized._section import Section, Transfer
 from gossipgrad.topology import Peers, Schedule
 
 __all__ = ["StaleRounds"]
 
-_TOGETHER_SECONDS = 300.0  # in a collective of the user's: for what is on its way already
+_NO_STEP_WAITS = Deadlines(
+    floor_seconds=TOGETHER_SECONDS, ceiling_seconds=TOGETHER_SECONDS, deviations=1.0
+)
 _MOST_TOLD = 1024  # of the rounds jumped over, the last are named one by one
 
 
@@ -36,7 +39,7 @@ class StaleRounds(Rounds):
     def __init__(
         self, channel: Channel, schedule: Schedule, *, mode: Stale, recorder: Recorder | None = None
     ) -> None:
-        super().__init__(channel, schedule, deadline_seconds=_TOGETHER_SECONDS, recorder=recorder)
+        super().__init__(channel, schedule, deadlines=_NO_STEP_WAITS, recorder=recorder)
         self._mode = mode
         self._opened = 0  # rounds that were this rank's, whether or not it sent its part
         self._opened_at: dict[int, int] = {}  # of the rounds under way
@@ -84,7 +87,7 @@ class StaleRounds(Rounds):
 
     def settle(self, wait_seconds: float | None = None) -> None:
         """Mixes what is outstanding, and waits for what may still come `wait_seconds` at most."""
-        wait = _TOGETHER_SECONDS if wait_seconds is None else wait_seconds
+        wait = TOGETHER_SECONDS if wait_seconds is None else wait_seconds
         deadline = time.perf_counter() + wait
         for transfer in list(self._under_way):
             for bucket in transfer.exchanges:
