@@ -6,31 +6,7 @@ from gossipgrad.train import TrainConfig
 from gossipgrad.train._result import RankResult
 from gossipgrad.train._ring_clock import ring_bytes
 from gossipgrad.train._summary import compose
-
-
-def result(rank, **changes):
-    values = {
-        "rank": rank,
-        "steps": 10,
-        "epochs": 1,
-        "samples": 1000,
-        "seconds": 3.0 + rank,
-        "train_seconds": 2.0,
-        "accuracy": 0.9,
-        "own_accuracy": 0.5 + rank / 8,
-        "is_consensus": True,
-        "consensus_distance": 0.5,
-        "stopped": False,
-        "parameters": 25,
-        "gradient_bytes": 100,
-        "bytes_sent": 1000 * (rank + 1),
-        "exposed_seconds": 0.1,
-        "mixing_seconds": 0.2,
-        "extra_memory_bytes": 200,
-        "outcomes": {"delivered": 9, "late": rank},
-        "notes": (f"note {rank}",),
-    }
-    return RankResult(**{**values, **changes})
+from support.results import result
 
 
 def composed(results, lost=None, stopped_by=None, strategy="gossip"):

@@ -25,6 +25,8 @@ from ._worker_handle import Failure, WorkerHandle
 _POLL_SECONDS = 0.1
 # When one rank of an all-reduce is lost the others fail too; wait for the one that was first.
 _CAUSE_GRACE_SECONDS = 1.0
+# One that goes on just then is told by its own session that it was given up.
+_GIVEN_UP_GRACE_SECONDS = 3.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,7 +164,7 @@ def _supervise(
 ) -> None:
     """Listen to the workers until each is over or the run is."""
     told = False
-    doomed_seconds: float | None = None
+    doomed_seconds = hopeless_seconds = None
     while running := [worker for worker in workers if not worker.over]:
         wait([worker.pipe for worker in running], timeout=_POLL_SECONDS)
         for worker in running:
@@ -172,6 +174,12 @@ def _supervise(
             progress.lose(lost.rank)
             if not _is_fatal(lost, config):
                 progress.notice(f"rank {lost.rank} {lost.cause}; the others go on")
+        if _are_given_up(running, workers):
+            hopeless_seconds = hopeless_seconds or time.monotonic() + _GIVEN_UP_GRACE_SECONDS
+            if time.monotonic() > hopeless_seconds:
+                for worker in running:
+                    worker.give_up("stood still, and the others had taken it for dead")
+                    progress.notice(f"rank {worker.rank} stood still, and was ended")
         if stops.first is not None:
             if stops.insisted or not any(worker.ready or worker.over for worker in workers):
                 return
@@ -186,6 +194,13 @@ def _supervise(
             doomed_seconds = doomed_seconds or time.monotonic() + _CAUSE_GRACE_SECONDS
             if not all(lost.is_consequence for lost in fatal) or time.monotonic() > doomed_seconds:
                 return
+
+
+def _are_given_up(running: list[WorkerHandle], workers: list[WorkerHandle]) -> bool:
+    """Whether none runs any more but those whom the others took for dead."""
+    results = [worker.result for worker in workers if worker.result is not None]
+    given_up = {int(rank) for result in results for rank in result.lost}
+    return bool(given_up) and all(worker.rank in given_up for worker in running)
 
 
 def _is_fatal(failure: Failure | None, config: TrainConfig) -> TypeGuard[Failure]:

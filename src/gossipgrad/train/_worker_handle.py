@@ -26,6 +26,8 @@ class Failure:
     """Whether it fell because another one had."""
     is_fatal: bool = False
     """Whether the others would fall for the same reason, or learn nothing."""
+    was_killed: bool = False
+    """Whether its process ended without a word of its own."""
 
 
 class WorkerHandle:
@@ -64,7 +66,10 @@ class WorkerHandle:
         except (EOFError, OSError):
             self._process.join(_EXIT_GRACE_SECONDS)
             self.failure = Failure(
-                rank=self.rank, cause=_exit_cause(self._process.exitcode), started=self.ready
+                rank=self.rank,
+                cause=_exit_cause(self._process.exitcode),
+                started=self.ready,
+                was_killed=True,
             )
 
     def _take(self, event: Event, progress: Progress) -> None:
@@ -81,6 +86,11 @@ class WorkerHandle:
                 is_fatal=event["is_fatal"],
             )
         progress.take(self.rank, event)
+
+    def give_up(self, cause: str) -> None:
+        """End it at once, and say why."""
+        self._process.kill()
+        self.failure = Failure(rank=self.rank, cause=cause, started=self.ready, was_killed=True)
 
     def kill_unless_done(self) -> None:
         """End it at once if it has not handed in its result."""

@@ -1,6 +1,5 @@
 """A run inside a world that torchrun or Slurm has started: join it, train, hand in."""
 
-import contextlib
 import json
 import os
 import re
@@ -10,7 +9,6 @@ import time
 import traceback
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
@@ -18,14 +16,16 @@ from gossipgrad import data
 
 from ._check import check
 from ._config import TrainConfig
+from ._ending import Ending
 from ._gathering import gather, hear_of_run, open_store
 from ._given_world import World
 from ._layout import RunDir, claim
+from ._losses import stands_for_most
 from ._metrics import Event
 from ._outcome import Outcome, exit_code_of
 from ._progress import make_progress
 from ._rank import train_rank
-from ._result import RankResult, RunFailedError
+from ._result import RunFailedError
 from ._signals import Stops, end_at_once, hear_stops
 from ._summary import compose, finish, versions
 from ._worker import short_cause
@@ -55,7 +55,7 @@ def slurm_rendezvous(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def run_in_world(config: TrainConfig, world: World, *, show_config: bool = False) -> Outcome:
-    """Take part in a run as one rank; rank 0 checks it first and puts it together last.
+    """Take part in a run as one rank; rank 0 checks it first, the lowest left puts it together.
 
     SIGINT and SIGTERM end it at once as long as no step was made, then stop it at the next step, or
     at the one that ranks in lockstep agree on; a later one ends it at once. Whoever started the
@@ -159,6 +159,7 @@ def _take_part(
     stops: Stops,
 ) -> Outcome:
     progress = make_progress(config, 1)
+    ending = Ending(run_dir, mailbox, world.rank, world.world_size)
 
     def emit(event: Event) -> None:
         start.ready = True
@@ -188,21 +189,26 @@ def _take_part(
         where = run_dir.errors(world.rank)
         where.write_text(traceback.format_exc())
         cause = f"failed: {short_cause(error)}"
-        with contextlib.suppress(RuntimeError):
-            mailbox.set(f"rank{world.rank}", json.dumps({"cause": cause}))
+        ending.hand_in({"cause": cause})
         start.free_folder()
         raise RunFailedError(
             f"rank {world.rank} {cause.rstrip('.')} (traceback in {where})"
         ) from error
     finally:
         progress.close()
-    mailbox.set(f"rank{world.rank}", json.dumps({"result": result.to_json()}))
-    if world.rank != 0:
-        return Outcome(exit_code=exit_code_of(stops.first if result.stopped else None))
-    results, lost = _collect(mailbox, world.world_size)
-    exported = min(
-        (result for result in results.values() if run_dir.rank_model(result.rank).exists()),
-        key=lambda result: result.rank,
+    ending.hand_in({"result": result.to_json()})
+    with ending.turn() as mine:
+        if not mine:
+            return Outcome(exit_code=exit_code_of(stops.first if result.stopped else None))
+        return _put_together(config, run_dir, world, ending, stops)
+
+
+def _put_together(
+    config: TrainConfig, run_dir: RunDir, world: World, ending: Ending, stops: Stops
+) -> Outcome:
+    results, lost = ending.collect()
+    exported = stands_for_most(
+        {rank: result for rank, result in results.items() if run_dir.rank_model(rank).exists()}
     )
     summary = compose(
         config,
@@ -211,30 +217,13 @@ def _take_part(
         world_size=world.world_size,
         exported=exported,
         stopped_by=stops.first,
+        run_dir=run_dir,
     )
     report = finish(run_dir, summary, exported)
+    ending.done()
     return Outcome(
         exit_code=exit_code_of(stops.first if summary["interrupted"] else None),
         run_dir=run_dir.path,
         summary=summary,
         report=report,
     )
-
-
-def _collect(mailbox: dist.Store, world_size: int) -> tuple[dict[int, RankResult], dict[int, str]]:
-    """Rank 0: what the ranks handed in, and why some did not."""
-    results: dict[int, RankResult] = {}
-    lost: dict[int, str] = {}
-    for rank in range(world_size):
-        key = f"rank{rank}"
-        try:
-            mailbox.wait([key], _REPORT_TIMEOUT)
-            handed_in: dict[str, Any] = json.loads(mailbox.get(key))
-        except RuntimeError:
-            lost[rank] = f"handed nothing in within {_REPORT_TIMEOUT.total_seconds():.0f} s"
-            continue
-        if "result" in handed_in:
-            results[rank] = RankResult.from_json(handed_in["result"])
-        else:
-            lost[rank] = handed_in["cause"]
-    return results, lost

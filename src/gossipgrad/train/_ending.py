@@ -1,0 +1,151 @@
+"""The end of a run in a given world: each rank hands in, and one of those left puts it together."""
+
+import contextlib
+import fcntl
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ._layout import RunDir
+from ._result import RankResult
+
+_POLL_SECONDS = 0.1
+_REPORT_SECONDS = 120.0
+# Between handing in and taking the lock one that lives does nothing.
+_TURN_SECONDS = 5.0
+
+HandedIn = dict[str, Any]
+
+
+class Ending:
+    """What the ranks hand in, in the store and in the folder of the run.
+
+    The one who puts the run together is the lowest rank that is not known to be lost. If it dies
+    over that, or never comes, another takes its place: a lock on a file tells whether somebody is
+    at it, and goes with the process that holds it. So neither rank 0 nor the store is needed. A
+    rank is awaited for as long as it writes metrics, and two minutes more.
+
+    Args:
+        run_dir: The folder; best the same for all ranks.
+        mailbox: The store, which may be lost.
+        rank: This rank.
+        world_size: How many there were at the start.
+    """
+
+    def __init__(self, run_dir: RunDir, mailbox: dist.Store, rank: int, world_size: int) -> None:
+        self._run_dir = run_dir
+        self._mailbox = mailbox
+        self._rank = rank
+        self._world_size = world_size
+        self._lost: dict[int, str] = {}
+
+    def hand_in(self, content: HandedIn) -> None:
+        """Leave what this rank has to say for the others; the last thing that a rank does."""
+        text = json.dumps(content)
+        with contextlib.suppress(RuntimeError):
+            self._mailbox.set(f"rank{self._rank}", text)
+        path = self._path(self._rank)
+        with contextlib.suppress(OSError):  # the run may have been put together without us
+            partial = path.with_suffix(".partial")
+            partial.write_text(text)
+            partial.replace(path)
+        known = content.get("result", {}).get("lost", {})
+        self._lost = {int(rank): str(loss["why"]) for rank, loss in known.items()}
+
+    @contextmanager
+    def turn(self) -> Iterator[bool]:
+        """Inside, it is this rank's to put the run together, if so; waits until that is known.
+
+        The others get False, once it was done.
+        """
+        first = min(set(range(self._world_size)) - set(self._lost), default=self._rank)
+        begun_seconds = time.time()
+        came_seconds: float | None = None
+        while not self._is_done():
+            now = time.monotonic()
+            if came_seconds is None and self._read(first) is not None:
+                came_seconds = now
+            overdue = self._quiet_seconds(first, begun_seconds) > _REPORT_SECONDS
+            absent = came_seconds is not None and now > came_seconds + _TURN_SECONDS
+            if self._rank == first or overdue or absent:
+                with self._locked() as mine:
+                    if mine and not self._is_done():
+                        yield True
+                        return
+            time.sleep(_POLL_SECONDS)
+        yield False
+
+    def collect(self) -> tuple[dict[int, RankResult], dict[int, str]]:
+        """What the ranks handed in, and why some did not; those known to be lost do not count."""
+        results: dict[int, RankResult] = {}
+        lost: dict[int, str] = {}
+        begun_seconds = time.time()
+        for rank in range(self._world_size):
+            while (content := self._read(rank)) is None and rank not in self._lost:
+                if self._quiet_seconds(rank, begun_seconds) > _REPORT_SECONDS:
+                    break
+                time.sleep(_POLL_SECONDS)
+            if content is None:
+                nothing = f"handed nothing in within {_REPORT_SECONDS:.0f} s"
+                why = self._lost.get(rank)
+                lost[rank] = nothing if why is None else f"was taken for dead: {why}"
+            elif "result" in content:
+                results[rank] = RankResult.from_json(content["result"])
+            else:
+                lost[rank] = content["cause"]
+        return results, lost
+
+    def done(self) -> None:
+        """Tell the others that the run is put together."""
+        with contextlib.suppress(RuntimeError):
+            self._mailbox.set("done", "")
+            # They may learn it from nowhere else, and the store may go with this process.
+            time.sleep(3 * _POLL_SECONDS * (self._world_size > 1))
+
+    def _quiet_seconds(self, rank: int, begun_seconds: float) -> float:
+        """How long nothing was heard of a rank, since this one began to wait at most."""
+        with contextlib.suppress(OSError):
+            begun_seconds = max(begun_seconds, self._run_dir.metrics(rank).stat().st_mtime)
+        return time.time() - begun_seconds
+
+    def _read(self, rank: int) -> HandedIn | None:
+        try:
+            return json.loads(self._path(rank).read_text())
+        except OSError:
+            pass
+        try:
+            if self._mailbox.check([f"rank{rank}"]):
+                return json.loads(self._mailbox.get(f"rank{rank}"))
+        except RuntimeError:
+            pass
+        return None
+
+    def _is_done(self) -> bool:
+        if self._run_dir.summary.exists() or not self._run_dir.partial.exists():
+            return True
+        with contextlib.suppress(RuntimeError):
+            return self._mailbox.check(["done"])
+        return False
+
+    @contextmanager
+    def _locked(self) -> Iterator[bool]:
+        try:
+            file = (self._run_dir.partial / "lock").open("w")
+        except OSError:
+            yield False
+            return
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                yield False
+                return
+            yield True
+
+    def _path(self, rank: int) -> Path:
+        return self._run_dir.partial / f"result-rank{rank}.json"

@@ -1,0 +1,126 @@
+"""The end of a run in a given world: whoever is left puts it together, once."""
+
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from gossipgrad.train import _ending
+from gossipgrad.train._ending import Ending
+from gossipgrad.train._layout import RunDir
+from support.results import result
+
+LOSS = {"why": "no sign of life for 10 s", "generation": 1, "when_seconds": 1.0}
+
+
+class Gone(dist.Store):
+    """A store whose host has died."""
+
+    def fail(self, *_):
+        raise dist.DistNetworkError("connection reset")
+
+    set = get = check = fail
+
+
+@pytest.fixture
+def run_dir(tmp_path, monkeypatch):
+    monkeypatch.setattr(_ending, "_POLL_SECONDS", 0.005)
+    monkeypatch.setattr(_ending, "_TURN_SECONDS", 0.1)
+    monkeypatch.setattr(_ending, "_REPORT_SECONDS", 0.4)
+    folder = RunDir(tmp_path)
+    folder.partial.mkdir()
+    return folder
+
+
+@pytest.fixture(params=["store", "no store"])
+def endings(run_dir, request):
+    store = dist.HashStore() if request.param == "store" else Gone()
+    return [Ending(run_dir, store, rank, 4) for rank in range(4)]
+
+
+def finish(run_dir, ending, came):
+    with ending.turn() as mine:
+        came.append(mine)
+        if mine:
+            results, lost = ending.collect()
+            came.append((sorted(results), lost))
+            run_dir.summary.write_text("{}")
+            run_dir.remove_partial()
+            ending.done()
+
+
+def run_all(run_dir, endings):
+    came = {rank: [] for rank in endings}
+    threads = [
+        threading.Thread(target=finish, args=(run_dir, ending, came[rank]))
+        for rank, ending in endings.items()
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    return came
+
+
+def test_the_lowest_rank_puts_it_together_and_the_others_go(run_dir, endings):
+    for rank, ending in enumerate(endings):
+        ending.hand_in({"result": result(rank).to_json()})
+    came = run_all(run_dir, dict(enumerate(endings)))
+    assert came == {0: [True, ([0, 1, 2, 3], {})], 1: [False], 2: [False], 3: [False]}
+
+
+def test_when_rank_0_is_lost_the_lowest_of_the_living_does(run_dir, endings):
+    for rank in (1, 2, 3):
+        endings[rank].hand_in({"result": result(rank, lost={"0": LOSS}).to_json()})
+    start = time.monotonic()
+    came = run_all(run_dir, {rank: endings[rank] for rank in (1, 2, 3)})
+    assert came[1] == [True, ([1, 2, 3], {0: "was taken for dead: no sign of life for 10 s"})]
+    assert came[2] == came[3] == [False]
+    assert time.monotonic() - start < 0.4, "nobody waits for one that is known to be lost"
+
+
+def test_when_it_dies_over_it_another_takes_its_place(run_dir, endings):
+    for rank, ending in enumerate(endings):
+        ending.hand_in({"result": result(rank).to_json()})
+    with endings[0].turn() as mine:
+        assert mine  # its process ends here, and the lock goes with it
+    came = run_all(run_dir, dict(enumerate(endings[1:], start=1)))
+    assert sorted(came.values(), key=str) == [[False], [False], [True, ([0, 1, 2, 3], {})]]
+
+
+def test_when_it_never_comes_another_takes_its_place(run_dir, endings):
+    for rank in (1, 3):
+        endings[rank].hand_in({"result": result(rank).to_json()})
+    endings[2].hand_in({"cause": "failed: no memory"})
+    came = run_all(run_dir, {rank: endings[rank] for rank in (1, 3)})
+    did = [answer for answer in came.values() if answer[0]]
+    assert len(did) == 1
+    nothing = "handed nothing in within 0 s"
+    assert did[0][1] == ([1, 3], {0: nothing, 2: "failed: no memory"})
+
+
+def test_one_that_still_trains_is_awaited(run_dir, endings):
+    endings[1].hand_in({"result": result(1).to_json()})
+    over = threading.Event()
+
+    def write():
+        while not over.wait(0.05):
+            run_dir.metrics(0).write_text("{}")
+
+    threading.Thread(target=write).start()
+    came = []
+    other = threading.Thread(target=finish, args=(run_dir, endings[1], came))
+    other.start()
+    other.join(1.0)
+    assert other.is_alive()
+    endings[0].hand_in({"result": result(0).to_json()})
+    endings[2].hand_in({"cause": "failed: a"})
+    endings[3].hand_in({"cause": "failed: b"})
+    mine = []
+    finish(run_dir, endings[0], mine)
+    over.set()
+    other.join(5)
+    assert mine == [True, ([0, 1], {2: "failed: a", 3: "failed: b"})]
+    assert came == [False]

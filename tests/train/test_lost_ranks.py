@@ -1,0 +1,111 @@
+"""True processes that are killed or stopped in a run, and what is left of it."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from gossipgrad.train import GossipConfig, TrainConfig, run
+from support.killed_world import train_with_a_death
+from support.processes import run_processes
+from tests.train.test_processes import after_steps, kill, workers
+
+pytestmark = pytest.mark.process
+
+
+def config(out, **options):
+    gossip = GossipConfig(topology="matching", lost_after_seconds=1.5)
+    return TrainConfig(
+        out=out, overwrite=True, quiet=True, log_every=1, trace=0, gossip=gossip, **options
+    )
+
+
+def test_in_a_given_world_those_who_are_left_put_the_run_together(tmp_path):
+    victim = 0
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    answers = run_processes(
+        3, train_with_a_death, 3, store.port, str(tmp_path), victim, may_die=(victim,)
+    )
+    assert answers[victim] is None
+    living = [rank for rank in range(3) if rank != victim]
+    assert [answers[rank][0] for rank in living] == [0, 0]
+    summary = answers[living[0]][1]
+    assert answers[living[1]][1] is None, "put together once"
+    assert summary["lost_ranks"] == [victim]
+    assert summary["losses"][str(victim)]["generation"] >= 1
+    assert summary["model_is_consensus"]
+    assert summary["accuracy"] > 0.9
+    assert (tmp_path / "model.safetensors").exists()
+    assert not (tmp_path / "partial").exists()
+
+
+def test_half_of_the_workers_are_killed_one_is_stopped_and_goes_on(tmp_path, capfd):
+    """Of five two are killed at once; one is stopped, given up, and continued."""
+
+    def strike():
+        for rank in (0, 3):
+            kill(f"gossipgrad-rank{rank}")()
+        pid = workers()["gossipgrad-rank4"].pid
+        os.kill(pid, signal.SIGSTOP)
+        threading.Timer(3.0, os.kill, (pid, signal.SIGCONT)).start()
+
+    with after_steps(tmp_path, 20, strike):
+        outcome = run(config(tmp_path, nproc=5, epochs=20))
+    summary = outcome.summary
+    assert summary["lost_ranks"] == [0, 3, 4]
+    assert "was taken for dead by rank" in summary["lost_because"]["4"]
+    assert summary["lost_because"]["0"].startswith("was killed by SIGKILL")
+    assert summary["model_is_consensus"]
+    assert summary["accuracy"] > 0.9
+    own = load_file(tmp_path / "evicted-rank4.safetensors")
+    assert own.keys() == load_file(tmp_path / "model.safetensors").keys()
+    assert "rank 4 failed: rank 4 was taken for dead by" in capfd.readouterr().err
+    assert not workers()
+
+
+def test_a_worker_that_stays_stopped_does_not_keep_the_run(tmp_path, capfd):
+    def stop():
+        os.kill(workers()["gossipgrad-rank0"].pid, signal.SIGSTOP)
+
+    with after_steps(tmp_path, 20, stop):
+        outcome = run(config(tmp_path, nproc=2, epochs=4))
+    assert outcome.exit_code == 0
+    assert outcome.summary["lost_because"] == {
+        "0": "stood still, and the others had taken it for dead"
+    }
+    assert outcome.summary["model_from_rank"] == 1
+    assert not workers()
+
+
+SCRIPT = """
+import os, signal, sys, time
+from pathlib import Path
+here = Path(sys.argv[1])
+(here / os.environ["RANK"]).touch()
+while len(list(here.iterdir())) < 2:
+    time.sleep(0.01)
+if os.environ["RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(60)
+"""
+
+
+def test_one_torchrun_agent_ends_all_its_workers_with_one(tmp_path):
+    """Nothing that a worker does can change it: hence one agent a worker."""
+    script, here = tmp_path / "script.py", tmp_path / "here"
+    script.write_text(SCRIPT)
+    here.mkdir()
+    start = time.monotonic()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*command, "--monitor-interval=0.1", script, here], capture_output=True, timeout=60
+    )
+    assert done.returncode != 0
+    assert b"Sending process" in done.stderr, "it ends rank 0"
+    assert time.monotonic() - start < 40
