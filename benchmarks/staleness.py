@@ -3,7 +3,7 @@
 Eight virtual ranks train an MLP on Fashion-MNIST in mode stale, with `max_staleness` from 0 to 8:
 once with every exchange as late as it allows, once with every exchange in time, which shows what
 the smaller weight alone costs. The same samples, seeds and initial weights for all. A cell that is
-done is kept between calls.
+done is kept between calls. Beside it, how often ranks of unequal pace come to mix at all.
 
     python -m benchmarks.staleness
 """
@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from benchmarks._common import write
+from benchmarks._stale_pace import JITTER, pace_rows
 from gossipgrad import Stale, data, models
 from gossipgrad.simulate import VirtualRanks
 from gossipgrad.topology import matching
@@ -168,7 +169,13 @@ def main() -> None:
         "momentum": MOMENTUM,
         "topology": "matching",
     }
-    print(write("staleness", {"setting": setting, "rows": table(results)}))
+    figures = {
+        "setting": setting,
+        "rows": table(results),
+        "pace_setting": f"steps of length 1, log-normal with sigma {JITTER}; nothing is trained",
+        "pace": pace_rows(),
+    }
+    print(write("staleness", figures))
 
 
 if __name__ == "__main__":

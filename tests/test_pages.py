@@ -155,6 +155,25 @@ def test_accuracy_tables_are_what_was_measured(page, table, benchmark):
         ], (task, workers)
 
 
+def test_tables_of_staleness_are_what_was_measured():
+    measured = json.loads((ROOT / "benchmarks/results/staleness.json").read_text())
+    trained = {(row["contestant"], row["max_staleness"]): row for row in measured["rows"]}
+    rows = rows_below("stale.md", "| d | accuracy, all d rounds late")
+    assert [int(d) for d, *_ in rows] == list(range(9))
+    for d, *figures in rows:
+        late, in_time = (trained[name, int(d)] for name in ("stale, late", "stale, in time"))
+        assert figures == [
+            *(f"{100 * late['accuracy']:.2f} %", f"{late['mean_distance']:.3f}"),
+            *(f"{100 * in_time['accuracy']:.2f} %", f"{in_time['mean_distance']:.3f}"),
+        ], d
+    paces = {(r["ranks"], r["message_steps"], r["max_staleness"]): r for r in measured["pace"]}
+    rows = rows_below("stale.md", "| ranks | message takes")
+    assert len(rows) == 7
+    for ranks, message, *figures in rows:
+        found = [paces[ranks, float(message.split()[0]), d] for d in (0, 1, 2, 4)]
+        assert figures == [f"{row['mixes_per_step_others']:.2f}" for row in found], ranks
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=ids)
 def test_python_blocks_run(page, tmp_path, monkeypatch):
     """In order, with what the pages say that a reader has; alone, as one rank."""

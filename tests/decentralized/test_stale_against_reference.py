@@ -20,7 +20,9 @@ def actions(world_size, count):
 
 
 def compare(world_size, script, d, topology="matching", **options):
-    payload = options.get("payload", "weights")
+    payload, state_every = options.get("payload", "weights"), options.pop("state_every", 1)
+    if payload == "weights+state":
+        options["payload"] = gg.WeightsAndState(every=state_every)
     ours = Scripted(
         world_size, topology=topology, mode=gg.Stale(max_staleness=d), seed=3, **options
     )
@@ -31,7 +33,7 @@ def compare(world_size, script, d, topology="matching", **options):
             script,
             by_name(topology, world_size, seed=3),
             max_staleness=d,
-            **{**options, "payload": payload},
+            **{**options, "payload": payload, "state_every": state_every},
         )
         assert_same_bits([list(m.parameters()) for m in ours.models], theirs.w)
         assert [s._rounds.next_round for s in ours.sessions] == [r.t for r in theirs.ranks]
@@ -52,9 +54,10 @@ def test_random_steps_and_arrivals(data):
 
 
 @settings(max_examples=4)
-@given(script=actions(4, 50), d=st.integers(0, 3))
-def test_with_the_moments_of_adam(script, d):
-    compare(4, script, d, "hypercube", optimizer=adam, payload="weights+state")
+@given(script=actions(4, 50), d=st.integers(0, 3), state_every=st.integers(1, 3))
+def test_with_the_moments_of_adam(script, d, state_every):
+    options = {"optimizer": adam, "payload": "weights+state", "state_every": state_every}
+    compare(4, script, d, "hypercube", **options)
 
 
 @pytest.mark.parametrize(

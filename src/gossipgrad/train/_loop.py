@@ -140,7 +140,7 @@ class Loop:
                 {
                     "event": "progress",
                     "epoch": epoch,
-                    "step": metrics.steps,
+                    "step": self.strategy.position(metrics.steps),
                     "loss": metrics.epoch_loss,
                     "samples_per_second": metrics.samples_per_second,
                     "consensus_distance": traffic.consensus_distance_estimate,
@@ -164,5 +164,5 @@ class Loop:
             consensus_distance=evaluation.consensus_distance,
             samples_per_second=metrics.samples_per_second,
         )
-        self.emit(event)
+        self.emit({**event, "step": self.strategy.position(metrics.steps)})
         return evaluation
