@@ -135,6 +135,18 @@ def test_every_choice_of_an_option_is_described():
     assert described > 30
 
 
+def test_every_guarantee_names_tests_that_exist():
+    page = ROOT / "docs" / "guarantees.md"
+    rows = re.findall(r"^\|(?! promised|---| what)(.*)\|$", page.read_text(), re.MULTILINE)
+    assert len(rows) > 30
+    for row in rows:
+        named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", row.split("|")[-1])
+        assert named, f"no test in: {row}"
+        for file, name in named:
+            there = (ROOT / file).read_text() if (ROOT / file).exists() else ""
+            assert f"\ndef {name}(" in there, f"{file} has no {name}"
+
+
 @pytest.mark.parametrize("page", ["docs/choosing.md", "README.md"])
 @pytest.mark.parametrize(("table", "benchmark"), [(0, "accuracy"), (1, "workloads")])
 def test_accuracy_tables_are_what_was_measured(page, table, benchmark):

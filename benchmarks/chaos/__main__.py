@@ -183,6 +183,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--seed", type=int, help="this one alone, with its story, not kept")
     parser.add_argument("--again", action="store_true", help="run anew what is there")
+    parser.add_argument("--failed", action="store_true", help="run anew those that failed")
     parser.add_argument("--table", action="store_true", help="only print what is there")
     parser.add_argument("--at-once", type=int, default=2)
     parser.add_argument("--out", type=Path, default=RESULTS / "chaos.json")
@@ -197,7 +198,13 @@ def main() -> int:
     if options.table:
         print_table(results.records())
         return 0
-    scripts = [s for s in scripts if options.seed is not None or results.lacks(s)]
+    scripts = [
+        script
+        for script in scripts
+        if options.seed is not None
+        or results.lacks(script)
+        or (options.failed and results.scripts[script.seed]["outcome"] == "failed")
+    ]
     if lacks := missing() or probe():
         print(f"faults of links are left out: {'; '.join(lacks)}", file=sys.stderr)
         for script in scripts:

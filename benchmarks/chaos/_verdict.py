@@ -114,7 +114,7 @@ def _because(summary: dict[str, Any], rank: int) -> str:
 
 def _may_be_evicted(script: Script, summary: dict[str, Any]) -> set[int]:
     """A rank that was out of reach may have been taken for dead, and then says so."""
-    return {rank for rank in script.disturbed if "taken for dead" in _because(summary, rank)}
+    return {rank for rank in script.disturbed if "for dead" in _because(summary, rank)}
 
 
 def print_table(records: Sequence[dict[str, Any]]) -> None:

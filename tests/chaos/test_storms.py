@@ -49,7 +49,7 @@ def run(storm):
     """Training without updates, so that nothing but mixing moves the weights."""
     hub = Hub(storm.world_size)
     transports = [StormyTransport(hub.transport(r), storm) for r in range(storm.world_size)]
-    mode = MODES[storm.mode]()
+    mode = MODES[storm.mode](deadline_seconds=storm.deadline_seconds)
 
     def rank_main(rank, group):
         model = network()

@@ -13,6 +13,7 @@ __all__ = ["DeadError", "Fault", "Storm", "StormyTransport", "draw_storm"]
 
 STEPS = 24
 _MOMENTS = ("between", "exchange")
+_DEADLINES_SECONDS = (0.04, 30.0)
 _LOOK_SECONDS = 0.05  # how often one that waits looks whether it is dead
 
 
@@ -48,12 +49,14 @@ class Storm:
         world_size: How many ranks.
         topology: Who meets whom.
         mode: Name of the mode.
+        deadline_seconds: How long its steps wait.
         faults: What happens.
     """
 
     world_size: int
     topology: str
     mode: str
+    deadline_seconds: float
     faults: tuple[Fault, ...]
     dead: set[int] = field(default_factory=set)
     _begun: set[Fault] = field(default_factory=set)
@@ -62,7 +65,8 @@ class Storm:
 
     def __str__(self) -> str:
         what = "; ".join(map(str, self.faults))
-        return f"{self.world_size} ranks, {self.topology}, {self.mode}: {what}"
+        mode = f"{self.mode} up to {self.deadline_seconds} s"
+        return f"{self.world_size} ranks, {self.topology}, {mode}: {what}"
 
     @property
     def killed(self) -> set[int]:
@@ -114,8 +118,10 @@ def draw_storm(seed: int, modes: tuple[str, ...]) -> Storm:
     topologies = ["matching"] + ["hypercube"] * (p == 4)
     faults = [_draw_fault(rng, p) for _ in range(rng.choice((1, 2, 3)))]
     if mode != "stale" and not any(fault.kind == "kill" for fault in faults):
-        topologies.append("dissemination")  # keeps the mean as long as all live
-    return Storm(p, rng.choice(topologies), mode, tuple(faults))
+        topologies.append("dissemination")  # keeps the mean as long as all live and nobody is late
+    topology = rng.choice(topologies)
+    deadline_seconds = 30.0 if topology == "dissemination" else rng.choice(_DEADLINES_SECONDS)
+    return Storm(p, topology, mode, deadline_seconds, tuple(faults))
 
 
 def _draw_fault(rng: random.Random, world_size: int) -> Fault:
@@ -174,9 +180,10 @@ class StormyTransport:
                     [deadline - time.monotonic(), _LOOK_SECONDS, *map(self._held, self._late)]
                 )
                 self._late += self._inner.receive(max(0.0, wait))
-                # One that is held holds all that come later on its link.
-                ready = [event for event in self._late if self._held(event) <= 0]
-                self._late = [event for event in self._late if self._held(event) > 0]
+                # Looked at once a link: what came later must not overtake.
+                held = {_peer(event) for event in self._late if self._held(event) > 0}
+                ready = [event for event in self._late if _peer(event) not in held]
+                self._late = [event for event in self._late if _peer(event) in held]
                 if ready or time.monotonic() >= deadline:
                     return ready
             return []
@@ -195,5 +202,8 @@ class StormyTransport:
         self._inner.close(0.0)
 
     def _held(self, event: Arrival | Lost) -> float:
-        peer = event.peer if isinstance(event, Lost) else Header.unpack(event.header).sender
-        return self._storm.held_seconds(self.rank, peer)
+        return self._storm.held_seconds(self.rank, _peer(event))
+
+
+def _peer(event: Arrival | Lost) -> int:
+    return event.peer if isinstance(event, Lost) else Header.unpack(event.header).sender
