@@ -40,11 +40,27 @@ AT_STEP = 60
 COMPUTE_SECONDS = 0.02
 SLEEP_SECONDS = 6.0
 SLOWER = 2.0
+WARM_UP = 3
 BATCH_SIZE = 32
 SCENARIOS = ("nothing", "sleeps", "dies", "is slow")
 _LIMIT_SECONDS = 120.0
 
 Step = Callable[[Tensor, Tensor], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contestant:
+    """A replica in training.
+
+    Attributes:
+        step: Forward, backward, update.
+        goes_on: Whether there is another step, after so many.
+        end: Leaves; returns what it has counted.
+    """
+
+    step: Step
+    goes_on: Callable[[int], bool] = lambda steps: steps < STEPS
+    end: Callable[[], dict[str, Any]] = dict
 
 
 def _model() -> nn.Module:
@@ -65,7 +81,7 @@ def _plain_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
     return step
 
 
-def _gossip(mode: Any) -> tuple[Step, Callable[[], dict[str, Any]]]:
+def _gossip(mode: str) -> Contestant:
     model = _model()
     optimizer = _sgd(list(model.parameters()))
     session = gg.gossip(model, optimizer, topology="matching", mode=mode)
@@ -74,15 +90,20 @@ def _gossip(mode: Any) -> tuple[Step, Callable[[], dict[str, Any]]]:
         session.close()
         return {"outcomes": session.stats().outcomes}
 
-    return _plain_step(model, optimizer), end
+    return Contestant(
+        step=_plain_step(model, optimizer),
+        # In mode stale a rank that was held up goes on where the others are.
+        goes_on=lambda _: session.position < WARM_UP + STEPS,
+        end=end,
+    )
 
 
-def _ddp() -> tuple[Step, Callable[[], dict[str, Any]]]:
+def _ddp() -> Contestant:
     model = DistributedDataParallel(_model())
-    return _plain_step(model, _sgd(list(model.parameters()))), dict
+    return Contestant(step=_plain_step(model, _sgd(list(model.parameters()))))
 
 
-def _decent_dp() -> tuple[Step, Callable[[], dict[str, Any]]]:
+def _decent_dp() -> Contestant:
     from decent_dp.ddp import DecentralizedDataParallel
     from loguru import logger
 
@@ -97,10 +118,10 @@ def _decent_dp() -> tuple[Step, Callable[[], dict[str, Any]]]:
     def step(x: Tensor, y: Tensor) -> None:
         nn.functional.cross_entropy(model(x), y).backward()  # updates on its way
 
-    return step, dict
+    return Contestant(step=step)
 
 
-CONTESTANTS: dict[str, Callable[[], tuple[Step, Callable[[], dict[str, Any]]]]] = {
+CONTESTANTS: dict[str, Callable[[], Contestant]] = {
     "gossip, stale": lambda: _gossip("stale"),
     "gossip, overlap": lambda: _gossip("overlap"),
     "Decent-DP, one-peer exponential": _decent_dp,
@@ -129,27 +150,27 @@ def worker(rank: int, port: int, contestant: str, scenario: str, pipe: Connectio
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE)
-    step, end = CONTESTANTS[contestant]()
+    made = CONTESTANTS[contestant]()
     generator = torch.Generator().manual_seed(rank)
     x = torch.randn(BATCH_SIZE, 256, generator=generator)
     y = torch.randint(10, (BATCH_SIZE,), generator=generator)
     victim = rank == VICTIM
     slower = SLOWER if victim and scenario == "is slow" else 1.0
-    for _ in range(3):
-        step(x, y)
+    for _ in range(WARM_UP):
+        made.step(x, y)
     dist.barrier()
     begins = [time.monotonic()]
     how, more = "all steps", {}
     try:
-        for number in range(STEPS):
+        while made.goes_on(number := len(begins) - 1):
             if victim and number == AT_STEP and scenario == "sleeps":
                 time.sleep(SLEEP_SECONDS)
             if victim and number == AT_STEP and scenario == "dies":
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(COMPUTE_SECONDS * slower)
-            step(x, y)
+            made.step(x, y)
             begins.append(time.monotonic())
-        more = end()
+        more = made.end()
     except Exception as error:
         # Of a Gloo error, without the place in its source and the address.
         said = re.sub(r"\[[^\]]*\]", "", str(error).strip().splitlines()[0]).split(". ")[0]
