@@ -92,8 +92,10 @@ def _gossip(mode: str) -> Contestant:
 
     return Contestant(
         step=_plain_step(model, optimizer),
-        # In mode stale a rank that was held up goes on where the others are.
-        goes_on=lambda _: session.position < WARM_UP + STEPS,
+        # In mode stale a rank that was held up goes on where the others are, and ends with them.
+        goes_on=lambda steps: (
+            session.position < WARM_UP + STEPS if session.rank == VICTIM else steps < STEPS
+        ),
         end=end,
     )
 

@@ -61,6 +61,7 @@ class _Trigger:
     rank: int
     events: Events
     done: bool = False
+    begun: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def fire(self) -> None:
@@ -74,6 +75,9 @@ class _Trigger:
             os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
 
     def fire_later(self) -> None:
+        if self.begun:
+            return
+        self.begun = True
         timer = threading.Timer(self.fault.seconds_in, self.fire)
         timer.daemon = True
         timer.start()
@@ -106,26 +110,27 @@ def arm(script: Script, folder: Path, subset: Path, rank: int) -> None:
 
 
 def _arm_steps(triggers: list[_Trigger]) -> None:
-    steps = 0
+    """At the step that the run has come to: in mode stale ranks jump over some of them."""
+    begun = 0
     inner_step, inner_post = Loop._step, Channel.post
 
     @functools.wraps(inner_step)
-    def step(*arguments: Any, **named: Any) -> Any:
-        nonlocal steps
-        steps += 1
+    def step(loop: Loop, *arguments: Any, **named: Any) -> Any:
+        nonlocal begun
+        begun = loop.strategy.position(loop.metrics.steps) + 1
         for trigger in triggers:
-            if trigger.fault.number == steps and trigger.fault.moment == "between":
+            if trigger.fault.number <= begun and trigger.fault.moment == "between":
                 trigger.fire()
-            elif trigger.fault.number == steps and trigger.fault.moment == "anytime":
+            elif trigger.fault.number <= begun and trigger.fault.moment == "anytime":
                 trigger.fire_later()
-        return inner_step(*arguments, **named)
+        return inner_step(loop, *arguments, **named)
 
     @functools.wraps(inner_post)
     def post(*arguments: Any, **named: Any) -> Any:
         exchange = inner_post(*arguments, **named)
         for trigger in triggers:
             # In a round that is void nothing is posted: then in the next one that is.
-            if steps >= trigger.fault.number and trigger.fault.moment == "exchange":
+            if trigger.fault.number <= begun and trigger.fault.moment == "exchange":
                 trigger.fire()
         return exchange
 

@@ -15,6 +15,7 @@ _KINDS = {
     "half die at once": 2,
     "all but one die": 2,
     "pause": 4,
+    "pause until given up": 2,
     "slow link": 2,
     "cut link": 2,
     "cut off": 2,
@@ -24,6 +25,8 @@ _KINDS = {
 }
 _MOMENTS = ("start", "between", "exchange", "consensus", "anytime")
 _PAUSE_SECONDS = (0.5, 6.0)
+_LOST_AFTER_SECONDS = 10.0  # the default of the command
+_SOON_LOST_AFTER_SECONDS = 2.0
 _CUT_SECONDS = (0.5, 4.0)
 _SLOW_BITS_PER_SECOND = (1e6, 2e7)
 _LAST_SHARE = 0.8  # of the run, in which faults begin
@@ -102,12 +105,21 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """A run with faults."""
+    """A run with faults.
+
+    Attributes:
+        seed: What it was drawn by.
+        setting: What is trained.
+        kind: In words, what happens.
+        faults: What happens.
+        lost_after_seconds: How long a rank that stands still is a member.
+    """
 
     seed: int
     setting: Setting
     kind: str
     faults: tuple[Fault, ...]
+    lost_after_seconds: float = _LOST_AFTER_SECONDS
 
     @property
     def of_links(self) -> bool:
@@ -152,6 +164,7 @@ def draw_script(seed: int, *, steps: int, evaluations: int) -> Script:
         "half die at once": lambda: [draw.kill(p // 2)],
         "all but one die": lambda: [draw.kill(p - 1)],
         "pause": lambda: [draw.last("pause", ranks) for ranks in ([a], [a, b])[rng.randrange(2)]],
+        "pause until given up": lambda: [draw.last("pause", a)],
         "slow link": lambda: [draw.last("slow", a)],
         "cut link": lambda: [draw.last("cut", draw.pair())],
         "cut off": lambda: [draw.last("off", a)],
@@ -159,7 +172,14 @@ def draw_script(seed: int, *, steps: int, evaluations: int) -> Script:
         "one after another dies": lambda: [draw.kill_of(ranks) for ranks in (a, b, c)[: p - 1]],
         "a link is cut, one dies": lambda: [draw.last("cut", (*a, *b)), draw.kill_of(c)],
     }[kind]()
-    return Script(seed=seed, setting=setting, kind=kind, faults=tuple(faults))
+    soon = kind == "pause until given up"
+    return Script(
+        seed=seed,
+        setting=setting,
+        kind=kind,
+        faults=tuple(faults),
+        lost_after_seconds=_SOON_LOST_AFTER_SECONDS if soon else _LOST_AFTER_SECONDS,
+    )
 
 
 def _topologies(world_size: int, mode: str) -> list[str]:

@@ -16,7 +16,7 @@ from gossipgrad import data
 from gossipgrad.data import Dataset, TensorSamples
 from gossipgrad.train import GossipConfig, TrainConfig
 
-from ._script import Setting
+from ._script import Script
 
 __all__ = ["EVALUATIONS", "STEPS", "config_for", "load_subset", "save_subset"]
 
@@ -28,8 +28,9 @@ STEPS = _EPOCHS_PER_RANK * _TRAIN_SAMPLES // _BATCH_SIZE  # of each rank, roughl
 EVALUATIONS = 3 * _EPOCHS_PER_RANK  # of the smallest world
 
 
-def config_for(setting: Setting, out: Path, **gossip: Any) -> TrainConfig:
+def config_for(script: Script, out: Path) -> TrainConfig:
     """The options of `gossipgrad train`: as many steps whatever the world size."""
+    setting = script.setting
     return TrainConfig(
         data=_NAME,
         model="mlp",
@@ -43,7 +44,11 @@ def config_for(setting: Setting, out: Path, **gossip: Any) -> TrainConfig:
         quiet=True,
         log_every=1,
         trace=0,
-        gossip=GossipConfig(topology=setting.topology, mode=setting.mode, **gossip),
+        gossip=GossipConfig(
+            topology=setting.topology,
+            mode=setting.mode,
+            lost_after_seconds=script.lost_after_seconds,
+        ),
     )
 
 

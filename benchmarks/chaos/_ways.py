@@ -41,7 +41,7 @@ def run_by_launcher(script: Script, folder: Path, subset: Path) -> dict[str, Any
     _launcher.worker_main = functools.partial(worker, script.to_json(), folder, subset)
     data.prepare = lambda *_, **__: None  # the subset is there
     try:
-        outcome = run(config_for(script.setting, folder / "run"))
+        outcome = run(config_for(script, folder / "run"))
     except (GossipError, ValueError) as error:
         return {"error": f"{type(error).__name__}: {error}"}
     return {"exit_code": outcome.exit_code}
@@ -119,7 +119,7 @@ def _rank(
         arm(fault_script, folder, subset, rank)
         data.prepare = lambda *_, **__: None
         try:
-            outcome = run(config_for(fault_script.setting, folder / "run"))
+            outcome = run(config_for(fault_script, folder / "run"))
         except BaseException:
             traceback.print_exc()
             sys.stderr.flush()

@@ -5,6 +5,7 @@ A seed that fails is in the name of the test and repeats. More of them than `mak
 """
 
 import os
+import re
 import threading
 from collections import Counter
 
@@ -90,7 +91,7 @@ def run(storm):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_storm_leaves_survivors_sound(seed):
+def test_a_storm_leaves_survivors_sound(seed, caplog):
     threads = {*threading.enumerate()}
     storm = draw_storm(seed, MODES)
     found = run(storm)
@@ -103,8 +104,8 @@ def test_a_storm_leaves_survivors_sound(seed):
         assert weights.isfinite().all(), (rank, str(storm))
         check_counts(stats, spans, storm)
     if storm.topology != "dissemination":
-        check_pairs(found, survivors, storm)
-    check_mean(found, storm)
+        check_pairs(found, survivors, given_up(caplog), storm)
+    check_mean(found, len(storm.dead) + len(given_up(caplog)), storm)
     until(lambda: not ours(), 5.0)
     until(lambda: {*threading.enumerate()} <= threads, 5.0)
 
@@ -117,19 +118,29 @@ def check_counts(stats, spans, storm):
     assert set(again.values()) <= {1}, f"an exchange ended twice: {storm}"
 
 
-def check_pairs(found, survivors, storm):
+def given_up(caplog):
+    """Rounds that a waiting rank gave up after it had sent its part: it must say so."""
+    words = re.compile(r"rank (\d+): gave up round (\d+) with rank (\d+), which is stuck; the mean")
+    found = [words.match(record.getMessage()) for record in caplog.records]
+    return [tuple(int(number) for number in match.groups()) for match in found if match]
+
+
+def check_pairs(found, survivors, excepted, storm):
     """An exchange counts on both ends or on neither."""
     for a in survivors:
         for b in survivors:
             there, here = found[a][3].delivered_with(b), found[b][3].delivered_with(a)
-            assert there == here, f"ranks {a} and {b} differ in {there ^ here}: {storm}"
+            differ = {
+                key for key in there ^ here if not {(a, key[0], b), (b, key[0], a)} & {*excepted}
+            }
+            assert not differ, f"ranks {a} and {b} differ in {differ}: {storm}"
 
 
-def check_mean(found, storm):
+def check_mean(found, uncertain, storm):
     """What the ranks hold, the dead as they died, adds up, but for what was in flight then."""
     begin = torch.stack([begin for begin, *_ in found])
     end = torch.stack([end for _, end, *_ in found])
     size = begin.abs().sum(0)
     missing = (end.sum(0) - begin.sum(0)).abs()
     spread = begin.max(0).values - begin.min(0).values
-    assert (missing <= len(storm.dead) * 0.75 * spread + 1e-5 * size).all(), str(storm)
+    assert (missing <= uncertain * 0.75 * spread + 1e-5 * size).all(), str(storm)

@@ -1,8 +1,10 @@
 """Faults between ranks that are threads: a script by seed, and the transport it befalls."""
 
+import math
 import random
 import threading
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -104,6 +106,16 @@ class Storm:
             time.sleep(left)
         if rank in self.dead:
             raise DeadError(f"rank {rank}")
+
+    def part(self, one: Collection[int], other: Collection[int]) -> None:
+        """From now on, until `heal`, nothing passes between two groups of ranks."""
+        for a in one:
+            for b in other:
+                self._held[frozenset((a, b))] = math.inf
+
+    def heal(self) -> None:
+        """What was held up passes, in order."""
+        self._held.clear()
 
     def held_seconds(self, *ranks: int) -> float:
         """How long a rank, or what goes between two, is held up from now on."""

@@ -1,0 +1,91 @@
+"""A network that falls in two: the half with the store goes on without the other."""
+
+import threading
+
+import pytest
+import torch
+
+import gossipgrad as gg
+from gossipgrad.comm import Hub
+from support.deaths import QUICK
+from support.ranks import run_ranks
+from support.replicas import flat, network, set_gradients, sgd
+from support.storm import Storm, StormyTransport
+from support.waiting import until
+
+
+class OutOfReach:
+    """A store whose answers do not come, until it can be reached again."""
+
+    def __init__(self, store):
+        self._store = store
+        self.reached = threading.Event()
+
+    def _ask(self, name, *arguments):
+        self.reached.wait(30)
+        return getattr(self._store, name)(*arguments)
+
+    def set(self, key, value):
+        return self._ask("set", key, value)
+
+    def get(self, key):
+        return self._ask("get", key)
+
+    def compare_set(self, key, expected, desired):
+        return self._ask("compare_set", key, expected, desired)
+
+
+def test_of_two_halves_the_one_with_the_store_goes_on_and_the_other_learns_it():
+    storm, hub = Storm(4, "matching", "stale", 30.0, ()), Hub(4)
+    together, parted = threading.Barrier(4), threading.Barrier(4)
+    seen = {}
+
+    def rank_main(rank, group):
+        model = network()
+        optimizer = sgd(list(model.parameters()))
+        with gg.gossip(
+            model,
+            optimizer,
+            mode="stale",
+            process_group=group,
+            transport=lambda _: StormyTransport(hub.transport(rank), storm),
+            heartbeats=QUICK,
+        ) as session:
+            step = 0
+
+            def train():
+                nonlocal step
+                set_gradients(model, rank, step)
+                optimizer.step()
+                step += 1
+
+            def train_until(condition):
+                until(lambda: train() or condition(), 15.0)
+
+            train_until(lambda: step == 5)
+            together.wait(15)
+            storm.part({0, 1}, {2, 3})
+            watch = session._members.watch
+            here = rank < 2
+            if not here:
+                watch._store = OutOfReach(watch._store)
+            train_until(lambda: session.membership.living == (0, 1) if here else watch.frozen)
+            delivered = session.stats().outcomes["delivered"]
+            train_until(lambda: session.stats().outcomes["delivered"] > delivered + 3)
+            seen[rank] = session.membership.generation
+            parted.wait(15)
+            if here:
+                return session.membership.lost.keys()
+            storm.heal()
+            weights = flat(model)
+            watch._store.reached.set()
+            with pytest.raises(gg.EvictedError, match=f"rank {rank} was taken for dead"):
+                train_until(lambda: False)
+            assert flat(model).isfinite().all()
+            assert not torch.equal(flat(model), weights), "it had trained on until then"
+            return None
+
+    answers = run_ranks(4, rank_main, timeout_seconds=60)
+    assert answers[:2] == [{2, 3}, {2, 3}]
+    assert seen[0] == seen[1] > 0
+    assert seen[2] == seen[3] == 0
