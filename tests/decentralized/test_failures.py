@@ -11,6 +11,7 @@ import torch
 
 import gossipgrad as gg
 from gossipgrad.comm import Header, Hub
+from support.links import ours
 from support.ranks import run_ranks
 from support.replicas import (
     backward,
@@ -330,3 +331,25 @@ def test_a_collected_session_leaves_no_hook_on_the_gradients():
         return [p for p in model.parameters() if p._post_accumulate_grad_hooks]
 
     run_ranks(2, rank_main)
+
+
+def test_an_interrupted_close_ends_the_membership_all_the_same():
+    """Else the heartbeats of a rank that has gone would hold its place."""
+    link = transport_by_name("in-process", 2)
+
+    def rank_main(rank, group):
+        model = network()
+        optimizer = sgd(list(model.parameters()))
+        session = gg.gossip(model, optimizer, process_group=group, transport=link)
+        set_gradients(model, rank, 0)
+        optimizer.step()
+        group.barrier()
+        if rank == 0:
+            session._rounds.settle = _interrupt
+        with contextlib.suppress(KeyboardInterrupt):
+            session.close()
+        session._rounds.channel.close(0.0)
+        return group.broken
+
+    assert all(run_ranks(2, rank_main))
+    until(lambda: not ours())

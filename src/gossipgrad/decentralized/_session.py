@@ -382,11 +382,13 @@ class GossipSession:
         self._watch.remove()
         if self._gradients is not None:
             self._gradients.remove()
-        if self._rounds is not None:
-            if wait_seconds > 0:
-                self._rounds.settle(wait_seconds)
-            self._rounds.cancel()
-            self._farewell.detach()
-            self._rounds.channel.close(_LINGER_SECONDS if wait_seconds > 0 else 2.0)
-        self._members.end(error)
-        self.group.close()
+        try:
+            if self._rounds is not None:
+                if wait_seconds > 0:
+                    self._rounds.settle(wait_seconds)
+                self._rounds.cancel()
+                self._farewell.detach()
+                self._rounds.channel.close(_LINGER_SECONDS if wait_seconds > 0 else 2.0)
+        finally:  # also when Ctrl-C ends the wait: nobody is to count on this rank any more
+            self._members.end(error)
+            self.group.close()
