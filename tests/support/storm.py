@@ -168,14 +168,10 @@ class StormyTransport:
         if self._ended:
             return Sent()
         what = Header.unpack(header)
-        try:
-            if what.kind is Kind.DATA:
-                self._storm.reach(self.rank, "exchange", what.round)
-            else:
-                self._storm.wait_while_paused(self.rank)
-        except DeadError:
-            self.die()
-            raise
+        if what.kind is Kind.DATA:
+            self.reach("exchange", what.round)
+        else:
+            self._wait_while_paused()
         return self._inner.send(peer, header, payload)
 
     def receive(self, timeout_seconds: float) -> list[Arrival | Lost]:
@@ -183,11 +179,7 @@ class StormyTransport:
         deadline = time.monotonic() + timeout_seconds
         with self._receiving:
             while not self._ended:
-                try:
-                    self._storm.wait_while_paused(self.rank)
-                except DeadError:
-                    self.die()
-                    raise
+                self._wait_while_paused()
                 wait = min(
                     [deadline - time.monotonic(), _LOOK_SECONDS, *map(self._held, self._late)]
                 )
@@ -208,10 +200,25 @@ class StormyTransport:
         if not self._ended:
             self._inner.close(linger_seconds)
 
+    def reach(self, moment: str, step: int) -> None:
+        """This rank is at a moment; see `Storm.reach`."""
+        try:
+            self._storm.reach(self.rank, moment, step)
+        except DeadError:
+            self.die()
+            raise
+
     def die(self) -> None:
         """Ends without a word, as a process that is killed; what it sends from now on is not."""
         self._ended = True
         self._inner.close(0.0)
+
+    def _wait_while_paused(self) -> None:
+        try:
+            self._storm.wait_while_paused(self.rank)
+        except DeadError:
+            self.die()
+            raise
 
     def _held(self, event: Arrival | Lost) -> float:
         return self._storm.held_seconds(self.rank, _peer(event))
