@@ -99,9 +99,6 @@ def test_a_storm_leaves_survivors_sound(seed, caplog):
     storm = draw_storm(seed, MODES)
     found = run(storm)
     survivors = [rank for rank in range(storm.world_size) if rank not in storm.dead]
-    assert storm.dead <= storm.killed, str(
-        storm
-    )  # those that were to set a kill off may be dead before
     for rank in survivors:
         _, weights, stats, spans = found[rank]
         assert weights.isfinite().all(), (rank, str(storm))
