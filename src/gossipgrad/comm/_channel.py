@@ -82,7 +82,7 @@ class Channel:
         self._tickets: list[tuple[int, Ticket]] = []
         self._last_round = self.heard = -1  # posted here; and the highest that a message told of
         self._epoch = 0
-        self._closed = False
+        self.closed = False
         self._process = os.getpid()
 
     @property
@@ -132,7 +132,7 @@ class Channel:
         with self._lock:
             at = place(self.generation, round)
             exchange = Exchange(round, bucket, send_to, recv_from, at=at)
-            if self._closed or not self._news.is_member():
+            if self.closed or not self._news.is_member():
                 exchange.finish(Outcome.VOID)
                 return exchange
             self._last_round = max(self._last_round, at)
@@ -168,12 +168,10 @@ class Channel:
     def take(self, exchange: Exchange, timeout_seconds: float) -> Outcome:
         """Waits for the partner's part, at most `timeout_seconds`; `LATE` leaves it open."""
         deadline = time.perf_counter() + timeout_seconds
-        self._poll(0.0, exchange)
-        while exchange.open:
-            left = deadline - time.perf_counter()
-            if left <= 0:
-                break
+        left = 0.0
+        while exchange.open and left >= 0:
             self._poll(min(left, _WAKE_SECONDS), exchange)
+            left = deadline - time.perf_counter()
         return exchange.outcome
 
     def poll(self, timeout_seconds: float = 0.0) -> None:
@@ -247,9 +245,9 @@ class Channel:
         if os.getpid() != self._process:
             return  # a fork of the process: the links are its parent's
         with self._lock:
-            if self._closed:
+            if self.closed:
                 return
-            self._closed = True
+            self.closed = True
             for ledger in self._ledgers.values():
                 for exchange in list(ledger.open.values()):
                     ledger.cancel(exchange)

@@ -171,9 +171,9 @@ class Averaging:
             self._rounds.await_parts(transfer)
             for bucket in transfer.exchanges:
                 if bucket not in transfer.taken:
-                    delta = transfer.delta(bucket, keep=True)
+                    delta = transfer.delta(bucket, keep=self._rounds.lagged)
                     if delta is not None:
-                        flats[bucket].add_(delta, alpha=self._rounds.weight(transfer))
+                        flats[bucket].add_(delta.flat, alpha=self._rounds.weight(transfer))
         return flats
 
     def _measure(self, weights: Sequence[Section], means: Sequence[Sequence[Tensor]]) -> None:

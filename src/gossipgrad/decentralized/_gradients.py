@@ -63,7 +63,7 @@ class GradientExchange:
                 for bucket in sorted(transfer.exchanges):
                     if rounds.take(transfer, bucket, deadline) is Outcome.LATE:
                         rounds.outcomes[Outcome.LATE] += 1
-                    rounds.mix(transfer, bucket, transfer.delta(bucket, keep=False))
+                    rounds.mix(transfer, bucket, transfer.delta(bucket))
         finally:
             # A gradient that comes after its step is worth nothing: late ones are given up.
             self._give_up()

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 import torch.distributed as dist
 
 from gossipgrad.comm import (
-    Channel,
     Group,
     Heartbeats,
     Loss,
@@ -95,9 +94,9 @@ class Members:
         if self.watch is not None:
             self.watch.stop() if isinstance(error, ScriptedDeathError) else self.watch.leave()
 
-    def farewell(self, channel: Channel) -> None:
+    def farewell(self, rounds: Rounds) -> None:
         """Leaves a session that nobody closed."""
-        channel.close(_FAREWELL_SECONDS)
+        rounds.stop(0.0, _FAREWELL_SECONDS)
         self.end()
 
     def _gone(self) -> Mapping[int, Loss]:

@@ -3,14 +3,14 @@
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from gossipgrad.comm import Channel, Outcome, Recorder
 from gossipgrad.decentralized._deadlines import Deadlines
-from gossipgrad.decentralized._section import Section, Transfer
+from gossipgrad.decentralized._listener import Listener
+from gossipgrad.decentralized._section import Delta, Section, Transfer
 from gossipgrad.topology import Peers, Schedule
 
 __all__ = ["Rounds"]
@@ -58,8 +58,9 @@ class Rounds:
         self.mixing_seconds = 0.0
         self._rank = channel.rank
         self._deadlines = deadlines
-        self._lagged = lagged
+        self.lagged = lagged
         self._recorder = recorder
+        self._listener = Listener(channel)
         self._under_way: list[Transfer] = []
         self._late: list[Transfer] = []
         self._squares: list[list[Tensor]] = []
@@ -90,36 +91,25 @@ class Rounds:
         void then, as a whole, and the partner is told. With `free_late`, snapshots that late
         rounds hold are freed before that: what has come of them is mixed, the oldest given up.
         """
-        peers, round = self.partners, self.next_round
-        if peers.send_to is None and peers.recv_from is None:
-            return []
-        transfers: list[Transfer] = []
-        wait = self._deadlines.of(peers.send_to)
-        for section in sections:
-            try:
-                transfer = section.begin(self.channel, round, peers, wait)
-                if transfer is None and free_late:
-                    self._settle_late([], time.perf_counter())
-                    transfer = section.begin(self.channel, round, peers, wait)
-                while transfer is None and free_late and self._late:
-                    self._give_up_oldest()
-                    transfer = section.begin(self.channel, round, peers, wait)
-            except BaseException:
-                _release(transfers)
-                raise
-            if transfer is None:
-                _release(transfers)
-                self.channel.void(round, peers.send_to)
-                self.note_void(round)
-                self.outcomes[Outcome.VOID] += 1
-                logger.warning(
-                    "rank %d: round %d is void, its last snapshots are still being sent",
-                    self._rank,
-                    round,
-                )
-                return []
-            transfers.append(transfer)
-        return transfers
+        wait = self._deadlines.of(self.partners.send_to)
+        transfers = self._begin(sections, wait)
+        if transfers is None and free_late:
+            self._settle_late([], time.perf_counter())
+            transfers = self._begin(sections, wait)
+        while transfers is None and free_late and self._late:
+            self._give_up_oldest()
+            transfers = self._begin(sections, wait)
+        if transfers is not None:
+            return transfers
+        self.channel.void(self.next_round, self.partners.send_to)
+        self.note_void(self.next_round)
+        self.outcomes[Outcome.VOID] += 1
+        logger.warning(
+            "rank %d: round %d is void, its last snapshots are still being sent",
+            self._rank,
+            self.next_round,
+        )
+        return []
 
     def open(self, sections: Sequence[Section]) -> None:
         """Snapshots the sections and sends them to the next round's partner."""
@@ -129,6 +119,7 @@ class Rounds:
         for transfer in transfers:
             transfer.post_all()
         self._under_way.extend(transfers)
+        self._listener.expect(transfers)
         end = time.perf_counter()
         self.mixing_seconds += end - start
         self._span("snapshot", start, end, round=round)
@@ -138,11 +129,55 @@ class Rounds:
         self.settle()
         self.closed_rounds += 1
 
-    def settle(self, wait_seconds: float | None = None) -> None:
+    def advance(self, sections: Sequence[Section]) -> None:
+        """Closes the round and opens the next; a bucket leaves as soon as it is mixed.
+
+        So the link is busy again while the rest of the round is still coming. One after the other
+        if the next partner is one who is awaited, or a snapshot for the next round is not free.
+        """
+        following = self._following(sections)
+        if following is None:
+            self.close()
+            self.open(sections)
+            return
+        round, done = self.next_round, False
+        try:
+            self.settle(following=following)
+            start = time.perf_counter()
+            for transfer in following.values():
+                transfer.post_all()
+            done = True
+        finally:  # what was sent is outstanding, also when Ctrl-C ends it
+            sent = [transfer for transfer in following.values() if transfer.exchanges]
+            _release([t for t in following.values() if not t.exchanges])
+            self.next_round += done or bool(sent)
+            self._under_way.extend(sent)
+            self._listener.expect(sent)
+        self.closed_rounds += 1
+        end = time.perf_counter()
+        self.mixing_seconds += end - start
+        self._span("snapshot", start, end, round=round)
+
+    def stop(self, wait_seconds: float, linger_seconds: float) -> None:
+        """Ends the rounds: mixes what comes within `wait_seconds`, then closes the channel."""
+        try:
+            if wait_seconds > 0:
+                self.settle(wait_seconds)
+            self.cancel()
+        finally:
+            self._listener.close()
+            self.channel.close(linger_seconds)
+
+    def settle(
+        self,
+        wait_seconds: float | None = None,
+        following: Mapping[Section, Transfer] | None = None,
+    ) -> None:
         """Takes and mixes whatever is outstanding.
 
         Waits for it `wait_seconds`. For None, as a step does: for the parts of the open round up to
-        their deadlines, for those that are late already not at all.
+        their deadlines, for those that are late already not at all. A bucket of a `following`
+        transfer is sent once the one before it is dealt with.
         """
         squares: list[Tensor] = []
         now = time.perf_counter()
@@ -153,7 +188,8 @@ class Rounds:
         }
         # One leaves the list when it is dealt with, so that an interrupt loses none.
         while self._under_way:
-            if not self._finish(self._under_way[0], deadlines[self._under_way[0]], squares):
+            deadline = deadlines[self._under_way[0]]
+            if not self._finish(self._under_way[0], deadline, squares, following):
                 self._late.append(self._under_way[0])
             del self._under_way[0]
         if squares:
@@ -217,7 +253,7 @@ class Rounds:
         self.void_rounds += round != self._last_void
         self._last_void = round
 
-    def mix(self, transfer: Transfer, bucket: int, delta: Tensor | None) -> None:
+    def mix(self, transfer: Transfer, bucket: int, delta: Delta | None) -> None:
         """Mixes a delta into its bucket, if there is one."""
         if delta is None:
             return
@@ -229,22 +265,35 @@ class Rounds:
         self._span("mix", start, end, round=transfer.round, bucket=bucket)
 
     def _finish(
-        self, transfer: Transfer, deadline: float, squares: list[Tensor], *, again: bool = False
+        self,
+        transfer: Transfer,
+        deadline: float,
+        squares: list[Tensor],
+        following: Mapping[Section, Transfer] | None = None,
+        *,
+        again: bool = False,
     ) -> bool:
         """Takes and mixes what has come of a transfer; whether that was all of it."""
+        next_transfer = None if following is None else following.get(transfer.section)
         for bucket in sorted(transfer.exchanges):
             if bucket in transfer.taken:
                 continue
+            if next_transfer is not None and transfer.exchanges[bucket].open:
+                next_transfer.post_filled()  # the link is free, and this rank about to wait
             if self.take(transfer, bucket, deadline) is Outcome.LATE:
                 self.outcomes[Outcome.LATE] += not again
-                continue
-            if self._lagged:
-                delta = transfer.difference_to_live(bucket)
             else:
-                delta = transfer.delta(bucket, keep=False)
-            if delta is not None and transfer.section.measures_distance:
-                squares.append(torch.dot(delta, delta))
-            self.mix(transfer, bucket, delta)
+                if self.lagged:
+                    delta = transfer.difference_to_live(bucket)
+                else:
+                    delta = transfer.delta(bucket)
+                if delta is not None and delta.square is not None:
+                    squares.append(delta.square)
+                self.mix(transfer, bucket, delta)
+            if next_transfer is not None:
+                start = time.perf_counter()
+                next_transfer.fill(bucket)
+                self.mixing_seconds += time.perf_counter() - start
         if len(transfer.taken) == len(transfer.exchanges):
             self._deadlines.note_all(transfer.peers.recv_from, transfer.exchanges.values())
             transfer.release()
@@ -259,6 +308,31 @@ class Rounds:
                 transfer.round,
             )
         return False
+
+    def _begin(self, sections: Sequence[Section], deadline_seconds: float) -> list[Transfer] | None:
+        """A transfer a section, none at all if this rank sits out; None for want of a snapshot."""
+        peers = self.partners
+        if peers.send_to is None and peers.recv_from is None:
+            return []
+        transfers: list[Transfer] = []
+        try:
+            for section in sections:
+                transfer = section.begin(self.channel, self.next_round, peers, deadline_seconds)
+                if transfer is None:
+                    _release(transfers)
+                    return None
+                transfers.append(transfer)
+        except BaseException:
+            _release(transfers)
+            raise
+        return transfers
+
+    def _following(self, sections: Sequence[Section]) -> dict[Section, Transfer] | None:
+        """Transfers of the next round beside those under way, if that can be without waiting."""
+        if self.partners.recv_from in {t.peers.recv_from for t in self.under_way}:
+            return None
+        transfers = self._begin(sections, 0.0)
+        return None if transfers is None else {t.section: t for t in transfers}
 
     def _settle_late(self, squares: list[Tensor], deadline: float) -> None:
         """Mixes what has come of late transfers since, or comes until `deadline`."""

@@ -1,7 +1,9 @@
 """A section of the payload: tensors of one kind and device that travel in the same rounds."""
 
+import threading
 import time
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from gossipgrad.comm import (
     Outcome,
     Snapshot,
     SnapshotPool,
+    is_sharded,
     split,
     to_device,
 )
@@ -20,7 +23,22 @@ from gossipgrad.decentralized._mixing import delta_of, mix, replace, widened
 from gossipgrad.decentralized._tensors import Entry
 from gossipgrad.topology import Peers
 
-__all__ = ["Section", "Transfer"]
+__all__ = ["Delta", "Section", "Transfer"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Delta:
+    """`received - snapshot` of one bucket.
+
+    Attributes:
+        flat: Shape `(numel,)`, at least fp32.
+        pieces: Views of it in the shapes of the bucket's tensors.
+        square: Its dot product with itself, where that tells the consensus distance.
+    """
+
+    flat: Tensor
+    pieces: list[Tensor]
+    square: Tensor | None
 
 
 class Section:
@@ -55,6 +73,7 @@ class Section:
         self.measures_distance = of_weights
         self.pool = SnapshotPool(self.plan, self.device, snapshots)
         self.clamped = torch.zeros((), dtype=torch.int64, device=self.device)
+        self._lasting = [self._lasting_tensors(layout.indices) for layout in self.plan.buckets]
         self._residuals: list[Tensor | None] = [None] * len(self.entries)
         if of_weights:
             for index, entry in enumerate(self.entries):
@@ -71,6 +90,9 @@ class Section:
 
     def tensors(self, bucket: int) -> list[Tensor | None]:
         """The live tensors of a bucket, None where there is none yet."""
+        lasting = self._lasting[bucket]
+        if lasting is not None:
+            return list(lasting)
         return [self.entries[i].tensor() for i in self.plan.buckets[bucket].indices]
 
     def residuals(self, bucket: int) -> list[Tensor | None]:
@@ -85,13 +107,25 @@ class Section:
         return None if snapshot is None else Transfer(self, channel, round, peers, snapshot)
 
     @torch.no_grad()
-    def mix(self, bucket: int, delta: Tensor, weight: float) -> None:
+    def delta(self, bucket: int, flat: Tensor) -> Delta:
+        """A delta, ready to be mixed."""
+        return Delta(
+            flat,
+            split(flat, self.plan, self.plan.buckets[bucket]),
+            torch.dot(flat, flat) if self.measures_distance else None,
+        )
+
+    @torch.no_grad()
+    def mix(self, bucket: int, delta: Delta, weight: float) -> None:
         """Adds `weight * delta` to a bucket's tensors that exist; clamps what must not be < 0."""
-        layout = self.plan.buckets[bucket]
+        lasting = self._lasting[bucket]
+        if lasting is not None and lasting[0].dtype == delta.flat.dtype:
+            torch._foreach_add_(lasting, delta.pieces, alpha=weight)
+            return
         pieces = zip(
-            layout.indices,
+            self.plan.buckets[bucket].indices,
             self.tensors(bucket),
-            split(delta, self.plan, layout),
+            delta.pieces,
             self.residuals(bucket),
             strict=True,
         )
@@ -103,6 +137,13 @@ class Section:
             if self.entries[index].non_negative:
                 self.clamped += (v < 0).sum()
                 v.clamp_(min=0)
+
+    def _lasting_tensors(self, indices: Sequence[int]) -> list[Tensor] | None:
+        """A bucket's tensors if they are the same objects in every round: whole parameters."""
+        entries = [self.entries[index] for index in indices]
+        if any(entry.key or entry.rows or is_sharded(entry.parameter) for entry in entries):
+            return None
+        return [entry.parameter for entry in entries]
 
     @torch.no_grad()
     def load(self, flats: Sequence[Tensor]) -> None:
@@ -162,10 +203,20 @@ class Transfer:
         self.exchanges: dict[int, Exchange] = {}
         self.taken: set[int] = set()
         self._channel = channel
+        self._deltas: dict[int, Delta] = {}
+        self._filled: dict[int, tuple[Tensor, Callable[[], None] | None]] = {}
+        self._preparing = threading.Lock()
+        self._over = False
+
+    def fill(self, bucket: int) -> None:
+        """Copies a bucket into the snapshot."""
+        self._filled[bucket] = self.snapshot.take(bucket, self.section.tensors(bucket))
 
     def post(self, bucket: int) -> None:
-        """Copies a bucket into the snapshot and sends it."""
-        payload, ready = self.snapshot.take(bucket, self.section.tensors(bucket))
+        """Sends a bucket, and copies it into the snapshot before if that was not done."""
+        if bucket not in self._filled:
+            self.fill(bucket)
+        payload, ready = self._filled.pop(bucket)
         exchange = self._channel.post(
             self.round,
             self.section.first_bucket + bucket,
@@ -177,11 +228,20 @@ class Transfer:
         self.snapshot.hold(exchange.ticket)
         self.exchanges[bucket] = exchange
 
+    def post_filled(self) -> None:
+        """Sends the buckets that are in the snapshot."""
+        for bucket in list(self._filled):
+            self.post(bucket)
+
     def post_all(self) -> None:
         """Sends every bucket that was not sent yet."""
-        for bucket in range(len(self.section.plan.buckets)):
-            if bucket not in self.exchanges:
-                self.post(bucket)
+        missing = [b for b in range(len(self.section.plan.buckets)) if b not in self.exchanges]
+        # All copies first: sending wakes a thread, which takes the processor from this one.
+        for bucket in missing:
+            if bucket not in self._filled:
+                self.fill(bucket)
+        for bucket in missing:
+            self.post(bucket)
 
     def take(self, bucket: int, deadline: float) -> Outcome:
         """Waits for a bucket until `deadline` (`time.perf_counter`)."""
@@ -196,20 +256,39 @@ class Transfer:
             if v is not None
         )
 
-    def delta(self, bucket: int, *, keep: bool) -> Tensor | None:
-        """`received - snapshot` of a delivered bucket, None if there is nothing to mix."""
-        exchange = self.exchanges[bucket]
-        if exchange.received is None or exchange.outcome is not Outcome.DELIVERED:
-            return None
-        flat = self.snapshot.flats[bucket]
-        dtype = widened(self.section.plan.buckets[bucket].dtype)
-        return delta_of(to_device(exchange.received, flat), flat, dtype, keep=keep)
+    def prepare(self) -> bool:
+        """Takes the deltas of what has come; whether all has. From any thread, like `delta`."""
+        buckets = list(self.exchanges)
+        came = [bucket for bucket in buckets if not self.exchanges[bucket].open]
+        if self.section.device.type == "cpu":  # an accelerator's copies belong to its own stream
+            for bucket in came:
+                self.delta(bucket)
+        return self._over or len(came) == len(buckets)
 
     @torch.no_grad()
-    def difference_to_live(self, bucket: int) -> Tensor | None:
+    def delta(self, bucket: int, *, keep: bool = False) -> Delta | None:
+        """`received - snapshot` of a delivered bucket, None if there is nothing to mix.
+
+        With `keep`, what was received stays as it is, for `difference_to_live`.
+        """
+        with self._preparing:
+            exchange = self.exchanges[bucket]
+            if bucket in self._deltas or self._over or exchange.received is None:
+                return self._deltas.get(bucket)
+            sent = self.snapshot.flats[bucket]
+            dtype = widened(self.section.plan.buckets[bucket].dtype)
+            flat = delta_of(to_device(exchange.received, sent), sent, dtype, keep=keep)
+            delta = self.section.delta(bucket, flat)
+            if not keep:
+                self._deltas[bucket] = delta
+                exchange.received = None
+            return delta
+
+    @torch.no_grad()
+    def difference_to_live(self, bucket: int) -> Delta | None:
         """`received - v` with the live tensors, for the authors' rule."""
         exchange = self.exchanges[bucket]
-        if exchange.received is None or exchange.outcome is not Outcome.DELIVERED:
+        if exchange.received is None:
             return None
         layout = self.section.plan.buckets[bucket]
         live = torch.zeros(
@@ -221,14 +300,17 @@ class Transfer:
             if v is not None:
                 place.copy_(v)
         received = to_device(exchange.received, live).to(live.dtype)
-        return torch.sub(received, live, out=live)
+        return self.section.delta(bucket, torch.sub(received, live, out=live))
 
     def forget(self, bucket: int) -> None:
         """Lets go of what was received, once it is mixed."""
         self.exchanges[bucket].received = None
+        self._deltas.pop(bucket, None)
 
     def release(self) -> None:
         """Gives the snapshot back."""
+        with self._preparing:  # nobody may read what is written anew
+            self._over = True
         self.section.pool.release(self.snapshot)
 
     def cancel(self) -> None:

@@ -79,7 +79,7 @@ class GossipSession:
             self._rounds = make_rounds(group, transport, self._sections, settings, recorder, news)
             channel = self._rounds.channel
             # At interpreter exit a session that nobody closed still says LEAVE.
-            self._farewell = weakref.finalize(self, self._members.farewell, channel)
+            self._farewell = weakref.finalize(self, self._members.farewell, self._rounds)
             try:
                 broadcast_replica(group, model, self._optimizers)
                 self._members.start()
@@ -335,13 +335,17 @@ class GossipSession:
         settings = self._settings
         self._members.take_up(rounds)
         closes = self._steps % settings.every == 0
+        every = settings.average_every
+        averages = every is not None and self._steps % every == 0
+        if closes and self._sends_early and not averages:
+            rounds.advance(self._sections.of_round(rounds.next_round))
+            return
         if closes:
             if isinstance(settings.payload, Gradients):
                 rounds.next_round += 1
             elif not self._sends_early:
                 rounds.open(self._sections.of_round(rounds.next_round))
             rounds.close()
-        averages = settings.average_every is not None and self._steps % settings.average_every == 0
         if averages and self._averaging.periodically(self._sections, self._steps, self._recorder):
             self._equal_at_step = self._steps
         if closes and self._sends_early:
@@ -384,11 +388,8 @@ class GossipSession:
             self._gradients.remove()
         try:
             if self._rounds is not None:
-                if wait_seconds > 0:
-                    self._rounds.settle(wait_seconds)
-                self._rounds.cancel()
                 self._farewell.detach()
-                self._rounds.channel.close(_LINGER_SECONDS if wait_seconds > 0 else 2.0)
-        finally:  # also when Ctrl-C ends the wait: nobody is to count on this rank any more
+                self._rounds.stop(wait_seconds, _LINGER_SECONDS if wait_seconds > 0 else 2.0)
+        finally:
             self._members.end(error)
             self.group.close()

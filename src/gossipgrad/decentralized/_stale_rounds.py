@@ -1,7 +1,7 @@
 """Rounds in which nobody waits: what is there is mixed, what cannot be sent at once is void."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -85,7 +85,16 @@ class StaleRounds(Rounds):
         self._jump()
         self.closed_rounds += 1
 
-    def settle(self, wait_seconds: float | None = None) -> None:
+    def advance(self, sections: Sequence[Section]) -> None:
+        """Closes the round, then opens the next."""
+        self.close()
+        self.open(sections)
+
+    def settle(
+        self,
+        wait_seconds: float | None = None,
+        following: Mapping[Section, Transfer] | None = None,
+    ) -> None:
         """Mixes what is outstanding, and waits for what may still come `wait_seconds` at most."""
         wait = TOGETHER_SECONDS if wait_seconds is None else wait_seconds
         deadline = time.perf_counter() + wait
@@ -122,9 +131,9 @@ class StaleRounds(Rounds):
                 if bucket in transfer.taken or exchange.open:
                     continue
                 self.take(transfer, bucket, 0.0)
-                delta = transfer.delta(bucket, keep=False)
-                if delta is not None and transfer.section.measures_distance:
-                    squares.append(delta.dot(delta))
+                delta = transfer.delta(bucket)
+                if delta is not None and delta.square is not None:
+                    squares.append(delta.square)
                 self.mix(transfer, bucket, delta)
             if len(transfer.taken) == len(transfer.exchanges):
                 transfer.release()

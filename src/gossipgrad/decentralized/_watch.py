@@ -3,10 +3,10 @@
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gossipgrad.comm import local
+from gossipgrad.comm import is_sharded, local
 from gossipgrad.decentralized._tensors import trained_parameters
 from gossipgrad.errors import ReplicaChangedError
 
@@ -35,21 +35,25 @@ class ReplicaWatch:
         """Takes the replica as it is now for the right one."""
         self._loaded.clear()
         self._parameters = trained_parameters(self._model, self._optimizers)
+        self._sharded = any(is_sharded(p) for p in self._parameters.values())
         self._owned = self._owned_now()
         self.note()
 
     @torch.no_grad()
     def note(self) -> None:
         """Remembers the versions after a change of our own."""
-        self._marks = [_mark(p) for p in self._parameters.values()]
+        self._marks = self._marks_now()
 
     @torch.no_grad()
     def touched(self) -> list[str]:
         """Names of parameters that changed since `note`."""
+        now = self._marks_now()
+        if now == self._marks:
+            return []
         return [
             name
-            for (name, p), mark in zip(self._parameters.items(), self._marks, strict=True)
-            if _mark(p) != mark
+            for name, mark, before in zip(self._parameters, now, self._marks, strict=True)
+            if mark != before
         ]
 
     def check(self, is_as_sent: Callable[[], bool]) -> None:
@@ -99,6 +103,11 @@ class ReplicaWatch:
         for handle in self._handles:
             handle.remove()
 
+    def _marks_now(self) -> list[tuple[int, int]]:
+        if self._sharded:
+            return [_mark(local(p)) for p in self._parameters.values()]
+        return [_mark(p) for p in self._parameters.values()]
+
     def _owned_now(self) -> list[tuple[int, bool]]:
         parameters = [p for o in self._optimizers for g in o.param_groups for p in g["params"]]
         return [(id(p), p.requires_grad) for p in parameters]
@@ -110,6 +119,5 @@ _WAY_OUT = (
 )
 
 
-def _mark(parameter: nn.Parameter) -> tuple[int, int]:
-    held = local(parameter)
+def _mark(held: Tensor) -> tuple[int, int]:
     return held._version, held.data_ptr()
