@@ -27,14 +27,22 @@ class Listener:
         self._awaited: list[Transfer] = []
         self._wake = threading.Condition()
         self._closed = False
+        self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
     def expect(self, transfers: Iterable[Transfer]) -> None:
-        """Looks after transfers that were posted, until all of them has come."""
+        """Looks after transfers that were posted, until all of them has come.
+
+        Raises:
+            BaseException: What taking in earlier ones failed with.
+        """
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
         with self._wake:
             self._awaited.extend(transfers)
             self._wake.notify()
-        if self._thread is None and self._awaited:
+        if self._awaited and (self._thread is None or not self._thread.is_alive()):
             self._thread = threading.Thread(
                 target=self._listen, name="gossipgrad-listener", daemon=True
             )
@@ -48,6 +56,13 @@ class Listener:
             self._wake.notify()
 
     def _listen(self) -> None:
+        try:
+            self._take_in()
+        except BaseException as error:
+            self._error = error
+            self._awaited.clear()
+
+    def _take_in(self) -> None:
         while True:
             with self._wake:
                 self._wake.wait_for(lambda: self._closed or self._awaited)

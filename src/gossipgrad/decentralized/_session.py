@@ -77,7 +77,6 @@ class GossipSession:
         if group.world_size > 1:
             news = self._members.watch
             self._rounds = make_rounds(group, transport, self._sections, settings, recorder, news)
-            channel = self._rounds.channel
             # At interpreter exit a session that nobody closed still says LEAVE.
             self._farewell = weakref.finalize(self, self._members.farewell, self._rounds)
             try:
