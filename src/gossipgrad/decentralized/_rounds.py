@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -129,16 +129,18 @@ class Rounds:
         self.settle()
         self.closed_rounds += 1
 
-    def advance(self, sections: Sequence[Section]) -> None:
-        """Closes the round and opens the next; a bucket leaves as soon as it is mixed.
+    def advance(self, of_round: Callable[[int], Sequence[Section]]) -> None:
+        """Closes the round and opens the next, with sections `of_round`.
+
+        A bucket leaves as soon as the one before it is mixed.
 
         So the link is busy again while the rest of the round is still coming. One after the other
         if the next partner is one who is awaited, or a snapshot for the next round is not free.
         """
-        following = self._following(sections)
+        following = self._following(of_round(self.next_round))
         if following is None:
             self.close()
-            self.open(sections)
+            self.open(of_round(self.next_round))
             return
         round, done = self.next_round, False
         try:

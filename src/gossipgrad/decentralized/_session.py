@@ -337,7 +337,7 @@ class GossipSession:
         every = settings.average_every
         averages = every is not None and self._steps % every == 0
         if closes and self._sends_early and not averages:
-            rounds.advance(self._sections.of_round(rounds.next_round))
+            rounds.advance(self._sections.of_round)
             return
         if closes:
             if isinstance(settings.payload, Gradients):

@@ -1,7 +1,7 @@
 """Rounds in which nobody waits: what is there is mixed, what cannot be sent at once is void."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -85,10 +85,10 @@ class StaleRounds(Rounds):
         self._jump()
         self.closed_rounds += 1
 
-    def advance(self, sections: Sequence[Section]) -> None:
-        """Closes the round, then opens the next."""
+    def advance(self, of_round: Callable[[int], Sequence[Section]]) -> None:
+        """Closes the round, then opens the next, which may be a later one than before."""
         self.close()
-        self.open(sections)
+        self.open(of_round(self.next_round))
 
     def settle(
         self,
