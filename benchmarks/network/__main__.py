@@ -80,7 +80,7 @@ def _fill(
     options: argparse.Namespace, grid: Grid, cells: Cells, laboratory: Laboratory, start: float
 ) -> None:
     for budget in grid.budgets:
-        for world_size in grid.world_sizes:
+        for world_size in budget.world_sizes or grid.world_sizes:
             if options.minutes and time.monotonic() - start > 60 * options.minutes:
                 print(f"stopped after {options.minutes:g} minutes: the rest is for next time")
                 return

@@ -38,7 +38,8 @@ class Kind:
         mixes: Whether it mixes in every step.
         steps: Steps of a block are a multiple of this.
         warm_up: Steps of each block that are not counted: what was left in flight from the block
-            before makes the first one shorter.
+            before makes the first one shorter, and ranks that need not wait for each other are not
+            in step for long, as they are when they begin together.
     """
 
     make: "Callable[[Surroundings], Contestant]"
@@ -225,19 +226,19 @@ class _Alone(Contestant):
 
 CONTESTANTS: dict[str, Kind] = {
     "no communication": Kind(make=_Alone, mixes=False),
-    "gossip": Kind(make=lambda s: _Gossip(s, "overlap"), bare="exchange", warm_up=1),
+    "gossip": Kind(make=lambda s: _Gossip(s, "overlap"), bare="exchange", warm_up=3),
     "gossip, sync": Kind(make=lambda s: _Gossip(s, "sync"), bare="exchange"),
     "gossip, bf16 wire": Kind(
-        make=lambda s: _Gossip(s, "overlap", torch.bfloat16), bare="exchange, bf16", warm_up=1
+        make=lambda s: _Gossip(s, "overlap", torch.bfloat16), bare="exchange, bf16", warm_up=3
     ),
     "ddp": Kind(make=_DDP, bare="all-reduce"),
     "ddp, fp16 hook": Kind(make=lambda s: _DDP(s, "fp16"), bare="all-reduce, fp16"),
     "ddp, PowerSGD": Kind(make=lambda s: _DDP(s, "PowerSGD")),
     "agd": Kind(make=_LayerwiseAllReduce, bare="all-reduce"),
     "local SGD, period 8": Kind(make=_Local, mixes=False, steps=PERIOD),
-    "Decent-DP, ring": Kind(make=lambda s: _DecentDP(s, "ring"), bare="exchange", warm_up=1),
+    "Decent-DP, ring": Kind(make=lambda s: _DecentDP(s, "ring"), bare="exchange", warm_up=3),
     "Decent-DP, one-peer exponential": Kind(
-        make=lambda s: _DecentDP(s, "one-peer-exp"), bare="exchange", warm_up=1
+        make=lambda s: _DecentDP(s, "one-peer-exp"), bare="exchange", warm_up=3
     ),
 }
 BARE: dict[str, Kind] = {

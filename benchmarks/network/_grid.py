@@ -7,11 +7,16 @@ from gossipgrad.planning import Profile
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """A profile, and by how much its times and sizes are changed to fit the machine."""
+    """A profile, and by how much its times and sizes are changed to fit the machine.
+
+    Attributes:
+        world_sizes: Where it is measured; None for all of the grid's.
+    """
 
     profile: str
     time_factor: float
     size_factor: float
+    world_sizes: tuple[int, ...] | None = None
 
     def scaled(self) -> Profile:
         """The profile that is replayed."""
@@ -50,16 +55,17 @@ QUICK = Grid(
     rates=(1e8, 1e9, 1e10),
     budgets=(
         Budget(profile="resnet50", time_factor=1.5, size_factor=0.045),
-        Budget(profile="gpt2", time_factor=3.0, size_factor=0.015),
+        Budget(profile="gpt2", time_factor=3.0, size_factor=0.015, world_sizes=(8,)),
     ),
     blocks=5,
-    block_seconds=0.5,
+    block_seconds=0.8,
 )
 FULL = Grid(
     world_sizes=(4, 8, 16),
     rates=(1e8, 3e8, 1e9, 4e9, 1e10),
     budgets=(
-        *QUICK.budgets,
+        QUICK.budgets[0],
+        Budget(profile="gpt2", time_factor=3.0, size_factor=0.015),
         Budget(profile="resnet50", time_factor=3.0, size_factor=0.15),
         Budget(profile="googlenet", time_factor=6.0, size_factor=0.15),
         Budget(profile="vgg16", time_factor=2.0, size_factor=0.02),

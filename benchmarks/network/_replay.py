@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -91,7 +92,7 @@ class _Layers(torch.autograd.Function):
         model.device.run(group.seconds)
         if ctx.number == len(model.groups) - 1:
             model.device.end()
-        return grads[0], None, None, *(model.gradient(p.shape) for p in group.parameters)
+        return grads[0], None, None, *model.gradients(group)
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,11 @@ class _Group:
 
     parameters: list[nn.Parameter]
     seconds: float
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Elements of each."""
+        return [parameter.numel() for parameter in self.parameters]
 
 
 class ReplayModel(nn.Module):
@@ -130,11 +136,15 @@ class ReplayModel(nn.Module):
         self.groups = _groups(
             backward, profile.backward_seconds, profile.compute_seconds / _MOMENTS
         )
-        self._zeros = torch.zeros(max(p.numel() for p in backward))
+        self._zeros = torch.zeros(max(sum(group.sizes) for group in self.groups))
 
-    def gradient(self, shape: tuple[int, ...]) -> Tensor:
-        """A gradient of zeros."""
-        return self._zeros[: math.prod(shape)].view(shape)
+    def gradients(self, group: "_Group") -> list[Tensor]:
+        """Gradients of zeros, in one call where shapes allow it: what this takes is no training."""
+        views = self._zeros[: sum(group.sizes)].split(group.sizes)
+        return [
+            view if p.ndim == 1 else view.view(p.shape)
+            for view, p in zip(views, group.parameters, strict=True)
+        ]
 
     def forward(self, x: Tensor) -> Tensor:
         self.device.begin()
