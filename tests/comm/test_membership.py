@@ -35,7 +35,8 @@ def watches(clock):
 
     def make(world_size):
         store = dist.HashStore()
-        return [MemberWatch(store, r, world_size, SETTINGS, now=clock) for r in range(world_size)]
+        first = Membership.first(world_size)
+        return [MemberWatch(store, r, first, SETTINGS, now=clock) for r in range(world_size)]
 
     return make
 
@@ -55,7 +56,7 @@ moves = st.lists(st.tuples(st.integers(0, 3), st.sets(st.integers(0, 5), min_siz
 def test_two_proposers_never_both_win_a_generation(moves, stale):
     """Whatever each has last read, a generation has one winner, and follows the one before."""
     store = dist.HashStore()
-    records = [Record(store, 6) for _ in range(4)]
+    records = [Record(store, Membership.first(6)) for _ in range(4)]
     known = [Membership.first(6)] * 4
     won = {0: known[0]}
     for (who, ends), is_stale in zip(moves, stale, strict=False):
@@ -80,7 +81,7 @@ def test_many_proposers_at_once_have_one_winner():
     won = []
 
     def propose(rank):
-        record = Record(store, 8)
+        record = Record(store, Membership.first(8))
         current = record.read()
         desired = current.without({(rank + 1) % 8: "silent"}, left=False, by=rank)
         start.wait()
@@ -93,7 +94,7 @@ def test_many_proposers_at_once_have_one_winner():
     for thread in threads:
         thread.join()
     assert len(won) == 1
-    assert Record(store, 8).read().generation == 1
+    assert Record(store, Membership.first(8)).read().generation == 1
 
 
 def test_a_record_comes_back_from_its_text():
@@ -180,7 +181,7 @@ def test_a_lease_that_ran_out_is_renewed_before_anything_is_sent(watches, clock)
     with pytest.raises(EvictedError, match=r"rank 1 was taken for dead by rank 0 \(no sign"):
         paused.confirm()
     paused.stop()
-    assert Record(paused._store, 3).read().gone[1].left is False
+    assert Record(paused._store, Membership.first(3)).read().gone[1].left is False
 
 
 def test_a_lease_that_cannot_be_renewed_freezes_the_membership(clock, caplog):
@@ -201,7 +202,7 @@ def test_a_lease_that_cannot_be_renewed_freezes_the_membership(clock, caplog):
 
     store = Hanging()
     quick = Heartbeats(interval_seconds=0.01, lease_seconds=0.1, silent_seconds=0.5)
-    watch, _ = (MemberWatch(store, rank, 2, quick) for rank in range(2))
+    watch, _ = (MemberWatch(store, rank, Membership.first(2), quick) for rank in range(2))
     watch.start()
     store.free.clear()
     time.sleep(0.15)
@@ -236,8 +237,8 @@ def test_when_the_store_is_lost_the_membership_freezes_and_a_warning_says_so_onc
 
     store = Lost()
     quick = Heartbeats(interval_seconds=0.005, lease_seconds=0.02, silent_seconds=0.05)
-    watch = MemberWatch(store, 1, 3, quick)
-    MemberWatch(store, 2, 3, quick)
+    watch = MemberWatch(store, 1, Membership.first(3), quick)
+    MemberWatch(store, 2, Membership.first(3), quick)
     with caplog.at_level(logging.WARNING):
         store.broken = True
         watch.start()
@@ -256,7 +257,7 @@ def test_when_the_store_is_lost_the_membership_freezes_and_a_warning_says_so_onc
 def test_leaving_in_order_is_told_as_such():
     store = dist.HashStore()
     quick = Heartbeats(interval_seconds=0.005, lease_seconds=0.1, silent_seconds=0.5)
-    all_watches = [MemberWatch(store, rank, 3, quick) for rank in range(3)]
+    all_watches = [MemberWatch(store, rank, Membership.first(3), quick) for rank in range(3)]
     for watch in all_watches:
         watch.start()
     all_watches[1].leave()
@@ -267,7 +268,7 @@ def test_leaving_in_order_is_told_as_such():
     assert all_watches[0].expelled() == set()
     for watch in all_watches:
         watch.leave()
-    assert Record(store, 3).read().living == ()
+    assert Record(store, Membership.first(3)).read().living == ()
 
 
 @pytest.mark.parametrize(

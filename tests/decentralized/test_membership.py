@@ -6,12 +6,13 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import gossipgrad as gg
-from gossipgrad.comm import Group
+from gossipgrad.comm import Group, Hub
 from gossipgrad.decentralized import check_settings
 from support.deaths import run_mortals
-from support.replicas import flat, network, set_gradients
+from support.replicas import flat, network, set_gradients, sgd
 from support.waiting import until
 
 
@@ -224,6 +225,27 @@ def test_a_partner_that_stands_still_holds_a_step_until_it_is_given_up():
     assert seconds < 8
 
 
+def test_a_rank_that_stands_still_on_the_way_to_a_collective_is_not_awaited():
+    """Nothing breaks, so Gloo by itself would wait for it."""
+    resumed = threading.Event()
+
+    def main(me):
+        me.train(3)
+        if me.rank == 1:
+            me.session._members.watch.stop()
+            resumed.wait(20)
+            return None
+        start = time.monotonic()
+        mean = mean_of(me)
+        resumed.set()
+        return mean, time.monotonic() - start
+
+    beats = gg.Heartbeats(interval_seconds=0.03, lease_seconds=0.5, silent_seconds=1.0)
+    first, _, third = run_mortals(3, main, heartbeats=beats)
+    assert torch.equal(first[0], third[0])
+    assert max(first[1], third[1]) < 8
+
+
 def test_training_goes_on_when_the_store_is_lost(caplog):
     def main(me):
         me.train(3)
@@ -248,6 +270,8 @@ def test_training_goes_on_when_the_store_is_lost(caplog):
         with pytest.raises(gg.GossipError, match="a rank has died or left"), me.session.consensus():
             pass
         me.train(2)
+        assert me.session.unreachable.keys() == {1}
+        assert "its link broke, and the rendezvous store is lost" in me.session.unreachable[1]
         return mean
 
     with caplog.at_level(logging.WARNING, "gossipgrad.comm._member_watch"):
@@ -294,3 +318,42 @@ def test_heartbeats_are_a_setting():
     with gg.gossip(model, optimizer) as session:
         assert session.membership.living == (0,)
         assert isinstance(session.group, Group)
+
+
+def test_a_run_starts_with_those_who_are_there():
+    hub, store = Hub(4), dist.HashStore()
+    living, means, errors = (0, 2, 3), {}, []
+
+    def main(rank):
+        try:
+            model = network(seed=rank)
+            optimizer = sgd(list(model.parameters()))
+            group = Group(store, rank, 4, members=living)
+            with gg.gossip(
+                model,
+                optimizer,
+                process_group=group,
+                transport=lambda group: hub.transport(group.rank),
+                average_every=4,
+            ) as session:
+                for step in range(10):
+                    set_gradients(model, rank, step)
+                    optimizer.step()
+                assert session.membership.living == living
+                assert session.membership.lost[1].why == "it never started"
+                outcomes = session.stats().outcomes
+                assert outcomes["dead_peer"] == outcomes["late"] == 0
+                with session.consensus():
+                    means[rank] = flat(model)
+                session.group.barrier()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=main, args=(rank,)) for rank in living]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert not errors
+    assert torch.equal(means[0], means[2])
+    assert torch.equal(means[0], means[3])

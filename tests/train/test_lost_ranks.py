@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from gossipgrad.train import GossipConfig, TrainConfig, run
 from support.killed_world import train_with_a_death
 from support.processes import run_processes
-from tests.train.test_processes import after_steps, kill, workers
+from tests.train.test_processes import after_steps, kill, when, workers
 
 pytestmark = pytest.mark.process
 
@@ -80,6 +80,19 @@ def test_a_worker_that_stays_stopped_does_not_keep_the_run(tmp_path, capfd):
         "0": "stood still, and the others had taken it for dead"
     }
     assert outcome.summary["model_from_rank"] == 1
+    assert not workers()
+
+
+def test_a_worker_that_is_killed_at_start_up_does_not_keep_the_others(tmp_path, capfd):
+    with when(lambda: "gossipgrad-rank2" in workers(), kill("gossipgrad-rank0")):
+        outcome = run(config(tmp_path, nproc=3, epochs=2, shuffle="ring"))
+    assert outcome.summary["lost_ranks"] == [0]
+    assert outcome.summary["losses"]["0"]["step"] == 0
+    assert "of 1,437 samples 479 are gone" in outcome.summary["losses"]["0"]["data"]
+    assert outcome.summary["steps_per_rank"] == [None, 60, 60]
+    assert outcome.summary["model_is_consensus"]
+    told = capfd.readouterr().err
+    assert "rank 0 was killed by SIGKILL (out of memory?) before its first step; starting" in told
     assert not workers()
 
 

@@ -40,6 +40,7 @@ class Group:
         rank: This rank.
         world_size: How many ranks there are.
         timeout_seconds: How long a collective waits for the others.
+        members: Those of the ranks that come to the start, rising; None: all.
 
     Attributes:
         rank: This rank, the same in all generations.
@@ -49,12 +50,18 @@ class Group:
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, world_size: int, *, timeout_seconds: float = 1800.0
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        *,
+        timeout_seconds: float = 1800.0,
+        members: Sequence[int] | None = None,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.store = store
-        self.members = tuple(range(world_size))
+        self.members = tuple(range(world_size) if members is None else members)
         self.generation = 0
         self._broken: str | None = None
         self._closed = False
@@ -63,13 +70,14 @@ class Group:
         self._gone: Callable[[], Mapping[int, Loss]] = dict
         self._name = "group"
         self._gloo: Any = None  # a ProcessGroupGloo, whose stub lacks its collectives
-        if world_size > 1:
+        if (size := len(self.members)) > 1:
             timeout = timedelta(seconds=timeout_seconds)
             try:
-                self._gloo = dist.ProcessGroupGloo(store, rank, world_size, timeout)
+                place = self.members.index(rank)
+                self._gloo = dist.ProcessGroupGloo(store, place, size, timeout)
             except RuntimeError as error:
                 raise GossipError(
-                    f"rank {rank} waited in vain for the other {world_size - 1} ranks to enter "
+                    f"rank {rank} waited in vain for the other {size - 1} ranks to enter "
                     f"gossip(): {_first_line(error)}"
                 ) from error
             # One that leaves as soon as it is connected breaks those who are still connecting.

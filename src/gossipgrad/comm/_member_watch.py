@@ -40,7 +40,7 @@ class MemberWatch:
     Args:
         store: Where records and beats are kept; used by the thread alone once it runs.
         rank: This rank.
-        world_size: How many ranks there are at the start.
+        first: The membership at the start.
         settings: How often, and how long.
         now: The clock of leases.
 
@@ -53,22 +53,22 @@ class MemberWatch:
         self,
         store: Store,
         rank: int,
-        world_size: int,
+        first: Membership,
         settings: Heartbeats,
         *,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.latest = Membership.first(world_size)
+        self.latest = first
         self.frozen: str | None = None
         self._store = store
         self._rank = rank
         self._settings = settings
         self._now = now
-        self._record = Record(store, world_size)
+        self._record = Record(store, first)
         self._beats = 0
         self._seen: dict[int, _Seen] = {}
         self._suspects: set[int] = set()
-        self._expelled: frozenset[int] = frozenset()
+        self._expelled = frozenset(first.lost)
         self._confirmed_seconds = now()
         self._changed = threading.Condition()
         self._wake = threading.Event()

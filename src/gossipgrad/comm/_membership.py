@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,10 +17,11 @@ class Loss:
 
     Attributes:
         generation: The first generation without it.
-        when_seconds: When that was written, in seconds since 1970, by the clock of who wrote it.
+        when_seconds: When that was written, in seconds since 1970, by the clock of who wrote it; 0
+            for one that never started.
         why: In words that go on after "rank 3".
         left: Whether it left in order, having closed its session; else it was taken for dead.
-        by: The rank that wrote it.
+        by: The rank that wrote it, -1 for none.
     """
 
     generation: int
@@ -45,9 +46,12 @@ class Membership:
     gone: dict[int, Loss] = field(default_factory=dict)
 
     @classmethod
-    def first(cls, world_size: int) -> "Membership":
-        """The one that a run starts with."""
-        return cls(generation=0, living=tuple(range(world_size)))
+    def first(cls, world_size: int, living: Sequence[int] | None = None) -> "Membership":
+        """The one that a run starts with: of all ranks, or of those that came to the start."""
+        members = tuple(range(world_size) if living is None else living)
+        never = Loss(generation=0, when_seconds=0.0, why="it never started", left=False, by=-1)
+        absent = sorted(set(range(world_size)) - {*members})
+        return cls(generation=0, living=members, gone=dict.fromkeys(absent, never))
 
     @property
     def lost(self) -> dict[int, Loss]:
@@ -111,13 +115,12 @@ class Record:
 
     Args:
         store: Where it is kept; the same prefix on all ranks.
-        world_size: How many ranks there are at the start.
+        first: The membership at the start, the same on all ranks.
     """
 
-    def __init__(self, store: Store, world_size: int) -> None:
+    def __init__(self, store: Store, first: Membership) -> None:
         self._store = store
-        first = Membership.first(world_size).to_text()
-        store.compare_set(_KEY, "", first)
+        store.compare_set(_KEY, "", first.to_text())
 
     def read(self) -> Membership:
         """The newest generation."""

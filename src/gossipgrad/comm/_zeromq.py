@@ -184,7 +184,7 @@ class ZeroMQTransport:
             self._pull.close(linger=0)
         self._context.term()
 
-    def _listen(self, group: Group, bind: str | None) -> list[str]:
+    def _listen(self, group: Group, bind: str | None) -> dict[int, str]:
         self._pull.setsockopt(zmq.MAXMSGSIZE, max(self._max_payload_bytes, _HEADER_BYTES))
         self._pull.setsockopt(zmq.RCVHWM, _QUEUED_MESSAGES)
         address = bind_address(group, bind)
@@ -196,7 +196,8 @@ class ZeroMQTransport:
             raise ValueError(
                 f"cannot listen on bind={address!r} ({error}): it must be an address of this host"
             ) from error
-        return group.all_gather_object(self._pull.getsockopt_string(zmq.LAST_ENDPOINT))
+        told = group.all_gather_object(self._pull.getsockopt_string(zmq.LAST_ENDPOINT))
+        return dict(zip(group.members, told, strict=True))
 
     def _link(self, peer: int) -> _Link:
         link = self._links.get(peer)

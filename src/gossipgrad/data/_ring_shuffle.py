@@ -156,6 +156,7 @@ class RingShuffle(IterableDataset[Batch]):
                     most_rows=self._flow.most_rows,
                     deadline_seconds=deadline_seconds,
                     is_awaited=self._worker.is_awaited,
+                    members=self._group.members,
                 )
         except BaseException:
             self._group.close()

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import numpy as np
 from jaxtyping import Int, Shaped
@@ -50,6 +50,7 @@ class Ring:
             again before it has caught up.
         is_awaited: Whether anybody still waits for what is being done; else no wait goes on, but
             that of `close`.
+        members: The ranks that came to the start; None: all.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Ring:
         most_rows: int,
         deadline_seconds: float = 0.0,
         is_awaited: Callable[[], bool] = lambda: True,
+        members: Collection[int] | None = None,
     ) -> None:
         self.links = Links(transport, run=run, rows=rows.format, most_rows=most_rows)
         self.rank = transport.rank
@@ -83,6 +85,9 @@ class Ring:
         self._settled_by: dict[int, int] = {}
         self._totals: defaultdict[int, dict[int, int]] = defaultdict(dict)
         self._leaving = False
+        if members is not None:
+            absent = set(range(self.world_size)) - {*members}
+            self.links.gone.update(dict.fromkeys(absent, "died"))
         self.links.open()
 
     @property

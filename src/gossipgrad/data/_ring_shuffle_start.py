@@ -26,12 +26,12 @@ def agree(group: Group, settings: dict[str, Any], num_rows: int) -> list[int]:
         ValueError: On every rank, if a shard is too small.
     """
     told = group.all_gather_object({"settings": settings, "rows": num_rows})
-    for rank, other in enumerate(told):
+    for rank, other in zip(group.members, told, strict=True):
         for name, value in told[0]["settings"].items():
             if other["settings"][name] != value:
                 raise AgreementError(
-                    f"rank {rank} has {name}={other['settings'][name]}, rank 0 has {value}: rows "
-                    "travel from one to the other, so both need the same"
+                    f"rank {rank} has {name}={other['settings'][name]}, rank {group.members[0]} "
+                    f"has {value}: rows travel from one to the other, so both need the same"
                 )
     sizes = [other["rows"] for other in told]
     if len(sizes) > 1 and min(sizes) < 2:

@@ -33,7 +33,7 @@ class Members:
     """
 
     def __init__(self, group: Group, schedule: Schedule, heartbeats: Heartbeats | None) -> None:
-        self.current = Membership.first(group.world_size)
+        self.current = Membership.first(group.world_size, group.members)
         self.watch: MemberWatch | None = None
         self._group = group
         self._schedule = schedule
@@ -42,10 +42,14 @@ class Members:
             name = f"members/{group.store.add(f'members/{group.rank}', 1)}"
             # A clone has a connection of its own: what hangs in it holds up nobody else.
             store = group.store.clone()  # pyrefly: ignore[missing-attribute]
-            self.watch = MemberWatch(
-                dist.PrefixStore(name, store), group.rank, group.world_size, heartbeats
-            )
+            prefixed = dist.PrefixStore(name, store)
+            self.watch = MemberWatch(prefixed, group.rank, self.current, heartbeats)
             group.follow(self._gone, name)
+
+    def seat(self, rounds: Rounds) -> None:
+        """Gives rounds the schedule of those that came to the start; local."""
+        rounds.schedule = among(self._schedule, self.current.living)
+        rounds.channel.poll()  # gives up those that did not
 
     def start(self) -> None:
         """Begins to watch; all ranks must have come here, or further."""
@@ -88,6 +92,23 @@ class Members:
             return False
         newer = self.watch.latest.generation > self.current.generation
         return newer or self.watch.examine()
+
+    def meet(self, rounds: Rounds) -> bool:
+        """Whether there are other members, and a consensus with them can be had."""
+        gone = rounds.channel.gone
+        fixed = self.watch is None or self.watch.frozen is not None
+        others = set(self.current.living) - {self._group.rank, *gone}
+        return bool(others) and not (gone and fixed)
+
+    def unreachable(self, rounds: Rounds | None) -> dict[int, str]:
+        """Members whose links broke, while the membership is frozen and cannot tell."""
+        if self.watch is None or rounds is None or self.watch.frozen is None:
+            return {}
+        return {
+            rank: f"its link broke, and {self.watch.frozen}"
+            for rank, how in rounds.channel.gone.items()
+            if how != "left" and rank in self.current.living
+        }
 
     def end(self, error: BaseException | None = None) -> None:
         """Leaves the membership; one that dies by script just falls silent."""

@@ -77,6 +77,7 @@ class GossipSession:
         if group.world_size > 1:
             news = self._members.watch
             self._rounds = make_rounds(group, transport, self._sections, settings, recorder, news)
+            self._members.seat(self._rounds)
             # At interpreter exit a session that nobody closed still says LEAVE.
             self._farewell = weakref.finalize(self, self._members.farewell, self._rounds)
             try:
@@ -104,6 +105,11 @@ class GossipSession:
     def membership(self) -> Membership:
         """Who lives in the generation that this rank trains in, and who was lost, when and why."""
         return self._members.current
+
+    @property
+    def unreachable(self) -> dict[int, str]:
+        """Members that this rank lost while the rendezvous store could not be asked, and why."""
+        return self._members.unreachable(self._rounds)
 
     @property
     def position(self) -> int:
@@ -352,7 +358,7 @@ class GossipSession:
 
     def _replicas_differ(self) -> bool:
         """Whether this replica is known to be one of several, and there is another way to save."""
-        if self._rounds is None or self._in_consensus or self._rounds.channel.gone:
+        if self._rounds is None or self._in_consensus or not self._members.meet(self._rounds):
             return False
         return self._steps > self._equal_at_step
 

@@ -1,6 +1,6 @@
 """Which samples a rank trains on: all of them in turn, its own shard, or one that moves on."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, runtime_checkable
@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
+from gossipgrad.comm import Group
 from gossipgrad.data import (
     Dataset,
     RingShuffle,
@@ -23,6 +24,9 @@ from gossipgrad.data import (
 )
 
 from ._config import TrainConfig
+
+# A private group by its name, the same on all ranks.
+Groups = Callable[[str], Group]
 
 Batch = tuple[Shaped[Tensor, "batch ..."], Int[Tensor, "batch ..."]]
 
@@ -81,6 +85,7 @@ class RingBatches:
         batch_size: int,
         seed: int,
         deadline_seconds: float,
+        group: Group | None = None,
     ) -> None:
         index = torch.from_numpy(shard)
         self.rows_dealt = len(shard)
@@ -93,6 +98,7 @@ class RingBatches:
             batch_size=batch_size,
             seed=seed,
             deadline_seconds=deadline_seconds,
+            process_group=group,
         )
 
     def __len__(self) -> int:
@@ -124,9 +130,17 @@ class RingBatches:
 
 
 def make_batches(
-    config: TrainConfig, dataset: Dataset, *, rank: int, world_size: int
+    config: TrainConfig,
+    dataset: Dataset,
+    *,
+    rank: int,
+    world_size: int,
+    groups: Groups | None = None,
 ) -> ShardedBatches | ShardBatches | RingBatches:
-    """The batches that `config` asks for; a collective with `shuffle` ring."""
+    """The batches that `config` asks for; a collective with `shuffle` ring.
+
+    It is one of the default process group, or of one of `groups`.
+    """
     threads = config.batch_threads
     if config.shuffle == "global":
         return ShardedBatches(
@@ -160,6 +174,7 @@ def make_batches(
         batch_size=config.batch_size,
         seed=config.seed,
         deadline_seconds=config.shuffle_deadline_seconds,
+        group=None if groups is None else groups("ring"),
     )
 
 

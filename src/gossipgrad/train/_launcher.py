@@ -6,7 +6,7 @@ import multiprocessing.resource_tracker
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import wait
@@ -55,9 +55,10 @@ def launch(config: TrainConfig, run_dir: RunDir, progress: Progress) -> Launched
 
     Workers come out of a fork server that has torch loaded, talk over loopback, and find each
     other in a store that lives in this process, so that no worker is needed more than the others.
-    When one is lost, gossip and local runs go on without it; an all-reduce run ends. The first
-    signal asks the workers to stop at the next step and keeps what was reached; the second kills
-    them. A signal before the first step ends the run. No worker outlives this call.
+    When one is lost, gossip and local runs go on without it, and if it is killed before anybody
+    trains, they start again; an all-reduce run ends. The first signal asks the workers to stop at
+    the next step and keeps what was reached; the second kills them. A signal before the first step
+    ends the run. No worker outlives this call.
 
     Raises:
         RunFailedError: A worker could not start, one of an all-reduce was lost, or all were.
@@ -70,25 +71,39 @@ def launch(config: TrainConfig, run_dir: RunDir, progress: Progress) -> Launched
         if starting:
             progress.notice("stopping; once more to stop at once")
 
+    absent: dict[int, Failure] = {}
     with catch_stops(on_stop) as stops, _hosted_store() as port:
-        workers: list[WorkerHandle] = []
-        try:
-            for worker in _start(config, run_dir, port, stops):
-                workers.append(worker)  # noqa: PERF402  (those started are ended, come what may)
-            starting = False
-            _supervise(workers, config, progress, stops)
-        except _InsistedError:
-            pass
-        finally:
-            starting = False
-            # All at once: one that sees another go would complain of it.
-            for worker in workers:
-                worker.kill_unless_done()
-            for worker in workers:
-                worker.join()
+        while True:
+            workers: list[WorkerHandle] = []
+            starting = True
+            try:
+                for worker in _start(config, run_dir, port, stops, absent):
+                    workers.append(worker)  # noqa: PERF402  (those started are ended, come what may)
+                starting = False
+                _supervise(workers, config, progress, stops)
+            except _InsistedError:
+                pass
+            finally:
+                starting = False
+                # All at once: one that sees another go would complain of it.
+                for worker in workers:
+                    worker.kill_unless_done()
+                for worker in workers:
+                    worker.join()
+            lost = {} if stops.first is not None else _lost_at_start(workers, config)
+            if not lost:
+                break
+            for failure in lost.values():
+                progress.lose(failure.rank)
+                progress.notice(
+                    f"rank {failure.rank} {failure.cause} before its first step; starting again "
+                    "without it"
+                )
+            absent |= lost
+    failures = {worker.rank: worker.failure for worker in workers if worker.failure is not None}
     launched = Launched(
         results={worker.rank: worker.result for worker in workers if worker.result is not None},
-        failures={worker.rank: worker.failure for worker in workers if worker.failure is not None},
+        failures={**absent, **failures},
         stopped_by=stops.first,
         begun=any(worker.ready for worker in workers),
     )
@@ -96,7 +111,19 @@ def launch(config: TrainConfig, run_dir: RunDir, progress: Progress) -> Launched
     return launched
 
 
-def _start(config: TrainConfig, run_dir: RunDir, port: int, stops: Stops) -> Iterator[WorkerHandle]:
+def _lost_at_start(workers: list[WorkerHandle], config: TrainConfig) -> dict[int, Failure]:
+    """Who was killed before anybody trained, if the others can start again without them."""
+    failures = [worker.failure for worker in workers if worker.failure is not None]
+    killed = {failure.rank: failure for failure in failures if failure.was_killed}
+    own = [failure for failure in failures if not failure.was_killed and not failure.is_consequence]
+    if config.needs_every_rank or own or any(worker.ready for worker in workers):
+        return {}
+    return killed if len(killed) < len(workers) else {}
+
+
+def _start(
+    config: TrainConfig, run_dir: RunDir, port: int, stops: Stops, absent: Collection[int]
+) -> Iterator[WorkerHandle]:
     assert config.nproc is not None, "resolve the configuration first"
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
@@ -115,12 +142,18 @@ def _start(config: TrainConfig, run_dir: RunDir, port: int, stops: Stops) -> Ite
         multiprocessing.forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-    for rank in range(config.nproc):
+    members = tuple(rank for rank in range(config.nproc) if rank not in absent)
+    for rank in members:
         if stops.first is not None:
             return
         ours, theirs = context.Pipe()
         spec = WorkerSpec(
-            config=config, run_dir=run_dir, rank=rank, world_size=config.nproc, store_port=port
+            config=config,
+            run_dir=run_dir,
+            rank=rank,
+            world_size=config.nproc,
+            store_port=port,
+            members=members,
         )
         process = context.Process(
             target=worker_main, args=(spec, theirs), name=f"gossipgrad-rank{rank}"
@@ -172,7 +205,7 @@ def _supervise(
             if (lost := worker.failure) is None:
                 continue
             progress.lose(lost.rank)
-            if not _is_fatal(lost, config):
+            if not _is_fatal(lost, config, begun=_begun(workers)):
                 progress.notice(f"rank {lost.rank} {lost.cause}; the others go on")
         if _are_given_up(running, workers):
             hopeless_seconds = hopeless_seconds or time.monotonic() + _GIVEN_UP_GRACE_SECONDS
@@ -189,7 +222,10 @@ def _supervise(
                 for worker in running:
                     worker.tell_to_stop()
             continue
-        fatal = [lost for worker in workers if _is_fatal(lost := worker.failure, config)]
+        begun = _begun(workers)
+        fatal = [
+            lost for worker in workers if _is_fatal(lost := worker.failure, config, begun=begun)
+        ]
         if fatal:
             doomed_seconds = doomed_seconds or time.monotonic() + _CAUSE_GRACE_SECONDS
             if not all(lost.is_consequence for lost in fatal) or time.monotonic() > doomed_seconds:
@@ -203,11 +239,17 @@ def _are_given_up(running: list[WorkerHandle], workers: list[WorkerHandle]) -> b
     return bool(given_up) and all(worker.rank in given_up for worker in running)
 
 
-def _is_fatal(failure: Failure | None, config: TrainConfig) -> TypeGuard[Failure]:
-    """Whether the run cannot go on without this worker."""
-    return failure is not None and (
-        not failure.started or failure.is_fatal or config.needs_every_rank
-    )
+def _begun(workers: list[WorkerHandle]) -> bool:
+    return any(worker.ready for worker in workers)
+
+
+def _is_fatal(failure: Failure | None, config: TrainConfig, *, begun: bool) -> TypeGuard[Failure]:
+    """Whether the run cannot go on without this worker, `begun` by others or not."""
+    if failure is None:
+        return False
+    own = not failure.was_killed and not failure.is_consequence
+    unready = not failure.started and (own or not begun)
+    return unready or failure.is_fatal or config.needs_every_rank
 
 
 def _check_end(launched: Launched, config: TrainConfig, run_dir: RunDir) -> None:
@@ -215,7 +257,7 @@ def _check_end(launched: Launched, config: TrainConfig, run_dir: RunDir) -> None
     failures = sorted(launched.failures.values(), key=lambda lost: lost.is_consequence)
     if launched.stopped_by is not None and (launched.results or not failures):
         return
-    fatal = [lost for lost in failures if _is_fatal(lost, config)]
+    fatal = [lost for lost in failures if _is_fatal(lost, config, begun=launched.begun)]
     if not fatal and launched.results:
         return
     first = (fatal or failures)[0]

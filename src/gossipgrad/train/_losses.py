@@ -33,7 +33,7 @@ def tell_losses(
             "step": last.get("step", 0),
             "epoch": last.get("epoch", 0),
             "seconds": last.get("seconds", 0.0),
-            "when_seconds": known[0]["when_seconds"] if known else None,
+            "when_seconds": (known[0]["when_seconds"] or None) if known else None,
             "generation": known[0]["generation"] if known else None,
             "samples_not_seen": unseen,
             "data": _data(config, ranks, unseen, lost),

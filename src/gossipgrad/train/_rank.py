@@ -3,9 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,11 +11,10 @@ from safetensors.torch import save
 from torch import nn
 
 from gossipgrad import models
-from gossipgrad.comm import Membership
 from gossipgrad.data import Dataset
 from gossipgrad.errors import EvictedError
 
-from ._batches import RingBatches, make_batches, notes_on
+from ._batches import Groups, RingBatches, make_batches, notes_on
 from ._config import TrainConfig
 from ._device import find_device
 from ._evaluate import TestPart, copy_of
@@ -40,10 +37,12 @@ def train_rank(
     world_size: int,
     stop: threading.Event,
     emit: Callable[[Event], None],
+    groups: Groups | None = None,
 ) -> RankResult:
     """Train one replica to the end or the stop, and leave it in `run_dir` for export.
 
-    The default process group must be there, except for `strategy` local without a ring shuffle.
+    The default process group must be there, except for `strategy` local without a ring shuffle, and
+    for gossip where there are `groups`.
     Runs `threads` threads of compute. On the CPU, with the same `config` and as many ranks, a run
     repeats bit for bit, for as long as every exchange is delivered: a rank that dies, or comes too
     late, changes what others mix, and on which samples they train.
@@ -56,6 +55,7 @@ def train_rank(
         world_size: How many there are.
         stop: Set from outside to end the run at the next step boundary.
         emit: Takes events for whoever watches: "ready", "progress", "epoch".
+        groups: Private groups of the ranks that came to the start, by name.
 
     Returns:
         The figures of this rank.
@@ -75,12 +75,18 @@ def train_rank(
     # Equal weights at the start, but dropout masks of its own.
     torch.manual_seed(int(np.random.SeedSequence((config.seed, rank)).generate_state(1)[0]))
     threads = config.batch_threads
-    batches = make_batches(config, dataset, rank=rank, world_size=world_size)
+    batches = make_batches(config, dataset, rank=rank, world_size=world_size, groups=groups)
     total_steps = config.epochs * len(batches)
     spans = StepSpans(rank, num_steps=config.trace, total_steps=total_steps)
     test = TestPart.of(dataset, rank=rank, world_size=world_size, threads=threads, device=device)
     strategy = make_strategy(
-        config, model, optimizers, total_steps=total_steps, stop=stop, spans=spans
+        config,
+        model,
+        optimizers,
+        total_steps=total_steps,
+        stop=stop,
+        spans=spans,
+        groups=groups,
     )
     loggers = open_loggers(config, run_dir, rank)
     with (
@@ -108,7 +114,7 @@ def train_rank(
             emit=emit,
         ).run()
         seconds = metrics.seconds
-    traffic = strategy.traffic()
+    traffic, lost_ranks = strategy.traffic(), strategy.lost_ranks()
     own_accuracy = test.accuracy(model) if strategy.replicas_differ else final.accuracy
     strategy.close()
     shuffle = None
@@ -143,7 +149,7 @@ def train_rank(
         shuffle_late_rounds=0 if shuffle is None else shuffle.late_rounds,
         shuffle_rows_dealt=batches.rows_dealt if isinstance(batches, RingBatches) else 0,
         shuffle_rows_held=0 if shuffle is None else shuffle.rows_held,
-        lost=_lost(strategy.membership),
+        lost=lost_ranks,
         notes=(
             *strategy.notes,
             *loggers.notes,
@@ -161,9 +167,3 @@ def _saved_if_evicted(model: nn.Module, path: Path) -> Iterator[None]:
     except EvictedError as error:
         path.write_bytes(save(copy_of(model)))
         raise EvictedError(f"{error} ({path})") from error
-
-
-def _lost(membership: Membership | None) -> dict[str, dict[str, Any]]:
-    if membership is None:
-        return {}
-    return {str(rank): asdict(loss) for rank, loss in membership.lost.items()}

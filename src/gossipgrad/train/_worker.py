@@ -14,8 +14,10 @@ from multiprocessing.connection import Connection
 import torch.distributed as dist
 
 from gossipgrad import data
+from gossipgrad.comm import Group
 from gossipgrad.errors import GossipError
 
+from ._batches import Groups
 from ._config import TrainConfig
 from ._layout import RunDir
 from ._metrics import Event
@@ -23,6 +25,8 @@ from ._rank import train_rank
 from ._result import DivergedError, PeerLostError
 
 LOOPBACK = "127.0.0.1"
+# Before the first step a lost rank shows in these.
+_OTHERS_GONE = (GossipError, dist.DistError)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +38,8 @@ class WorkerSpec:
     rank: int
     world_size: int
     store_port: int
+    members: tuple[int, ...]
+    """The ranks that are started; others were lost in an earlier start."""
 
 
 def worker_main(spec: WorkerSpec, pipe: Connection) -> None:
@@ -60,8 +66,7 @@ def worker_main(spec: WorkerSpec, pipe: Connection) -> None:
     try:
         config = spec.config
         dataset = data.load(config.data, config.data_dir, image_size=config.image_size)
-        if spec.config.needs_links:
-            _join(spec)
+        groups = _join(spec) if spec.config.needs_links else None
         result = train_rank(
             spec.config,
             dataset,
@@ -70,6 +75,7 @@ def worker_main(spec: WorkerSpec, pipe: Connection) -> None:
             world_size=spec.world_size,
             stop=stop,
             emit=emit,
+            groups=groups,
         )
         pipe.send({"event": "result", "result": result.to_json()})
     except Exception as error:
@@ -80,7 +86,8 @@ def worker_main(spec: WorkerSpec, pipe: Connection) -> None:
                 "event": "failed",
                 "started": started,
                 "cause": short_cause(error),
-                "is_consequence": isinstance(error, PeerLostError),
+                "is_consequence": isinstance(error, PeerLostError)
+                or (not started and isinstance(error, _OTHERS_GONE)),
                 "is_fatal": isinstance(error, DivergedError),
             }
         )
@@ -98,11 +105,18 @@ def short_cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}"
 
 
-def _join(spec: WorkerSpec) -> None:
+def _join(spec: WorkerSpec) -> Groups | None:
     # Without this Gloo listens where the host name leads, which may be a public address.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = dist.TCPStore(LOOPBACK, spec.store_port, is_master=False, timeout=timedelta(minutes=5))
-    dist.init_process_group("gloo", store=store, rank=spec.rank, world_size=spec.world_size)
+    if spec.config.needs_every_rank:
+        dist.init_process_group("gloo", store=store, rank=spec.rank, world_size=spec.world_size)
+        return None
+    # Groups of their own can be among those who are left of an earlier start.
+    start = dist.PrefixStore(f"start{len(spec.members)}", store)
+    return lambda name: Group(
+        dist.PrefixStore(name, start), spec.rank, spec.world_size, members=spec.members
+    )
 
 
 def _listen(pipe: Connection, stop: threading.Event) -> None:

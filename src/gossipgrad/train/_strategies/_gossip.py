@@ -1,6 +1,8 @@
 """Gossip, as a strategy of the loop."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,6 +40,7 @@ class Gossip(Strategy):
         *,
         seed: int,
         spans: StepSpans,
+        group: gg.Group | None = None,
     ) -> None:
         super().__init__()
         self.model = model
@@ -51,6 +54,7 @@ class Gossip(Strategy):
             average_every=options.average_every,
             wire_dtype=None if options.wire_dtype is None else getattr(torch, options.wire_dtype),
             seed=seed,
+            process_group=group,
             heartbeats=_heartbeats(options.lost_after_seconds),
             transport="zeromq" if options.faults is None else _with_faults(options.faults),
             recorder=spans,
@@ -68,17 +72,22 @@ class Gossip(Strategy):
                 raise
             except GossipError as error:
                 told = str(error)
-        self.notes.append(f"no consensus in generation {self.membership.generation}: {told}")
+        self.notes.append(f"no consensus: {told}")
         return alone(self.model, test, final=final, is_consensus=False)
 
     def position(self, steps: int) -> int:
         """In mode stale the rounds of the session; see `Strategy.position`."""
         return self._session.position
 
-    @property
-    def membership(self) -> gg.Membership:
-        """Who lives, and who was lost."""
-        return self._session.membership
+    def lost_ranks(self) -> dict[str, dict[str, Any]]:
+        """Who was lost, by the membership, or by this rank's own links if that is frozen."""
+        generation = self._session.membership.generation
+        told = {
+            str(rank): {"why": why, "generation": generation, "when_seconds": None}
+            for rank, why in self._session.unreachable.items()
+        }
+        lost = self._session.membership.lost
+        return told | {str(rank): asdict(loss) for rank, loss in lost.items()}
 
     def traffic(self) -> Traffic:
         """What the session counted."""

@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import gossipgrad as gg
+from gossipgrad.train._batches import Groups
 from gossipgrad.train._config import TrainConfig
 from gossipgrad.train._spans import StepSpans
 
@@ -28,6 +29,7 @@ def make_strategy(
     total_steps: int,
     stop: threading.Event,
     spans: StepSpans,
+    groups: Groups | None = None,
 ) -> Strategy:
     """The strategy that `config` names; a collective but for `local`."""
     if config.strategy == "local":
@@ -37,7 +39,8 @@ def make_strategy(
     if config.strategy == "agd":
         return LayerwiseAllReduce(model, stop, spans)
     if config.strategy == "gossip":
-        return Gossip(model, optimizers, config.gossip, seed=config.seed, spans=spans)
+        group = None if groups is None else groups("gossip")
+        return Gossip(model, optimizers, config.gossip, seed=config.seed, spans=spans, group=group)
     assert dist.group.WORLD is not None
     group = gg.Group.from_process_group(dist.group.WORLD)
     if config.strategy == "every-log-p":

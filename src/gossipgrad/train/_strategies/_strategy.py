@@ -2,11 +2,11 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from typing import Any
 
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
-from gossipgrad.comm import Membership
 from gossipgrad.models import training_loss
 from gossipgrad.train._evaluate import Evaluation, TestPart, copy_of
 
@@ -40,10 +40,9 @@ class Strategy(ABC):
     def __init__(self) -> None:
         self.notes: list[str] = []
 
-    @property
-    def membership(self) -> Membership | None:
-        """Who lives and who was lost, where that can change."""
-        return None
+    def lost_ranks(self) -> dict[str, dict[str, Any]]:
+        """Ranks that are taken for dead, and when and why, where others can go on; local."""
+        return {}
 
     @abstractmethod
     def evaluate(self, test: TestPart, *, final: bool) -> Evaluation:
