@@ -99,7 +99,7 @@ class Runner:
         except (queue.Empty, ValueError):
             found = self._hung(script, folder, hangs_at)
         events = Events(folder).read()
-        found["begun"] = [event["fault"] for event in events if event["what"] == "fault"]
+        found["begun"] = sorted({e["fault"] for e in events if e["what"] == "fault"})
         lines = story(events, script)
         said = log.read_bytes()[logged:].decode(errors="replace")
         said += "".join(

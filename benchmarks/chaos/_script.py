@@ -136,6 +136,11 @@ class Script:
         """Ranks that are held up, or out of reach, for a while."""
         return {rank for fault in self.faults if fault.kind != "kill" for rank in fault.ranks}
 
+    @property
+    def paused(self) -> set[int]:
+        """Ranks that stand still for a while, which is a long step of their own."""
+        return {rank for fault in self.faults if fault.kind == "pause" for rank in fault.ranks}
+
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         return asdict(self)

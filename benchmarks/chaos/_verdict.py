@@ -55,7 +55,7 @@ def judge(script: Script, found: dict[str, Any], undisturbed: dict[str, Any]) ->
     steps = {
         rank: found["steps_seconds"][str(rank)]
         for rank in survivors
-        if rank not in script.disturbed and found["steps_seconds"][str(rank)]
+        if rank not in script.paused and found["steps_seconds"][str(rank)]
     }
     return {
         "seed": script.seed,

@@ -94,3 +94,39 @@ def test_of_two_halves_the_one_with_the_store_goes_on_and_the_other_learns_it():
     assert answers[:2] == [{2, 3}, {2, 3}]
     assert seen[0] == seen[1] > 0
     assert seen[2] == seen[3] == 0
+
+
+def test_silent_partners_may_hold_all_snapshots_of_mode_stale_and_steps_go_on():
+    storm, hub = Storm(3, "matching", "", 0.0, ()), Hub(3)
+    healed, goes_on = threading.Barrier(3), set()
+
+    def rank_main(rank, group):
+        model = network()
+        optimizer = sgd(list(model.parameters()))
+        with gg.gossip(
+            model,
+            optimizer,
+            mode=gg.Stale(max_staleness=0),
+            process_group=group,
+            transport=lambda _: StormyTransport(hub.transport(rank), storm),
+            heartbeats=None,
+        ) as session:
+
+            def delivered_in(steps):
+                before = session.stats().outcomes["delivered"]
+                for step in range(steps):
+                    set_gradients(model, rank, step)
+                    optimizer.step()
+                return session.stats().outcomes["delivered"] - before
+
+            group.barrier()
+            storm.part({0, 1}, {2})
+            delivered_in(30)
+            group.barrier()
+            stuck = delivered_in(10) if rank < 2 else 0
+            healed.wait(15)
+            storm.heal()
+            until(lambda: goes_on.update([rank] * delivered_in(1)) or len(goes_on) == 3, 15.0)
+        return stuck
+
+    assert run_ranks(3, rank_main)[:2] == [0, 0]
