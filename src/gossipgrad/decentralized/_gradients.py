@@ -1,5 +1,6 @@
 """Gradients layer by layer: each bucket leaves as backward finishes it."""
 
+import time
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -59,7 +60,7 @@ class GradientExchange:
         try:
             for transfer in self._transfers.values():
                 transfer.post_all()
-                deadline = rounds.deadline(transfer)
+                deadline = time.perf_counter() + rounds.longest_wait_seconds
                 for bucket in sorted(transfer.exchanges):
                     if rounds.take(transfer, bucket, deadline) is Outcome.LATE:
                         rounds.outcomes[Outcome.LATE] += 1

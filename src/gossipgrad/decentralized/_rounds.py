@@ -80,6 +80,11 @@ class Rounds:
         """How far the run has come, in steps, for a rank that has made `steps`."""
         return steps
 
+    @property
+    def longest_wait_seconds(self) -> float:
+        """How long a step waits for what is worth nothing later, a gradient."""
+        return self._deadlines.ceiling_seconds
+
     def deadline(self, transfer: Transfer) -> float:
         """Until when a step waits for the parts of a transfer, if it starts to wait now."""
         return time.perf_counter() + self._deadlines.of(transfer.peers.recv_from)
