@@ -175,7 +175,7 @@ def worker(rank: int, port: int, contestant: str, scenario: str, pipe: Connectio
         more = made.end()
     except Exception as error:
         # Of a Gloo error, without the place in its source and the address.
-        said = re.sub(r"\[[^\]]*\]", "", str(error).strip().splitlines()[0]).split(". ")[0]
+        said = re.sub(r"\[[^\]]*\](:\d+)?", "", str(error).strip().splitlines()[0]).split(". ")[0]
         how = f"{type(error).__name__}: {' '.join(said.split())[:120]}"
     pipe.send(asdict(Ran(begins=begins, how=how, **more)))
     # Groups of the dead may hang in their own teardown.

@@ -61,8 +61,7 @@ def run(storm):
     def rank_main(rank, group):
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        spans, begin = Spans(), flat(model)
-        session = None
+        spans = Spans()
         try:
             with gg.gossip(
                 model,
@@ -81,6 +80,7 @@ def run(storm):
                         p.add_(torch.randn(p.shape, generator=generator))
                 session.accept_changes()
                 begin = flat(model)
+                group.barrier()  # nobody is to die before it has begun
                 for step in range(STEPS):
                     transports[rank].reach("between", step)
                     for p in model.parameters():
@@ -88,7 +88,7 @@ def run(storm):
                     optimizer.step()
         except DeadError:
             pass
-        return begin, flat(model), session and session.stats(), spans
+        return begin, flat(model), session.stats(), spans
 
     return run_ranks(storm.world_size, rank_main, timeout_seconds=30)
 

@@ -159,27 +159,25 @@ class StormyTransport:
         self._late: list[Arrival | Lost] = []
         self._receiving = threading.Lock()
         self._ended = False
+        self._told: set[int] = set()  # threads that have heard of this rank's death
 
     def open(self, peer: int) -> None:
         if not self._ended:
             self._inner.open(peer)
 
     def send(self, peer: int, header: bytes, payload: Tensor | None = None) -> Ticket:
-        if self._ended:
-            return Sent()
         what = Header.unpack(header)
-        if what.kind is Kind.DATA:
+        if what.kind is Kind.DATA and not self._ended:
             self.reach("exchange", what.round)
-        else:
-            self._wait_while_paused()
+        elif not self._alive():
+            return Sent()
         return self._inner.send(peer, header, payload)
 
     def receive(self, timeout_seconds: float) -> list[Arrival | Lost]:
         """What has come; of a link that is cut, when it is no more."""
         deadline = time.monotonic() + timeout_seconds
         with self._receiving:
-            while not self._ended:
-                self._wait_while_paused()
+            while self._alive():
                 wait = min(
                     [deadline - time.monotonic(), _LOOK_SECONDS, *map(self._held, self._late)]
                 )
@@ -190,7 +188,8 @@ class StormyTransport:
                 self._late = [event for event in self._late if _peer(event) in held]
                 if ready or time.monotonic() >= deadline:
                     return ready
-            return []
+        time.sleep(min(timeout_seconds, _LOOK_SECONDS))
+        return []
 
     def forget(self, peer: int) -> None:
         if not self._ended:
@@ -206,6 +205,7 @@ class StormyTransport:
             self._storm.reach(self.rank, moment, step)
         except DeadError:
             self.die()
+            self._told.add(threading.get_ident())
             raise
 
     def die(self) -> None:
@@ -213,12 +213,20 @@ class StormyTransport:
         self._ended = True
         self._inner.close(0.0)
 
-    def _wait_while_paused(self) -> None:
+    def _alive(self) -> bool:
+        """Whether this rank lives, once nothing holds it up.
+
+        Raises:
+            DeadError: It does not, and this thread hears so for the first time; later it is to end.
+        """
         try:
             self._storm.wait_while_paused(self.rank)
         except DeadError:
             self.die()
-            raise
+            if threading.get_ident() not in self._told:
+                self._told.add(threading.get_ident())
+                raise
+        return not self._ended
 
     def _held(self, event: Arrival | Lost) -> float:
         return self._storm.held_seconds(self.rank, _peer(event))
