@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
-from gossipgrad.comm import Channel, Outcome, Recorder
+from gossipgrad.comm import Channel, Outcome, Recorder, Ticket
 from gossipgrad.decentralized._deadlines import Deadlines
 from gossipgrad.decentralized._listener import Listener
 from gossipgrad.decentralized._section import Delta, Section, Transfer
@@ -61,6 +61,7 @@ class Rounds:
         self.lagged = lagged
         self._recorder = recorder
         self._listener = Listener(channel)
+        self._sent: list[Ticket] = []
         self._under_way: list[Transfer] = []
         self._late: list[Transfer] = []
         self._squares: list[list[Tensor]] = []
@@ -123,8 +124,7 @@ class Rounds:
         self.next_round += 1
         for transfer in transfers:
             transfer.post_all()
-        self._under_way.extend(transfers)
-        self._expect(transfers)
+        self._take_on(transfers)
         end = time.perf_counter()
         self.mixing_seconds += end - start
         self._span("snapshot", start, end, round=round)
@@ -158,8 +158,7 @@ class Rounds:
             sent = [transfer for transfer in following.values() if transfer.exchanges]
             _release([t for t in following.values() if not t.exchanges])
             self.next_round += done or bool(sent)
-            self._under_way.extend(sent)
-            self._expect(sent)
+            self._take_on(sent)
         self.closed_rounds += 1
         end = time.perf_counter()
         self.mixing_seconds += end - start
@@ -285,8 +284,6 @@ class Rounds:
         for bucket in sorted(transfer.exchanges):
             if bucket in transfer.taken:
                 continue
-            if next_transfer is not None and transfer.exchanges[bucket].open:
-                next_transfer.post_filled()  # the link is free, and this rank about to wait
             if self.take(transfer, bucket, deadline) is Outcome.LATE:
                 self.outcomes[Outcome.LATE] += not again
             else:
@@ -328,6 +325,7 @@ class Rounds:
                 if transfer is None:
                     _release(transfers)
                     return None
+                transfer.behind = self._sent
                 transfers.append(transfer)
         except BaseException:
             _release(transfers)
@@ -341,7 +339,10 @@ class Rounds:
         transfers = self._begin(sections, 0.0)
         return None if transfers is None else {t.section: t for t in transfers}
 
-    def _expect(self, transfers: Sequence[Transfer]) -> None:
+    def _take_on(self, transfers: Sequence[Transfer]) -> None:
+        """Looks after transfers that were sent."""
+        self._under_way.extend(transfers)
+        self._sent = [ticket for transfer in transfers for ticket in transfer.tickets]
         if not self.lagged:  # the authors' rule needs what was received as it came
             self._listener.expect(transfers)
 

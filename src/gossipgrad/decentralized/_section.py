@@ -15,10 +15,12 @@ from gossipgrad.comm import (
     Outcome,
     Snapshot,
     SnapshotPool,
+    Ticket,
     is_sharded,
     split,
     to_device,
 )
+from gossipgrad.decentralized._in_turn import in_turn
 from gossipgrad.decentralized._mixing import delta_of, mix, replace, widened
 from gossipgrad.decentralized._tensors import Entry
 from gossipgrad.topology import Peers
@@ -202,11 +204,17 @@ class Transfer:
         self.snapshot = snapshot
         self.exchanges: dict[int, Exchange] = {}
         self.taken: set[int] = set()
+        self.behind: Sequence[Ticket] = ()  # what leaves first, if it does so soon
         self._channel = channel
         self._deltas: dict[int, Delta] = {}
         self._filled: dict[int, tuple[Tensor, Callable[[], None] | None]] = {}
         self._preparing = threading.Lock()
         self._over = False
+
+    @property
+    def tickets(self) -> list[Ticket]:
+        """Of what was sent."""
+        return [exchange.ticket for exchange in self.exchanges.values()]
 
     def fill(self, bucket: int) -> None:
         """Copies a bucket into the snapshot."""
@@ -216,7 +224,8 @@ class Transfer:
         """Sends a bucket, and copies it into the snapshot before if that was not done."""
         if bucket not in self._filled:
             self.fill(bucket)
-        payload, ready = self._filled.pop(bucket)
+        payload, filled = self._filled.pop(bucket)
+        ready = in_turn(filled, self.behind)
         exchange = self._channel.post(
             self.round,
             self.section.first_bucket + bucket,
