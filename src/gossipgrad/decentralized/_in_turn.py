@@ -16,9 +16,9 @@ def in_turn(
 ) -> Callable[[], None] | None:
     """What a message waits for: its buffer, and the messages of the round before.
 
-    Two rounds that leave at once share the link, and the partner of the first waits for it about
-    twice as long: where exchanges take longer than steps, everybody would. Those to a partner that
-    takes nothing in hold up the next round's for two seconds at most.
+    Two rounds that leave at once share the link, the partner of the first waits longer, and soon
+    everyone waits for someone. What a partner does not take in holds up the next round for two
+    seconds at most.
 
     Args:
         filled: Returns when the buffer is filled; None if it is.

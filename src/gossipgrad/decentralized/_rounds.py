@@ -137,10 +137,11 @@ class Rounds:
     def advance(self, of_round: Callable[[int], Sequence[Section]]) -> None:
         """Closes the round and opens the next, with sections `of_round`.
 
-        A bucket leaves as soon as the one before it is mixed.
+        A bucket is copied as soon as the one before it is mixed, and sent when all are: earlier it
+        would share the partner's link with what that one still awaits of this round.
 
-        So the link is busy again while the rest of the round is still coming. One after the other
-        if the next partner is one who is awaited, or a snapshot for the next round is not free.
+        Closed first and opened then if the next partner is one who is awaited, or no snapshot is
+        free for the next round.
         """
         following = self._following(of_round(self.next_round))
         if following is None:

@@ -237,11 +237,6 @@ class Transfer:
         self.snapshot.hold(exchange.ticket)
         self.exchanges[bucket] = exchange
 
-    def post_filled(self) -> None:
-        """Sends the buckets that are in the snapshot."""
-        for bucket in list(self._filled):
-            self.post(bucket)
-
     def post_all(self) -> None:
         """Sends every bucket that was not sent yet."""
         missing = [b for b in range(len(self.section.plan.buckets)) if b not in self.exchanges]
