@@ -148,6 +148,75 @@ def test_a_broken_link_makes_it_quick_but_a_sign_of_life_clears(watches, clock):
     assert all_watches[3].latest.living == (0, 1, 3)
 
 
+def examine_in_the_middle_of(pass_seconds, watch):
+    """What `watch.examine()` says, if it takes some seconds."""
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(watch.examine()))
+    thread.start()
+    until(lambda: watch._examined)
+    pass_seconds()
+    thread.join(5)
+    return answers
+
+
+def test_a_collective_that_broke_makes_nobody_dead_who_stands_still(watches, clock):
+    all_watches = watches(4)
+    pass_seconds(clock, all_watches, 3)
+    living = [all_watches[r] for r in (0, 1, 3)]
+    all_watches[0]._question(all_watches[0]._examined, {1, 2, 3})
+    pass_seconds(clock, living, 8)
+    assert all_watches[0].latest.generation == 0
+    assert all_watches[0]._examined == {2}
+    pass_seconds(clock, living, 5)
+    assert all_watches[3].latest.living == (0, 1, 3)
+    assert all_watches[3].latest.lost[2].why == "no sign of life for 10 s"
+
+
+def test_an_examination_waits_for_who_is_silent(watches, clock):
+    all_watches = watches(3)
+    pass_seconds(clock, all_watches, 3)
+
+    def wait():
+        pass_seconds(clock, [all_watches[0], all_watches[1]], 13)
+
+    assert examine_in_the_middle_of(wait, all_watches[0]) == [True]
+    assert all_watches[0].latest.living == (0, 1)
+
+
+def test_an_examination_ends_when_all_have_shown_a_sign_of_life(watches, clock):
+    all_watches = watches(3)
+    pass_seconds(clock, all_watches, 3)
+    assert examine_in_the_middle_of(
+        lambda: pass_seconds(clock, all_watches, 2), all_watches[0]
+    ) == [False]
+
+
+def test_a_beat_from_before_the_link_broke_is_no_sign_of_life(watches, clock):
+    all_watches = watches(3)
+    pass_seconds(clock, all_watches, 3)
+    all_watches[1].beat()  # its last, which rank 0 has not seen
+    all_watches[0].gone(1, left=False)
+    pass_seconds(clock, [all_watches[0], all_watches[2]], 5)
+    assert all_watches[0].latest.living == (0, 2)
+
+
+@pytest.mark.parametrize("lease_seconds", [1.5, 4.0, 10.0])
+def test_nobody_is_given_up_before_its_lease_has_run_out(clock, lease_seconds):
+    settings = Heartbeats(interval_seconds=1.0, lease_seconds=lease_seconds, silent_seconds=10.0)
+    store, first = dist.HashStore(), Membership.first(2)
+    mine, other = (MemberWatch(store, r, first, settings, now=clock) for r in range(2))
+    for _ in range(3):
+        clock.seconds += 0.95
+        other.beat()
+        mine.beat()
+    mine.gone(1, left=False)
+    last_seconds = clock.seconds
+    while mine.latest.generation == 0:
+        clock.seconds += 0.95
+        mine.beat()
+    assert lease_seconds < clock.seconds - last_seconds < max(3.0, lease_seconds) + 2.0
+
+
 def test_who_stood_still_itself_gives_nobody_up(watches, clock):
     """After a SIGSTOP of this rank the beats that it saw last are old, and tell nothing."""
     all_watches = watches(2)

@@ -12,8 +12,8 @@ class Heartbeats:
     """Signs of life through the rendezvous store, by a thread of each rank.
 
     A beat costs a rank one write and two reads, however many ranks there are: each watches the next
-    one among the living. A rank whose process dies breaks its links, too, and is known for dead
-    after three beats; one that only stands still, after `silent_seconds`.
+    one among the living. A rank whose process dies breaks its links, too, and is taken for dead
+    soon after `lease_seconds`; one that only stands still, after `silent_seconds`.
 
     Attributes:
         interval_seconds: Between two beats; also how soon a change of the membership is learnt.
@@ -21,6 +21,7 @@ class Heartbeats:
             been stopped and continued, finds that the others go on without it.
         lease_seconds: How old the knowledge may be, before something is sent, that this rank is
             still a member. If it is older, the store is asked first, for at most as long again.
+            Nobody is given up sooner than this.
 
     Raises:
         ValueError: If a duration is not positive and finite, or they are not in that order.

@@ -1,6 +1,7 @@
 """Watching over the members of a run: signs of life, suspicion, and the next generation."""
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -14,10 +15,10 @@ __all__ = ["MemberWatch"]
 
 logger = logging.getLogger(__name__)
 
-_SUSPECT_BEATS = 3  # without a sign of life, for one whose link broke
+_SUSPECT_BEATS = 3  # at least, without a sign of life, for one whose link broke
 _LOOK = 0.9  # of an interval lies between two looks that count
 _FAREWELL_SECONDS = 1.0
-_EXAMINED_BEATS = 8  # how long an examination may take, in beats
+_EXAMINATION = 2.0  # may take so many times as long as a rank may be silent
 
 
 @dataclass(slots=True)
@@ -67,7 +68,9 @@ class MemberWatch:
         self._record = Record(store, first)
         self._beats = 0
         self._seen: dict[int, _Seen] = {}
-        self._suspects: set[int] = set()
+        self._suspects: set[int] = set()  # their links broke
+        self._examined: set[int] = set()  # a collective broke, and nobody knows by whom
+        self._unread: set[int] = set()  # of both: their beats were not read since
         self._expelled = frozenset(first.lost)
         self._confirmed_seconds = now()
         self._changed = threading.Condition()
@@ -88,7 +91,7 @@ class MemberWatch:
 
     def gone(self, peer: int, *, left: bool) -> None:
         """A link ended: if its peer shows no sign of life now, it is given up soon."""
-        self._suspect({peer})
+        self._question(self._suspects, {peer})
 
     def expelled(self) -> Collection[int]:
         """Ranks that were taken for dead, by whomever."""
@@ -123,24 +126,29 @@ class MemberWatch:
             "are intact: save them, or start a new process from them"
         )
 
-    def examine(self) -> bool:
+    def examine(self, listen: Callable[[], object] = lambda: None) -> bool:
         """Whether there is a newer generation than was known at the call, once all is looked at.
 
         For when a collective broke: waits until every member has shown a sign of life, or those
-        that did not are given up; a few beats.
+        that did not are given up; a few beats if all live or a link broke, else `silent_seconds`.
+
+        Args:
+            listen: Called in between; hears of links that break.
         """
         known = self.latest.generation
-        self._suspect(set(self.latest.living))
-        with self._changed:
-            self._changed.wait_for(
-                lambda: (
-                    self.latest.generation > known
-                    or not self._suspects
-                    or self.frozen
-                    or self._stopped
-                ),
-                _EXAMINED_BEATS * self._settings.interval_seconds,
-            )
+        self._question(self._examined, set(self.latest.living))
+
+        def over() -> object:
+            doubted = self._suspects or self._examined
+            return self.latest.generation > known or not doubted or self.frozen or self._stopped
+
+        deadline = time.monotonic() + _EXAMINATION * self._settings.silent_seconds
+        while time.monotonic() < deadline:
+            listen()
+            with self._changed:
+                if self._changed.wait_for(over, self._settings.interval_seconds):
+                    break
+            self.is_member()  # freezes the membership if the store hangs
         return self.latest.generation > known
 
     def beat(self) -> None:
@@ -189,27 +197,34 @@ class MemberWatch:
     def _look(self) -> dict[int, str]:
         """Who has been silent for too long, and why that is known."""
         settings = self._settings
-        silent = max(_SUSPECT_BEATS, round(settings.silent_seconds / settings.interval_seconds))
+        # Who is given up must have lost its lease by then, or it would still send.
+        quick = math.ceil(settings.lease_seconds / (_LOOK * settings.interval_seconds))
+        quick = max(_SUSPECT_BEATS, quick)
+        silent = max(quick, round(settings.silent_seconds / settings.interval_seconds))
         dead: dict[int, str] = {}
         for peer in self._watched(silent):
+            with self._changed:
+                unread = peer in self._unread
+                self._unread.discard(peer)
             beat, now = self._store.get(self._key(peer)), self._now()
             seen = self._seen.get(peer)
             if seen is None or beat != seen.beat:
                 self._seen[peer] = _Seen(beat, now)
-                if seen is not None:  # else it may be an old one, and tells nothing
+                # The first beat that is read may be older than the doubt, and tells nothing.
+                if seen is not None and not unread:
                     self._clear(peer)
                 continue
             # Looks are counted, not seconds: this rank may have stood still itself.
             if now - seen.looked_seconds >= _LOOK * settings.interval_seconds:
                 seen.looks, seen.looked_seconds = seen.looks + 1, now
-            if peer in self._suspects and seen.looks >= _SUSPECT_BEATS:
+            if peer in self._suspects and seen.looks >= quick:
                 dead[peer] = "its link broke, and it shows no sign of life"
             elif seen.looks >= silent:
                 dead[peer] = f"no sign of life for {settings.silent_seconds:g} s"
         return dead
 
     def _watched(self, silent: int) -> list[int]:
-        """Suspects, the next one among the living, and so on behind those that are silent."""
+        """The next one among the living, and so on behind those that are silent; the doubted."""
         living = self.latest.living
         place = living.index(self._rank)
         watched = []
@@ -217,10 +232,10 @@ class MemberWatch:
             watched.append(peer)
             if peer not in self._seen or self._seen[peer].looks <= silent // 4:
                 break
-        suspects = self._suspects & set(living) - {*watched}
-        for peer in set(self._seen) - {*watched, *suspects}:
+        doubted = (self._suspects | self._examined) & set(living) - {*watched}
+        for peer in set(self._seen) - {*watched, *doubted}:
             del self._seen[peer]
-        return [*watched, *sorted(suspects)]
+        return [*watched, *sorted(doubted)]
 
     def _give_up(self, ranks: dict[int, str], *, left: bool = False) -> None:
         """Writes the next generation, without some ranks, unless others did so already."""
@@ -237,21 +252,26 @@ class MemberWatch:
         self._expelled = frozenset(set(membership.lost) - {self._rank})
         with self._changed:
             self.latest = membership
-            self._suspects &= set(membership.living)
+            for doubted in (self._suspects, self._examined, self._unread):
+                doubted &= set(membership.living)
             self._changed.notify_all()
 
-    def _suspect(self, peers: set[int]) -> None:
+    def _question(self, doubted: set[int], peers: set[int]) -> None:
+        """Has the thread look at some peers, for a sign of life from now on."""
         with self._changed:
-            new = (peers & set(self.latest.living)) - {self._rank} - self._suspects
+            new = (peers & set(self.latest.living)) - {self._rank} - doubted
             if not new or self.frozen is not None:
                 return
-            self._suspects |= new
+            doubted |= new
+            self._unread |= new
         self._wake.set()
 
     def _clear(self, peer: int) -> None:
         with self._changed:
-            self._suspects.discard(peer)
-            self._changed.notify_all()
+            if peer not in self._unread:
+                self._suspects.discard(peer)
+                self._examined.discard(peer)
+                self._changed.notify_all()
 
     def _freeze(self, why: str) -> None:
         with self._changed:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import torch.distributed as dist
 
 from gossipgrad.comm import (
+    Channel,
     Group,
     Heartbeats,
     Loss,
@@ -36,6 +37,7 @@ class Members:
         self.current = Membership.first(group.world_size, group.members)
         self.watch: MemberWatch | None = None
         self._group = group
+        self._channel: Channel | None = None
         self._schedule = schedule
         if heartbeats is not None and group.world_size > 1:
             # One session may follow another on a group. The n-th here meets the n-th elsewhere.
@@ -49,7 +51,8 @@ class Members:
     def seat(self, rounds: Rounds) -> None:
         """Gives rounds the schedule of those that came to the start; local."""
         rounds.schedule = among(self._schedule, self.current.living)
-        rounds.channel.poll()  # gives up those that did not
+        self._channel = rounds.channel
+        self._channel.poll()  # gives up those that did not
 
     def start(self) -> None:
         """Begins to watch; all ranks must have come here, or further."""
@@ -86,12 +89,12 @@ class Members:
     def changed(self) -> bool:
         """Whether a collective that broke can be tried again: members were lost, or have left.
 
-        Looks after all of them, which may take a few beats.
+        Looks after all of them, which may take a few beats; `silent_seconds` if one stands still.
         """
-        if self.watch is None:
+        if self.watch is None or self._channel is None:
             return False
         newer = self.watch.latest.generation > self.current.generation
-        return newer or self.watch.examine()
+        return newer or self.watch.examine(self._channel.poll)
 
     def meet(self, rounds: Rounds) -> bool:
         """Whether there are other members, and a consensus with them can be had."""
