@@ -217,6 +217,52 @@ def test_nobody_is_given_up_before_its_lease_has_run_out(clock, lease_seconds):
     assert lease_seconds < clock.seconds - last_seconds < max(3.0, lease_seconds) + 2.0
 
 
+class Hooked:
+    """A store of one rank, in which something happens just before it writes a generation."""
+
+    def __init__(self, store):
+        self._store = store
+        self.set, self.get = store.set, store.get
+        self.before = lambda: None
+
+    def compare_set(self, key, expected, desired):
+        before, self.before = self.before, lambda: None
+        before()
+        return self._store.compare_set(key, expected, desired)
+
+
+@pytest.fixture
+def hooked_watches(clock):
+    inner, first = dist.HashStore(), Membership.first(4)
+    return [MemberWatch(Hooked(inner), r, first, SETTINGS, now=clock) for r in range(4)]
+
+
+def test_who_was_given_up_gives_up_nobody(hooked_watches, clock):
+    """Rank 0 stands still as it writes that rank 1 is lost, and rank 1 shows a sign of life."""
+    pass_seconds(clock, hooked_watches, 3)
+    pass_seconds(clock, [hooked_watches[r] for r in (0, 2, 3)], 9)
+    hooked_watches[0]._store.before = lambda: pass_seconds(clock, hooked_watches[1:], 30)
+    pass_seconds(clock, hooked_watches[:1], 2)
+    pass_seconds(clock, hooked_watches, 5)
+    for watch in hooked_watches:
+        assert watch.latest.living == (1, 2, 3)
+    assert not hooked_watches[0].is_member()
+
+
+def test_who_was_slower_looks_again_before_it_gives_anybody_up(hooked_watches, clock):
+    def meanwhile():
+        hooked_watches[1].beat()
+        hooked_watches[3].leave()
+        hooked_watches[3]._give_up({3: "left"}, left=True)
+
+    pass_seconds(clock, hooked_watches, 3)
+    pass_seconds(clock, [hooked_watches[r] for r in (0, 2, 3)], 9)
+    hooked_watches[0]._store.before = meanwhile
+    pass_seconds(clock, hooked_watches[:1], 2)
+    pass_seconds(clock, hooked_watches[:3], 5)
+    assert hooked_watches[0].latest.living == (0, 1, 2)
+
+
 def test_who_stood_still_itself_gives_nobody_up(watches, clock):
     """After a SIGSTOP of this rank the beats that it saw last are old, and tell nothing."""
     all_watches = watches(2)

@@ -238,10 +238,17 @@ class MemberWatch:
         return [*watched, *sorted(doubted)]
 
     def _give_up(self, ranks: dict[int, str], *, left: bool = False) -> None:
-        """Writes the next generation, without some ranks, unless others did so already."""
-        while set(ranks) & set(self.latest.living):
-            desired = self.latest.without(ranks, left=left, by=self._rank)
-            self._learn(self._record.replace(self.latest, desired))
+        """Writes the next generation, without some ranks, if this rank is in the newest one.
+
+        Whoever was faster may have seen more, so the next beat looks again; a farewell stays true.
+        """
+        known = None
+        while self.latest is not known and {*ranks} & {*self.latest.living}:
+            known = self.latest
+            desired = known.without(ranks, left=left, by=self._rank)
+            self._learn(self._record.replace(known, desired))
+            if not left:
+                return
 
     def _learn(self, membership: Membership) -> None:
         if membership.generation <= self.latest.generation:
