@@ -369,6 +369,68 @@ def test_when_the_store_is_lost_the_membership_freezes_and_a_warning_says_so_onc
     assert watch.latest.living == (0, 1, 2)
 
 
+class Failing:
+    """A connection to a store; once it has failed it stays broken, as a socket does."""
+
+    def __init__(self, store):
+        self._store, self.broken = store, False
+
+    def _do(self, what, *arguments):
+        if self.broken:
+            raise RuntimeError("Connection reset by peer")
+        return getattr(self._store, what)(*arguments)
+
+    def set(self, key, value):
+        return self._do("set", key, value)
+
+    def get(self, key):
+        return self._do("get", key)
+
+    def compare_set(self, key, expected, desired):
+        return self._do("compare_set", key, expected, desired)
+
+
+def test_a_connection_to_the_store_that_breaks_is_made_anew(caplog):
+    inner = dist.HashStore()
+    quick = Heartbeats(interval_seconds=0.01, lease_seconds=0.1, silent_seconds=5.0)
+    connections = []
+
+    def reconnect():
+        connections.append(Failing(inner))
+        connections[-1].broken = len(connections) < 3
+        return connections[-1]
+
+    first, connection = Membership.first(2), Failing(inner)
+    watch = MemberWatch(connection, 0, first, quick, reconnect=reconnect)
+    other = MemberWatch(inner, 1, first, quick)
+    with caplog.at_level(logging.WARNING):
+        watch.start()
+        connection.broken = True
+        until(lambda: len(connections) == 3 and watch.frozen is None)
+    assert ["is lost" in r.message for r in caplog.records] == [True, False]
+    beat = inner.get("beat/0")
+    until(lambda: inner.get("beat/0") != beat)
+    other.leave()
+    other._give_up({1: "left"}, left=True)
+    until(lambda: watch.latest.living == (0,))
+    watch.stop()
+
+
+def test_who_was_given_up_while_its_store_was_lost_learns_it_then():
+    inner = dist.HashStore()
+    quick = Heartbeats(interval_seconds=0.01, lease_seconds=0.1, silent_seconds=5.0)
+    first, connection = Membership.first(2), Failing(inner)
+    watch = MemberWatch(connection, 0, first, quick, reconnect=lambda: Failing(inner))
+    other = MemberWatch(inner, 1, first, quick)
+    connection.broken = True
+    other._give_up({0: "no sign of life"})
+    watch.start()
+    until(lambda: not watch.is_member())
+    with pytest.raises(EvictedError, match="rank 0 was taken for dead by rank 1"):
+        watch.confirm()
+    watch.stop()
+
+
 def test_leaving_in_order_is_told_as_such():
     store = dist.HashStore()
     quick = Heartbeats(interval_seconds=0.005, lease_seconds=0.1, silent_seconds=0.5)

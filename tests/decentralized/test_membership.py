@@ -256,6 +256,7 @@ def test_training_goes_on_when_the_store_is_lost(caplog):
             raise RuntimeError("Connection reset by peer")
 
         watch._store = type("Lost", (), {"set": fail, "get": fail, "compare_set": fail})()
+        watch._reconnect = fail
         until(lambda: watch.frozen)
         delivered = me.session.stats().outcomes["delivered"]
         me.train(10)

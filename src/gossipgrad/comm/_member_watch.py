@@ -1,5 +1,6 @@
 """Watching over the members of a run: signs of life, suspicion, and the next generation."""
 
+import contextlib
 import logging
 import math
 import threading
@@ -36,13 +37,16 @@ class MemberWatch:
     Nothing here is a collective, and nobody waits for another rank. Only the thread talks to the
     store, so that a store that hangs holds up nobody else. Once it fails, or does not answer in
     time when a lease has run out, the membership is frozen: a warning says so once, the last
-    generation stays, and training goes on with those who can be reached.
+    generation stays, and training goes on with those who can be reached. The thread tries on, with
+    new connections, until the store answers again.
 
     Args:
         store: Where records and beats are kept; used by the thread alone once it runs.
         rank: This rank.
         first: The membership at the start.
         settings: How often, and how long.
+        reconnect: Makes a new connection to the same store once one has failed; None: the old one
+            is tried again.
         now: The clock of leases.
 
     Attributes:
@@ -57,6 +61,7 @@ class MemberWatch:
         first: Membership,
         settings: Heartbeats,
         *,
+        reconnect: Callable[[], Store] | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.latest = first
@@ -64,6 +69,7 @@ class MemberWatch:
         self._store = store
         self._rank = rank
         self._settings = settings
+        self._reconnect = reconnect
         self._now = now
         self._record = Record(store, first)
         self._beats = 0
@@ -172,27 +178,44 @@ class MemberWatch:
 
     def stop(self) -> None:
         """Ends the thread; whoever watches this rank sees it fall silent."""
-        self._stopped = True
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
         self._wake.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_FAREWELL_SECONDS)
-        with self._changed:
-            self._changed.notify_all()
 
     def _run(self) -> None:
-        try:
-            while not self._stopped:
+        interval = self._settings.interval_seconds
+        pause, broken = interval, False  # a store that is lost is tried again ever more rarely
+        while not self._stopped:
+            try:
+                if broken:
+                    self._connect()
                 self._wake.clear()
                 self.beat()
+            except RuntimeError as error:
+                if self._stopped:
+                    return
+                broken = True
+                self._freeze(f"the rendezvous store is lost ({_first_line(error)})")
+                with self._changed:
+                    self._changed.wait_for(lambda: self._stopped, pause)
+                pause = min(2 * pause, max(interval, self._settings.silent_seconds / 2))
+            else:
                 self._thaw()
+                pause, broken = interval, False
                 if not self._stopped:
-                    self._wake.wait(self._settings.interval_seconds)
-            if self._leaving:
+                    self._wake.wait(interval)
+        if self._leaving and not broken:
+            with contextlib.suppress(RuntimeError):  # then it falls silent
                 self._give_up({self._rank: "left"}, left=True)
-        except RuntimeError as error:
-            if not self._stopped:
-                first_line = str(error).split("\n", 1)[0]
-                self._freeze(f"the rendezvous store is lost ({first_line})")
+
+    def _connect(self) -> None:
+        """Goes on over a new connection: one that has failed once stays broken."""
+        if self._reconnect is not None:
+            self._store = self._reconnect()
+            self._record = Record(self._store, self.latest)
 
     def _look(self) -> dict[int, str]:
         """Who has been silent for too long, and why that is known."""
@@ -301,3 +324,7 @@ class MemberWatch:
     @staticmethod
     def _key(rank: int) -> str:
         return f"beat/{rank}"
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).split("\n", 1)[0]

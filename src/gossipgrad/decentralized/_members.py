@@ -42,10 +42,15 @@ class Members:
         if heartbeats is not None and group.world_size > 1:
             # One session may follow another on a group. The n-th here meets the n-th elsewhere.
             name = f"members/{group.store.add(f'members/{group.rank}', 1)}"
-            # A clone has a connection of its own: what hangs in it holds up nobody else.
-            store = group.store.clone()  # pyrefly: ignore[missing-attribute]
-            prefixed = dist.PrefixStore(name, store)
-            self.watch = MemberWatch(prefixed, group.rank, self.current, heartbeats)
+
+            def connect() -> dist.Store:
+                # A clone has a connection of its own: what hangs in it holds up nobody else.
+                store = group.store.clone()  # pyrefly: ignore[missing-attribute]
+                return dist.PrefixStore(name, store)
+
+            self.watch = MemberWatch(
+                connect(), group.rank, self.current, heartbeats, reconnect=connect
+            )
             group.follow(self._gone, name)
 
     def seat(self, rounds: Rounds) -> None:
