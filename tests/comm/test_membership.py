@@ -299,6 +299,28 @@ def test_a_lease_that_ran_out_is_renewed_before_anything_is_sent(watches, clock)
     assert Record(paused._store, Membership.first(3)).read().gone[1].left is False
 
 
+def test_without_waiting_an_old_lease_forbids_to_send_until_it_is_renewed(watches, clock):
+    """The lease is 2 s: for as long again the store may keep silent, and nobody waits for it."""
+    watch, other = watches(2)
+    watch.waits = False
+    pass_seconds(clock, [watch, other], 3)
+    clock.seconds += 2.5
+    began = time.monotonic()
+    assert not any(watch.is_member() for _ in range(100))
+    watch.confirm()
+    assert time.monotonic() - began < 0.5
+    watch.beat()
+    assert watch.is_member()
+    clock.seconds += 2.5
+    assert not watch.is_member()
+    clock.seconds += 1.9
+    assert not watch.is_member()
+    assert watch.frozen is None
+    clock.seconds += 0.2
+    assert watch.is_member()
+    assert "did not answer within 2 s" in watch.frozen
+
+
 def test_a_lease_that_cannot_be_renewed_freezes_the_membership(clock, caplog):
     class Hanging:
         def __init__(self):

@@ -282,6 +282,46 @@ def test_training_goes_on_when_the_store_is_lost(caplog):
     assert len(frozen) == 3
 
 
+def test_in_mode_stale_no_step_waits_for_a_store_that_stands_still():
+    free, together = threading.Event(), threading.Barrier(2)
+
+    def main(me):
+        me.train(3)
+        watch = me.session._members.watch
+        store, standing = watch._store, threading.Event()
+
+        class StandingStill:
+            def set(self, key, value):
+                standing.set()
+                free.wait(10)
+                store.set(key, value)
+
+            def get(self, key):
+                return store.get(key)
+
+        watch._store = StandingStill()
+        assert standing.wait(5)
+        time.sleep(beats.lease_seconds + 0.1)
+        sent = me.session._rounds.channel.bytes_sent
+        longest, voided = 0.0, me.session.stats().void_rounds
+        for _ in range(5):
+            start = time.monotonic()
+            me.train(1)
+            longest = max(longest, time.monotonic() - start)
+        assert watch.frozen is None
+        assert me.session._rounds.channel.bytes_sent == sent, "nothing may be sent on an old lease"
+        assert me.session.stats().void_rounds > voided
+        together.wait(10)
+        free.set()
+        until(watch.is_member)
+        me.train_until(lambda: me.session._rounds.channel.bytes_sent > sent)
+        me.session.group.barrier()
+        return longest
+
+    beats = gg.Heartbeats(interval_seconds=0.03, lease_seconds=1.0, silent_seconds=20.0)
+    assert max(run_mortals(2, main, mode="stale", heartbeats=beats)) < 0.5
+
+
 def test_two_generations_that_are_learnt_at_once():
     def main(me):
         me.train(2)

@@ -52,6 +52,7 @@ class MemberWatch:
     Attributes:
         latest: The newest membership that is known.
         frozen: Why the membership cannot change any more, None while it can.
+        waits: Whether `is_member` may wait for the store. Else nothing is sent meanwhile.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class MemberWatch:
     ) -> None:
         self.latest = first
         self.frozen: str | None = None
+        self.waits = True
         self._store = store
         self._rank = rank
         self._settings = settings
@@ -78,7 +80,7 @@ class MemberWatch:
         self._examined: set[int] = set()  # a collective broke, and nobody knows by whom
         self._unread: set[int] = set()  # of both: their beats were not read since
         self._expelled = frozenset(first.lost)
-        self._confirmed_seconds = now()
+        self._confirmed_seconds = self._asked_seconds = now()
         self._changed = threading.Condition()
         self._wake = threading.Event()
         self._leaving = self._stopped = False
@@ -104,28 +106,38 @@ class MemberWatch:
         return self._expelled
 
     def is_member(self) -> bool:
-        """Whether the others count this rank as one of them; asks the store if a lease is old."""
-        lease = self._settings.lease_seconds
-        if self.frozen is None and self._now() - self._confirmed_seconds > lease:
-            asked = self._now()
+        """Whether the others count this rank as one of them, as far as that is known.
+
+        Asks the store if the lease is old; False while it has not answered.
+        """
+        lease, now = self._settings.lease_seconds, self._now()
+        if self.frozen is None and not self._stopped and now - self._confirmed_seconds > lease:
+            if self._asked_seconds <= self._confirmed_seconds or self.waits:
+                self._asked_seconds = now
+            asked = self._asked_seconds
+
+            def over() -> object:
+                return self._confirmed_seconds >= asked or self.frozen or self._stopped
+
             self._wake.set()
             with self._changed:
-                self._changed.wait_for(
-                    lambda: self._confirmed_seconds >= asked or self.frozen or self._stopped, lease
-                )
-            if self._confirmed_seconds < asked and not self._stopped:
+                self._changed.wait_for(over, lease if self.waits else 0.0)
+            if not over():
+                if not self.waits and now - asked <= lease:
+                    return False
                 self._freeze(f"the rendezvous store did not answer within {lease:g} s")
         return self._rank not in self.latest.gone
 
     def confirm(self) -> None:
-        """Makes sure that this rank is a member; local but for an old lease.
+        """Makes sure that this rank is no former member; local but for an old lease.
 
         Raises:
             EvictedError: If the others have given this rank up.
         """
-        if self.is_member() or self._leaving:
+        self.is_member()
+        loss = self.latest.gone.get(self._rank)
+        if loss is None or self._leaving:
             return
-        loss = self.latest.gone[self._rank]
         raise EvictedError(
             f"rank {self._rank} was taken for dead by rank {loss.by} ({loss.why}): it is no member "
             f"since generation {loss.generation}, and the others train on without it. Its weights "

@@ -14,6 +14,7 @@ from gossipgrad.comm import (
     ScriptedDeathError,
 )
 from gossipgrad.decentralized._rounds import Rounds
+from gossipgrad.decentralized._stale_rounds import StaleRounds
 from gossipgrad.topology import Schedule, among
 
 __all__ = ["Members"]
@@ -55,6 +56,8 @@ class Members:
 
     def seat(self, rounds: Rounds) -> None:
         """Gives rounds the schedule of those that came to the start; local."""
+        if self.watch is not None:
+            self.watch.waits = not isinstance(rounds, StaleRounds)
         rounds.schedule = among(self._schedule, self.current.living)
         self._channel = rounds.channel
         self._channel.poll()  # gives up those that did not
