@@ -322,6 +322,34 @@ def test_in_mode_stale_no_step_waits_for_a_store_that_stands_still():
     assert max(run_mortals(2, main, mode="stale", heartbeats=beats)) < 0.5
 
 
+@pytest.mark.parametrize("entered", [False, True])
+def test_an_interrupt_while_a_generation_is_taken_up_loses_nothing_of_it(entered):
+    def main(me):
+        me.train(3)
+        me.session.group.barrier()
+        if me.rank == 1:
+            me.die()
+        members, rounds = me.session._members, me.session._rounds
+        enter = rounds.channel.enter
+
+        def interrupted(*arguments):
+            rounds.channel.enter = enter
+            if entered:
+                enter(*arguments)
+            raise KeyboardInterrupt
+
+        rounds.channel.enter = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            me.train_until(lambda: False)
+        me.train(1)
+        assert members.current.living == (0, 2)
+        assert rounds.channel.generation == me.session.group.generation == 1
+        return mean_of(me)
+
+    first, _, third = run_mortals(3, main)
+    assert torch.equal(first, third)
+
+
 def test_two_generations_that_are_learnt_at_once():
     def main(me):
         me.train(2)

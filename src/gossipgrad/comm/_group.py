@@ -178,9 +178,9 @@ class Group:
         with self._lock:
             assert generation > self.generation, f"generation {generation} is no later one"
             assert self.rank in members, f"rank {self.rank} is not one of {members}"
-            self.generation, self.members = generation, tuple(members)
             self._gloo = None
             self._broken = "this rank has closed its session" if self._closed else None
+            self.generation, self.members = generation, tuple(members)
 
     def follow(self, gone: Callable[[], Mapping[int, Loss]], name: str) -> None:
         """Belongs to the membership of that name from now on; local.

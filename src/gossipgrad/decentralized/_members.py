@@ -88,10 +88,13 @@ class Members:
         latest = self.watch.latest
         if latest.generation == self.current.generation:
             return False
-        self.current = latest
+        # Ctrl-C may end this anywhere; the next call then does what is left.
         rounds.schedule = among(self._schedule, latest.living)
-        rounds.channel.enter(latest.generation, rounds.next_round, latest.living)
-        self._group.enter(latest.generation, latest.living)
+        if rounds.channel.generation < latest.generation:
+            rounds.channel.enter(latest.generation, rounds.next_round, latest.living)
+        if self._group.generation < latest.generation:
+            self._group.enter(latest.generation, latest.living)
+        self.current = latest
         return True
 
     def changed(self) -> bool:
