@@ -123,7 +123,7 @@ class GossipSession:
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
-        """Inside, the model is the exact average of all replicas; outside, it is as it was.
+        """Inside, the model is the exact average of the living replicas; outside, as it was.
 
         A collective to enter, local to leave. Floating buffers (BatchNorm's statistics) are
         averaged too; parameters that no optimizer trains stay as they are. Training is not
@@ -132,8 +132,8 @@ class GossipSession:
         counts; partners that are ahead do not wait.
 
         Raises:
-            GossipError: If a rank has died or left (an exact average needs all), or inside
-                another `consensus()`. The model is unchanged then.
+            GossipError: If a member is lost meanwhile (call again), or has gone and the membership
+                is frozen or has no heartbeats; or inside another. The model is unchanged then.
             ReplicaChangedError: On every rank, if one's weights were changed since its last step.
         """
         self._check_ready("consensus")
@@ -155,12 +155,12 @@ class GossipSession:
             self._watch.note()
 
     def average_(self) -> None:
-        """Makes every replica the exact average, optimizer state too if it is in the payload.
+        """Makes the living replicas the exact average, optimizer state too if in the payload.
 
         A collective. What is outstanding is mixed first.
 
         Raises:
-            GossipError: If a rank has died or left; what was outstanding may be mixed then.
+            GossipError: As `consensus()`; what was outstanding may be mixed then.
         """
         self._check_ready("average_")
         self._averaging.meet("average", self._pending_change())
@@ -177,7 +177,7 @@ class GossipSession:
         A collective; changes nothing.
 
         Raises:
-            GossipError: If a rank has died or left.
+            GossipError: As `consensus()`.
         """
         self._check_ready("consensus_distance")
         self._averaging.meet("distance", self._pending_change())
@@ -194,7 +194,7 @@ class GossipSession:
 
         Raises:
             AgreementError: If the ranks now differ in names, shapes or dtypes.
-            GossipError: If a rank has died or left.
+            GossipError: As `consensus()`; replicas may be half broadcast then, so call it again.
         """
         self._check_ready("broadcast_")
         self._averaging.meet("broadcast")
