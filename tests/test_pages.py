@@ -167,6 +167,26 @@ def test_accuracy_tables_are_what_was_measured(page, table, benchmark):
         ], (task, workers)
 
 
+def test_the_table_of_shaped_links_is_what_was_measured():
+    cells = json.loads((ROOT / "benchmarks/results/network.json").read_text())
+    shown = {"all-reduce layer by layer": "agd"}
+    shown |= {f"DDP{hook}": f"ddp{hook}" for hook in ("", ", fp16 hook", ", PowerSGD")}
+    places = [(p, rate) for rate in (1e8, 1e9) for p in (4, 8, 16)]
+    found = {
+        (cell["contestant"], cell["world_size"], cell["rate_bits_per_second"]): cell
+        for cell in cells
+        if cell["profile"] == "resnet50" and not cell["error"]
+    }
+    table = (ROOT / "README.md").read_text().split("| workers, links ")[1].split("\n\n")[0]
+    rows = [line.strip("|").split("|") for line in table.splitlines()[2:]]
+    assert len(rows) == 11
+    for name, *figures in rows:
+        own = [found[shown.get(name.strip(), name.strip()), *place] for place in places]
+        assert [figure.strip() for figure in figures] == [
+            f"{1e3 * cell['step_seconds_median']:.0f}{'*' * cell['marked']}" for cell in own
+        ], name
+
+
 def test_tables_of_staleness_are_what_was_measured():
     measured = json.loads((ROOT / "benchmarks/results/staleness.json").read_text())
     trained = {(row["contestant"], row["max_staleness"]): row for row in measured["rows"]}

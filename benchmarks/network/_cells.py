@@ -81,7 +81,9 @@ def measure_group(
     rate anew with fresh workers.
     """
     failed: dict[str, str] = {}
-    todo = [rate for rate in grid.rates if not cells.has(world_size, rate, budget, grid)]
+    todo = [
+        rate for rate in budget.rates or grid.rates if not cells.has(world_size, rate, budget, grid)
+    ]
     while todo:
         chosen = [name for name in names if name not in failed]
         try:

@@ -226,19 +226,19 @@ class _Alone(Contestant):
 
 CONTESTANTS: dict[str, Kind] = {
     "no communication": Kind(make=_Alone, mixes=False),
-    "gossip": Kind(make=lambda s: _Gossip(s, "overlap"), bare="exchange", warm_up=3),
+    "gossip": Kind(make=lambda s: _Gossip(s, "overlap"), bare="exchange", warm_up=2),
     "gossip, sync": Kind(make=lambda s: _Gossip(s, "sync"), bare="exchange"),
     "gossip, bf16 wire": Kind(
-        make=lambda s: _Gossip(s, "overlap", torch.bfloat16), bare="exchange, bf16", warm_up=3
+        make=lambda s: _Gossip(s, "overlap", torch.bfloat16), bare="exchange, bf16", warm_up=2
     ),
     "ddp": Kind(make=_DDP, bare="all-reduce"),
     "ddp, fp16 hook": Kind(make=lambda s: _DDP(s, "fp16"), bare="all-reduce, fp16"),
     "ddp, PowerSGD": Kind(make=lambda s: _DDP(s, "PowerSGD")),
     "agd": Kind(make=_LayerwiseAllReduce, bare="all-reduce"),
     "local SGD, period 8": Kind(make=_Local, mixes=False, steps=PERIOD),
-    "Decent-DP, ring": Kind(make=lambda s: _DecentDP(s, "ring"), bare="exchange", warm_up=3),
+    "Decent-DP, ring": Kind(make=lambda s: _DecentDP(s, "ring"), bare="exchange", warm_up=2),
     "Decent-DP, one-peer exponential": Kind(
-        make=lambda s: _DecentDP(s, "one-peer-exp"), bare="exchange", warm_up=3
+        make=lambda s: _DecentDP(s, "one-peer-exp"), bare="exchange", warm_up=2
     ),
 }
 BARE: dict[str, Kind] = {

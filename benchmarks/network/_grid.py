@@ -11,12 +11,14 @@ class Budget:
 
     Attributes:
         world_sizes: Where it is measured; None for all of the grid's.
+        rates: On which links; None for all of the grid's.
     """
 
     profile: str
     time_factor: float
     size_factor: float
     world_sizes: tuple[int, ...] | None = None
+    rates: tuple[float, ...] | None = None
 
     def scaled(self) -> Profile:
         """The profile that is replayed."""
@@ -55,7 +57,7 @@ QUICK = Grid(
     rates=(1e8, 1e9, 1e10),
     budgets=(
         Budget(profile="resnet50", time_factor=1.5, size_factor=0.045),
-        Budget(profile="gpt2", time_factor=3.0, size_factor=0.015, world_sizes=(8,)),
+        Budget(profile="gpt2", time_factor=3.0, size_factor=0.015, world_sizes=(8,), rates=(1e8,)),
     ),
     blocks=5,
     block_seconds=0.8,
