@@ -151,7 +151,7 @@ def test_one_rank_may_name_its_interface_and_the_other_not():
     ends = run_ranks(
         2, lambda rank, group: ZeroMQTransport(group, bind="127.0.0.1" if rank else None)
     )
-    assert all(endpoint.startswith("tcp://127.0.0.1:") for endpoint in ends[0]._endpoints)
+    assert all(endpoint.startswith("tcp://127.0.0.1:") for endpoint in ends[0]._endpoints.values())
     for end in ends:
         end.close()
 
@@ -162,6 +162,7 @@ def test_a_rank_that_was_lost_by_mistake_is_told_and_does_not_wait():
     a, b = (Channel(end, run=RUN, plan=[Part(torch.float32, 4)]) for end in ends)
     pair = post(a, 1), post(b, 0)
     assert (a.take(pair[0], 3.0), b.take(pair[1], 3.0)) == (D, D)
+    until(lambda: a.poll() or ends[0]._links[1].was_up)  # else it is not yet seen to go down
     ends[0]._links[1].note(_zeromq._DOWN)
     ends[0]._links[1].note(_zeromq._UP)
     waits = post(b, 0, round=1)

@@ -115,7 +115,9 @@ def test_curves_have_tables_with_the_same_values(write_run):
 def test_shows_ranks_and_exchanges(write_run):
     page = report(write_run())
     ranks = [row for row in page.rows if row[0] == "rank 2" and row[1] == "finished"]
-    assert ranks == [["rank 2", "finished", "90.2%", "0.06979", "30", "960", "320", "5.0%"]]
+    assert ranks == [
+        ["rank 2", "finished", "90.2%", "0.06979", "30", "960", "320", "5.0%", "n/a", "n/a"]
+    ]
     assert page.row("delivered")[:3] == ["delivered", "118", "98.3%"]
     assert page.row("late")[:3] == ["late", "2", "1.7%"]
 
@@ -276,7 +278,7 @@ def test_rates_and_shares_are_of_all_the_time_in_steps(write_run, is_finished):
         (directory / "summary.json").unlink()
     page = report(directory)
     ranks = [row for row in page.rows if row[1:2] == ["finished" if is_finished else "unfinished"]]
-    assert [row[-3:] for row in ranks] == [["400", "39.6", "10.0%"], ["400", "39.6", "30.0%"]]
+    assert [row[-5:-2] for row in ranks] == [["400", "39.6", "10.0%"], ["400", "39.6", "30.0%"]]
     if not is_finished:
         cards = dict(zip(page.contents["dt"], page.contents["span"][::2], strict=True))
         assert cards["Throughput"] == "79.21/s"
