@@ -107,9 +107,7 @@ class Rounds:
             transfers = self._begin(sections, wait)
         if transfers is not None:
             return transfers
-        self.channel.void(self.next_round, self.partners.send_to)
-        self.note_void(self.next_round)
-        self.outcomes[Outcome.VOID] += 1
+        self._void(self.next_round, self.partners)
         logger.warning(
             "rank %d: round %d is void, its last snapshots are still being sent",
             self._rank,
@@ -121,10 +119,7 @@ class Rounds:
         """Snapshots the sections and sends them to the next round's partner."""
         start = time.perf_counter()
         transfers, round = self.begin(sections, free_late=True), self.next_round
-        self.next_round += 1
-        for transfer in transfers:
-            transfer.post_all()
-        self._take_on(transfers)
+        self._send(transfers)
         end = time.perf_counter()
         self.mixing_seconds += end - start
         self._span("snapshot", start, end, round=round)
@@ -148,18 +143,14 @@ class Rounds:
             self.close()
             self.open(of_round(self.next_round))
             return
-        round, done = self.next_round, False
+        round = self.next_round
         try:
             self.settle(following=following)
             start = time.perf_counter()
-            for transfer in following.values():
-                transfer.post_all()
-            done = True
-        finally:  # what was sent is outstanding, also when Ctrl-C ends it
-            sent = [transfer for transfer in following.values() if transfer.exchanges]
+            self._send(list(following.values()))
+        except BaseException:
             _release([t for t in following.values() if not t.exchanges])
-            self.next_round += done or bool(sent)
-            self._take_on(sent)
+            raise
         self.closed_rounds += 1
         end = time.perf_counter()
         self.mixing_seconds += end - start
@@ -339,6 +330,26 @@ class Rounds:
             return None
         transfers = self._begin(sections, 0.0)
         return None if transfers is None else {t.section: t for t in transfers}
+
+    def _send(self, transfers: Sequence[Transfer]) -> None:
+        """Sends the next round; what was sent is outstanding, also when Ctrl-C ends this."""
+        try:
+            for transfer in transfers:
+                transfer.post_all()
+        except BaseException:
+            if not any(transfer.exchanges for transfer in transfers):
+                self._void(self.next_round, self.partners)
+            raise
+        finally:
+            self.next_round += 1
+            _release([transfer for transfer in transfers if not transfer.exchanges])
+            self._take_on([transfer for transfer in transfers if transfer.exchanges])
+
+    def _void(self, round: int, peers: Peers) -> None:
+        """Gives a round up before anything of it was sent, and tells the partner."""
+        self.channel.void(round, peers.send_to)
+        self.outcomes[Outcome.VOID] += 1
+        self.note_void(round)
 
     def _take_on(self, transfers: Sequence[Transfer]) -> None:
         """Looks after transfers that were sent."""

@@ -312,10 +312,11 @@ class Transfer:
         self._deltas.pop(bucket, None)
 
     def release(self) -> None:
-        """Gives the snapshot back."""
+        """Gives the snapshot back, once."""
         with self._preparing:  # nobody may read what is written anew
-            self._over = True
-        self.section.pool.release(self.snapshot)
+            again, self._over = self._over, True
+        if not again:  # it may be another transfer's by now
+            self.section.pool.release(self.snapshot)
 
     def cancel(self) -> None:
         """Gives up what has not come."""

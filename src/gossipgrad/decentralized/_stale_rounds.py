@@ -58,20 +58,17 @@ class StaleRounds(Rounds):
         """Sends the next round's snapshots, or voids the round; what has come already is mixed."""
         start = time.perf_counter()
         round, peers = self.next_round, self.partners
-        self.next_round += 1
         self._opened += 1
-        if peers.send_to is None:
-            return
-        transfers = [] if self._owes(peers.send_to) else self._snapshots(sections, round, peers)
+        transfers: list[Transfer] = []
+        if peers.send_to is not None and not self._owes(peers.send_to):
+            transfers = self._snapshots(sections, round, peers)
         if not transfers:
-            self.channel.void(round, peers.send_to)
-            self.outcomes[Outcome.VOID] += 1
-            self.note_void(round)
+            self.next_round += 1
+            if peers.send_to is not None:
+                self._void(round, peers)
             return
-        for transfer in transfers:
-            transfer.post_all()
-        self._under_way.extend(transfers)
-        self._opened_at[round] = self._opened
+        self._opened_at[round] = self._opened  # first: an interrupt may leave it under way
+        self._send(transfers)
         end = time.perf_counter()
         self.mixing_seconds += end - start
         self._span("snapshot", start, end, round=round)
@@ -103,6 +100,10 @@ class StaleRounds(Rounds):
                 transfer.take(bucket, deadline)
         self._take_in(list(self._under_way))
 
+    def _take_on(self, transfers: Sequence[Transfer]) -> None:
+        """Looks after transfers that were sent."""
+        self._under_way.extend(transfers)
+
     def _owes(self, partner: int) -> bool:
         """Whether the partner has not answered for longer than the mode foresees."""
         return any(
@@ -114,13 +115,18 @@ class StaleRounds(Rounds):
     def _snapshots(self, sections: Sequence[Section], round: int, peers: Peers) -> list[Transfer]:
         """A transfer a section, none at all if one of them has no snapshot free."""
         transfers: list[Transfer] = []
-        for section in sections:
-            transfer = section.begin(self.channel, round, peers, 0.0)
-            if transfer is None:
+        complete = False
+        try:
+            for section in sections:
+                transfer = section.begin(self.channel, round, peers, 0.0)
+                if transfer is None:
+                    return []
+                transfers.append(transfer)
+            complete = True
+        finally:
+            if not complete:
                 for begun in transfers:
                     begun.release()
-                return []
-            transfers.append(transfer)
         return transfers
 
     def _take_in(self, transfers: Sequence[Transfer]) -> None:
