@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import gossipgrad as gg
-from gossipgrad.decentralized._section import Transfer
+from gossipgrad.decentralized import _section
+from gossipgrad.decentralized._section import Section, Transfer
 from support.ranks import run_ranks
 from support.replicas import flat, network, transport_by_name
 from support.stale import Scripted
@@ -15,6 +16,9 @@ from support.stale import Scripted
 PLACES = {
     "nothing is sent": (Transfer, "post_all", False),
     "all is sent": (Transfer, "post_all", True),
+    "the delta is to be taken": (Transfer, "delta", False),
+    "the delta is taken in place": (_section, "delta_of", True),
+    "the delta is mixed": (Section, "mix", True),
 }
 STEPS = 9
 

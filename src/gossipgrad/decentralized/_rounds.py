@@ -228,8 +228,8 @@ class Rounds:
         end = time.perf_counter()
         self.exposed_seconds += end - start
         self._span("wait", start, end, round=transfer.round, bucket=exchange.bucket)
-        if outcome is not Outcome.LATE:
-            transfer.taken.add(bucket)
+        if outcome is not Outcome.LATE and bucket not in transfer.counted:
+            transfer.counted.add(bucket)
             self.outcomes[outcome] += 1
             if outcome is Outcome.VOID:
                 self.note_void(transfer.round)
@@ -252,11 +252,15 @@ class Rounds:
         self._last_void = round
 
     def mix(self, transfer: Transfer, bucket: int, delta: Delta | None) -> None:
-        """Mixes a delta into its bucket, if there is one."""
+        """Mixes a delta into its bucket, if there is one; the bucket is dealt with then."""
         if delta is None:
+            transfer.taken.add(bucket)
             return
         start = time.perf_counter()
-        transfer.section.mix(bucket, delta, self.weight(transfer))
+        weight = self.weight(transfer)
+        # Right before: an interrupt that comes while torch adds is raised when it has added.
+        transfer.taken.add(bucket)
+        transfer.section.mix(bucket, delta, weight)
         transfer.forget(bucket)
         end = time.perf_counter()
         self.mixing_seconds += end - start

@@ -203,10 +203,12 @@ class Transfer:
         self.peers = peers
         self.snapshot = snapshot
         self.exchanges: dict[int, Exchange] = {}
-        self.taken: set[int] = set()
+        self.counted: set[int] = set()  # buckets of which it is known how they ended
+        self.taken: set[int] = set()  # those that are dealt with: mixed, or nothing came
         self.behind: Sequence[Ticket] = ()  # what leaves first, if it does so soon
         self._channel = channel
         self._deltas: dict[int, Delta] = {}
+        self._versions: dict[int, int] = {}
         self._filled: dict[int, tuple[Tensor, Callable[[], None] | None]] = {}
         self._preparing = threading.Lock()
         self._over = False
@@ -281,7 +283,12 @@ class Transfer:
                 return self._deltas.get(bucket)
             sent = self.snapshot.flats[bucket]
             dtype = widened(self.section.plan.buckets[bucket].dtype)
-            flat = delta_of(to_device(exchange.received, sent), sent, dtype, keep=keep)
+            received = to_device(exchange.received, sent)
+            version = self._versions.setdefault(bucket, exchange.received._version)
+            if exchange.received._version == version:
+                flat = delta_of(received, sent, dtype, keep=keep)
+            else:  # an interrupt came when it was taken in place already
+                flat = received
             delta = self.section.delta(bucket, flat)
             if not keep:
                 self._deltas[bucket] = delta
