@@ -16,6 +16,7 @@ from support.stale import Scripted
 PLACES = {
     "nothing is sent": (Transfer, "post_all", False),
     "all is sent": (Transfer, "post_all", True),
+    "one bucket is sent": (Transfer, "post", True),
     "the delta is to be taken": (Transfer, "delta", False),
     "the delta is taken in place": (_section, "delta_of", True),
     "the delta is mixed": (Section, "mix", True),

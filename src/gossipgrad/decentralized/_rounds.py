@@ -336,12 +336,18 @@ class Rounds:
         return None if transfers is None else {t.section: t for t in transfers}
 
     def _send(self, transfers: Sequence[Transfer]) -> None:
-        """Sends the next round; what was sent is outstanding, also when Ctrl-C ends this."""
+        """Sends the next round: all of it or nothing, also when Ctrl-C comes in the middle.
+
+        What was sent is outstanding then. If that is nothing, the partner is told.
+        """
         try:
             for transfer in transfers:
                 transfer.post_all()
         except BaseException:
-            if not any(transfer.exchanges for transfer in transfers):
+            if any(transfer.exchanges for transfer in transfers):
+                for transfer in transfers:
+                    transfer.post_all()
+            else:
                 self._void(self.next_round, self.partners)
             raise
         finally:
