@@ -258,7 +258,7 @@ class Channel:
         self._sender.drain(max(0.0, deadline - time.perf_counter()))
         with self._lock:
             self._announce(Kind.LEAVE, self._linked)
-        with self._turn.end():
+        if self._turn.end():
             self._transport.close(min(_LEAVE_SECONDS, linger_seconds))
 
     def _poll(self, timeout_seconds: float, awaited: Exchange | None = None) -> None:

@@ -16,7 +16,7 @@ class Hub:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._filled = [threading.Condition(self._lock) for _ in range(world_size)]
         self._boxes: list[deque[Arrival | Lost]] = [deque() for _ in range(world_size)]
         self._gone: set[int] = set()

@@ -77,7 +77,8 @@ class DeferredSender:
         if self._thread is None:
             return
         self._queue.put(None)
-        self._thread.join(timeout_seconds)
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout_seconds)
         self._thread = None
 
     def _work(self) -> None:

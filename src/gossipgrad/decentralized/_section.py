@@ -210,7 +210,7 @@ class Transfer:
         self._deltas: dict[int, Delta] = {}
         self._versions: dict[int, int] = {}
         self._filled: dict[int, tuple[Tensor, Callable[[], None] | None]] = {}
-        self._preparing = threading.Lock()
+        self._preparing = threading.RLock()  # a thread that prepares may collect the session
         self._over = False
 
     @property
