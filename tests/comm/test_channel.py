@@ -317,3 +317,20 @@ def test_tickets_of_a_dead_peer_are_let_go(channels):
         assert a.take(exchange, 5.0) is X
     until(lambda: all(exchange.ticket.done for exchange in mine))
     assert post(a, 1, round=9, size=size).ticket.done
+
+
+def test_a_round_sent_before_a_collective_that_fails_counts_on_neither_end(channels):
+    """One end takes it for void as the other settles; then so must that one, when it goes on."""
+    a, b = channels(credits=3)
+    done = post(a, 1), post(b, 0)
+    assert (a.take(done[0], 3.0), b.take(done[1], 3.0)) == (D, D)
+    ahead = [post(a, 1, round=1, value=1), post(a, 1, round=2, value=1)]
+    until(lambda: b.poll() or len(b._ledgers[0].early) == 2)
+    b.settle()
+    assert [a.take(exchange, 3.0) for exchange in ahead] == [V, V]
+    b.unsettle()
+    assert [post(b, 0, round=r, value=2).outcome for r in (1, 2)] == [V, V]
+    until(lambda: a.poll() or a._ledgers[1].latest == 2)
+    after = post(a, 1, round=3, value=1), post(b, 0, round=3, value=2)
+    assert (a.take(after[0], 3.0), b.take(after[1], 3.0)) == (D, D)
+    assert after[0].received.tolist() == [2.0] * 4

@@ -100,8 +100,7 @@ class Channel:
     def gone(self) -> dict[int, str]:
         """Ranks that left or were lost, with which of the two."""
         with self._lock:
-            ended = {peer: ledger.gone for peer, ledger in self._ledgers.items()}
-            return {peer: how for peer, how in ended.items() if how is not None}
+            return {p: how for p, to in self._ledgers.items() if (how := to.gone) is not None}
 
     def post(
         self,
@@ -207,9 +206,12 @@ class Channel:
             self._announce(Kind.SETTLE, range(self.world_size))
 
     def unsettle(self) -> None:
-        """Takes back `settle`: the ranks did not come together, and rounds go on as they were."""
+        """Takes back `settle`: rounds go on; those that peers have sent already are void there."""
         with self._lock:
             self._announce(Kind.SETTLE, range(self.world_size), ahead=0)
+            for peer, ledger in self._ledgers.items():
+                for round in ledger.early_past(self._last_round, place(self.generation, 0)):
+                    self._give_up(peer, round)
 
     def resume(self, last_rounds: Sequence[int], next_round: int) -> None:
         """Ends what `settle` began, once all ranks came together.

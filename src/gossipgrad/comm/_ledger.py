@@ -48,6 +48,11 @@ class Ledger:
         """Memory of the parts that came early."""
         return sum(values.numel() * values.itemsize for values in self.early.values())
 
+    def early_past(self, last_round: int, first: int) -> list[int]:
+        """Rounds past the last one, of the generation that begins at `first`, with early parts."""
+        places = {at for at, _ in self.early if at > last_round}
+        return sorted(at - first for at in places if generation_of(at) == generation_of(first))
+
     def refusal(self, round: int, *, credits: int, epoch: int) -> Outcome | None:
         """Why a round with the peer cannot be, or None if it can."""
         if self.gone is not None:
