@@ -334,3 +334,25 @@ def test_a_round_sent_before_a_collective_that_fails_counts_on_neither_end(chann
     after = post(a, 1, round=3, value=1), post(b, 0, round=3, value=2)
     assert (a.take(after[0], 3.0), b.take(after[1], 3.0)) == (D, D)
     assert after[0].received.tolist() == [2.0] * 4
+
+
+def test_early_parts_of_a_lost_peer_are_freed(channels):
+    a, b = channels()
+    a.void(0, 1)  # opens its link, and so sees it break
+    post(b, 0, round=5)
+    until(lambda: a.poll() or a.early_bytes == 16)
+    b._transport.close()
+    until(lambda: a.poll() or a.gone)
+    assert a.early_bytes == 0
+
+
+def test_early_parts_of_a_peer_that_left_are_freed_with_its_generation(channels):
+    a, b = channels()
+    b.post(5, 0, part(1), send_to=0, recv_from=None)
+    until(lambda: a.poll() or a.early_bytes == 16)
+    b.close()
+    until(lambda: a.poll() or a.gone)
+    assert a.gone == {1: "left"}
+    assert a.early_bytes == 16  # a directed round may still want it
+    a.enter(1, 1, [0])
+    assert a.early_bytes == 0

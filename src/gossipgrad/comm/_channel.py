@@ -237,6 +237,8 @@ class Channel:
         with self._lock:
             assert generation > self.generation, f"generation {generation} is no later one"
             self.generation, self._epoch = generation, 0
+            for peer in self._ledgers.keys() - set(living):
+                self._ledgers[peer].early.clear()
             self._tell(self._header(Kind.ENTER, round=next_round), set(living) - {self.rank})
 
     def close(self, linger_seconds: float = 2.0) -> None:
@@ -251,8 +253,7 @@ class Channel:
                 return
             self.closed = True
             for ledger in self._ledgers.values():
-                for exchange in list(ledger.open.values()):
-                    ledger.cancel(exchange)
+                ledger.cancel_all()
         deadline = time.perf_counter() + linger_seconds
         self._poll(0.0)
         while not self._all_sent() and time.perf_counter() < deadline:
@@ -393,8 +394,7 @@ class Channel:
         self._transport.forget(peer)
         if ledger.gone is not None:
             return
-        ledger.gone = how
         level = logging.INFO if how == _LEFT else logging.WARNING
         logger.log(level, "rank %d %s; rank %d goes on without it", peer, how, self.rank)
-        ledger.resolve(lambda at: True, Outcome.DEAD_PEER)
+        ledger.end(how, keep_early=how == _LEFT)
         self._news.gone(peer, left=how == _LEFT)

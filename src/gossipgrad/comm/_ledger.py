@@ -100,6 +100,18 @@ class Ledger:
         self.cancelled.add(exchange.at)
         exchange.finish(Outcome.VOID)
 
+    def cancel_all(self) -> None:
+        """Ends all open exchanges."""
+        for exchange in list(self.open.values()):
+            self.cancel(exchange)
+
+    def end(self, how: str, *, keep_early: bool) -> None:
+        """The peer is gone; what it gave in good time before it left may still be taken."""
+        self.gone = how
+        self.resolve(lambda at: True, Outcome.DEAD_PEER)
+        if not keep_early:
+            self.early.clear()
+
     def resolve(self, which: Callable[[int], bool], outcome: Outcome) -> None:
         """Ends the open exchanges of some rounds."""
         for key in [key for key in self.open if which(key[0])]:
