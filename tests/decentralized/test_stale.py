@@ -243,3 +243,28 @@ def test_only_symmetric_pairs_and_nothing_that_waits():
 def test_staleness_is_a_small_number_of_rounds(number):
     with pytest.raises((ValueError, TypeError), match=r"max_staleness counts rounds|type"):
         gg.Stale(max_staleness=number)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_collectives_move_no_position(every):
+    link = transport_by_name("in-process", 2)
+
+    def rank_main(rank, group):
+        model = network()
+        optimizer = sgd(list(model.parameters()))
+        seen = []
+        with gg.gossip(
+            model, optimizer, process_group=group, transport=link, mode="stale", every=every
+        ) as session:
+            for step in range(4):
+                backward(model, rank, step)
+                optimizer.step()
+                group.barrier()
+                session.average_()
+                seen.append(session.position)
+                session.broadcast_()
+                seen.append(session.position)
+                group.barrier()
+        return seen
+
+    assert run_ranks(2, rank_main) == [[1, 1, 2, 2, 3, 3, 4, 4]] * 2

@@ -41,13 +41,14 @@ class StaleRounds(Rounds):
     ) -> None:
         super().__init__(channel, schedule, deadlines=_NO_STEP_WAITS, recorder=recorder)
         self._mode = mode
+        self._starts = 0  # rounds that began without a step: the first, and after averages
         self._opened = 0  # rounds that were this rank's, whether or not it sent its part
         self._opened_at: dict[int, int] = {}  # of the rounds under way
         self._late_ones: set[int] = set()
 
     def position(self, steps: int, every: int) -> int:
         """Rounds behind this rank, those jumped over too, in steps."""
-        return max(0, self.next_round - 1) * every + steps % every
+        return max(0, self.next_round - self._starts) * every + steps % every
 
     def weight(self, transfer: Transfer) -> float:
         """How much of the delta this rank takes: of a matrix, at most what is stable."""
@@ -55,6 +56,14 @@ class StaleRounds(Rounds):
         return min(limit, self.schedule.weight(transfer.round, self._rank, default=limit))
 
     def open(self, sections: Sequence[Section]) -> None:
+        """Opens a round without a step: the first, and one after all ranks came together."""
+        before = self.next_round
+        try:
+            self._open(sections)
+        finally:
+            self._starts += self.next_round - before
+
+    def _open(self, sections: Sequence[Section]) -> None:
         """Sends the next round's snapshots, or voids the round; what has come already is mixed."""
         start = time.perf_counter()
         round, peers = self.next_round, self.partners
@@ -85,7 +94,7 @@ class StaleRounds(Rounds):
     def advance(self, of_round: Callable[[int], Sequence[Section]]) -> None:
         """Closes the round, then opens the next, which may be a later one than before."""
         self.close()
-        self.open(of_round(self.next_round))
+        self._open(of_round(self.next_round))
 
     def settle(
         self,
