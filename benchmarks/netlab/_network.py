@@ -124,6 +124,9 @@ class Network:
         record = self._record
         if record is None or record.owner != os.getpid():  # a fork of the owner leaves it be
             return
+        # One that is only on its way into a namespace would be found in none.
+        for process in self._processes:
+            process.kill()
         try:
             dismantle(record)
             self._record = None

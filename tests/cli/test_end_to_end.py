@@ -39,7 +39,7 @@ def test_ctrl_c_in_a_terminal_keeps_the_run_and_leaves_no_process(tmp_path):
     )
     assert process.stdout is not None
     for line in process.stdout:
-        if line.startswith("epoch 2/"):
+        if line.startswith("epoch 1/"):
             break
     os.killpg(process.pid, signal.SIGINT)
     output, errors = process.communicate(timeout=60)
@@ -50,7 +50,7 @@ def test_ctrl_c_in_a_terminal_keeps_the_run_and_leaves_no_process(tmp_path):
     assert summary["interrupted"]
     assert summary["model_is_consensus"]
     assert (tmp_path / "model.safetensors").exists()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while (left := session_members(process.pid)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert left == []

@@ -59,7 +59,7 @@ def assert_carries(network, flow, rate, seconds=0.25):
 CALLS = """
 import socket, sys
 try:
-    socket.create_connection((sys.argv[1], 7000), timeout=0.3).close()
+    socket.create_connection((sys.argv[1], 7000), timeout=float(sys.argv[2])).close()
 except TimeoutError:
     sys.exit(3)
 """
@@ -71,21 +71,21 @@ def test_hosts_that_are_cut_hear_nothing_of_each_other_until_they_are_healed():
         for host in (0, 1):
             network.popen(host, [sys.executable, "-c", serve])
 
-        def reaches(host, other):
-            call = [sys.executable, "-c", CALLS, network.address(other)]
+        def reaches(host, other, timeout="0.3"):
+            call = [sys.executable, "-c", CALLS, network.address(other), timeout]
             return network.popen(host, call, stderr=subprocess.DEVNULL).wait() == 0
 
         wait_until_gone(lambda: not (reaches(2, 0) and reaches(2, 1)))
         network.cut(0, 2)
         assert not reaches(2, 0)
-        assert reaches(2, 1)
+        assert reaches(2, 1, "20")
         network.heal(0, 2)
-        assert reaches(2, 0)
+        assert reaches(2, 0, "20")
         network.cut_off(1)
         assert not reaches(2, 1)
-        assert reaches(2, 0)
+        assert reaches(2, 0, "20")
         network.reconnect(1)
-        assert reaches(2, 1)
+        assert reaches(2, 1, "20")
         with pytest.raises(ValueError, match="host 1 twice: a link has two ends"):
             network.cut(1, 1)
 
@@ -177,20 +177,27 @@ def test_processes_inside():
     assert of(name) == []
 
 
+INSIDE = ["sh", "-c", "echo inside; exec sleep 1000"]
+
+
 def test_an_exception_ends_what_runs_inside():
     network = Network(hosts=2, rate_bits_per_second=1e8)
-    children = []
+    children, names = [], []
 
     def fail():
         with network:
-            children.append((name_of(network), network.popen(0, ["sleep", "1000"])))
+            children.append(network.popen(0, INSIDE, stdout=subprocess.PIPE))
+            children[0].stdout.readline()
+            names.append(name_of(network))
+            # They may be on their way in still.
+            children.extend(network.popen(1, ["sleep", "1000"]) for _ in range(3))
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         fail()
-    name, child = children[0]
-    assert child.returncode == -9
-    assert of(name) == []
+    children[0].stdout.close()
+    assert [child.returncode for child in children] == [-9] * 4
+    assert of(names[0]) == []
     network.close()  # a second time: nothing
 
 
@@ -198,7 +205,8 @@ _OWNER = """
 import os, signal, subprocess, sys
 from benchmarks.netlab import Network
 with Network(hosts=3, rate_bits_per_second=1e8) as network:
-    child = network.popen(2, ["sleep", "1000"], stdout=subprocess.DEVNULL)
+    child = network.popen(2, sys.argv[2:], stdout=subprocess.PIPE)
+    child.stdout.readline()
     print(network.namespace(0).rpartition("-")[0], child.pid, flush=True)
     if sys.argv[1] == "both":
         network._watchdog.kill()
@@ -208,7 +216,10 @@ with Network(hosts=3, rate_bits_per_second=1e8) as network:
 
 def killed(whom):
     done = subprocess.run(
-        [sys.executable, "-c", _OWNER, whom], stdout=subprocess.PIPE, cwd=ROOT, timeout=60
+        [sys.executable, "-c", _OWNER, whom, *INSIDE],
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+        timeout=60,
     )
     assert done.returncode == -9
     name, child = done.stdout.split()

@@ -1,5 +1,6 @@
 """The end of a run in a given world: whoever is left puts it together, once."""
 
+import os
 import threading
 import time
 
@@ -26,8 +27,8 @@ class Gone(dist.Store):
 @pytest.fixture
 def run_dir(tmp_path, monkeypatch):
     monkeypatch.setattr(_ending, "_POLL_SECONDS", 0.005)
-    monkeypatch.setattr(_ending, "_TURN_SECONDS", 0.1)
-    monkeypatch.setattr(_ending, "_REPORT_SECONDS", 0.4)
+    monkeypatch.setattr(_ending, "_TURN_SECONDS", 60.0)
+    monkeypatch.setattr(_ending, "_REPORT_SECONDS", 60.0)
     folder = RunDir(tmp_path)
     folder.partial.mkdir()
     return folder
@@ -59,7 +60,7 @@ def run_all(run_dir, endings):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(20)
         assert not thread.is_alive()
     return came
 
@@ -74,14 +75,14 @@ def test_the_lowest_rank_puts_it_together_and_the_others_go(run_dir, endings):
 def test_when_rank_0_is_lost_the_lowest_of_the_living_does(run_dir, endings):
     for rank in (1, 2, 3):
         endings[rank].hand_in({"result": result(rank, lost={"0": LOSS}).to_json()})
-    start = time.monotonic()
+    # Within a third of the time that one is awaited who is not known to be lost.
     came = run_all(run_dir, {rank: endings[rank] for rank in (1, 2, 3)})
     assert came[1] == [True, ([1, 2, 3], {0: "was taken for dead: no sign of life for 10 s"})]
     assert came[2] == came[3] == [False]
-    assert time.monotonic() - start < 0.4, "nobody waits for one that is known to be lost"
 
 
-def test_when_it_dies_over_it_another_takes_its_place(run_dir, endings):
+def test_when_it_dies_over_it_another_takes_its_place(run_dir, endings, monkeypatch):
+    monkeypatch.setattr(_ending, "_TURN_SECONDS", 0.05)
     for rank, ending in enumerate(endings):
         ending.hand_in({"result": result(rank).to_json()})
     with endings[0].turn() as mine:
@@ -90,7 +91,8 @@ def test_when_it_dies_over_it_another_takes_its_place(run_dir, endings):
     assert sorted(came.values(), key=str) == [[False], [False], [True, ([0, 1, 2, 3], {})]]
 
 
-def test_when_it_never_comes_another_takes_its_place(run_dir, endings):
+def test_when_it_never_comes_another_takes_its_place(run_dir, endings, monkeypatch):
+    monkeypatch.setattr(_ending, "_REPORT_SECONDS", 0.2)
     for rank in (1, 3):
         endings[rank].hand_in({"result": result(rank).to_json()})
     endings[2].hand_in({"cause": "failed: no memory"})
@@ -101,26 +103,24 @@ def test_when_it_never_comes_another_takes_its_place(run_dir, endings):
     assert did[0][1] == ([1, 3], {0: nothing, 2: "failed: no memory"})
 
 
-def test_one_that_still_trains_is_awaited(run_dir, endings):
+def test_one_that_still_trains_is_awaited(run_dir, endings, monkeypatch):
+    monkeypatch.setattr(_ending, "_REPORT_SECONDS", 0.2)
     endings[1].hand_in({"result": result(1).to_json()})
-    over = threading.Event()
-
-    def write():
-        while not over.wait(0.05):
-            run_dir.metrics(0).write_text("{}")
-
-    threading.Thread(target=write).start()
+    endings[2].hand_in({"cause": "failed: a"})
+    endings[3].hand_in({"cause": "failed: b"})
+    # What it writes now is as new as ever, however long the machine takes to come to it.
+    run_dir.metrics(0).write_text("{}")
+    soon_seconds = time.time() + 3600
+    os.utime(run_dir.metrics(0), (soon_seconds, soon_seconds))
     came = []
     other = threading.Thread(target=finish, args=(run_dir, endings[1], came))
     other.start()
-    other.join(1.0)
+    other.join(0.5)
     assert other.is_alive()
+    assert came == []
     endings[0].hand_in({"result": result(0).to_json()})
-    endings[2].hand_in({"cause": "failed: a"})
-    endings[3].hand_in({"cause": "failed: b"})
     mine = []
     finish(run_dir, endings[0], mine)
-    over.set()
-    other.join(5)
+    other.join(20)
     assert mine == [True, ([0, 1], {2: "failed: a", 3: "failed: b"})]
     assert came == [False]

@@ -1,29 +1,24 @@
 """True processes that are killed or stopped in a run, and what is left of it."""
 
-import os
-import signal
 import subprocess
 import sys
-import threading
-import time
 
 import pytest
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from gossipgrad.train import GossipConfig, TrainConfig, run
+from gossipgrad.train import GossipConfig, run
+from support import launched
 from support.killed_world import train_with_a_death
+from support.launched import after_steps, kill, pause, stop, wait_for_more, when, workers
 from support.processes import run_processes
-from tests.train.test_processes import after_steps, kill, when, workers
 
 pytestmark = pytest.mark.process
 
 
 def config(out, **options):
     gossip = GossipConfig(topology="matching", lost_after_seconds=1.5)
-    return TrainConfig(
-        out=out, overwrite=True, quiet=True, log_every=1, trace=0, gossip=gossip, **options
-    )
+    return launched.config(out, trace=0, gossip=gossip, **options)
 
 
 def test_in_a_given_world_those_who_are_left_put_the_run_together(tmp_path):
@@ -49,14 +44,14 @@ def test_half_of_the_workers_are_killed_one_is_stopped_and_goes_on(tmp_path, cap
     """Of five two are killed at once; one is stopped, given up, and continued."""
 
     def strike():
-        for rank in (0, 3):
-            kill(f"gossipgrad-rank{rank}")()
-        pid = workers()["gossipgrad-rank4"].pid
-        os.kill(pid, signal.SIGSTOP)
-        threading.Timer(3.0, os.kill, (pid, signal.SIGCONT)).start()
+        with pause(4):
+            for rank in (0, 3):
+                kill(rank)()
+            # One evaluation may have been under way; one that began later is without rank 4.
+            wait_for_more(tmp_path, 1, "epoch", 2)
 
     with after_steps(tmp_path, 20, strike):
-        outcome = run(config(tmp_path, nproc=5, epochs=20))
+        outcome = run(config(tmp_path, nproc=5, epochs=10))
     summary = outcome.summary
     assert summary["lost_ranks"] == [0, 3, 4]
     assert "was taken for dead by rank" in summary["lost_because"]["4"]
@@ -70,10 +65,7 @@ def test_half_of_the_workers_are_killed_one_is_stopped_and_goes_on(tmp_path, cap
 
 
 def test_a_worker_that_stays_stopped_does_not_keep_the_run(tmp_path, capfd):
-    def stop():
-        os.kill(workers()["gossipgrad-rank0"].pid, signal.SIGSTOP)
-
-    with after_steps(tmp_path, 20, stop):
+    with after_steps(tmp_path, 20, stop(0)):
         outcome = run(config(tmp_path, nproc=2, epochs=4))
     assert outcome.exit_code == 0
     assert outcome.summary["lost_because"] == {
@@ -84,7 +76,7 @@ def test_a_worker_that_stays_stopped_does_not_keep_the_run(tmp_path, capfd):
 
 
 def test_a_worker_that_is_killed_at_start_up_does_not_keep_the_others(tmp_path, capfd):
-    with when(lambda: "gossipgrad-rank2" in workers(), kill("gossipgrad-rank0")):
+    with when(lambda: "gossipgrad-rank2" in workers(), kill(0)):
         outcome = run(config(tmp_path, nproc=3, epochs=2, shuffle="ring"))
     assert outcome.summary["lost_ranks"] == [0]
     assert outcome.summary["losses"]["0"]["step"] == 0
@@ -105,7 +97,7 @@ while len(list(here.iterdir())) < 2:
     time.sleep(0.01)
 if os.environ["RANK"] == "1":
     os.kill(os.getpid(), signal.SIGKILL)
-time.sleep(60)
+time.sleep(1000)
 """
 
 
@@ -114,11 +106,9 @@ def test_one_torchrun_agent_ends_all_its_workers_with_one(tmp_path):
     script, here = tmp_path / "script.py", tmp_path / "here"
     script.write_text(SCRIPT)
     here.mkdir()
-    start = time.monotonic()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
-        [*command, "--monitor-interval=0.1", script, here], capture_output=True, timeout=60
+        [*command, "--monitor-interval=0.1", script, here], capture_output=True, timeout=100
     )
     assert done.returncode != 0
     assert b"Sending process" in done.stderr, "it ends rank 0"
-    assert time.monotonic() - start < 40

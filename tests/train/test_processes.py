@@ -1,66 +1,29 @@
 """Runs in real processes; all share one fork server, so that each takes a second or two."""
 
 import json
-import multiprocessing
 import multiprocessing.context
-import os
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
-from gossipgrad.train import GossipConfig, PostLocalConfig, RunFailedError, TrainConfig, run
+from gossipgrad.train import GossipConfig, PostLocalConfig, RunFailedError, run
 from gossipgrad.train._launcher import launch
+from support.launched import (
+    after_steps,
+    config,
+    kill,
+    pause,
+    press_ctrl_c,
+    stop,
+    wait_for_more,
+    when,
+    workers,
+)
+from support.waiting import until
 
 pytestmark = pytest.mark.process
 ENDLESS = 10_000
-
-
-def config(out: Path, **options) -> TrainConfig:
-    return TrainConfig(out=out, overwrite=True, quiet=True, log_every=1, **options)
-
-
-def workers() -> dict[str, multiprocessing.Process]:
-    return {process.name: process for process in multiprocessing.active_children()}
-
-
-@contextmanager
-def when(condition: Callable[[], bool], act: Callable[[], None]) -> Iterator[None]:
-    """Call `act` in a thread as soon as `condition` holds, unless the block is over before."""
-    over = threading.Event()
-
-    def watch():
-        while not over.wait(0.005):
-            if condition():
-                act()
-                return
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
-def after_steps(out: Path, steps: int, act: Callable[[], None]):
-    """Call `act` as soon as rank 1 has written `steps` lines of metrics."""
-    file = out / "metrics-rank1.jsonl"
-    return when(lambda: file.exists() and file.read_text().count("\n") > steps, act)
-
-
-def kill(name: str) -> Callable[[], None]:
-    return lambda: os.kill(workers()[name].pid, signal.SIGKILL)
-
-
-def press_ctrl_c() -> None:
-    os.kill(os.getpid(), signal.SIGINT)
 
 
 @pytest.mark.parametrize("strategy", ["gossip", "allreduce"])
@@ -104,32 +67,28 @@ def test_gossip_repeats_by_seed_and_mixes(tmp_path):
 def test_a_worker_that_is_paused_costs_the_others_nothing(tmp_path):
     """In mode stale; it takes fewer steps, all of which count, and ends with the others."""
 
-    def pause():
-        pid = workers()["gossipgrad-rank1"].pid
-        os.kill(pid, signal.SIGSTOP)
-        time.sleep(0.5)
-        os.kill(pid, signal.SIGCONT)
+    def stand_still():
+        with pause(1):  # until others have made steps: they wait for it in none
+            wait_for_more(tmp_path, 0, "step", 80)
 
     options = GossipConfig(mode="stale", max_staleness=1)
-    with after_steps(tmp_path, 20, pause):
+    with after_steps(tmp_path, 20, stand_still):
         more = {"batch_size": 2, "lr": 0.01, "gossip": options, "trace": 0}
         outcome = run(config(tmp_path, nproc=3, epochs=1, **more))
     summary = outcome.summary
     fewer, most = sorted(summary["steps_per_rank"])[0], summary["steps"]
     assert summary["steps_per_rank"][1] == fewer < 0.9 * most
     assert not summary["interrupted"]
+    assert summary["lost_ranks"] == []
     assert summary["model_is_consensus"]
     assert summary["accuracy"] > 0.8
     assert summary["void_rounds_per_rank"][1] > 0.05 * most
     assert all(late >= 0 for late in summary["late_rounds_per_rank"])
-    lines = (tmp_path / "metrics-rank0.jsonl").read_text().splitlines()
-    steps = [e for e in map(json.loads, lines) if e["event"] == "step"]
-    assert max(step["step_seconds"] for step in steps[20:]) < 0.3
     assert json.loads((tmp_path / "config.json").read_text())["gossip"]["topology"] == "matching"
 
 
 def test_gossip_goes_on_without_a_killed_worker(tmp_path, capfd):
-    with after_steps(tmp_path, 20, kill("gossipgrad-rank0")):
+    with after_steps(tmp_path, 20, kill(0), rank=0):
         outcome = run(config(tmp_path, nproc=3, epochs=8))
     assert outcome.exit_code == 0
     assert outcome.summary["lost_ranks"] == [0]
@@ -149,7 +108,7 @@ def test_gossip_goes_on_without_a_killed_worker(tmp_path, capfd):
 
 
 def test_faults_by_script_are_seen_in_trace_and_summary(tmp_path, capfd):
-    script = "delay rank=1 rounds=12-14 seconds=0.3; kill rank=2 round=25"
+    script = "delay rank=1 rounds=12-14 seconds=0.5; kill rank=2 round=25"
     gossip = GossipConfig(topology="complete", faults=script)
     outcome = run(config(tmp_path, nproc=3, epochs=1, trace=30, gossip=gossip))
     assert f"rank 0: faults by script: {script}" in outcome.summary["notes"]
@@ -157,20 +116,22 @@ def test_faults_by_script_are_seen_in_trace_and_summary(tmp_path, capfd):
         "2": "failed: rank 2 was killed by script in round 25"
     }
     assert "rank 2 failed: rank 2 was killed by script" in capfd.readouterr().err
-    slow = {
-        event["args"]["round"]
+    with_rank_1 = {
+        event["args"]["round"]: event["dur"]
         for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-        if event["name"] == "exchange" and event["pid"] == 0 and event["dur"] > 250_000
+        if event["name"] == "exchange" and event["pid"] == 0 and event["args"]["recv_from"] == 1
     }
-    assert slow & {12, 13, 14}, "in one of three rounds it is rank 1's partner"
-    assert not slow & {*range(12)}
+    slow = {round for round, microseconds in with_rank_1.items() if microseconds > 300_000}
+    assert slow & {12, 13, 14}, "one of three rounds is with rank 1"
+    # A busy machine may hold up one before, but not all of them.
+    assert len({*range(12)} & slow) < len({*range(12)} & {*with_rank_1})
     assert script in (tmp_path / "report.html").read_text()
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "every-log-p"])
 def test_what_needs_every_rank_ends_with_a_killed_worker(tmp_path, strategy):
     with (
-        after_steps(tmp_path, 20, kill("gossipgrad-rank0")),
+        after_steps(tmp_path, 20, kill(0), rank=0),
         pytest.raises(
             RunFailedError, match=rf"^rank 0 was killed by SIGKILL .*{strategy} needs every"
         ),
@@ -210,19 +171,21 @@ def test_ctrl_c_while_workers_start_leaves_none(tmp_path):
     assert not (tmp_path / "partial").exists()
 
 
-def test_second_ctrl_c_ends_at_once(tmp_path):
+def test_second_ctrl_c_ends_at_once(tmp_path, capfd):
+    insisted_seconds = []
+
     def freeze_and_insist():
-        os.kill(workers()["gossipgrad-rank1"].pid, signal.SIGSTOP)
+        stop(1)()
         press_ctrl_c()
-        time.sleep(0.5)
+        until(lambda: "stopping at the next step" in capfd.readouterr().err, 60)
+        insisted_seconds.append(time.monotonic())
         press_ctrl_c()
 
-    start = time.monotonic()
     with after_steps(tmp_path, 20, freeze_and_insist):
         outcome = run(config(tmp_path, strategy="local", nproc=2, epochs=ENDLESS))
     assert outcome.exit_code == 130
     assert outcome.begun
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - insisted_seconds[0] < 20
     assert not workers()
 
 

@@ -91,7 +91,7 @@ def test_a_signal_ends_the_wait_for_a_rank_that_does_not_come(tmp_path):
     )
     until(lambda: is_listening(int(os.environ["MASTER_PORT"])), timeout_seconds=60)
     process.send_signal(signal.SIGINT)
-    errors = process.communicate(timeout=5)[1]
+    errors = process.communicate(timeout=30)[1]
     assert process.returncode == 130
     assert "gossipgrad: stopped by SIGINT before all ranks had started" in errors
 
@@ -126,7 +126,7 @@ def test_ranks_in_lockstep_that_hear_of_the_stop_one_by_one_stop_together(
     ended = run_processes(2, stopped_by_signal, *options, timeout_seconds=100)
     for exit_code, seconds, _ in ended:
         assert exit_code == 130
-        assert seconds < 5
+        assert seconds < 20
     summary = ended[0][2]
     assert summary["interrupted"]
     assert summary["steps_per_rank"] == [summary["steps"]] * 2
