@@ -5,6 +5,7 @@ from gossipgrad.comm import Channel, FaultyTransport, Part
 from support.links import RUN, make_transports, ours
 from support.ranks import where
 from support.waiting import until
+from support.watches import Clock, make_watches
 
 
 @pytest.fixture(params=["in-process", "zeromq", "gloo"])
@@ -45,3 +46,14 @@ def channels(transports):
     yield make
     for channel in made:
         channel.close(linger_seconds=0.0)
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def watches(clock):
+    """Makes the watches of a world; tests beat for them, second by second."""
+    return lambda world_size: make_watches(clock, world_size)

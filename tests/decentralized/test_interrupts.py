@@ -31,7 +31,7 @@ def alarm(monkeypatch):
 
     def patch(place):
         owner, name, after = PLACES[place]
-        plain = getattr(owner, name)
+        usual = getattr(owner, name)
 
         def patched(*args, **options):
             rings = bool(armed) and threading.current_thread().name in ("rank 0", "MainThread")
@@ -39,7 +39,7 @@ def alarm(monkeypatch):
                 armed.clear()
                 if not after:
                     raise KeyboardInterrupt
-            result = plain(*args, **options)
+            result = usual(*args, **options)
             if rings:
                 raise KeyboardInterrupt
             return result
@@ -58,13 +58,19 @@ def part_ways(session, model, rank):
     session.accept_changes()
 
 
+def opposite_gradients(model, rank, step):
+    """Updates that move no mean, as ranks are even in number, and keep replicas apart."""
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, (step + 1) * (-1) ** rank)
+
+
 def no_gradients(model, rank, step):
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
 
 
-def stand_still(parameters):
-    return torch.optim.SGD(parameters, lr=0.0)
+def plain(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def doubles():
@@ -80,7 +86,7 @@ def test_an_interrupt_moves_no_mean(alarm, place, mode, world_size):
 
     def rank_main(rank, group):
         model = doubles()
-        optimizer = stand_still(model.parameters())
+        optimizer = plain(model.parameters())
         with gg.gossip(
             model,
             optimizer,
@@ -94,7 +100,7 @@ def test_an_interrupt_moves_no_mean(alarm, place, mode, world_size):
             part_ways(session, model, rank)
             before = flat(model)
             for step in range(STEPS):
-                no_gradients(model, rank, step)
+                opposite_gradients(model, rank, step)
                 if rank == 0 and step in (2, 5, 6):
                     armed.append(step)
                 try:
@@ -115,7 +121,7 @@ def test_an_interrupt_moves_no_mean(alarm, place, mode, world_size):
 @pytest.mark.parametrize("place", PLACES)
 def test_an_interrupt_in_mode_stale_moves_no_mean_and_holds_no_snapshot(alarm, place):
     ranks = Scripted(
-        2, make=doubles, optimizer=stand_still, mode="stale", heartbeats=None, bucket_bytes=64
+        2, make=doubles, optimizer=plain, mode="stale", heartbeats=None, bucket_bytes=64
     )
     for rank, session in enumerate(ranks.sessions):
         part_ways(session, ranks.models[rank], rank)

@@ -1,6 +1,5 @@
 """Ranks that die, leave or stand still: the others take up a generation and train on."""
 
-import logging
 import threading
 import time
 
@@ -16,11 +15,6 @@ from support.replicas import flat, network, set_gradients, sgd
 from support.waiting import until
 
 
-def mean_of(me):
-    with me.session.consensus():
-        return flat(me.session._model)
-
-
 @pytest.mark.parametrize("dead", [{0}, {2}, {0, 1}, {1, 3}, {0, 1, 2}])
 @pytest.mark.parametrize("mode", ["overlap", "sync"])
 def test_the_living_go_on_among_themselves(mode, dead):
@@ -34,7 +28,7 @@ def test_the_living_go_on_among_themselves(mode, dead):
         before = me.session.stats().outcomes
         me.train(12)
         after = me.session.stats().outcomes
-        mean = mean_of(me)
+        mean = me.mean()
         me.train(2)
         assert set(me.session.membership.lost) == dead
         assert {*me.session.membership.living} <= {*living}, "some may have left by now"
@@ -71,10 +65,10 @@ def test_the_mean_of_the_living_is_kept_when_generations_change(mode, deaths):
         me.session.group.barrier()
         # Nothing with the dead is open any more; generations are entered at unlike steps.
         me.train_until(lambda: me.session._rounds.channel.gone.keys() >= {*range(5 - deaths, 5)})
-        held = mean_of(me).double()
+        held = me.mean().double()
         me.train_until(lambda: me.session.membership.generation > 0)
         me.train(10 + 3 * me.rank)
-        now = mean_of(me).double()
+        now = me.mean().double()
         assert me.session.stats().outcomes["delivered"] > 5
         return (now - held).abs().max().item(), now
 
@@ -91,7 +85,7 @@ def test_a_rank_that_dies_before_a_collective_is_not_awaited():
             time.sleep(0.2)
             me.die()
         start = time.monotonic()
-        mean = mean_of(me)
+        mean = me.mean()
         return mean, time.monotonic() - start, me.session.consensus_distance()
 
     first, _, *others = run_mortals(4, main)
@@ -116,7 +110,7 @@ def test_a_rank_that_dies_in_the_middle_of_a_collective_is_told_and_it_works_aga
             pass
         assert torch.equal(flat(me.session._model), before)
         me.train(5)
-        return mean_of(me)
+        return me.mean()
 
     first, second, _, fourth = run_mortals(4, main)
     assert torch.equal(first, second)
@@ -163,7 +157,7 @@ def test_a_rank_that_leaves_in_order_is_not_lost():
         me.train_without(1)
         assert me.session.membership.lost == {}
         assert me.session.membership.gone[1].why == "left"
-        mean = mean_of(me)
+        mean = me.mean()
         me.session.group.barrier()
         return mean
 
@@ -198,11 +192,17 @@ def test_a_rank_that_stood_still_sees_its_eviction_before_it_sends():
         me.train_without(1)
         if me.rank == 0:
             over.wait(10)
-        return mean_of(me)
+        return me.mean()
 
     others = []
     first, _, third = run_mortals(3, main)
     assert torch.equal(first, third)
+
+
+def stand_still(me, resumed):
+    """As a stopped process: shows no sign of life, and its links stay."""
+    me.session._members.watch.stop()
+    resumed.wait(20)
 
 
 def test_a_partner_that_stands_still_holds_a_step_until_it_is_given_up():
@@ -212,9 +212,7 @@ def test_a_partner_that_stands_still_holds_a_step_until_it_is_given_up():
     def main(me):
         me.train(3)
         if me.rank == 1:
-            me.session._members.watch.stop()
-            resumed.wait(20)
-            return None
+            return stand_still(me, resumed)
         start = time.monotonic()
         me.train_without(1)
         me.train(5)
@@ -232,11 +230,9 @@ def test_a_rank_that_stands_still_on_the_way_to_a_collective_is_not_awaited():
     def main(me):
         me.train(3)
         if me.rank == 1:
-            me.session._members.watch.stop()
-            resumed.wait(20)
-            return None
+            return stand_still(me, resumed)
         start = time.monotonic()
-        mean = mean_of(me)
+        mean = me.mean()
         resumed.set()
         return mean, time.monotonic() - start
 
@@ -244,82 +240,6 @@ def test_a_rank_that_stands_still_on_the_way_to_a_collective_is_not_awaited():
     first, _, third = run_mortals(3, main, heartbeats=beats)
     assert torch.equal(first[0], third[0])
     assert max(first[1], third[1]) < 8
-
-
-def test_training_goes_on_when_the_store_is_lost(caplog):
-    def main(me):
-        me.train(3)
-        me.session.group.barrier()
-        watch = me.session._members.watch
-
-        def fail(*_):
-            raise RuntimeError("Connection reset by peer")
-
-        watch._store = type("Lost", (), {"set": fail, "get": fail, "compare_set": fail})()
-        watch._reconnect = fail
-        until(lambda: watch.frozen)
-        delivered = me.session.stats().outcomes["delivered"]
-        me.train(10)
-        assert me.session.stats().outcomes["delivered"] > delivered + 4
-        assert me.session.membership.generation == 0
-        mean = mean_of(me)
-        me.session.group.barrier()
-        if me.rank == 1:
-            me.die()
-        me.train_until(lambda: me.session._rounds.channel.gone)
-        me.train(10)
-        with pytest.raises(gg.GossipError, match="a rank has died or left"), me.session.consensus():
-            pass
-        me.train(2)
-        assert me.session.unreachable.keys() == {1}
-        assert "its link broke, and the rendezvous store is lost" in me.session.unreachable[1]
-        return mean
-
-    with caplog.at_level(logging.WARNING, "gossipgrad.comm._member_watch"):
-        first, _, third = run_mortals(3, main)
-    assert torch.equal(first, third)
-    frozen = [r.message for r in caplog.records if "the rendezvous store is lost" in r.message]
-    assert len(frozen) == 3
-
-
-def test_in_mode_stale_no_step_waits_for_a_store_that_stands_still():
-    free, together = threading.Event(), threading.Barrier(2)
-
-    def main(me):
-        me.train(3)
-        watch = me.session._members.watch
-        store, standing = watch._store, threading.Event()
-
-        class StandingStill:
-            def set(self, key, value):
-                standing.set()
-                free.wait(10)
-                store.set(key, value)
-
-            def get(self, key):
-                return store.get(key)
-
-        watch._store = StandingStill()
-        assert standing.wait(5)
-        time.sleep(beats.lease_seconds + 0.1)
-        sent = me.session._rounds.channel.bytes_sent
-        longest, voided = 0.0, me.session.stats().void_rounds
-        for _ in range(5):
-            start = time.monotonic()
-            me.train(1)
-            longest = max(longest, time.monotonic() - start)
-        assert watch.frozen is None
-        assert me.session._rounds.channel.bytes_sent == sent, "nothing may be sent on an old lease"
-        assert me.session.stats().void_rounds > voided
-        together.wait(10)
-        free.set()
-        until(watch.is_member)
-        me.train_until(lambda: me.session._rounds.channel.bytes_sent > sent)
-        me.session.group.barrier()
-        return longest
-
-    beats = gg.Heartbeats(interval_seconds=0.03, lease_seconds=1.0, silent_seconds=20.0)
-    assert max(run_mortals(2, main, mode="stale", heartbeats=beats)) < 0.5
 
 
 @pytest.mark.parametrize("entered", [False, True])
@@ -344,7 +264,7 @@ def test_an_interrupt_while_a_generation_is_taken_up_loses_nothing_of_it(entered
         me.train(1)
         assert members.current.living == (0, 2)
         assert rounds.channel.generation == me.session.group.generation == 1
-        return mean_of(me)
+        return me.mean()
 
     first, _, third = run_mortals(3, main)
     assert torch.equal(first, third)
@@ -359,7 +279,7 @@ def test_two_generations_that_are_learnt_at_once():
         time.sleep(1.0)
         me.train_without(1, 2)
         me.train(4)
-        return mean_of(me)
+        return me.mean()
 
     first, *_, last = run_mortals(4, main, gradients=set_gradients)
     assert torch.equal(first, last)

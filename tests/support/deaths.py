@@ -5,10 +5,12 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from torch import Tensor
+
 import gossipgrad as gg
 from gossipgrad.comm import Group, Hub, ScriptedDeathError
 from support.ranks import run_ranks
-from support.replicas import backward, network, sgd
+from support.replicas import backward, flat, network, sgd
 from support.waiting import until
 
 __all__ = ["QUICK", "Rank", "run_mortals"]
@@ -49,6 +51,11 @@ class Rank:
     def train_without(self, *dead: int) -> None:
         """Makes steps until this rank trains in a generation without some ranks."""
         self.train_until(lambda: not {*dead} & {*self.session.membership.living})
+
+    def mean(self) -> Tensor:
+        """The consensus, flat."""
+        with self.session.consensus():
+            return flat(self.session._model)
 
     def die(self) -> NoReturn:
         """Ends this rank without a word; others hear its links break."""

@@ -31,7 +31,7 @@ class Listener:
         self._thread: threading.Thread | None = None
 
     def expect(self, transfers: Iterable[Transfer]) -> None:
-        """Looks after transfers that were posted, until all of them has come.
+        """Looks after transfers that were posted, until all of them have come.
 
         Raises:
             BaseException: What taking in earlier ones failed with.

@@ -1,0 +1,200 @@
+"""Leases, and stores that do not answer or break: what a rank may do while it cannot ask."""
+
+import logging
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from gossipgrad.comm import Heartbeats, Membership, MemberWatch
+from gossipgrad.comm._membership import Record
+from gossipgrad.errors import EvictedError
+from support.waiting import until
+from support.watches import pass_seconds
+
+
+def test_a_lease_that_ran_out_is_renewed_before_anything_is_sent(watches, clock):
+    """The heartbeat thread of rank 1 stands still; the others give rank 1 up meanwhile."""
+    all_watches = watches(3)
+    pass_seconds(clock, all_watches, 3)
+    paused = all_watches[1]
+    pass_seconds(clock, [all_watches[0], all_watches[2]], 14)
+    assert all_watches[0].latest.living == (0, 2)
+    paused.start()  # goes on, but may come later than the next send
+    assert not paused.is_member()
+    with pytest.raises(EvictedError, match=r"rank 1 was taken for dead by rank 0 \(no sign"):
+        paused.confirm()
+    paused.stop()
+    assert Record(paused._store, Membership.first(3)).read().gone[1].left is False
+
+
+def test_without_waiting_an_old_lease_forbids_to_send_until_it_is_renewed(watches, clock):
+    """The lease is 2 s: for as long again the store may keep silent, and nobody waits for it."""
+    watch, other = watches(2)
+    watch.waits = False
+    pass_seconds(clock, [watch, other], 3)
+    clock.seconds += 2.5
+    began = time.monotonic()
+    assert not any(watch.is_member() for _ in range(100))
+    watch.confirm()
+    assert time.monotonic() - began < 0.5
+    watch.beat()
+    assert watch.is_member()
+    clock.seconds += 2.5
+    assert not watch.is_member()
+    clock.seconds += 1.9
+    assert not watch.is_member()
+    assert watch.frozen is None
+    clock.seconds += 0.2
+    assert watch.is_member()
+    assert "did not answer within 2 s" in watch.frozen
+
+
+def test_a_lease_that_cannot_be_renewed_freezes_the_membership(clock, caplog):
+    class Hanging:
+        def __init__(self):
+            self._store, self.free = dist.HashStore(), threading.Event()
+            self.free.set()
+
+        def set(self, key, value):
+            self.free.wait(10)
+            self._store.set(key, value)
+
+        def get(self, key):
+            return self._store.get(key)
+
+        def compare_set(self, key, expected, desired):
+            return self._store.compare_set(key, expected, desired)
+
+    store = Hanging()
+    quick = Heartbeats(interval_seconds=0.01, lease_seconds=0.1, silent_seconds=0.5)
+    watch, _ = (MemberWatch(store, rank, Membership.first(2), quick) for rank in range(2))
+    watch.start()
+    store.free.clear()
+    time.sleep(0.15)
+    began = time.monotonic()
+    with caplog.at_level(logging.WARNING):
+        assert watch.is_member()
+        assert 0.0 < time.monotonic() - began < 0.5
+        assert "did not answer within 0.1 s" in watch.frozen
+        assert [watch.is_member() for _ in range(100)] == [True] * 100
+        assert time.monotonic() - began < 0.5, "asked once, not before every send"
+        store.free.set()
+        until(lambda: watch.frozen is None)
+    assert ["the membership stays as it is" in r.message for r in caplog.records] == [True, False]
+    watch.stop()
+
+
+def test_when_the_store_is_lost_the_membership_freezes_and_a_warning_says_so_once(caplog):
+    class Lost(dict):
+        broken = False
+
+        def set(self, key, value):
+            if self.broken:
+                raise dist.DistNetworkError("connection reset by peer\nand more")
+            self[key] = value.encode()
+
+        def get(self, key):
+            return self[key]
+
+        def compare_set(self, key, expected, desired):
+            self.setdefault(key, desired.encode())
+            return self[key]
+
+    store = Lost()
+    quick = Heartbeats(interval_seconds=0.005, lease_seconds=0.02, silent_seconds=0.05)
+    watch = MemberWatch(store, 1, Membership.first(3), quick)
+    MemberWatch(store, 2, Membership.first(3), quick)
+    with caplog.at_level(logging.WARNING):
+        store.broken = True
+        watch.start()
+        time.sleep(0.2)
+        assert watch.is_member()
+        watch.gone(2, left=False)
+        assert not watch.examine()
+        watch.leave()
+    assert [record.message for record in caplog.records] == [
+        "rank 1: the rendezvous store is lost (connection reset by peer); the membership stays as "
+        "it is (generation 0), and training goes on with whoever can be reached"
+    ]
+    assert watch.latest.living == (0, 1, 2)
+
+
+class Failing:
+    """A connection to a store; once it has failed it stays broken, as a socket does."""
+
+    def __init__(self, store):
+        self._store, self.broken = store, False
+
+    def _do(self, what, *arguments):
+        if self.broken:
+            raise RuntimeError("Connection reset by peer")
+        return getattr(self._store, what)(*arguments)
+
+    def set(self, key, value):
+        return self._do("set", key, value)
+
+    def get(self, key):
+        return self._do("get", key)
+
+    def compare_set(self, key, expected, desired):
+        return self._do("compare_set", key, expected, desired)
+
+
+def test_a_connection_to_the_store_that_breaks_is_made_anew(caplog):
+    inner = dist.HashStore()
+    quick = Heartbeats(interval_seconds=0.01, lease_seconds=0.1, silent_seconds=5.0)
+    connections = []
+
+    def reconnect():
+        connections.append(Failing(inner))
+        connections[-1].broken = len(connections) < 3
+        return connections[-1]
+
+    first, connection = Membership.first(2), Failing(inner)
+    watch = MemberWatch(connection, 0, first, quick, reconnect=reconnect)
+    other = MemberWatch(inner, 1, first, quick)
+    with caplog.at_level(logging.WARNING):
+        watch.start()
+        connection.broken = True
+        until(lambda: len(connections) == 3 and watch.frozen is None)
+    assert ["is lost" in r.message for r in caplog.records] == [True, False]
+    beat = inner.get("beat/0")
+    until(lambda: inner.get("beat/0") != beat)
+    other.leave()
+    other._give_up({1: "left"}, left=True)
+    until(lambda: watch.latest.living == (0,))
+    watch.stop()
+
+
+def test_who_was_given_up_while_its_store_was_lost_learns_it_then():
+    inner = dist.HashStore()
+    quick = Heartbeats(interval_seconds=0.01, lease_seconds=0.1, silent_seconds=5.0)
+    first, connection = Membership.first(2), Failing(inner)
+    watch = MemberWatch(connection, 0, first, quick, reconnect=lambda: Failing(inner))
+    other = MemberWatch(inner, 1, first, quick)
+    connection.broken = True
+    other._give_up({0: "no sign of life"})
+    watch.start()
+    until(lambda: not watch.is_member())
+    with pytest.raises(EvictedError, match="rank 0 was taken for dead by rank 1"):
+        watch.confirm()
+    watch.stop()
+
+
+def test_leaving_in_order_is_told_as_such():
+    store = dist.HashStore()
+    quick = Heartbeats(interval_seconds=0.005, lease_seconds=0.1, silent_seconds=0.5)
+    all_watches = [MemberWatch(store, rank, Membership.first(3), quick) for rank in range(3)]
+    for watch in all_watches:
+        watch.start()
+    all_watches[1].leave()
+    all_watches[0].ahead(1)
+    until(lambda: all_watches[0].latest.generation)
+    latest = all_watches[0].latest
+    assert (latest.living, latest.lost, latest.gone[1].why) == ((0, 2), {}, "left")
+    assert all_watches[0].expelled() == set()
+    for watch in all_watches:
+        watch.leave()
+    assert Record(store, Membership.first(3)).read().living == ()

@@ -1,0 +1,88 @@
+"""Training while the rendezvous store is lost, or stands still."""
+
+import logging
+import threading
+import time
+
+import pytest
+import torch
+
+import gossipgrad as gg
+from support.deaths import run_mortals
+from support.waiting import until
+
+
+def test_training_goes_on_when_the_store_is_lost(caplog):
+    def main(me):
+        me.train(3)
+        me.session.group.barrier()
+        watch = me.session._members.watch
+
+        def fail(*_):
+            raise RuntimeError("Connection reset by peer")
+
+        watch._store = type("Lost", (), {"set": fail, "get": fail, "compare_set": fail})()
+        watch._reconnect = fail
+        until(lambda: watch.frozen)
+        delivered = me.session.stats().outcomes["delivered"]
+        me.train(10)
+        assert me.session.stats().outcomes["delivered"] > delivered + 4
+        assert me.session.membership.generation == 0
+        mean = me.mean()
+        me.session.group.barrier()
+        if me.rank == 1:
+            me.die()
+        me.train_until(lambda: me.session._rounds.channel.gone)
+        me.train(10)
+        with pytest.raises(gg.GossipError, match="a rank has died or left"), me.session.consensus():
+            pass
+        me.train(2)
+        assert me.session.unreachable.keys() == {1}
+        assert "its link broke, and the rendezvous store is lost" in me.session.unreachable[1]
+        return mean
+
+    with caplog.at_level(logging.WARNING, "gossipgrad.comm._member_watch"):
+        first, _, third = run_mortals(3, main)
+    assert torch.equal(first, third)
+    frozen = [r.message for r in caplog.records if "the rendezvous store is lost" in r.message]
+    assert len(frozen) == 3
+
+
+def test_in_mode_stale_no_step_waits_for_a_store_that_stands_still():
+    free, together = threading.Event(), threading.Barrier(2)
+
+    def main(me):
+        me.train(3)
+        watch = me.session._members.watch
+        store, standing = watch._store, threading.Event()
+
+        class StandingStill:
+            def set(self, key, value):
+                standing.set()
+                free.wait(10)
+                store.set(key, value)
+
+            def get(self, key):
+                return store.get(key)
+
+        watch._store = StandingStill()
+        assert standing.wait(5)
+        time.sleep(beats.lease_seconds + 0.1)
+        sent = me.session._rounds.channel.bytes_sent
+        longest, voided = 0.0, me.session.stats().void_rounds
+        for _ in range(5):
+            start = time.monotonic()
+            me.train(1)
+            longest = max(longest, time.monotonic() - start)
+        assert watch.frozen is None
+        assert me.session._rounds.channel.bytes_sent == sent, "nothing may be sent on an old lease"
+        assert me.session.stats().void_rounds > voided
+        together.wait(10)
+        free.set()
+        until(watch.is_member)
+        me.train_until(lambda: me.session._rounds.channel.bytes_sent > sent)
+        me.session.group.barrier()
+        return longest
+
+    beats = gg.Heartbeats(interval_seconds=0.03, lease_seconds=1.0, silent_seconds=20.0)
+    assert max(run_mortals(2, main, mode="stale", heartbeats=beats)) < 0.5
