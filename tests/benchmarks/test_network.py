@@ -104,7 +104,7 @@ def test_budgets_are_what_16_workers_can_hold():
     for grid in (QUICK, FULL):
         for budget in grid.budgets:
             assert budget.scaled().size_bytes < 16e6, budget
-    assert "resnet50, times by 1.5, sizes by 0.045: 100 Mbit/s here are 3.33 Gbit/s" in str(
+    assert "resnet50, times by 3, sizes by 0.03: 100 Mbit/s here are 10 Gbit/s" in str(
         QUICK.budgets[0]
     )
     everywhere = {replace(budget, world_sizes=None, rates=None) for budget in QUICK.budgets}
