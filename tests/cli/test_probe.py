@@ -7,7 +7,6 @@ import pytest
 
 from gossipgrad import cli
 from gossipgrad.cli import _probe
-from gossipgrad.train import RunFailedError
 
 
 @pytest.mark.process
@@ -32,6 +31,7 @@ def test_two_workers_here_measure_what_simulate_reads(tmp_path, capfd):
     [
         (["--nproc", "1"], "a link has two ends, so start 2 or more"),
         (["--seconds", "0"], "seconds is 0.0: give a time above 0"),
+        (["--seconds", "inf"], "seconds is inf: give a time above 0 that ends"),
         (["--timeout", "-1"], "timeout is -1.0: give a time above 0"),
         (["--sizes", "4096"], "must rise, and be two or more"),
         (["--sizes", "4kB,8kB"], "give whole numbers of bytes with commas"),
@@ -58,38 +58,49 @@ def test_inside_a_world_nproc_is_the_worlds(monkeypatch, capsys):
     assert "torchrun has started 8 processes; leave --nproc out" in capsys.readouterr().err
 
 
-class Ended(subprocess.Popen):
-    """A worker that has ended."""
-
-    def __init__(self, code, said=""):
-        self.returncode, self.said = code, said
-
-    def poll(self):
-        return self.returncode
-
-    def communicate(self):
-        return "", self.said
+SAYS = """\
+#!/bin/sh
+case $RANK in
+{ranks}
+esac
+"""
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
-    ("workers", "message"),
+    ("ranks", "message"),
     [
         (
-            [
-                Ended(2, "gossipgrad: error: no collective: a rank has died or left\n"),
-                Ended(2, "warning\ngossipgrad: error: rank 2 did not answer rank 1 within 5 s\n"),
-            ],
-            "rank 1 failed: rank 2 did not answer rank 1 within 5 s",
+            {0: "echo gossipgrad: error: a rank has died or left >&2; exit 2"}
+            | {2: "echo warning >&2; echo gossipgrad: error: rank 1 did not answer >&2; exit 2"},
+            "rank 2 failed: rank 1 did not answer",
         ),
         (
-            [Ended(2, "gossipgrad: error: rank 1 has died or left\n"), Ended(-9)],
-            "rank 1 was killed by SIGKILL",
+            {0: "echo gossipgrad: error: Connection closed >&2; exit 2"}
+            | {1: "kill -9 $$", 2: "exec sleep 60"},
+            None,
         ),
-        ([Ended(0), Ended(1)], "rank 1 failed: without a word"),
+        ({0: "exit 0", 2: "exit 1"}, "rank 2 failed: without a word"),
+        # More than a pipe holds.
+        ({1: "head -c 200000 /dev/zero | tr '\\0' x >&2; echo >&2; echo last >&2; exit 1"}, "last"),
     ],
 )
-def test_the_first_to_fail_is_named(workers, message):
-    options = _probe.ProbeOptions()
-    with pytest.raises(RunFailedError) as raised:
-        _probe._await(workers, options)
-    assert str(raised.value) == message
+def test_the_first_to_fail_is_named_and_the_others_are_ended(
+    ranks, message, tmp_path, monkeypatch, capsys
+):
+    worker = tmp_path / "worker"
+    lines = [f"{rank}) {does} ;;" for rank, does in ranks.items()]
+    worker.write_text(SAYS.format(ranks="\n".join(lines)))
+    worker.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(worker))
+    monkeypatch.setattr(_probe, "_GRACE_SECONDS", 1.0)
+    started = []
+    popen = subprocess.Popen
+    monkeypatch.setattr(
+        "subprocess.Popen", lambda *a, **b: started.append(popen(*a, **b)) or started[-1]
+    )
+    assert cli.main(["probe", "--nproc", "3"]) == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert err.endswith(f"{message or 'rank 1 was killed by SIGKILL'}\n")
+    assert all(process.returncode is not None for process in started)

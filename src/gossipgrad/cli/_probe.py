@@ -1,15 +1,19 @@
 """`gossipgrad probe`: what messages cost between live workers."""
 
 import json
+import math
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryFile
+from typing import TextIO
 
 import torch
 import torch.distributed as dist
@@ -32,6 +36,7 @@ _PAIRS_SHOWN = 16
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 3.0  # for the others to end when one has failed
 _CONSEQUENCE = "died or left"  # what the others say of the rank that failed first
+_KILLED = "was killed by"
 _START_SECONDS = 120.0  # for processes to start and to find each other
 
 
@@ -83,8 +88,8 @@ def check(options: ProbeOptions) -> None:
     if options.nproc is not None and options.nproc < 2:
         raise ValueError(f"nproc is {options.nproc}: a link has two ends, so start 2 or more")
     for name in ("seconds", "timeout"):
-        if not getattr(options, name) > 0:
-            raise ValueError(f"{name} is {getattr(options, name)}: give a time above 0")
+        if not 0 < getattr(options, name) < math.inf:
+            raise ValueError(f"{name} is {getattr(options, name)}: give a time above 0 that ends")
     if options.out is not None and not options.out.absolute().parent.is_dir():
         raise ValueError(f"--out {options.out}: there is no folder {options.out.parent}")
     check_sizes(sizes_of(options))
@@ -186,13 +191,21 @@ def _row(cost: AffineCost, points: list[tuple[int, float]]) -> tuple[str, str, s
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Worker:
+    """A process, and the file that holds what it said on stderr."""
+
+    process: subprocess.Popen[str]
+    said: TextIO
+
+
 def _start_workers(arguments: list[str], options: ProbeOptions) -> int:
     """Start workers that are told their world as torchrun tells it; all end when one fails."""
     nproc = options.nproc or _DEFAULT_NPROC
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    workers = []
-    try:
+    with ExitStack() as stack:
+        workers = []
         for rank in range(nproc):
             environ = os.environ | {
                 "RANK": str(rank),
@@ -202,29 +215,32 @@ def _start_workers(arguments: list[str], options: ProbeOptions) -> int:
                 "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
             }
             command = [sys.executable, "-m", "gossipgrad", "probe", *arguments]
-            workers.append(
-                subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True)
-            )
+            # A file: a pipe that nobody reads would stop a worker that says much.
+            said = stack.enter_context(TemporaryFile("w+", encoding="utf-8", errors="replace"))
+            process = subprocess.Popen(command, env=environ, stderr=said, text=True)
+            stack.callback(_end, process)
+            workers.append(_Worker(process, said))
         return _await(workers, options)
-    finally:
-        for worker in workers:
-            if worker.poll() is None:
-                worker.kill()
-            worker.communicate()
 
 
-def _await(workers: list[subprocess.Popen[str]], options: ProbeOptions) -> int:
+def _end(process: subprocess.Popen[str]) -> None:
+    if process.poll() is None:
+        process.kill()
+    process.wait()
+
+
+def _await(workers: list[_Worker], options: ProbeOptions) -> int:
     """The exit code; the first failure is raised with what that worker said last."""
     limit = _START_SECONDS + 2 * options.seconds + 4 * options.timeout
     deadline = time.monotonic() + limit
-    while any(worker.poll() is None for worker in workers):
-        failed = [rank for rank, worker in enumerate(workers) if worker.poll() not in (None, 0)]
+    while any(worker.process.poll() is None for worker in workers):
+        failed = any(worker.process.poll() not in (None, 0) for worker in workers)
         if failed:
             deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
-            if time.monotonic() > deadline or len(failed) == len(workers):
+            if time.monotonic() > deadline:
                 break
         if time.monotonic() > deadline:
-            late = [str(rank) for rank, worker in enumerate(workers) if worker.poll() is None]
+            late = [str(rank) for rank, one in enumerate(workers) if one.process.poll() is None]
             raise RunFailedError(
                 f"rank {', '.join(late)} was not done after {limit:.0f} s; a shorter --seconds "
                 "measures less"
@@ -233,16 +249,20 @@ def _await(workers: list[subprocess.Popen[str]], options: ProbeOptions) -> int:
     failures = [
         _cause(rank, worker)
         for rank, worker in enumerate(workers)
-        if worker.poll() not in (None, 0)
+        if worker.process.poll() not in (None, 0)
     ]
     if failures:
-        raise RunFailedError(next((f for f in failures if _CONSEQUENCE not in f), failures[0]))
+        # Who was killed said nothing; what the others say then is its consequence.
+        failures.sort(key=lambda text: (_CONSEQUENCE in text, _KILLED not in text))
+        raise RunFailedError(failures[0])
     return 0
 
 
-def _cause(rank: int, worker: subprocess.Popen[str]) -> str:
-    if worker.returncode < 0:
-        return f"rank {rank} was killed by {signal.Signals(-worker.returncode).name}"
-    said = worker.communicate()[1].strip().splitlines()
+def _cause(rank: int, worker: _Worker) -> str:
+    code = worker.process.returncode
+    if code < 0:
+        return f"rank {rank} {_KILLED} {signal.Signals(-code).name}"
+    worker.said.seek(0)
+    said = worker.said.read().strip().splitlines()
     last = said[-1].removeprefix("gossipgrad: error: ") if said else "without a word"
     return f"rank {rank} failed: {last}"
