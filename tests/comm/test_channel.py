@@ -77,7 +77,7 @@ def test_a_peer_that_left_is_dead_and_later_rounds_say_so_at_once(channels):
 def test_what_was_sent_before_leaving_still_counts(channels):
     a, b = channels()
     post(b, 0, value=5)
-    until(lambda: b._all_sent())
+    until(lambda: b._outbox.empty)
     b.close()
     mine = post(a, 1)
     assert a.take(mine, 3.0) in (D, X)
@@ -178,15 +178,15 @@ def test_a_partner_ahead_sees_rounds_past_the_settled_one_as_void(channels):
     a, b = channels(credits=8)
     pair = post(a, 1, round=0), post(b, 0, round=0)
     ahead = post(b, 0, round=1)
-    a.settle()
+    came = {0: a.settle()}
     start = time.perf_counter()
     assert b.take(ahead, 5.0) is V
     assert time.perf_counter() - start < 2.0
     assert post(b, 0, round=2).outcome is V
     assert (a.take(pair[0], 3.0), b.take(pair[1], 3.0)) == (D, D)
-    b.settle()
+    came[1] = b.settle()
     for channel in (a, b):
-        channel.resume([0, 2], 3)
+        channel.resume(came, 3)
     after = post(a, 1, round=3, value=1), post(b, 0, round=3, value=2)
     assert (a.take(after[0], 3.0), b.take(after[1], 3.0)) == (D, D)
 
@@ -194,8 +194,9 @@ def test_a_partner_ahead_sees_rounds_past_the_settled_one_as_void(channels):
 def test_resume_voids_what_the_others_never_sent(channels):
     a, b = channels(credits=8)
     ahead = post(b, 0, round=0)
+    came = {0: a.settle(), 1: b.settle()}
     for channel in (a, b):
-        channel.resume([-1, 0], 1)
+        channel.resume(came, 1)
     assert ahead.outcome is V
     after = post(a, 1, round=1, value=1), post(b, 0, round=1, value=2)
     assert (a.take(after[0], 3.0), b.take(after[1], 3.0)) == (D, D)
@@ -204,12 +205,11 @@ def test_resume_voids_what_the_others_never_sent(channels):
 
 def test_a_settled_peer_is_waited_for_again_after_resume(channels):
     a, b = channels()
-    a.settle()
-    b.settle()
-    until(lambda: b.poll() or b._ledgers[0].settled[0] == 1)
+    came = {0: a.settle(), 1: b.settle()}
+    until(lambda: b.poll() or b._ledgers[0].known == 1)
     assert post(b, 0, round=0).outcome is V
     for channel in (a, b):
-        channel.resume([-1, 0], 1)
+        channel.resume(came, 1)
     pair = post(b, 0, round=1), post(a, 1, round=1)
     assert (b.take(pair[0], 3.0), a.take(pair[1], 3.0)) == (D, D)
 
@@ -330,7 +330,7 @@ def test_a_round_sent_before_a_collective_that_fails_counts_on_neither_end(chann
     assert [a.take(exchange, 3.0) for exchange in ahead] == [V, V]
     b.unsettle()
     assert [post(b, 0, round=r, value=2).outcome for r in (1, 2)] == [V, V]
-    until(lambda: a.poll() or a._ledgers[1].latest == 2)
+    until(lambda: a.poll() or a._ledgers[1].over == 1)
     after = post(a, 1, round=3, value=1), post(b, 0, round=3, value=2)
     assert (a.take(after[0], 3.0), b.take(after[1], 3.0)) == (D, D)
     assert after[0].received.tolist() == [2.0] * 4

@@ -113,7 +113,7 @@ def test_memory_does_not_grow_over_many_exchanges(channels):
         ledger = channel._ledgers[1 - channel.rank]
         kept = ledger.open, ledger.early, ledger.given_up, ledger.cancelled, ledger.voided
         assert sum(map(len, kept)) < 10
-        assert len(channel._tickets) < 10
+        assert len(channel._outbox._tickets) < 10
 
 
 @pytest.mark.parametrize("name", ["zeromq", "gloo"])

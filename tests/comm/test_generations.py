@@ -93,13 +93,12 @@ def test_a_later_generation_is_told(channels):
 def test_a_settlement_of_an_older_generation_holds_up_no_later_one(channels):
     """A collective that failed on one end leaves counts that differ; a generation begins anew."""
     a, b = channels()
-    a.settle()
-    a.resume([-1, -1], 0)
+    a.resume({0: a.settle(), 1: (1, -1)}, 0)
     for end in (a, b):
         end.enter(1, 0, [0, 1])
     until(lambda: a.poll() or b.poll() or min(a._ledgers[1].latest, b._ledgers[0].latest) > 0)
     b.settle()
-    until(lambda: a.poll() or a._ledgers[1].settled[0] > a._settlement)
+    until(lambda: a.poll() or a._ledgers[1].known > a._ledgers[1].over)
     assert post(a, 1).outcome is V, "b has come to a collective and posts nothing"
 
 

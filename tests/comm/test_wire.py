@@ -15,6 +15,7 @@ headers = st.fixed_dictionaries(
         "generation": st.integers(0, 2**32 - 1),
         "round": st.integers(-(2**63), 2**63 - 1),
         "epoch": st.integers(0, 2**63 - 1),
+        "known": st.integers(0, 2**32 - 1),
         "bucket": st.integers(0, 2**32 - 1),
         "dtype": st.none() | st.sampled_from(DTYPES),
         "size_bytes": st.integers(0, 2**64 - 1),

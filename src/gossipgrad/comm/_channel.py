@@ -5,17 +5,18 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from torch import Tensor
 
 from gossipgrad.comm._exchange import Exchange, Outcome
 from gossipgrad.comm._ledger import Ledger
 from gossipgrad.comm._news import News, Unheard
+from gossipgrad.comm._outbox import Outbox
 from gossipgrad.comm._part import Part, check_planned, read, values_of
 from gossipgrad.comm._place import place
-from gossipgrad.comm._sender import DeferredSender
-from gossipgrad.comm._transport import Arrival, Lost, Sent, Ticket, Transport
+from gossipgrad.comm._settlements import Settlements
+from gossipgrad.comm._transport import Arrival, Lost, Transport
 from gossipgrad.comm._turn import Turn
 from gossipgrad.comm._wire import Header, Kind, WireError
 
@@ -69,19 +70,21 @@ class Channel:
         self.credits = credits
         self.generation = generation
         self.refused = 0
-        self.bytes_sent = 0
         self.bytes_received = 0
         self._transport = transport
-        self._sender = DeferredSender(self._transmit)
         self._run = run
         self._lock = threading.RLock()
         self._news = Unheard() if news is None else news
         self._turn = Turn()
         self._ledgers: defaultdict[int, Ledger] = defaultdict(Ledger)
-        self._linked: set[int] = set()
-        self._tickets: list[tuple[int, Ticket]] = []
+        self._outbox = Outbox(
+            transport,
+            self._lock,
+            gone=lambda peer: self._ledgers[peer].gone is not None,
+            known=lambda peer: self._ledgers[peer].knows(self.generation),
+        )
+        self._settlements = Settlements()
         self._last_round = self.heard = -1  # posted here; and the highest that a message told of
-        self._epoch = 0
         self.closed = False
         self._process = os.getpid()
 
@@ -92,9 +95,9 @@ class Channel:
             return sum(ledger.early_bytes for ledger in self._ledgers.values())
 
     @property
-    def last_round(self) -> int:
-        """The place of the last round that was posted, -1 before the first."""
-        return self._last_round
+    def bytes_sent(self) -> int:
+        """Payload bytes that were posted to peers."""
+        return self._outbox.bytes_sent
 
     @property
     def gone(self) -> dict[int, str]:
@@ -141,15 +144,16 @@ class Channel:
                 return exchange
             ledger = self._ledgers[recv_from]
             assert (at, bucket) not in ledger.open, f"round {round} is posted twice"
+            exchange.known = ledger.knows(self.generation)
             ledger.prune(before=at)
             early = ledger.early.pop((at, bucket), None)
             refusal = None
             if early is None:
-                refusal = ledger.refusal(at, credits=self.credits, epoch=self._settlement)
+                refusal = ledger.refusal(at, credits=self.credits)
             if refusal is None:
                 if early is None:
                     self._transport.open(recv_from)
-                    self._linked.add(recv_from)
+                    self._outbox.linked.add(recv_from)
                 self._send_part(exchange, payload, ready)
                 if early is None:
                     ledger.open[at, bucket] = exchange
@@ -197,35 +201,45 @@ class Channel:
                 ledger.early.clear()
             self.plan = tuple(plan)
 
-    def settle(self) -> None:
+    def settle(self) -> tuple[int, int]:
         """Tells everyone that nothing past the last posted round comes before `resume`.
 
-        Partners that are rounds ahead then see those rounds as void instead of waiting for us.
+        Partners that are rounds ahead then see those rounds as void instead of waiting for us, and
+        so they are here, whenever their parts come.
+
+        Returns:
+            What `resume` needs to know of this rank on the others.
         """
+        with self._lock:
+            last = self._last_round
+            peers = [ledger for peer, ledger in self._ledgers.items() if peer != self.rank]
+            self._settlements.forget((to.era, to.heard) for to in peers if to.gone is None)
+            number = self._settlements.add(self.generation, last)
+            for ledger in peers:
+                ledger.void_early(self.generation, past=last)
+            self._announce(Kind.SETTLE, range(self.world_size), epoch=number)
+            return number, last
+
+    def unsettle(self) -> None:
+        """Takes back `settle`: the ranks did not come together, and rounds go on as they were."""
         with self._lock:
             self._announce(Kind.SETTLE, range(self.world_size))
 
-    def unsettle(self) -> None:
-        """Takes back `settle`: rounds go on; those that peers have sent already are void there."""
-        with self._lock:
-            self._announce(Kind.SETTLE, range(self.world_size), ahead=0)
-            for peer, ledger in self._ledgers.items():
-                for round in ledger.early_past(self._last_round, place(self.generation, 0)):
-                    self._give_up(peer, round)
-
-    def resume(self, last_rounds: Sequence[int], next_round: int) -> None:
+    def resume(self, came: Mapping[int, Sequence[int]], next_round: int) -> None:
         """Ends what `settle` began, once all ranks came together.
 
         Args:
-            last_rounds: The place of the last round that each rank has posted; what is open past it
-                is void.
+            came: What `settle` returned on each rank. What is open past its last round is void, and
+                all that is open with those who are not among them.
             next_round: Where rounds go on, equal on all ranks.
         """
         with self._lock:
-            self._epoch += 1
-            for peer, last_round in enumerate(last_rounds):
+            for peer in range(self.world_size):
                 ledger = self._ledgers[peer]
-                ledger.resolve(lambda at, last=last_round: at > last, Outcome.VOID)
+                if peer in came:
+                    ledger.resume(self.generation, *came[peer])
+                else:
+                    ledger.resolve(lambda at: True, Outcome.VOID)
                 ledger.prune(before=place(self.generation, next_round))
 
     def enter(self, generation: int, next_round: int, living: Collection[int]) -> None:
@@ -236,10 +250,11 @@ class Channel:
         """
         with self._lock:
             assert generation > self.generation, f"generation {generation} is no later one"
-            self.generation, self._epoch = generation, 0
+            self.generation = generation
             for peer in self._ledgers.keys() - set(living):
                 self._ledgers[peer].early.clear()
-            self._tell(self._header(Kind.ENTER, round=next_round), set(living) - {self.rank})
+            header = self._header(Kind.ENTER, round=next_round)
+            self._outbox.tell(header, set(living) - {self.rank})
 
     def close(self, linger_seconds: float = 2.0) -> None:
         """Says LEAVE on every link and closes; open exchanges end as `VOID`; local.
@@ -256,11 +271,11 @@ class Channel:
                 ledger.cancel_all()
         deadline = time.perf_counter() + linger_seconds
         self._poll(0.0)
-        while not self._all_sent() and time.perf_counter() < deadline:
+        while not self._outbox.empty and time.perf_counter() < deadline:
             self._poll(0.005)
-        self._sender.drain(max(0.0, deadline - time.perf_counter()))
+        self._outbox.drain(max(0.0, deadline - time.perf_counter()))
         with self._lock:
-            self._announce(Kind.LEAVE, self._linked)
+            self._announce(Kind.LEAVE, self._outbox.linked)
         if self._turn.end():
             self._transport.close(min(_LEAVE_SECONDS, linger_seconds))
 
@@ -285,22 +300,7 @@ class Channel:
                     if self._ledgers[peer].gone is None:
                         self._lose(peer, _LOST)
 
-    @property
-    def _settlement(self) -> int:
-        return place(self.generation, self._epoch)
-
-    def _all_sent(self) -> bool:
-        with self._lock:
-            self._tickets = [(peer, t) for peer, t in self._tickets if not t.done]
-            return all(self._ledgers[peer].gone for peer, _ in self._tickets)
-
-    def _transmit(self, peer: int, header: bytes, payload: Tensor | None) -> Ticket:
-        with self._lock:
-            if self._ledgers[peer].gone is not None:
-                return Sent()
-            return self._transport.send(peer, header, payload)
-
-    def _header(self, kind: Kind, *, round: int, bucket: int = 0, ahead: int = 1) -> Header:
+    def _header(self, kind: Kind, *, round: int, bucket: int = 0, epoch: int = 0) -> Header:
         part = self.plan[bucket] if kind is Kind.DATA else None
         return Header(
             kind=kind,
@@ -308,7 +308,7 @@ class Channel:
             sender=self.rank,
             generation=self.generation,
             round=round,
-            epoch=self._epoch + ahead,
+            epoch=epoch,
             bucket=bucket,
             dtype=None if part is None else part.dtype,
             size_bytes=0 if part is None else part.size_bytes,
@@ -318,16 +318,8 @@ class Channel:
     def _send_part(
         self, exchange: Exchange, payload: Tensor, ready: Callable[[], None] | None
     ) -> None:
-        peer = exchange.send_to
-        if peer is None or self._ledgers[peer].gone is not None:
-            exchange.ticket = Sent()
-            return
         header = self._header(Kind.DATA, round=exchange.round, bucket=exchange.bucket)
-        exchange.ticket = self._sender.send(peer, header.pack(), payload, ready)
-        self._linked.add(peer)
-        self._tickets = [(to, t) for to, t in self._tickets if not t.done]
-        self._tickets.append((peer, exchange.ticket))
-        self.bytes_sent += header.size_bytes
+        self._outbox.part(exchange, header, payload, ready)
 
     def _give_up(self, peer: int | None, round: int) -> None:
         """Voids a round towards `peer`, before any part of it was sent, and names it at once."""
@@ -338,17 +330,12 @@ class Channel:
         if ledger.gone is not None or at in ledger.given_up:
             return
         ledger.give_up(at)
-        self._tell(self._header(Kind.NOTE, round=round), [peer])
+        self._outbox.tell(self._header(Kind.NOTE, round=round), [peer])
 
-    def _announce(self, kind: Kind, peers: Iterable[int], *, ahead: int = 1) -> None:
+    def _announce(self, kind: Kind, peers: Iterable[int], *, epoch: int = 0) -> None:
         last = self._last_round - place(self.generation, 0)
-        self._tell(self._header(kind, round=last, ahead=ahead), set(peers) - {self.rank})
-
-    def _tell(self, header: Header, peers: Iterable[int]) -> None:
-        for peer in peers:
-            if self._ledgers[peer].gone is None:
-                self._sender.send(peer, header.pack(), None, None)
-                self._linked.add(peer)
+        header = self._header(kind, round=last, epoch=epoch)
+        self._outbox.tell(header, set(peers) - {self.rank})
 
     def _accept(self, arrival: Arrival) -> None:
         try:
@@ -368,22 +355,26 @@ class Channel:
             return
         if header.generation > self.generation:
             self._news.ahead(header.generation)
+        ledger.hear(header.generation, header.known)
         at = place(header.generation, header.round)
         if header.kind is Kind.LEAVE:
             self._lose(peer, _LEFT)
         elif header.kind is Kind.SETTLE:
-            ledger.settled = (place(header.generation, header.epoch), at)
-            if ledger.settled[0] > self._settlement:
-                ledger.resolve(lambda open_at: open_at > at, Outcome.VOID)
+            if header.generation == ledger.era:
+                ledger.settle(header.epoch, at)
         else:
-            if at > ledger.settled[1]:
-                ledger.settled = (0, at)  # it goes on, whatever became of the collective
+            if at > ledger.settled_at:
+                ledger.over = ledger.known  # it goes on, whatever became of the collective
             ledger.passed(at)
             if header.voided:
                 voided = {place(header.generation, round) for round in header.voided}
                 ledger.voided |= voided
                 ledger.resolve(lambda open_at: open_at in voided, Outcome.VOID)
-            if header.kind is Kind.DATA:
+            if header.kind is not Kind.DATA:
+                return
+            if self._settlements.makes_void(header.generation, known=header.known, at=at):
+                ledger.void(at)
+            else:
                 values = values_of(header, arrival.payload, self.plan)
                 kept = ledger.deliver(at, header.bucket, values)
                 self.bytes_received += header.size_bytes if kept else 0

@@ -38,6 +38,7 @@ class Exchange:
         ticket: Done when the buffer that was posted may be written again.
         posted_seconds: When it was posted (`time.perf_counter`).
         at: The place of its round among those of all generations.
+        known: The last settlement of `recv_from` that was known when it was posted.
     """
 
     round: int
@@ -50,6 +51,7 @@ class Exchange:
     posted_seconds: float = field(default_factory=time.perf_counter)
     finished_seconds: float | None = None
     at: int = -1
+    known: int = 0
 
     @property
     def open(self) -> bool:

@@ -26,8 +26,13 @@ class Ledger:
         early: Parts that came before this rank posted the round.
         given_up: Rounds this rank voided before sending its part, and named to the peer.
         cancelled: Rounds this rank awaits nothing of any more, though it sent its part.
-        voided: Rounds the peer named as given up.
-        settled: The collective the peer last came to (its epoch), and its last round before that.
+        voided: Rounds the peer gave up, or sent in vain.
+        era: The peer's latest generation, of which are `known`, `over` and `heard`.
+        known: The peer's last settlement that is known here: it came to a collective.
+        known_before: The same of its earlier generations.
+        over: The last of them that is over, whatever became of the collective.
+        heard: The last settlement of this rank that the peer has heard of.
+        settled_at: The peer's last round before its last settlement.
         latest: The highest round heard of; nothing comes of an earlier one any more.
         gone: How the peer ended, None while it lives.
         parted: Whether a peer that was lost, and still speaks, was told that it is.
@@ -38,7 +43,12 @@ class Ledger:
     given_up: set[int] = field(default_factory=set)
     cancelled: set[int] = field(default_factory=set)
     voided: set[int] = field(default_factory=set)
-    settled: tuple[int, int] = (0, -1)
+    era: int = 0
+    known: int = 0
+    known_before: dict[int, int] = field(default_factory=dict)
+    over: int = 0
+    heard: int = 0
+    settled_at: int = -1
     latest: int = -1
     gone: str | None = None
     parted: bool = False
@@ -48,24 +58,61 @@ class Ledger:
         """Memory of the parts that came early."""
         return sum(values.numel() * values.itemsize for values in self.early.values())
 
-    def early_past(self, last_round: int, first: int) -> list[int]:
-        """Rounds past the last one, of the generation that begins at `first`, with early parts."""
-        places = {at for at, _ in self.early if at > last_round}
-        return sorted(at - first for at in places if generation_of(at) == generation_of(first))
-
-    def refusal(self, round: int, *, credits: int, epoch: int) -> Outcome | None:
+    def refusal(self, round: int, *, credits: int) -> Outcome | None:
         """Why a round with the peer cannot be, or None if it can."""
         if self.gone is not None:
             return Outcome.DEAD_PEER
-        settled_epoch, settled_round = self.settled
         if round < self.latest or generation_of(round) > generation_of(self.latest):
             return Outcome.VOID  # the peer is past it, or has not come to this generation yet
-        if round in self.voided or (settled_epoch > epoch and round > settled_round):
+        if round in self.voided or (self.known > self.over and round > self.settled_at):
             return Outcome.VOID
         if round in self.given_up or round in self.cancelled:
             return Outcome.VOID
         others = {other for other, _ in self.open} - {round}
         return Outcome.VOID if len(others) >= credits else None
+
+    def hear(self, generation: int, known: int) -> None:
+        """A message came of a generation, whose sender knew of so many of our settlements."""
+        if generation > self.era:
+            self.known_before[self.era] = self.known
+            self.era, self.known, self.over, self.heard = generation, 0, 0, 0
+        if generation == self.era:
+            self.heard = max(self.heard, known)
+
+    def knows(self, generation: int) -> int:
+        """The number of the peer's last settlement in a generation that is known here."""
+        return self.known if generation == self.era else self.known_before.get(generation, 0)
+
+    def settle(self, number: int, at: int) -> None:
+        """The peer has come to a collective: what is open past its last round is void."""
+        if number == 0:
+            self.over = self.known
+            return
+        if number > self.known:
+            self.known, self.settled_at = number, at
+        # One that was over before it was heard of spares what was sent since then.
+        void = {key[0] for key, e in self.open.items() if key[0] > at and e.known < number}
+        self.cancelled |= void
+        self.resolve(lambda open_at: open_at in void, Outcome.VOID)
+
+    def resume(self, generation: int, number: int, at: int) -> None:
+        """The collective to which the peer came with its settlement `number` is over."""
+        self.hear(generation, 0)
+        if generation == self.era:
+            self.settle(number, at)
+            self.over = max(self.over, number)
+
+    def void_early(self, generation: int, *, past: int) -> None:
+        """Voids the rounds of a generation past a place of which parts have come."""
+        for round in {early for early, _ in self.early if early > past}:
+            if generation_of(round) == generation:
+                self.void(round)
+
+    def void(self, round: int) -> None:
+        """What the peer sends of a round is void, though it has not said so."""
+        self.voided.add(round)
+        self.resolve(lambda open_at: open_at == round, Outcome.VOID)
+        self._drop(lambda other: other == round)
 
     def deliver(self, round: int, bucket: int, values: Tensor) -> bool:
         """Takes in the peer's part; False if it came too far ahead to be kept."""

@@ -9,8 +9,8 @@ import torch
 __all__ = ["DTYPES", "MAX_VOIDED", "Header", "Kind", "WireError"]
 
 _MAGIC = b"gossip"
-_VERSION = 1
-_FIXED = struct.Struct("!6sBBB16sIIqqIQH")
+_VERSION = 2
+_FIXED = struct.Struct("!6sBBB16sIIqqIIQH")
 _ROUND = struct.Struct("!q")
 MAX_VOIDED = 1024
 
@@ -26,15 +26,15 @@ class Kind(enum.IntEnum):
 
     DATA = 1
     NOTE = 2  # a header alone, to name voided rounds when no data follows
-    SETTLE = 3  # nothing past `round` comes from the sender before collective `epoch` is over;
-    # one that is over already takes an earlier SETTLE back
+    SETTLE = 3  # nothing past `round` comes from the sender before its collective `epoch` is over;
+    # epoch 0 takes that back
     LEAVE = 4  # nothing past `round` comes from the sender any more
     ENTER = 5  # the sender lives in `generation`, and sends nothing of it before `round`
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The part of a message that says what it is; 59 bytes and 8 for each voided round.
+    """The part of a message that says what it is; 67 bytes and 8 for each voided round.
 
     Attributes:
         kind: What the message is for.
@@ -42,7 +42,8 @@ class Header:
         sender: The sending rank.
         generation: The membership the sender lives in.
         round: The round of the exchange; for `SETTLE` and `LEAVE` the last round that was sent.
-        epoch: How many collectives the session has completed, plus one (`SETTLE`).
+        epoch: How often the sender has come to a collective in its generation (`SETTLE`).
+        known: The receiver's last `SETTLE` of that generation that the sender had heard of.
         bucket: Which part of the payload this is.
         dtype: Type of the elements, None when there is no payload.
         size_bytes: Bytes of the payload.
@@ -55,6 +56,7 @@ class Header:
     generation: int = 0
     round: int = -1
     epoch: int = 0
+    known: int = 0
     bucket: int = 0
     dtype: torch.dtype | None = None
     size_bytes: int = 0
@@ -73,6 +75,7 @@ class Header:
             self.generation,
             self.round,
             self.epoch,
+            self.known,
             self.bucket,
             self.size_bytes,
             len(self.voided),
@@ -88,9 +91,8 @@ class Header:
         """
         if len(data) < _FIXED.size:
             raise WireError(f"a header has at least {_FIXED.size} bytes, got {len(data)}")
-        magic, version, kind, dtype, run, sender, generation, round, epoch, bucket, size, count = (
-            _FIXED.unpack_from(data)
-        )
+        magic, version, kind, dtype, run, *numbers = _FIXED.unpack_from(data)
+        sender, generation, round, epoch, known, bucket, size, count = numbers
         if magic != _MAGIC or version != _VERSION:
             raise WireError(f"not a gossipgrad message of wire version {_VERSION}")
         if kind not in Kind.__members__.values():
@@ -107,6 +109,7 @@ class Header:
             generation=generation,
             round=round,
             epoch=epoch,
+            known=known,
             bucket=bucket,
             dtype=None if dtype == 255 else DTYPES[dtype],
             size_bytes=size,

@@ -73,8 +73,7 @@ class Averaging:
             return True
         while True:
             self._members.take_up(rounds)
-            rounds.channel.settle()
-            mine = [kind, rounds.next_round, rounds.channel.last_round, changed]
+            mine = [kind, rounds.next_round, rounds.channel.settle(), changed]
             try:
                 views = self._group.all_gather_object(mine)
             except GossipError:
@@ -87,8 +86,8 @@ class Averaging:
                 raise
             rounds.next_round = max(view[1] for view in views)
             came = dict(zip(self._group.members, views, strict=True))
-            lasts = [came[r][2] if r in came else -1 for r in range(self._group.world_size)]
-            rounds.channel.resume(lasts, rounds.next_round)
+            settled = {rank: view[2] for rank, view in came.items()}
+            rounds.channel.resume(settled, rounds.next_round)
             kinds = [view[0] for view in views]
             if kind == "periodic":
                 return set(kinds) == {"periodic"}

@@ -1,0 +1,137 @@
+"""Collectives that come about, fail, or fail on one rank only: what one end counts, both do."""
+
+from random import Random
+
+import pytest
+import torch
+
+from gossipgrad.comm import Channel, Outcome, Part
+from support.links import RUN
+from support.wires import Wires
+
+D, L, V = Outcome.DELIVERED, Outcome.LATE, Outcome.VOID
+BUCKETS = 2
+
+
+class Meetings:
+    """Two ranks that post a round's buckets one by one, and come to collectives between rounds."""
+
+    def __init__(self):
+        self.wires = Wires(2)
+        plan = [Part(torch.float32, 1)] * BUCKETS
+        self.ends = [
+            Channel(self.wires.transport(rank), run=RUN, plan=plan, credits=3) for rank in (0, 1)
+        ]
+        self.posted = [0, 0]  # buckets of all rounds
+        self.exchanges = ({}, {})
+        self.came = [None, None]  # what each said when it settled, while it is there
+        self.outcomes = [None, None]  # of a meeting that came about, for those who are there still
+
+    def post(self, rank):
+        if self.came[rank] is None:
+            round, bucket = divmod(self.posted[rank], BUCKETS)
+            end, payload = self.ends[rank], torch.ones(1)
+            exchange = end.post(round, bucket, payload, send_to=1 - rank, recv_from=1 - rank)
+            self.exchanges[rank][end.generation, round, bucket] = exchange
+            self.posted[rank] += 1
+
+    def settle(self, rank):
+        while self.posted[rank] % BUCKETS:
+            self.post(rank)
+        if self.came[rank] is None:
+            self.came[rank] = self.ends[rank].settle()
+            if None not in self.came and self.ends[0].generation == self.ends[1].generation:
+                round = max(self.posted) // BUCKETS
+                self.outcomes = [(dict(enumerate(self.came)), round)] * 2
+
+    def resume(self, rank):
+        if self.outcomes[rank] is not None:
+            came, round = self.outcomes[rank]
+            self.ends[rank].resume(came, round)
+            self.posted[rank] = round * BUCKETS
+            self.came[rank] = self.outcomes[rank] = None
+
+    def fail(self, rank):
+        if self.came[rank] is not None:
+            self.ends[rank].unsettle()
+            self.came[rank] = self.outcomes[rank] = None
+
+    def enter(self, rank):
+        if self.came[rank] is None and self.posted[rank] % BUCKETS == 0:
+            end = self.ends[rank]
+            end.enter(end.generation + 1, self.posted[rank] // BUCKETS, [0, 1])
+
+    def deliver(self, rank):
+        """One message to a rank."""
+        self.wires.deliver(1 - rank, rank)
+        self.ends[rank].poll()
+
+    def rest(self):
+        last = max(end.generation for end in self.ends) + 1
+        for rank, end in enumerate(self.ends):
+            self.fail(rank)
+            end.enter(last, self.posted[rank], [0, 1])
+        self.wires.deliver_all()
+        for end in self.ends:
+            end.poll()
+
+    def check(self):
+        self.rest()
+        counted = [{key for key, e in mine.items() if e.outcome is D} for mine in self.exchanges]
+        assert counted[0] == counted[1]
+        assert not any(e.open for mine in self.exchanges for e in mine.values())
+        for end in self.ends:
+            end.close(0.0)
+
+
+ACTS = ["post"] * 4 + ["deliver"] * 6 + ["settle", "resume", "fail"]
+
+
+@pytest.mark.parametrize("acts", [ACTS, [*ACTS, "enter"]], ids=["one generation", "several"])
+@pytest.mark.parametrize("seed", range(100, 110))
+def test_a_collective_leaves_exchanges_on_both_ends_or_on_neither(acts, seed):
+    for script in range(15):
+        random = Random(f"{seed} {script}")
+        ranks = Meetings()
+        for _ in range(random.choice([20, 60, 120])):
+            getattr(ranks, random.choice(acts))(random.randrange(2))
+        ranks.check()
+
+
+def test_meetings_that_all_have_heard_of_take_no_memory():
+    ranks = Meetings()
+    for _ in range(20):
+        for what in ("post", "settle", "resume"):
+            for rank in (0, 1):
+                getattr(ranks, what)(rank)
+        ranks.wires.deliver_all()
+        for end in ranks.ends:
+            end.poll()
+    assert [len(end._settlements._all) for end in ranks.ends] == [2, 2]
+    assert not any(end.early_bytes for end in ranks.ends)
+    ranks.check()
+
+
+@pytest.mark.parametrize("when", ["it settles", "it goes on", "it has sent, too"])
+def test_a_part_that_comes_after_a_failed_collective_counts_on_neither_end(when):
+    """The peer had sent it, and took it for void when it heard that this rank had settled."""
+    ranks = Meetings()
+    ranks.post(0), ranks.post(0)
+    if when == "it settles":
+        ranks.deliver(1), ranks.deliver(1)
+    ranks.settle(1)
+    ranks.deliver(0)
+    ranks.fail(1)
+    if when == "it has sent, too":
+        ranks.post(1), ranks.post(1)
+    ranks.deliver(1), ranks.deliver(1)
+    ranks.post(1), ranks.post(1)
+    ranks.deliver(0), ranks.deliver(0), ranks.deliver(0)
+    round_0 = [mine[0, 0, bucket].outcome for mine in ranks.exchanges for bucket in range(BUCKETS)]
+    assert round_0 == [V] * 4
+    posted = ranks.posted[1]
+    for rank in (0, 1):
+        while ranks.posted[rank] < posted + 2:
+            ranks.post(rank)
+    ranks.check()
+    assert ranks.exchanges[0][0, posted // BUCKETS, 0].outcome is D, "the link goes on"
