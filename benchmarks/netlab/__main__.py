@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+from ._attach import change_link
 from ._envelope import envelope, store
 from ._errors import NetlabError
 from ._layout import PAYLOAD_SHARE
@@ -27,6 +28,7 @@ Hosts are network namespaces behind links shaped in both directions. Needs Linux
   up       brings a network up and holds it until Ctrl-C; `ip netns exec NAME CMD` runs inside
   run      runs a command on every host, with the environment torch.distributed asks for;
            {rank}, {world_size}, {address} and {master} in its arguments are filled in
+  rate     changes a link of a network that is up, as in `rate LAB 2 100Mbit`; rack0 is an uplink
   verify   fills every link by real transfers and holds them against their rates
   check    says what is missing here; measures what this machine carries and keeps it
   clean    removes what dead laboratories have left
@@ -73,6 +75,10 @@ def _parser() -> argparse.ArgumentParser:
             )
             command.add_argument("--timeout", type=float, help="seconds until all are ended")
             command.add_argument("argv", nargs="+", metavar="-- CMD")
+    change = commands.add_parser("rate")
+    change.add_argument("name", metavar="LAB", help="as `up` tells it")
+    change.add_argument("link", metavar="HOST", help="its number, or rack0 for an uplink")
+    change.add_argument("rate", type=_rate, metavar="RATE", help="as in 100Mbit")
     check = commands.add_parser("check")
     check.add_argument("--no-measure", action="store_true", help="only say what is missing")
     commands.add_parser("clean")
@@ -120,7 +126,10 @@ def _up(options: argparse.Namespace) -> int:
                 f"host {host}  {network.address(host):<14}{format_rate(network.layout.rates[host])}"
                 f"  ip netns exec {network.namespace(host)} CMD"
             )
-        print("up; Ctrl-C ends it", flush=True)
+        switch = network.wiring.switch
+        print(f"switch  ip netns exec {switch} CMD")
+        name = switch.rpartition("-")[0]
+        print(f"up; Ctrl-C ends it; python -m benchmarks.netlab rate {name} HOST RATE", flush=True)
         signal.pause()
     return 0
 
@@ -136,6 +145,11 @@ def _run(options: argparse.Namespace) -> int:
             keep_going=options.keep_going,
             timeout_seconds=options.timeout,
         )
+
+
+def _change(options: argparse.Namespace) -> int:
+    change_link(options.name, options.link, options.rate)
+    return 0
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -213,6 +227,7 @@ def main() -> int:
     commands = {
         "up": _up,
         "run": _run,
+        "rate": _change,
         "verify": _verify,
         "check": _check,
         "clean": _clean,

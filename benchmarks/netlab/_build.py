@@ -1,19 +1,20 @@
 """Makes the namespaces and links of a network, changes rates, reads counters."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ._errors import NetlabError
 from ._layout import INTERFACE
-from ._links import Wiring, shaper
+from ._links import Wiring, reshaped
 from ._probe import lacking_features
 from ._system import run, run_batch
 
 __all__ = [
     "Counters",
     "build",
-    "change_rate",
+    "change_pieces",
+    "change_rates",
     "change_uplink",
     "connect",
     "join_hosts",
@@ -48,23 +49,30 @@ def build(wiring: Wiring, namespaces: Sequence[str]) -> None:
         run_batch(["tc", "-n", wiring.switch], wiring.shape_ports())
         for host, name in enumerate(wiring.hosts):
             run_batch(["ip", "-n", name], wiring.host(host))
-            run_batch(["tc", "-n", name], [wiring.shape_host(host)])
+            run_batch(["tc", "-n", name], wiring.shape_host(host))
     except NetlabError as error:
         lacks = lacking_features(wiring.switch)
         raise NetlabError("; ".join(lacks) or str(error)) from error
 
 
-def change_rate(wiring: Wiring, host: int, rate: float) -> None:
-    """Both ends of a host's link; what waits in their queues stays."""
-    run("tc", "-n", wiring.hosts[host], *shaper("change", INTERFACE, rate).split())
-    run("tc", "-n", wiring.switch, *shaper("change", f"host{host}", rate).split())
-    run("ip", "-n", wiring.hosts[host], *wiring.pieces(rate).split())
+def change_rates(wiring: Wiring, rates: Mapping[int, float]) -> None:
+    """Both ends of these hosts' links; what waits in their queues stays."""
+    ports = (line for host, rate in rates.items() for line in reshaped(f"host{host}", rate))
+    run_batch(["tc", "-n", wiring.switch], ports)
+    for host, rate in rates.items():
+        run_batch(["tc", "-n", wiring.hosts[host]], reshaped(INTERFACE, rate))
 
 
 def change_uplink(wiring: Wiring, rack: int, rate: float | None) -> None:
     """Both ends of a rack's link to the core."""
-    for end in (f"up{rack}", f"down{rack}"):
-        run("tc", "-n", wiring.switch, *shaper("change", end, rate).split())
+    ends = (f"up{rack}", f"down{rack}")
+    run_batch(["tc", "-n", wiring.switch], (line for end in ends for line in reshaped(end, rate)))
+
+
+def change_pieces(wiring: Wiring) -> None:
+    """What TCP hands to the links in one piece, on all hosts, after rates have changed."""
+    for name in wiring.hosts:
+        run_batch(["ip", "-n", name], wiring.changed_pieces())
 
 
 def part_hosts(wiring: Wiring, one: int, other: int) -> None:

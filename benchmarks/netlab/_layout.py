@@ -13,6 +13,7 @@ INTERFACE = "lab0"
 MAXIMUM_HOSTS = 250
 MTU = 1500
 # Of a full frame, what TCP hands on: 20 bytes IP, 20 TCP and 12 of timestamps; 14 of Ethernet.
+_NONE = float("inf")
 PAYLOAD_SHARE = (MTU - 52) / (MTU + 14)
 
 
@@ -25,14 +26,12 @@ class Layout:
         rates: Of each host's link, in bits a second, each way.
         racks: The hosts of each rack; those in none stand at the core.
         uplinks: Rate of each rack's link to the core, each way; None does not constrict.
-        slowest: The slowest that a host's link will be.
     """
 
     hosts: int
     rates: list[float]
     racks: tuple[tuple[int, ...], ...] = ()
     uplinks: list[float | None] = field(default_factory=list)
-    slowest: float = float("inf")
 
     @classmethod
     def of(
@@ -42,7 +41,6 @@ class Layout:
         host_rates: Mapping[int, float] | None = None,
         racks: Sequence[Sequence[int]] | None = None,
         uplink: float | None = None,
-        slowest: float | None = None,
     ) -> "Layout":
         """From what the user gives.
 
@@ -74,14 +72,11 @@ class Layout:
                     "it, as in racks=((0, 1), (2, 3))"
                 )
             check_rate(uplink, "uplink_bits_per_second")
-        if slowest is None:
-            slowest = min(rates)
         return cls(
             hosts=hosts,
             rates=rates,
             racks=members,
             uplinks=[uplink] * len(members),
-            slowest=check_rate(slowest, "slowest_bits_per_second"),
         )
 
     def rack_of(self, host: int) -> int | None:
@@ -100,6 +95,10 @@ class Layout:
             there = f"there are 0 to {len(self.racks) - 1}" if self.racks else "there are none"
             raise ValueError(f"rack {rack}: {there}; racks=((0, 1), (2, 3)) makes two")
         return rack
+
+    def slowest(self) -> float:
+        """The rate of the slowest link of all, uplinks too."""
+        return min(*self.rates, *(uplink for uplink in self.uplinks if uplink is not None), _NONE)
 
     def load(self) -> float:
         """Bits a second when every host sends and receives as fast as its link lets it."""

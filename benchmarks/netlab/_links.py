@@ -4,13 +4,17 @@ Everything stands in namespaces of the laboratory's own, the switch too: the mac
 bridges, routes and firewall are out of reach. A host's link is a virtual Ethernet pair, `lab0` in
 the host and a port of its rack's bridge (or of the core) in the switch; a token bucket on `lab0`
 shapes what the host sends, one on the port what it receives.
+
+The buckets are those of `htb`: one that is short of tokens goes into debt for what is larger than
+it. The bucket of `tbf` would never let a piece go that has waited since it was larger, and cuts
+those that come into frames, each of which costs the processors as much as a piece.
 """
 
 from collections.abc import Iterator
 
 from ._layout import INTERFACE, MTU, Layout
 
-__all__ = ["Wiring", "shaper"]
+__all__ = ["Wiring", "reshaped", "shaped"]
 
 _CORE = "core"
 _FRAME_BYTES = MTU + 14
@@ -60,41 +64,59 @@ class Wiring:
         """`ip` in a host: its address, and one congestion control whatever the machine's is."""
         yield "link set lo up"
         yield f"link set {INTERFACE} addrgenmode none mtu {MTU} up"
-        yield self.pieces(self.layout.rates[host])
+        yield self.pieces()
         yield f"addr add {self.address(host)}/24 dev {INTERFACE} noprefixroute"
         yield (
             f"route add 10.{self._network}.0.0/24 dev {INTERFACE} src {self.address(host)} "
             "congctl cubic"
         )
 
-    def pieces(self, rate: float) -> str:
+    def pieces(self) -> str:
         """`ip` in a host: how large the pieces are that TCP hands to its link.
 
-        A connection keeps the size it was made with: on a link that gets slower, larger pieces are
-        cut into frames.
+        The same on all, for a piece passes slower links whole.
         """
-        return f"link set {INTERFACE} gso_max_size {piece_bytes(min(rate, self.layout.slowest))}"
+        return f"link set {INTERFACE} gso_max_size {piece_bytes(self.layout.slowest())}"
+
+    def changed_pieces(self) -> Iterator[str]:
+        """`ip` in a host: the size for connections that are there, too.
+
+        They keep the one they were made with until they look up their route anew.
+        """
+        yield self.pieces()
+        yield "route flush cache"
 
     def shape_ports(self) -> Iterator[str]:
         """`tc` in the switch: what hosts receive, and both ends of every uplink."""
         for host, rate in enumerate(self.layout.rates):
-            yield shaper("add", f"host{host}", rate)
+            yield from shaped(f"host{host}", rate)
         for rack, uplink in enumerate(self.layout.uplinks):
             for end in (f"up{rack}", f"down{rack}"):
-                yield shaper("add", end, uplink)
+                yield from shaped(end, uplink)
 
-    def shape_host(self, host: int) -> str:
+    def shape_host(self, host: int) -> Iterator[str]:
         """`tc` in a host: what it sends."""
-        return shaper("add", INTERFACE, self.layout.rates[host])
+        return shaped(INTERFACE, self.layout.rates[host])
 
 
-def shaper(verb: str, interface: str, rate: float | None) -> str:
-    """A line of `tc` for a token bucket at the root of `interface`; None does not constrict."""
-    rate = _FASTEST if rate is None else rate
-    return (
-        f"qdisc {verb} dev {interface} root tbf rate {rate:.0f}bit burst {burst_bytes(rate)} "
-        f"limit {queue_bytes(rate)}"
+def shaped(interface: str, rate: float | None) -> Iterator[str]:
+    """`tc`: a token bucket for all that leaves by `interface`; None does not constrict."""
+    yield f"qdisc add dev {interface} root handle 1: htb default 1"
+    yield from _bucket("add", interface, _FASTEST if rate is None else rate)
+
+
+def reshaped(interface: str, rate: float | None) -> Iterator[str]:
+    """`tc`: another rate for it; what waits in its queue stays, and goes at the new rate."""
+    yield from _bucket("change", interface, _FASTEST if rate is None else rate)
+
+
+def _bucket(verb: str, interface: str, rate: float) -> Iterator[str]:
+    burst = burst_bytes(rate)
+    yield (
+        f"class {verb} dev {interface} parent 1: classid 1:1 htb rate {rate:.0f}bit "
+        f"ceil {rate:.0f}bit burst {burst} cburst {burst} quantum {_GSO_BYTES}"
     )
+    yield f"qdisc {verb} dev {interface} parent 1:1 handle 2: bfifo limit {queue_bytes(rate)}"
 
 
 def burst_bytes(rate: float) -> int:
@@ -109,7 +131,7 @@ def burst_bytes(rate: float) -> int:
 def piece_bytes(rate: float) -> int:
     """What TCP hands to the link in one piece; every piece costs the processor a turn.
 
-    One above the burst would be cut into frames again, which costs several times as much.
+    One above the burst would put the link into debt, and what comes next would wait for it.
     """
     whole_frames = (burst_bytes(rate) // _FRAME_BYTES - 1) * MTU
     return min(_GSO_BYTES, max(_FRAME_BYTES, whole_frames))

@@ -11,7 +11,8 @@ from typing import Any, Self
 from ._build import (
     Counters,
     build,
-    change_rate,
+    change_pieces,
+    change_rates,
     change_uplink,
     connect,
     join_hosts,
@@ -53,8 +54,6 @@ class Network:
         host_rates: Of those that differ.
         racks: The hosts of each rack; one that is in none stands at the core.
         uplink_bits_per_second: Of each rack's link to the core; None does not constrict.
-        slowest_bits_per_second: What a host's link may be set to later, at least; by default the
-            slowest of now. Below it the processors have more to do with every byte.
         envelope_bits_per_second: What this machine can carry, all hosts together. By default what
             `python -m benchmarks.netlab check` measured here.
 
@@ -77,7 +76,6 @@ class Network:
         host_rates: Mapping[int, float] | None = None,
         racks: Sequence[Sequence[int]] | None = None,
         uplink_bits_per_second: float | None = None,
-        slowest_bits_per_second: float | None = None,
         envelope_bits_per_second: float | None = None,
     ) -> None:
         self.layout = Layout.of(
@@ -86,7 +84,6 @@ class Network:
             host_rates,
             racks,
             uplink_bits_per_second,
-            slowest_bits_per_second,
         )
         self._envelope = envelope_bits_per_second
         self._record: Record | None = None
@@ -210,11 +207,20 @@ class Network:
 
     def set_rate(self, host: int, rate_bits_per_second: float) -> None:
         """Changes the link of `host`, both ways, while it carries bytes; its queue stays."""
-        rate = check_rate(rate_bits_per_second, f"the rate of host {host}")
-        before = self.layout.rates[self.layout.check_host(host)]
-        check_load(self.layout.load() - before + rate, self.hosts, self._envelope)
-        change_rate(self.wiring, host, rate)
-        self.layout.rates[host] = rate
+        self.set_rates({host: rate_bits_per_second})
+
+    def set_rates(self, rates_bits_per_second: Mapping[int, float]) -> None:
+        """Changes the links of several hosts as `set_rate` does; all or, if refused, none."""
+        rates = {
+            self.layout.check_host(host): check_rate(rate, f"the rate of host {host}")
+            for host, rate in rates_bits_per_second.items()
+        }
+        after = [rates.get(host, now) for host, now in enumerate(self.layout.rates)]
+        check_load(sum(after), self.hosts, self._envelope)
+        change_rates(self.wiring, rates)
+        slowest = self.layout.slowest()
+        self.layout.rates[:] = after
+        self._resize(slowest)
 
     def set_uplink(self, rack: int, rate_bits_per_second: float | None) -> None:
         """Changes the link of `rack` to the core, both ways; None does not constrict."""
@@ -222,7 +228,9 @@ class Network:
         if rate_bits_per_second is not None:
             check_rate(rate_bits_per_second, f"the uplink of rack {rack}")
         change_uplink(self.wiring, rack, rate_bits_per_second)
+        slowest = self.layout.slowest()
         self.layout.uplinks[rack] = rate_bits_per_second
+        self._resize(slowest)
 
     def cut(self, one: int, other: int) -> None:
         """Lets nothing pass between two hosts any more, without a word to either; see `heal`.
@@ -269,6 +277,10 @@ class Network:
         of them as one, with one header.
         """
         return read_counters(self.wiring, self.layout.check_host(host))
+
+    def _resize(self, slowest: float) -> None:
+        if self.layout.slowest() != slowest:
+            change_pieces(self.wiring)
 
     def _two(self, one: int, other: int) -> tuple[int, int]:
         if one == other:

@@ -27,8 +27,8 @@ def lacking_features(namespace: str) -> list[str]:
     trials = {
         "virtual Ethernet pairs (CONFIG_VETH)": "ip link add trial0 type veth peer name trial1",
         "bridges (CONFIG_BRIDGE)": "ip link add trial2 type bridge",
-        "the token bucket queue tbf (CONFIG_NET_SCH_TBF)": (
-            "tc qdisc add dev lo root tbf rate 1gbit burst 64kb limit 1mb"
+        "the token bucket queue htb (CONFIG_NET_SCH_HTB)": (
+            "tc qdisc add dev lo root handle 1: htb default 1"
         ),
         "TCP's cubic (CONFIG_TCP_CONG_CUBIC)": (
             "ip route add local 192.0.2.0/24 dev lo congctl cubic"

@@ -6,7 +6,10 @@ __all__ = ["MINIMUM_RATE", "format_rate", "parse_rate"]
 
 MINIMUM_RATE = 1e6  # below, a bucket of few packets is no longer a smooth rate
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
-_WRITTEN = re.compile(r"\s*(\d+(?:\.\d*)?(?:e\d+)?)\s*(?:([kmg]?)(?:bit(?:/s)?|bps)?)\s*", re.I)
+# Bits, however they are written; of `bps` and `Bps` the first alone is a rate in bits.
+_WRITTEN = re.compile(
+    r"\s*(\d+(?:\.\d*)?(?:[eE]\d+)?)\s*(?:([kKmMgG]?)(?:[bB][iI][tT](?:/[sS])?|bps)?)\s*"
+)
 
 
 def parse_rate(text: str) -> float:

@@ -69,7 +69,6 @@ def _measure(options: argparse.Namespace, cells: Cells) -> None:
     with Shaped(
         hosts=hosts,
         rate_bits_per_second=START_RATE,
-        slowest_bits_per_second=min(grid.rates),
     ) as network:
         network.verify()
         with Laboratory(network, hosts) as laboratory:

@@ -26,6 +26,8 @@ Layout = _layout.Layout
         ("1Gbit", 1e9),
         ("100 Mbit/s", 1e8),
         ("2.5g", 2.5e9),
+        ("1Gbps", 1e9),
+        ("1GBIT", 1e9),
         ("1e9", 1e9),
         ("1500kbps", 1.5e6),
         ("10000000", 1e7),
@@ -36,7 +38,9 @@ def test_rates(text, rate):
     assert parse_rate(format_rate(rate)) == rate
 
 
-@pytest.mark.parametrize("text", ["", "fast", "1Gbyte", "-1Mbit", "1 Tbit", "1GB", "nan"])
+@pytest.mark.parametrize(
+    "text", ["", "fast", "1GBps", "1MBps", "1GBPS", "1Gbyte", "-1Mbit", "1 Tbit", "1GB", "nan"]
+)
 def test_what_is_no_rate(text):
     with pytest.raises(ValueError, match="write a number and kbit, Mbit or Gbit, as in 100Mbit"):
         parse_rate(text)
@@ -142,16 +146,16 @@ def test_what_is_filled_in():
     assert words == ["--rank=3", "{other}", "3of4"]
 
 
-def test_connections_are_made_for_the_slowest_rate():
-    """On Linux a TCP connection keeps the largest piece that its interface had when it was made."""
+def test_pieces_are_those_of_the_slowest_link():
+    """A piece passes slower links whole: none is to be long in debt for it."""
 
     def size(rate, **settings):
         layout = Network(hosts=2, rate_bits_per_second=rate, **settings).layout
         wiring = Wiring(layout, ["a", "b"], "switch", 1)
-        return int(wiring.pieces(rate).split()[-1])
+        return int(wiring.pieces().split()[-1])
 
     assert size(1e9) == 64 << 10
     assert size(1e8) < 32 << 10
-    assert size(1e9, slowest_bits_per_second=1e8) == size(1e8)
-    with pytest.raises(ValueError, match="slowest_bits_per_second"):
-        size(1e9, slowest_bits_per_second=10.0)
+    assert size(1e9, host_rates={1: 1e8}) == size(1e8)
+    assert size(1e9, racks=((0, 1),), uplink_bits_per_second=1e8) == size(1e8)
+    assert size(1e9, racks=((0, 1),)) == size(1e9)

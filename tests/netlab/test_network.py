@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.netlab import NetlabError, Network, _record, _system
+from benchmarks.netlab._attach import change_link
 from benchmarks.netlab._layout import PAYLOAD_SHARE
 from benchmarks.netlab._probe import probe
 from support import netlab_rank
@@ -119,6 +120,66 @@ def test_links_counters_and_rates_that_change():
     assert of(name) == []
     with pytest.raises(NetlabError, match="use it inside `with Network"):
         network.address(0)
+
+
+def interface_counters(network, host):
+    shown = _system.run("ip", "-n", network.namespace(host), "-s", "-j", "link", "show", "lab0")
+    sent = json.loads(shown)[0]["stats64"]["tx"]
+    return sent["bytes"], sent["packets"]
+
+
+def test_links_that_slow_down_under_load_carry_on_at_the_new_rate():
+    """Whatever waits in their queues, and in pieces of the new size from then on."""
+    serve = (
+        "import socket\n"
+        "with socket.create_server(('', 7000)) as server:\n"
+        " print(flush=True)\n"
+        " connection, _ = server.accept()\n"
+        " while connection.recv(1 << 20): pass"
+    )
+    call = (
+        "import socket, sys\n"
+        "connection = socket.create_connection((sys.argv[1], 7000))\n"
+        "while True: connection.sendall(bytes(1 << 20))"
+    )
+    with Network(
+        hosts=3,
+        rate_bits_per_second=1e9,
+        racks=((0,), (1, 2)),
+        uplink_bits_per_second=1e9,
+    ) as network:
+        server = [sys.executable, "-S", "-c", serve]
+        with network.popen(2, server, stdout=subprocess.PIPE).stdout as said:
+            said.readline()
+
+        def received():
+            return network.counters(2).received_bytes
+
+        def carries(rate):
+            """The whole of it in a third of a second, and no more."""
+            deadline, start = time.monotonic() + 10, received()
+            while received() == start:
+                assert time.monotonic() < deadline, "nothing passes any more"
+            before, since = received(), time.monotonic()
+            time.sleep(0.3)
+            share = 8 * (received() - before) / (time.monotonic() - since) / rate
+            return 0.85 < share < 1.15
+
+        network.popen(0, [sys.executable, "-S", "-c", call, network.address(2)])
+        wait_until_gone(lambda: received() < 1e7)
+        for change, rate in (
+            (lambda: network.set_rate(2, 5e8), 5e8),
+            (lambda: network.set_uplink(0, 4e7), 4e7),
+            (lambda: network.set_rate(0, 2e7), 2e7),
+        ):
+            change()
+            wait_until_gone(lambda rate=rate: not carries(rate))
+        before = interface_counters(network, 0)
+        wait_until_gone(lambda: interface_counters(network, 0)[1] < before[1] + 20)
+        sent, pieces = (
+            now - then for now, then in zip(interface_counters(network, 0), before, strict=True)
+        )
+        assert sent / pieces < 2 * 4500  # of 64 kB they were, 5 kB is what the slow link asks for
 
 
 def test_racks_share_a_thin_link_and_two_laboratories_are_apart():
@@ -275,9 +336,28 @@ def test_the_command_runs_everywhere_and_tells_who_failed():
 def test_the_command_holds_a_network_until_it_is_ended():
     held = command(*["up", "--no-verify", "--hosts", "2", "--rate", "10Mbit"])
     try:
-        namespaces = [held.stdout.readline().split()[-2] for _ in range(2)]
-        assert held.stdout.readline() == "up; Ctrl-C ends it\n"
+        namespaces = [held.stdout.readline().split()[-2] for _ in range(3)]
+        name, _, switch = namespaces[2].rpartition("-")
+        assert switch == "switch"
+        told = held.stdout.readline()
+        assert told == f"up; Ctrl-C ends it; python -m benchmarks.netlab rate {name} HOST RATE\n"
         assert _system.namespaces().issuperset(namespaces)
+        change_link(name, "1", 5e6)
+        shown = [
+            _system.run("tc", "-n", space, "class", "show", "dev", interface)
+            for space, interface in ((namespaces[1], "lab0"), (namespaces[2], "host1"))
+        ]
+        assert all(" rate 5Mbit ceil 5Mbit " in one for one in shown), shown
+        for wrong, said in (
+            (("nobody", "1", 5e6), rf"no network 'nobody': there are .*{name}"),
+            ((name, "7", 5e6), "host 7: there are 0 to 1"),
+            ((name, "rack0", 5e6), f"rack0: {name} has 0 racks"),
+            ((name, "one", 5e6), "write the number of a host, or rack0 for an uplink"),
+        ):
+            with pytest.raises(ValueError, match=said):
+                change_link(*wrong)
+        with pytest.raises(NetlabError, match="this machine carries"):
+            change_link(name, "1", 1e12)
         held.terminate()
         assert held.wait(30) == 130
     finally:
