@@ -249,6 +249,7 @@ def derive(name: str) -> Profile:
         loss = training_loss(model, inputs, target)
         forward_seconds = clock.seconds
         loss.backward()
+    update_seconds, state_copies = _update(network, list(parameters.values()))
     card, names = network.card, tuple(known for known, _ in ready)
     times = [forward_seconds, *(seconds for _, seconds in ready)]
     return Profile(
@@ -257,17 +258,19 @@ def derive(name: str) -> Profile:
         source=_source(card),
         batch_size=network.batch_size,
         forward_seconds=_short(forward_seconds),
-        optimizer_seconds=_short(_update_seconds(network, list(parameters.values()))),
+        optimizer_seconds=_short(update_seconds),
         names=names,
         elements=tuple(parameters[known].numel() for known in names),
         backward_seconds=tuple(_short(after - before) for before, after in pairwise(times)),
+        state_copies=state_copies,
     )
 
 
-def _update_seconds(network: Network, parameters: list[nn.Parameter]) -> float:
-    """The optimizer reads gradients, and reads and writes weights and state, once, all in fp32.
+def _update(network: Network, parameters: list[nn.Parameter]) -> tuple[float, int]:
+    """Seconds of an update, and tensors of state for each parameter.
 
-    That is what a fused kernel does, with master weights in fp32 whatever type computes.
+    The optimizer reads gradients, and reads and writes weights and state, once, all in fp32. That
+    is what a fused kernel does, with master weights in fp32 whatever type computes.
     """
     masters = [nn.Parameter(torch.empty(p.shape, device="meta")) for p in parameters]
     for master in masters:
@@ -282,7 +285,8 @@ def _update_seconds(network: Network, parameters: list[nn.Parameter]) -> float:
         if isinstance(value, Tensor) and value.shape == master.shape
     )
     moved_bytes = 4 * (elements + 2 * elements + 2 * state)
-    return moved_bytes / (network.card.memory_efficiency * network.card.bytes_per_second)
+    seconds = moved_bytes / (network.card.memory_efficiency * network.card.bytes_per_second)
+    return seconds, state // elements
 
 
 def _source(card: Card) -> str:

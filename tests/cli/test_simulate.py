@@ -8,8 +8,8 @@ import pytest
 
 from gossipgrad import cli
 from gossipgrad.cli._units import rate_of, rate_text, seconds_of, seconds_text
-from gossipgrad.planning import AffineCost
-from gossipgrad.simulate import Curves, Network
+from gossipgrad.planning import AffineCost, Profile
+from gossipgrad.simulate import Curves, Network, Racks, predict
 
 SHORT = ["simulate", "--steps", "20", "--world-size", "4,16", "--bandwidth", "1Gbit"]
 
@@ -80,7 +80,8 @@ def test_curves_give_the_time_to_accuracy(tmp_path, capsys):
         {"strategy": "local", "accuracy_by_epoch_mean": [0.1, 0.2, 0.3]},
         {"strategy": "gossip", "lr_factor": 2.0, "accuracy_by_epoch_mean": [0.9]},
     ]
-    shared = {"model": "mlp", "world_size": 4, "steps_per_epoch": 100}
+    # As many samples a rank as the profile has.
+    shared = {"model": "mlp", "world_size": 4, "steps_per_epoch": 100, "global_batch": 256}
     curves.write_text(json.dumps({"rows": [shared | row for row in rows]}))
     arguments = [*SHORT, "--curves", str(curves), "--strategy", "gossip,allreduce,agd,local"]
     assert cli.main([*arguments, "--out", str(out)]) == 0
@@ -97,13 +98,75 @@ def test_curves_give_the_time_to_accuracy(tmp_path, capsys):
     assert found[4, "local"]["seconds_to_accuracy"] is None
     assert found[16, "gossip"]["target_accuracy"] is None
     assert "not reached" in capsys.readouterr().out
-    # Of other partners or a narrower wire there is no curve.
-    for other in (["--topology", "matching"], ["--wire", "bfloat16"]):
+    # Of other partners, payloads or a narrower wire there is no curve.
+    for other, name in [
+        (["--topology", "matching"], "gossip"),
+        (["--wire", "bfloat16"], "gossip, bf16"),
+        (["--payload", "weights+state"], "gossip, state"),
+    ]:
         assert cli.main([*arguments, *other, "--out", str(out)]) == 0
-        assert cells(out)["1 Gbit/s, 50us", 4, "gossip"]["target_accuracy"] is None
+        assert cells(out)["1 Gbit/s, 50us", 4, name]["target_accuracy"] is None
     assert cli.main([*arguments, "--accuracy", "0.4", "--out", str(out)]) == 0
     first = cells(out)["1 Gbit/s, 50us", 4, "gossip"]
     assert first["seconds_to_accuracy"] == pytest.approx(100 * first["step_seconds"])
+
+
+def test_a_step_to_accuracy_computes_the_batch_of_the_curves(tmp_path, capsys):
+    curves, out = tmp_path / "curves.json", tmp_path / "figures.json"
+    rows = [
+        {"strategy": "allreduce", "world_size": p, "accuracy_by_epoch_mean": [0.2, 0.8]}
+        for p in (4, 16)
+    ]
+    held = {"model": "mlp", "steps_per_epoch": 10, "global_batch": 1024}
+    curves.write_text(json.dumps({"rows": [held | row for row in rows]}))
+    arguments = [*SHORT, "--curves", str(curves), "--accuracy", "0.8", "--jitter", "0"]
+    assert cli.main([*arguments, "--strategy", "allreduce", "--out", str(out)]) == 0
+    found = {p: cell for (_, p, _), cell in cells(out).items()}
+    profile = Profile.load("resnet50")
+    assert profile.batch_size == 64
+    network = Network(exchange=AffineCost.from_rate(rate_bits_per_second=1e9, latency_seconds=5e-5))
+    for p, batch in ((4, 256), (16, 64)):
+        step = predict(profile.with_batch(batch), network, "allreduce", world_size=p, steps=20)
+        assert found[p]["batch_to_accuracy"] == batch
+        assert found[p]["seconds_to_accuracy"] == pytest.approx(20 * step.step_seconds)
+    assert (
+        "(256 at 4 ranks, 64 at 16 ranks) in place of the profile's 64" in capsys.readouterr().out
+    )
+
+
+def test_payloads_and_wires_are_rows_of_their_own(tmp_path):
+    out = tmp_path / "figures.json"
+    arguments = [*SHORT, "--payload", "weights,weights+state,weights+state/4", "--out", str(out)]
+    arguments += ["--profile", "gpt2", "--strategy", "gossip,allreduce,local"]
+    assert cli.main([*arguments, "--wire", "float32,bfloat16"]) == 0
+    sent = {
+        name: cell["bytes_sent_per_step"] for (_, p, name), cell in cells(out).items() if p == 4
+    }
+    gossips = {name: value / sent["gossip"] for name, value in sent.items() if "gossip" in name}
+    assert gossips == {
+        "gossip": 1,
+        "gossip, bf16": 0.5,
+        "gossip, state": 3,  # with the two moments of Adam
+        "gossip, state, bf16": 1.5,
+        "gossip, state every 4": 1.5,
+        "gossip, state every 4, bf16": 0.75,
+    }
+    assert sent["allreduce"] == 2 * sent["allreduce, bf16"]
+    assert sent["local"] == 0
+
+
+def test_a_network_file_keeps_what_its_links_share(tmp_path):
+    network, out = tmp_path / "network.json", tmp_path / "figures.json"
+    cost = AffineCost(alpha_seconds=0.0, beta_seconds_per_byte=8e-9)
+    shared = Network(exchange=cost, racks=Racks(size=2, uplink_bits_per_second=1e8))
+    network.write_text(json.dumps(shared.to_json()))
+    arguments = ["simulate", "--network", str(network), "--world-size", "4", "--steps", "20"]
+
+    def step_seconds(*options):
+        assert cli.main([*arguments, *options, "--strategy", "gossip", "--out", str(out)]) == 0
+        return next(iter(cells(out).values()))["step_seconds"]
+
+    assert step_seconds() > 2 * step_seconds("--rack-size", "4", "--uplink", "1Gbit")
 
 
 def test_a_figure_is_drawn(tmp_path):
@@ -123,6 +186,14 @@ def test_a_figure_is_drawn(tmp_path):
         (["--world-size", "0"], "world size 0 is out of range"),
         (["--world-size", "6", "--topology", "hypercube"], "hypercube needs a world size that is"),
         (["--bandwidth", "1GB"], "'1GB' is no rate: write 100Mbit, 1Gbit or 2.5Gbit"),
+        (["--bandwidth", "1e400bit"], "a rate of '1e400bit' is past all numbers"),
+        (
+            ["--rack-size", "8", "--uplink", "1e400bit"],
+            "a rate of '1e400bit' is past all numbers",
+        ),
+        (["--latency", "1e400s"], "a time of '1e400s' never ends"),
+        (["--payload", "weights+state/0"], "no payload 'weights+state/0' is modelled: choose"),
+        (["--wire", "int8"], "no wire 'int8': choose float32 or bfloat16"),
         (["--bandwidth", "0Gbit"], "a rate of '0Gbit' moves nothing"),
         (["--latency", "50"], "'50' is no time: write 50us, 1.5ms or 2s"),
         (["--jitter", "10"], "jitter is 10.0: it is the spread of a step's compute"),
@@ -169,6 +240,12 @@ def test_files_that_hold_something_else_are_named(tmp_path, capsys):
             '{"rows": [{"strategy": "a", "world_size": 2, "accuracy_by_epoch_mean": [1]}]}',
             "--curves",
             "it does not tell steps_per_epoch",
+        ),
+        (
+            '{"rows": [{"strategy": "a", "world_size": 2, "accuracy_by_epoch_mean": [1], '
+            '"steps_per_epoch": 9}]}',
+            "--curves",
+            "it does not tell global_batch, the samples of all ranks in a step",
         ),
     ]:
         file.write_text(held)
@@ -217,5 +294,6 @@ def test_curves_of_virtual_ranks_are_read():
     for strategy in ("gossip", "allreduce", "every-log-p", "local"):
         assert 0.05 < curves.final(strategy, 128) < 0.95
     assert curves.steps_to("allreduce", 128, 0.5) > 0
+    assert [curves.batch_size("gossip", p) for p in (8, 128)] == [256, 16]
     assert curves.steps_to("allreduce", 128, 0.99) is None
     assert not curves.knows("gossip", 12345)

@@ -65,8 +65,25 @@ def test_scaled_to_a_budget():
         SMALL.scaled(size=0.0)
 
 
+def test_another_batch_takes_in_proportion():
+    half = replace(SMALL, batch_size=8).with_batch(4)
+    assert half.batch_size == 4
+    assert half.forward_seconds == SMALL.forward_seconds / 2
+    assert half.backward_seconds == tuple(seconds / 2 for seconds in SMALL.backward_seconds)
+    assert half.optimizer_seconds == SMALL.optimizer_seconds
+    assert half.source.endswith("; batch 4 for 8, in proportion")
+    assert SMALL.with_batch(SMALL.batch_size) is SMALL
+    with pytest.raises(ValueError, match="batch_size must be a whole number, at least 1, got 0"):
+        SMALL.with_batch(0)
+
+
 def test_json_and_back(tmp_path):
     path = tmp_path / "p.json"
+    path.write_text(json.dumps(replace(SMALL, state_copies=2).to_json()))
+    assert Profile.load(path).state_copies == 2
+    without = {key: value for key, value in SMALL.to_json().items() if key != "state_copies"}
+    path.write_text(json.dumps(without))
+    assert Profile.load(path) == SMALL
     path.write_text(json.dumps(SMALL.to_json()))
     assert Profile.load(path) == SMALL
     assert Profile.load(str(path)) == SMALL
@@ -104,6 +121,7 @@ def test_known_profiles_have_the_networks_sizes():
         "gpt2": 124_439_808,
     }
     assert set(Profile.load("resnet50").names) == {n for n, _ in ResNet50(1000).named_parameters()}
+    assert [Profile.load(name).state_copies for name in PROFILES] == [1, 1, 1, 2]
     # Backward ends where forward begins.
     assert Profile.load("resnet50").names[-1].startswith(("conv.", "norm."))
 
@@ -121,5 +139,7 @@ def test_known_profiles_are_as_derived():
 
 
 def test_a_copy_is_checked_too():
+    with pytest.raises(ValueError, match="state_copies must be 0 or more tensors, got -1"):
+        replace(SMALL, state_copies=-1)
     with pytest.raises(ValueError, match="batch_size"):
         replace(SMALL, batch_size=-1)

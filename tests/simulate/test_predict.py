@@ -1,5 +1,6 @@
 """`predict`: figures that follow from each other, any scale, equal figures for equal arguments."""
 
+import json
 import time
 from dataclasses import replace
 
@@ -46,8 +47,8 @@ def test_figures_follow_from_each_other(name):
 def test_bytes_are_what_each_rank_sends():
     size = RESNET.size_bytes
 
-    def sent(strategy, p=8):
-        found = predict(RESNET, GIGABIT, strategy, world_size=p, steps=48)
+    def sent(strategy, profile=RESNET, p=8):
+        found = predict(profile, GIGABIT, strategy, world_size=p, steps=48)
         return found.bytes_sent_per_step / size
 
     assert sent("local") == 0
@@ -56,6 +57,11 @@ def test_bytes_are_what_each_rank_sends():
     assert sent(Gossip(every=2)) == 1 / 2
     assert sent(Gossip(element_bytes=2)) == 1 / 2
     assert sent(Gossip(state_every=4, state_copies=2)) == pytest.approx(1.5)
+    adam = replace(RESNET, state_copies=2)
+    assert sent(Gossip(state_every=4), adam) == pytest.approx(1.5)
+    once = sent("every-log-p", replace(RESNET, state_copies=0))
+    assert sent("every-log-p") == pytest.approx(2 * once)
+    assert sent("every-log-p", adam) == pytest.approx(3 * once)
     for name in ("allreduce", "agd"):
         assert sent(name) == pytest.approx(2 * 7 / 8)
     assert sent("every-log-p") == pytest.approx(2 * 2 * 7 / 8 / 3)
@@ -325,6 +331,12 @@ def test_a_network_is_itself_again_after_json():
         world_size=3,
     )
     assert Network.from_json(network.to_json()) == network
+    shared = replace(network, slow_hosts={2: 4.0}, racks=Racks(size=2, uplink_bits_per_second=1e9))
+    for other in (shared, replace(network, collective="halving")):
+        assert Network.from_json(json.loads(json.dumps(other.to_json()))) == other
+    bare = {"slow_hosts", "racks", "collective"}
+    held = {key: value for key, value in network.to_json().items() if key not in bare}
+    assert Network.from_json(held) == network
     assert Network.from_json(network.to_json() | {"hosts": ["a", "b", "c"]}) == network
     assert Network.from_json(replace(network, hop=None).to_json()).hop is None
     # The curve stands for the ranks that it was measured with, on links as they were then.

@@ -87,6 +87,7 @@ def test_narrow_parameters_are_counted_in_their_bytes():
 
     profile = record_profile(model, optimizer, [torch.ones(1, 2).bfloat16()], loss, steps=1)
     assert profile.element_bytes == 2
+    assert profile.state_copies == 0  # SGD without momentum keeps none
     assert profile.size_bytes == 6 * 2 + 6 * 4
 
 
@@ -100,6 +101,10 @@ def test_what_cannot_be_recorded():
         record_profile(model, optimizer, [], square)
     with pytest.raises(ValueError, match="trains no parameter of this model"):
         record_profile(Net(), optimizer, [x], square)
+    with pytest.raises(ValueError, match=r"loss is a tensor of shape \(2, 2\): return one number"):
+        record_profile(model, optimizer, [x], lambda model, x: model(x))
+    with pytest.raises(ValueError, match="LBFGS computes the loss itself"):
+        record_profile(model, torch.optim.LBFGS(model.parameters()), [x], square)
 
     calls = iter(range(100))
 
@@ -139,21 +144,38 @@ def test_the_command_records_a_model_of_the_library(tmp_path, capsys):
     assert "0.25 MB in 10" in out
 
 
-def test_the_command_records_a_model_of_ones_own(tmp_path, monkeypatch):
+def test_the_command_records_a_model_of_ones_own(tmp_path, monkeypatch, capsys):
     (tmp_path / "my_own_net.py").write_text(
         "import torch\n"
         "def make():\n"
         "    model = torch.nn.Linear(3, 2)\n"
         "    optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
         "    return model, optimizer, [torch.ones(7, 3)], lambda m, x: m(x).sum()\n"
-        "def not_enough():\n"
-        "    return 3\n"
+        "def fails():\n"
+        "    raise KeyError('no such data')\n"
+        "def fails_in_a_step():\n"
+        "    return *make()[:2], [torch.ones(7, 4)], lambda m, x: m(x).sum()\n"
+        "def batch_by_name():\n"
+        "    return *make()[:2], {'x': torch.ones(7, 3)}, lambda m, x: m(x).sum()\n"
+        "def losses():\n"
+        "    return *make()[:3], lambda m, x: m(x)\n"
     )
     monkeypatch.chdir(tmp_path)
     out = ["--out", "p.json", "--steps", "1", "--name", "mine"]
     assert cli.main(["profile", "--factory", "my_own_net:make", *out]) == 0
     written = json.loads((tmp_path / "p.json").read_text())
     assert (written["name"], written["batch_size"]) == ("mine", 7)
+    capsys.readouterr()
+    for function, message in [
+        ("fails", "factory 'my_own_net:fails' failed: KeyError: 'no such data' (my_own_net.py:7)"),
+        ("fails_in_a_step", "a step failed: RuntimeError: "),
+        ("batch_by_name", "third of these as the batch, a list of tensors, got dict"),
+        ("losses", "return one number, for example its mean()"),
+    ]:
+        assert cli.main(["profile", "--factory", f"my_own_net:{function}", *out]) == 2
+        err = capsys.readouterr().err
+        assert message in err
+        assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -192,4 +214,5 @@ def test_a_text_model_in_the_command(tmp_path):
     path = tmp_path / "gpt.json"
     arguments = "--model gpt --data-set shakespeare --batch-size 1 --steps 1 --optimizer adamw"
     assert cli.main(["profile", *arguments.split(), "--out", str(path)]) == 0
-    assert Profile.load(path).names[0] == "norm.weight"
+    profile = Profile.load(path)
+    assert (profile.names[0], profile.state_copies) == ("norm.weight", 2)

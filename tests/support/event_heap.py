@@ -88,7 +88,9 @@ def gossip(run, options, schedule):
 
     def messages_of(round):
         due = options.state_every and round % options.state_every == 0
-        return messages * (1 + (options.state_copies if due else 0))
+        given = options.state_copies
+        copies = profile.state_copies if given is None else given
+        return messages * (1 + (copies if due else 0))
 
     def link(rank):
         for number in count():

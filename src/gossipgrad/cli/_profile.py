@@ -3,6 +3,7 @@
 import importlib
 import json
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,15 +69,20 @@ def main(arguments: list[str]) -> int:
     model, optimizer, batch, loss = (
         _built_in(options) if options.factory is None else _own(options.factory)
     )
-    profile = record_profile(
-        model,
-        optimizer,
-        batch,
-        loss,
-        name=options.name or options.model,
-        steps=options.steps,
-        warm_up_steps=options.warm_up_steps,
-    )
+    try:
+        profile = record_profile(
+            model,
+            optimizer,
+            batch,
+            loss,
+            name=options.name or options.model,
+            steps=options.steps,
+            warm_up_steps=options.warm_up_steps,
+        )
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(f"a step failed: {_told(error)}") from error
     try:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(profile.to_json(), indent=1) + "\n", encoding="utf-8")
@@ -117,15 +123,44 @@ def _own(factory: str) -> Parts:
         made: Any = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"factory {factory!r} cannot be imported: {error}") from error
+    except Exception as error:
+        raise ValueError(f"factory {factory!r} cannot be imported: {_told(error)}") from error
     finally:
         sys.path.pop(0)
-    parts = made()
+    try:
+        parts = made()
+    except Exception as error:
+        raise ValueError(f"factory {factory!r} failed: {_told(error)}") from error
     if not isinstance(parts, tuple) or len(parts) != 4:
         raise ValueError(
             f"factory {factory!r} must return a tuple of model, optimizer, batch and loss, got "
             f"{type(parts).__name__}"
         )
+    wanted = (
+        ("first", "model, a Module", lambda part: isinstance(part, nn.Module)),
+        ("second", "optimizer, one of torch's", lambda part: isinstance(part, Optimizer)),
+        ("third", "batch, a list of tensors", _is_batch),
+        ("fourth", "loss, called with model and batch", callable),
+    )
+    for (place, what, fits), part in zip(wanted, parts, strict=True):
+        if not fits(part):
+            raise ValueError(
+                f"factory {factory!r} returns the {place} of these as the {what}, got "
+                f"{type(part).__name__}"
+            )
     return parts
+
+
+def _is_batch(part: object) -> bool:
+    return isinstance(part, list | tuple) and all(isinstance(each, Tensor) for each in part)
+
+
+def _told(error: Exception) -> str:
+    """The error in one line, and the place in the user's code, or in whatever it called."""
+    text = " ".join(str(error).split())
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if str(Path.cwd()) in frame.filename] or frames[-1:]
+    return f"{type(error).__name__}: {text} ({Path(own[-1].filename).name}:{own[-1].lineno})"
 
 
 def _show(profile: Profile) -> None:

@@ -32,6 +32,15 @@ def main(arguments: list[str]) -> int:
     for network in dict.fromkeys(case.network for case in cases):
         console.print(table(network, [case for case in cases if case.network == network]))
     console.print(_NOTE, soft_wrap=True, highlight=False)
+    batches = {c.prediction.world_size: c.batch_to_accuracy for c in cases if c.batch_to_accuracy}
+    if batches:
+        told = ", ".join(f"{batch} at {p:,} ranks" for p, batch in batches.items())
+        console.print(
+            f"Times to accuracy are of steps of the curves' batch a rank ({told}) in place of the "
+            f"profile's {profile.batch_size}, compute in proportion.",
+            soft_wrap=True,
+            highlight=False,
+        )
     if options.out is not None:
         figures = {
             "options": {name: _plain(value) for name, value in asdict(options).items()},

@@ -1,42 +1,37 @@
 """The cases that `gossipgrad simulate` is asked for, each with its prediction."""
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from gossipgrad.planning import AffineCost, Profile
-from gossipgrad.simulate import (
-    STRATEGIES,
-    AllReduce,
-    Curves,
-    Gossip,
-    Network,
-    Prediction,
-    Racks,
-    Strategy,
-    Workers,
-    predict,
-    strategy_by_name,
-)
+from gossipgrad.simulate import Curves, Network, Prediction, Racks, Workers, predict
 
 from ._simulate_options import SimulateOptions
+from ._simulate_strategies import curve_of, strategies
 from ._units import list_of, rate_of, rate_text, seconds_of
 
 __all__ = ["Case", "simulate"]
 
-_NARROW_BYTES = 2
 _WITHIN = 0.005  # curves of few seeds tell no smaller difference
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A prediction, the network it is for, and what it means for accuracy."""
+    """A prediction, the network it is for, and what it means for accuracy.
+
+    `batch_to_accuracy` is what a rank computes in each of the steps to `target_accuracy`: as many
+    samples as the curves were made with, whatever the profile's own batch.
+    """
 
     network: str
     rate_bits_per_second: float | None
     prediction: Prediction
     seconds_to_accuracy: float | None = None
     target_accuracy: float | None = None
+    batch_to_accuracy: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; the time to accuracy is None where it is not reached or not known."""
@@ -49,6 +44,7 @@ class Case:
             "exposed_seconds": found.exposed_seconds,
             "target_accuracy": self.target_accuracy,
             "seconds_to_accuracy": self.seconds_to_accuracy,
+            "batch_to_accuracy": self.batch_to_accuracy,
         }
 
 
@@ -59,7 +55,7 @@ def simulate(options: SimulateOptions, profile: Profile) -> list[Case]:
         ValueError: One of the options does not fit.
     """
     worlds = _world_sizes(options.world_size)
-    strategies = [_with_options(strategy, options) for strategy in _strategies(options.strategy)]
+    chosen = strategies(options)
     workers = Workers(
         jitter=options.jitter,
         stragglers=(options.stragglers or 1) if options.straggler != 1.0 else 0,
@@ -75,40 +71,47 @@ def simulate(options: SimulateOptions, profile: Profile) -> list[Case]:
     for name, rate, network in _networks(options):
         for p in worlds:
             here = network if p == network.world_size else replace(network, links={})
-            for strategy in strategies:
-                found = predict(
-                    profile, here, strategy, world_size=p, workers=workers, steps=options.steps
+            for strategy in chosen:
+                found = partial(
+                    predict,
+                    network=here,
+                    strategy=strategy,
+                    world_size=p,
+                    workers=workers,
+                    steps=options.steps,
                 )
-                case = Case(name, rate, found)
+                case = Case(name, rate, found(profile))
                 if curves is not None:
-                    case = _with_accuracy(case, curves, _curve_of(strategy), options.accuracy)
+                    curve = curve_of(strategy)
+                    case = _with_accuracy(case, curves, curve, options.accuracy, profile, found)
                 cases.append(case)
     return cases
 
 
-def _curve_of(strategy: Strategy) -> str:
-    """What curves call the strategy: how its accuracy differs, not its time."""
-    if isinstance(strategy, Gossip):
-        parts = ["gossip"]
-        parts += ["sync"] * (strategy.mode == "sync")
-        parts += [strategy.topology] * (strategy.topology != "dissemination")
-        parts += ["bf16"] * (strategy.element_bytes == _NARROW_BYTES)
-        return ", ".join(parts)
-    if isinstance(strategy, AllReduce):  # by layers it is the same average
-        return "allreduce, bf16" if strategy.element_bytes == _NARROW_BYTES else "allreduce"
-    return strategy.name
-
-
-def _with_accuracy(case: Case, curves: Curves, curve: str, accuracy: float | None) -> Case:
-    found = case.prediction
-    target, final = accuracy, curves.final("allreduce", found.world_size)
+def _with_accuracy(
+    case: Case,
+    curves: Curves,
+    curve: str,
+    accuracy: float | None,
+    profile: Profile,
+    found: Callable[[Profile], Prediction],
+) -> Case:
+    p = case.prediction.world_size
+    target, final = accuracy, curves.final("allreduce", p)
     if target is None and final is not None:
         target = final - _WITHIN
-    if target is None or not curves.knows(curve, found.world_size):
+    if target is None or not curves.knows(curve, p):
         return case
-    steps = curves.steps_to(curve, found.world_size, target)
-    seconds = None if steps is None else steps * found.step_seconds
-    return replace(case, target_accuracy=target, seconds_to_accuracy=seconds)
+    batch, seconds = curves.batch_size(curve, p), None
+    steps = curves.steps_to(curve, p, target)
+    if steps is not None:
+        # Steps of the curves are no steps of the profile: a rank's share of their batch is another.
+        same = batch == profile.batch_size
+        alike = case.prediction if same else found(profile.with_batch(batch))
+        seconds = steps * alike.step_seconds
+    return replace(
+        case, target_accuracy=target, seconds_to_accuracy=seconds, batch_to_accuracy=batch
+    )
 
 
 def _world_sizes(text: str) -> list[int]:
@@ -123,20 +126,6 @@ def _world_sizes(text: str) -> list[int]:
     return list(dict.fromkeys(worlds))
 
 
-def _strategies(text: str) -> list[Strategy]:
-    names = list(STRATEGIES) if text == "all" else list_of(text, "--strategy")
-    return [strategy_by_name(name) for name in dict.fromkeys(names)]
-
-
-def _with_options(strategy: Strategy, options: SimulateOptions) -> Strategy:
-    width = {None: None, "float32": 4, "bfloat16": _NARROW_BYTES}[options.wire]
-    if isinstance(strategy, Gossip):
-        return replace(strategy, topology=options.topology, element_bytes=width, seed=options.seed)
-    if isinstance(strategy, AllReduce):
-        return replace(strategy, element_bytes=width)
-    return strategy
-
-
 def _networks(options: SimulateOptions) -> list[tuple[str, float | None, Network]]:
     racks, behind = None, ""
     if options.rack_size is not None and options.uplink is not None:
@@ -144,14 +133,16 @@ def _networks(options: SimulateOptions) -> list[tuple[str, float | None, Network
         racks = Racks(size=options.rack_size, uplink_bits_per_second=rate)
         behind = f", racks of {options.rack_size} behind {rate_text(rate)}"
     if options.network is not None:
-        network = replace(Network.load(options.network), racks=racks, collective=options.collective)
+        network = Network.load(options.network)
+        collective = options.collective or network.collective
+        network = replace(network, racks=racks or network.racks, collective=collective)
         rate = None if math.isinf(network.bytes_per_second) else 8 * network.bytes_per_second
         return [(f"{options.network}{behind}", rate, network)]
-    latency = options.latency or "50us"
+    latency, collective = options.latency or "50us", options.collective or "ring"
     networks: list[tuple[str, float | None, Network]] = []
     for text in list_of(options.bandwidth or "100Mbit,1Gbit,10Gbit", "--bandwidth"):
         rate = rate_of(text)
         cost = AffineCost.from_rate(rate_bits_per_second=rate, latency_seconds=seconds_of(latency))
-        network = Network(exchange=cost, racks=racks, collective=options.collective)
+        network = Network(exchange=cost, racks=racks, collective=collective)
         networks.append((f"{rate_text(rate)}, {latency}{behind}", rate, network))
     return networks

@@ -29,9 +29,9 @@ class SimulateOptions:
     """What an empty message takes; None: 50us."""
     network: Path | None = None
     """A file that `gossipgrad probe` wrote, in place of --bandwidth and --latency."""
-    collective: Literal["ring", "halving"] = "ring"
+    collective: Literal["ring", "halving"] | None = None
     """How all-reduce goes: ring as Gloo does it, halving (recursive halving and doubling) as good
-    MPI libraries do it for many ranks."""
+    MPI libraries do it for many ranks; None: as --network says, else ring."""
     rack_size: int | None = None
     """Ranks behind one uplink; None: no links are shared."""
     uplink: str | None = None
@@ -40,8 +40,12 @@ class SimulateOptions:
         "dissemination"
     )
     """Who meets whom in gossip."""
-    wire: Literal["float32", "bfloat16"] | None = None
-    """Number type on the wire of gossip, allreduce and agd; None: that of the parameters."""
+    payload: str = "weights"
+    """What gossip sends, with commas: weights, weights+state, or weights+state/4 for state in every
+    fourth round (1 to 99)."""
+    wire: str | None = None
+    """Number types on the wire of gossip, allreduce and agd, with commas: float32, bfloat16; None:
+    that of the parameters."""
     jitter: float = 0.1
     """Spread of a step's compute from step to step, relative to itself."""
     straggler: float = 1.0
@@ -58,7 +62,7 @@ class SimulateOptions:
     """Steps to go through; None: as many as take a second or so."""
     curves: Path | None = None
     """Accuracy by epoch of virtual ranks (the JSON of `python -m benchmarks.virtual_ranks`): gives
-    the time to accuracy."""
+    the time to accuracy, in steps of as many samples a rank as the curves were made with."""
     curves_model: str | None = None
     """Which model's curves; needed where there are several."""
     accuracy: float | None = None

@@ -1,5 +1,6 @@
 """Rates and times as people write them, and back."""
 
+import math
 import re
 
 __all__ = ["list_of", "rate_of", "rate_text", "seconds_of", "seconds_text"]
@@ -22,9 +23,11 @@ def rate_of(text: str) -> float:
     match = re.fullmatch(rf"\s*{_NUMBER}\s*([kKmMgGtT]?)(?:bit|Bit|bit/s|bps)\s*", text)
     if match is None:
         raise ValueError(f"{text!r} is no rate: write 100Mbit, 1Gbit or 2.5Gbit, in bits a second")
-    rate = float(match[1]) * 10.0 ** int(match[2] or 0) * _RATES[match[3].lower() + "bit"]
+    rate = float(f"{match[1]}e{match[2] or 0}") * _RATES[match[3].lower() + "bit"]
     if rate == 0:
         raise ValueError(f"a rate of {text!r} moves nothing: give one above 0")
+    if math.isinf(rate):
+        raise ValueError(f"a rate of {text!r} is past all numbers: give what a link has, as 10Gbit")
     return rate
 
 
@@ -41,7 +44,10 @@ def seconds_of(text: str) -> float:
     match = re.fullmatch(rf"\s*{_NUMBER}\s*(ns|us|ms|s)\s*", text)
     if match is None:
         raise ValueError(f"{text!r} is no time: write 50us, 1.5ms or 2s")
-    return float(f"{match[1]}e{int(match[2] or 0) + _TIMES[match[3]]}")
+    seconds = float(f"{match[1]}e{int(match[2] or 0) + _TIMES[match[3]]}")
+    if math.isinf(seconds):
+        raise ValueError(f"a time of {text!r} never ends: give one that does, as 50us")
+    return seconds
 
 
 def list_of(text: str, what: str) -> list[str]:

@@ -22,6 +22,7 @@ _KEYS = frozenset(
         "source",
         "batch_size",
         "element_bytes",
+        "state_copies",
         "forward_seconds",
         "optimizer_seconds",
         "parameters",
@@ -48,6 +49,7 @@ class Profile:
         backward_seconds: From the moment that the previous gradient was ready (for the first, from
             the start of backward) until this one is.
         element_bytes: Bytes of an element, the same for all parameters.
+        state_copies: Tensors of optimizer state for each parameter: 1 for momentum, 2 for Adam.
 
     Raises:
         ValueError: A time is negative or not finite, a size is not positive, the tuples differ in
@@ -73,6 +75,7 @@ class Profile:
     elements: tuple[int, ...]
     backward_seconds: tuple[float, ...]
     element_bytes: int = 4
+    state_copies: int = 1
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -93,6 +96,8 @@ class Profile:
         for what in ("batch_size", "element_bytes"):
             if type(value := getattr(self, what)) is not int or value < 1:
                 raise ValueError(f"{what} must be a whole number, at least 1, got {value!r}")
+        if type(self.state_copies) is not int or self.state_copies < 0:
+            raise ValueError(f"state_copies must be 0 or more tensors, got {self.state_copies!r}")
         for name, count in zip(self.names, self.elements, strict=True):
             if type(count) is not int or count < 1:
                 raise ValueError(
@@ -141,6 +146,25 @@ class Profile:
             elements=tuple(max(1, round(count * size)) for count in self.elements),
         )
 
+    def with_batch(self, batch_size: int) -> "Profile":
+        """The step on so many samples: forward and backward in proportion, the update as it is.
+
+        Small batches leave a fast device idle, and take longer than this. The source tells it.
+
+        Raises:
+            ValueError: That is no number of samples.
+        """
+        if batch_size == self.batch_size:
+            return self
+        factor = batch_size / self.batch_size
+        return replace(
+            self,
+            batch_size=batch_size,
+            source=f"{self.source}; batch {batch_size} for {self.batch_size}, in proportion",
+            forward_seconds=self.forward_seconds * factor,
+            backward_seconds=tuple(seconds * factor for seconds in self.backward_seconds),
+        )
+
     def to_json(self) -> dict[str, Any]:
         """What `from_json` reads: plain values, a parameter as name, elements and seconds."""
         return {
@@ -151,6 +175,7 @@ class Profile:
             "source": self.source,
             "batch_size": self.batch_size,
             "element_bytes": self.element_bytes,
+            "state_copies": self.state_copies,
             "forward_seconds": self.forward_seconds,
             "optimizer_seconds": self.optimizer_seconds,
             "parameters": [
@@ -175,16 +200,17 @@ class Profile:
                 f"a profile of version {value.get('version')!r}, this reads version {_VERSION}: "
                 "record it anew"
             )
-        if value.keys() != _KEYS:
-            missing, unknown = sorted(_KEYS - value.keys()), sorted(value.keys() - _KEYS)
+        held: dict[str, Any] = {"state_copies": 1, **value}  # a file may leave out momentum's 1
+        if held.keys() != _KEYS:
+            missing, unknown = sorted(_KEYS - held.keys()), sorted(held.keys() - _KEYS)
             raise ValueError(f"a profile with keys missing {missing} and unknown {unknown}")
-        rows = value["parameters"]
+        rows = held["parameters"]
         if not isinstance(rows, list) or not all(
             isinstance(row, list) and len(row) == 3 for row in rows
         ):
             raise ValueError("parameters must be a list of [name, elements, backward seconds]")
         names, elements, seconds = zip(*rows, strict=True) if rows else ((), (), ())
-        others = {key: value[key] for key in _KEYS - {"format", "version", "parameters"}}
+        others = {key: held[key] for key in _KEYS - {"format", "version", "parameters"}}
         for key in ("forward_seconds", "optimizer_seconds"):
             others[key] = _as_float(others[key])
         seconds = tuple(map(_as_float, seconds))

@@ -88,13 +88,14 @@ class PeriodicAverage(Strategy):
 
     Attributes:
         every: Steps between averages; `"log_p"` for `ceil(log2 p)`.
-        state_copies: Tensors of optimizer state averaged with each parameter.
+        state_copies: Tensors of optimizer state averaged with each parameter; None: as many as in
+            the profile.
         bucket_bytes: Of one all-reduce.
     """
 
     name: str = "post-local-sgd"
     every: int | str = 16
-    state_copies: int = 0
+    state_copies: int | None = 0
     bucket_bytes: int = 4 << 20
 
     def __post_init__(self) -> None:
@@ -103,7 +104,7 @@ class PeriodicAverage(Strategy):
                 raise ValueError(f"every is {self.every!r}: give a number of steps, or 'log_p'")
         elif self.every < 1:
             raise ValueError(f"every is {self.every}: give 1 step or more between averages")
-        if self.state_copies < 0:
+        if self.state_copies is not None and self.state_copies < 0:
             raise ValueError(f"state_copies is {self.state_copies}: give 0 or more")
         if self.bucket_bytes < 1:
             raise ValueError(f"bucket_bytes is {self.bucket_bytes}: it must be 1 or more")
@@ -127,7 +128,8 @@ class PeriodicAverageSteps(Steps):
         sizes = [count * profile.element_bytes for count in profile.elements]
         dealt = by_size(sizes, options.bucket_bytes)
         buckets = [float(sum(sizes[place] for place in places)) for places in dealt]
-        buckets *= 1 + options.state_copies
+        given = options.state_copies
+        buckets *= 1 + (profile.state_copies if given is None else given)
         self._average_seconds = setting.average_seconds(buckets)
         self._average_bytes = setting.ring_bytes(sum(buckets))
 

@@ -15,6 +15,7 @@ _SAMPLES = {"Fashion-MNIST": 60_000}
 class _Curve:
     accuracies: tuple[float, ...]
     steps_per_epoch: float
+    batch_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +37,10 @@ class Curves:
         """Those of one model in a file as `python -m benchmarks.virtual_ranks` writes it.
 
         It holds `rows`, each with `strategy`, `world_size`, `accuracy_by_epoch_mean`, and, where
-        there are several models, `model`. Steps an epoch are `steps_per_epoch` of the row, or of
-        `settings` by model, or follow from `global_batch` there where `data` begins with
-        Fashion-MNIST. Rows of another learning rate, batch or length (a key that ends in
-        `_factor` is not 1) are left out.
+        there are several models, `model`. `global_batch`, the samples of all ranks in a step, is
+        the row's, or that of `settings` by model; steps an epoch are `steps_per_epoch` in the same
+        places, or follow from it where `data` begins with Fashion-MNIST. Rows of another learning
+        rate, batch or length (a key that ends in `_factor` is not 1) are left out.
 
         Args:
             path: The file.
@@ -89,6 +90,14 @@ class Curves:
         curve = self._curves.get((strategy, world_size))
         return None if curve is None else curve.accuracies[-1]
 
+    def batch_size(self, strategy: str, world_size: int) -> int:
+        """Samples of each rank in a step of that curve.
+
+        Raises:
+            KeyError: There is no such curve.
+        """
+        return self._curves[strategy, world_size].batch_size
+
     def steps_to(self, strategy: str, world_size: int, accuracy: float) -> float | None:
         """Steps until the accuracy was first reached, straight between epochs; None if never."""
         curve = self._curves.get((strategy, world_size))
@@ -110,4 +119,10 @@ def _curve(row: dict[str, Any], setting: dict[str, Any]) -> _Curve:
     steps = row.get("steps_per_epoch", setting.get("steps_per_epoch"))
     if steps is None:
         raise ValueError("it does not tell steps_per_epoch")
-    return _Curve(accuracies, float(steps))
+    samples = row.get("global_batch", setting.get("global_batch"))
+    if samples is None:
+        raise ValueError("it does not tell global_batch, the samples of all ranks in a step")
+    batch_size, rest = divmod(int(samples), int(row["world_size"]))
+    if batch_size < 1 or rest:
+        raise ValueError(f"a batch of {samples} is not shared evenly by {row['world_size']} ranks")
+    return _Curve(accuracies, float(steps), batch_size)

@@ -34,7 +34,8 @@ class Gossip(Strategy):
         every: Steps in a round.
         average_every: Steps between exact averages; None: never.
         state_every: Rounds between exchanges of optimizer state; 0: never.
-        state_copies: Tensors of state for each parameter: 1 for momentum, 2 for Adam.
+        state_copies: Tensors of state for each parameter: 1 for momentum, 2 for Adam; None: as
+            in the profile.
         element_bytes: Of an element on the wire; None: as in the profile.
         bucket_bytes: Size of a message.
         seed: Of the rotation of partners.
@@ -46,7 +47,7 @@ class Gossip(Strategy):
     every: int = 1
     average_every: int | None = None
     state_every: int = 0
-    state_copies: int = 1
+    state_copies: int | None = None
     element_bytes: int | None = None
     bucket_bytes: int = 4 << 20
     seed: int = 0
@@ -55,8 +56,9 @@ class Gossip(Strategy):
         if self.mode not in ("overlap", "sync"):
             raise ValueError(f"mode {self.mode!r} is not modelled: choose overlap or sync")
         for name in ("every", "state_copies", "bucket_bytes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: it must be 1 or more")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}: it must be 1 or more")
         if self.state_every < 0:
             raise ValueError(f"state_every is {self.state_every}: 0 for never, or 1 or more")
 
@@ -85,6 +87,8 @@ class GossipSteps(Steps):
         self._schedule = by_name(options.topology, p, seed=options.seed)
         self.cycle = self._schedule.period * options.every * max(1, options.state_every)
         profile = setting.profile
+        given = options.state_copies
+        self._state_copies = profile.state_copies if given is None else given
         width = options.element_bytes or profile.element_bytes
         sizes = [count * width for count in profile.elements]
         self._weight_bytes = float(sum(sizes))
@@ -120,7 +124,7 @@ class GossipSteps(Steps):
         options, network = self._options, self._setting.network
         peers = self._schedule.round_peers(self._round)
         with_state = options.state_every and self._round % options.state_every == 0
-        copies = 1 + (options.state_copies if with_state else 0)
+        copies = 1 + (self._state_copies if with_state else 0)
         size, message = copies * self._weight_bytes, self._weight_bytes / self._weight_messages
         self._round += 1
         sends = peers.send_to != _NOBODY

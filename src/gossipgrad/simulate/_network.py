@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +174,9 @@ class Network:
             "snapshot_seconds_per_byte": self.snapshot_seconds_per_byte,
             "mix_seconds_per_byte": self.mix_seconds_per_byte,
             "links": [[one, other, _plain(cost)] for (one, other), cost in self.links.items()],
+            "slow_hosts": [[rank, factor] for rank, factor in self.slow_hosts.items()],
+            "racks": None if self.racks is None else asdict(self.racks),
+            "collective": self.collective,
         }
 
     @classmethod
@@ -202,6 +205,10 @@ class Network:
                 snapshot_seconds_per_byte=float(value["snapshot_seconds_per_byte"]),
                 mix_seconds_per_byte=float(value["mix_seconds_per_byte"]),
                 world_size=value["world_size"],
+                # What is not measured may be missing.
+                slow_hosts={rank: float(slow) for rank, slow in value.get("slow_hosts", [])},
+                racks=None if value.get("racks") is None else Racks(**value["racks"]),
+                collective=value.get("collective", "ring"),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"a network with {error} missing or not as written") from error

@@ -23,7 +23,7 @@ _STRATEGIES: dict[str, Strategy] = {
     "gossip-sync": Gossip(name="gossip-sync", mode="sync"),
     "allreduce": AllReduce(),
     "agd": AllReduce(name="agd", buckets="layer"),
-    "every-log-p": PeriodicAverage(name="every-log-p", every="log_p", state_copies=1),
+    "every-log-p": PeriodicAverage(name="every-log-p", every="log_p", state_copies=None),
     "post-local-sgd": PeriodicAverage(),
     "local": Local(),
 }

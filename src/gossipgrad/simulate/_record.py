@@ -1,5 +1,6 @@
 """Recording what a step of the user's own model costs on their own device."""
 
+import inspect
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -53,7 +54,7 @@ def record_profile(
     Raises:
         ValueError: There is nothing to record: no steps, no batch, no parameter with a gradient; or
             a parameter that the optimizer trains gets a gradient in some steps only, or several in
-            one.
+            one; or the loss is not one number, or the optimizer needs a closure.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -78,6 +79,12 @@ def record_profile(
             "the optimizer trains no parameter of this model: give the optimizer made of "
             "model.parameters()"
         )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"{type(optimizer).__name__} computes the loss itself, as often as it likes: give an "
+            "optimizer whose step() needs no closure"
+        )
     device = next(iter(parameters.values())).device
     clock = _CudaClock(device) if device.type == "cuda" else _HostClock()
     with _Hooks(parameters, clock) as ready:
@@ -89,7 +96,13 @@ def record_profile(
                 timed.append((times, dict(ready)))
         clock.synchronize()
     return _profile(
-        name or type(model).__name__, device, batch[0].shape[0], parameters, timed, clock
+        name or type(model).__name__,
+        device,
+        batch[0].shape[0],
+        parameters,
+        timed,
+        clock,
+        _state_copies(optimizer, parameters),
     )
 
 
@@ -166,6 +179,11 @@ def _step(
     optimizer.zero_grad()
     start = clock.mark()
     value = loss(model, *batch)
+    if value.numel() != 1:
+        raise ValueError(
+            f"the loss is a tensor of shape {tuple(value.shape)}: return one number, for example "
+            "its mean()"
+        )
     computed = clock.mark()
     value.backward()
     optimizer.step()
@@ -179,6 +197,7 @@ def _profile(
     parameters: dict[str, nn.Parameter],
     timed: list[tuple[tuple[Any, Any, Any], dict[str, Any]]],
     clock: _Clock,
+    state_copies: int,
 ) -> Profile:
     with_gradient = set().union(*(ready for _, ready in timed))
     if not with_gradient:
@@ -214,7 +233,19 @@ def _profile(
         ),
         backward_seconds=tuple(later - earlier for earlier, later in pairwise(moments)),
         element_bytes=unit,
+        state_copies=state_copies,
     )
+
+
+def _state_copies(optimizer: Optimizer, parameters: dict[str, nn.Parameter]) -> int:
+    """Tensors of state for each parameter, by their elements."""
+    held = sum(
+        value.numel()
+        for parameter in parameters.values()
+        for value in optimizer.state.get(parameter, {}).values()
+        if isinstance(value, Tensor) and value.shape == parameter.shape
+    )
+    return round(held / sum(p.numel() for p in parameters.values()))
 
 
 def _device_name(device: torch.device) -> str:
