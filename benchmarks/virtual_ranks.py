@@ -4,16 +4,17 @@ Trains on Fashion-MNIST in one process with `gossipgrad.simulate.VirtualRanks`. 
 model see the same samples in the same steps: the global batch, the epochs and the learning rate are
 one for all strategies and world sizes, and each rank takes its share of the batch.
 
-A cell that is done is kept; one that was interrupted goes on from its last epoch:
+A cell that is done is kept; one that was interrupted goes on from its last epoch. Figures go into
+the results and into the tables of docs/simulate.md:
 
     python -m benchmarks.virtual_ranks
     python -m benchmarks.virtual_ranks --only mlp/128/gossip --seeds 1
+    python -m benchmarks.virtual_ranks --report  # publishes what is done
 """
 
 import argparse
 import json
 import math
-import statistics
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,6 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks._common import write
+from benchmarks._virtual_ranks_page import fill_page
+from benchmarks._virtual_ranks_table import DISTANCES_PER_EPOCH, table
 from gossipgrad import WeightsAndState, data, models
 from gossipgrad.simulate import VirtualRanks
 from gossipgrad.topology import by_name
@@ -42,6 +45,15 @@ STRATEGIES: dict[str, dict] = {
     "gossip, average every 8": {"average_every": 8},
     "gossip, average every 32": {"average_every": 32},
     "local, average every 8": {"strategy": "local", "average_every": 8},
+    # Every step it is all-reduce; every-log-p is the next of the row.
+    **{
+        f"local, state, average every {every}": {
+            "strategy": "local",
+            "payload": "weights+state",
+            "average_every": every,
+        }
+        for every in (1, 2, 4)
+    },
     "every-log-p": {"strategy": "every-log-p"},
     "local": {"strategy": "local"},
 }
@@ -62,10 +74,6 @@ SETTINGS = {
     "mlp": Setting(global_batch=2048, epochs=20, peak_lr=0.1, momentum=0.9, warmup_epochs=1),
     "lenet": Setting(global_batch=2048, epochs=15, peak_lr=0.1, momentum=0.9, warmup_epochs=1),
 }
-KEY = ("model", "world_size", "strategy", "lr_factor", "epochs_factor", "batch_factor")
-# All-reduce at the usual rate is what the others are compared with.
-OWN = ("strategy", "lr_factor")
-DISTANCES_PER_EPOCH = 4
 REPLICAS_EVALUATED = 8
 
 
@@ -119,12 +127,13 @@ def cells(seeds: int) -> list[Cell]:
     four = ["allreduce", "gossip", "every-log-p", "local"]
     helpers = ["gossip, average every 8", "gossip, average every 32", "local, average every 8"]
     helpers += ["gossip, sync"]
+    averages = [f"local, state, average every {every}" for every in (2, 4, 1)]
 
     def of(model: str, sizes: list[int], strategies: list[str], seed: int) -> list[Cell]:
         return [Cell(model, p, strategy, seed) for p in sizes for strategy in strategies]
 
     order = [Cell("mlp", 1, "allreduce", 0)]
-    order += of("mlp", [128, 8], main, 0) + of("mlp", [128], payloads + helpers, 0)
+    order += of("mlp", [128, 8], main, 0) + of("mlp", [128], payloads + helpers + averages, 0)
     for factors in ((0.5, 1), (2.0, 1), (1.0, 3)):
         order += [Cell("mlp", 128, strategy, 0, *factors) for strategy in four[:2]]
     order += of("mlp", [32], main, 0) + of("lenet", [128], four[:3], 0)
@@ -226,7 +235,7 @@ def run(cell: Cell, folder: Path, train: Part, test: Part) -> dict:
         figures["loss"].append(found["loss"])
         figures["distances"] += found["distances"]
         figures["seconds"] += time.perf_counter() - start
-        if not math.isfinite(found["loss"]):
+        if not math.isfinite(found["loss"]):  # nothing brings it back
             break
         partial = begun.with_suffix(".partial")
         torch.save({"ranks": ranks.state_dict(), "figures": figures}, partial)
@@ -239,63 +248,12 @@ def run(cell: Cell, folder: Path, train: Part, test: Part) -> dict:
     return result
 
 
-def table(results: list[dict]) -> list[dict]:
-    """One row a model, world size and strategy, over as many seeds as there are."""
-    groups: dict[tuple, list[dict]] = {}
-    for result in results:
-        key = tuple(result[field] for field in KEY)
-        groups.setdefault(key, []).append(result)
-    baseline = {
-        (*(r[field] for field in KEY if field not in OWN), r["seed"]): r["accuracy"][-1]
-        for r in results
-        if r["strategy"] == "allreduce" and r["lr_factor"] == 1
-    }
-    rows = []
-    for key, found in sorted(groups.items()):
-        own = dict(zip(KEY, key, strict=True))
-        beside = tuple(value for field, value in own.items() if field not in OWN)
-        found.sort(key=lambda r: r["seed"])
-        final = [r["accuracy"][-1] for r in found]
-        paired = [
-            100 * (r["accuracy"][-1] - baseline[*beside, r["seed"]])
-            for r in found
-            if (*beside, r["seed"]) in baseline
-        ]
-        curve = [
-            statistics.fmean(each) for each in zip(*(r["accuracy"] for r in found), strict=True)
-        ]
-        rows.append(
-            {
-                **own,
-                "seeds": [r["seed"] for r in found],
-                "accuracy": final,
-                "accuracy_mean": round(statistics.fmean(final), 5),
-                "accuracy_sd": round(statistics.stdev(final), 5) if len(final) > 1 else None,
-                "minus_allreduce_points": [round(d, 3) for d in paired],
-                "minus_allreduce_points_mean": round(statistics.fmean(paired), 3)
-                if paired
-                else None,
-                "accuracy_by_epoch_mean": [round(value, 5) for value in curve],
-                "replica_accuracy_mean": round(
-                    statistics.fmean(a for r in found for a in r["replica_accuracy"]), 5
-                ),
-                "loss": [r["loss"][-1] for r in found],
-                "consensus_distance_by_epoch": [
-                    float(f"{distance:.4g}")
-                    for _, distance in found[0]["distances"][
-                        DISTANCES_PER_EPOCH - 1 :: DISTANCES_PER_EPOCH
-                    ]
-                ],
-                "seconds": [round(r["seconds"], 1) for r in found],
-            }
-        )
-    return rows
-
-
 def report(chosen: list[Cell], folder: Path) -> Path:
-    """Writes what is done so far."""
+    """Writes what is done so far, into the results and into the tables of the page."""
     paths = [folder / f"{cell.name}.json" for cell in chosen]
     results = [json.loads(path.read_text()) for path in paths if path.exists()]
+    rows = table(results)
+    fill_page(rows)
     return write(
         "virtual_ranks",
         {
@@ -306,7 +264,7 @@ def report(chosen: list[Cell], folder: Path) -> Path:
             "settings": {name: asdict(setting) for name, setting in SETTINGS.items()},
             "cells_done": len(results),
             "cells": len(chosen),
-            "rows": table(results),
+            "rows": rows,
         },
     )
 
@@ -317,7 +275,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", nargs="*", help="starts of names such as mlp/128/gossip")
     parser.add_argument("--quick", action="store_true", help="seed 0 at 8 ranks, MLP")
-    parser.add_argument("--report", action="store_true", help="write the table of what is done")
+    parser.add_argument("--report", action="store_true", help="publish what is done, run nothing")
     parser.add_argument("--folder", type=Path, default=Path("runs/virtual_ranks"))
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -1,44 +1,87 @@
-"""The accuracies on the page are those that were measured."""
+"""The figures on the page are those that were measured, and its sentences hold for them."""
 
 import json
-import re
+import math
 from pathlib import Path
 from statistics import fmean
 
+import pytest
+
+from benchmarks._pages import fill, table
+from benchmarks._virtual_ranks_page import fill_page, tables
+from benchmarks._virtual_ranks_table import table as rows_of
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "simulate.md").read_text()
-
-
-def rows_below(heading):
-    lines = PAGE[PAGE.index(heading) :].split("\n\n")[0].splitlines()[2:]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+ROWS = json.loads((ROOT / "benchmarks/results/virtual_ranks.json").read_text())["rows"]
 
 
 def measured(model, world_size, strategy, **factors):
-    rows = json.loads((ROOT / "benchmarks/results/virtual_ranks.json").read_text())["rows"]
     wanted = {"lr_factor": 1, "epochs_factor": 1, "batch_factor": 1, **factors}
     wanted |= {"model": model, "world_size": world_size, "strategy": strategy}
-    (row,) = [row for row in rows if all(row[key] == value for key, value in wanted.items())]
-    return f"{100 * fmean(row['accuracy']):.2f} ({len(row['accuracy'])})"
+    (row,) = [row for row in ROWS if all(row[key] == value for key, value in wanted.items())]
+    return row
 
 
-def test_accuracies():
-    models = re.findall(r"^\| (\w+): strategy \| 8 ranks", PAGE, re.MULTILINE)
-    assert "mlp" in models
-    for model in models:
-        for strategy, *figures in rows_below(f"| {model}: strategy | 8 ranks"):
-            for world_size, figure in zip((8, 32, 128), figures, strict=True):
-                if figure != "-":
-                    assert figure == measured(model, world_size, strategy), (strategy, world_size)
+def behind(world_size, **factors):
+    return -fmean(measured("mlp", world_size, "gossip", **factors)["minus_allreduce_points"])
 
 
-def test_what_helps():
-    rows = rows_below("| at 128 ranks | batch of a rank")
-    assert rows
-    for strategy, batch, epochs, rate, *figures in rows:
-        factors = {
-            "batch_factor": int(batch) / 16,
-            "epochs_factor": int(epochs) / 20,
-            "lr_factor": float(rate) / 0.1,
-        }
-        assert figures == [measured("mlp", 128, strategy, **factors)], (strategy, factors)
+def test_tables_are_what_the_benchmark_fills_in(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(PAGE)
+    fill_page(ROWS, page)
+    assert page.read_text() == PAGE, "run python -m benchmarks.virtual_ranks --report"
+    assert "88." in tables(ROWS)[0]
+    with pytest.raises(ValueError, match="the page has no table that begins with"):
+        fill("No table.\n", table(["a", "b"], []))
+
+
+def test_sentences_hold():
+    assert behind(8) < behind(32) < behind(128)
+    assert behind(128) > 0.5
+    assert behind(128, epochs_factor=3) < behind(128) / 2
+    for row in ROWS:
+        plain = all(row[key] == 1 for key in row if key.endswith("_factor"))
+        gossips = row["strategy"].startswith("gossip") or row["strategy"] == "every-log-p"
+        if plain and row["world_size"] == 128 and gossips:
+            assert row["minus_allreduce_points_mean"] < -0.5, row["strategy"]
+    for model in ("mlp", "lenet"):
+        assert measured(model, 128, "local")["accuracy"] == pytest.approx([0.1])
+
+
+def result(seed, accuracy, loss, **others):
+    distances = [[step, 2.0 * step] for step in range(4 * len(accuracy))]
+    return {
+        "model": "mlp",
+        "world_size": 8,
+        "strategy": "local",
+        "lr_factor": 1.0,
+        "epochs_factor": 1,
+        "batch_factor": 1,
+        "seed": seed,
+        "accuracy": accuracy,
+        "loss": loss,
+        "replica_accuracy": [0.5],
+        "distances": distances,
+        "seconds": 1.0,
+        **others,
+    }
+
+
+def test_seeds_that_diverge_at_different_epochs_make_a_row():
+    distances = [[step, math.nan] for step in range(8)]
+    (row,) = rows_of(
+        [
+            result(2, [0.25, 0.125], [1.0, math.nan], distances=distances),
+            result(0, [0.25, 0.5, 0.75], [2.0, 1.0, 0.5]),
+            result(1, [0.125], [math.inf]),
+        ]
+    )
+    assert row["seeds"] == [0, 1, 2]
+    assert row["accuracy"] == [0.75, 0.125, 0.125]
+    assert row["diverged_at_epoch"] == [None, 1, 2]
+    assert row["accuracy_by_epoch_mean"] == [round(0.625 / 3, 5), 0.25, round(1 / 3, 5)]
+    assert row["consensus_distance_by_epoch"] == [[6.0, 14.0, 22.0], [6.0], [None, None]]
+    assert row["loss"] == [0.5, None, None]
+    assert "NaN" not in json.dumps(row)
