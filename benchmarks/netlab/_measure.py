@@ -12,7 +12,7 @@ from ._network import Network
 from ._rates import format_rate
 from ._traffic import Busy, Moved
 
-__all__ = ["measure_envelope", "measure_table", "pairs"]
+__all__ = ["idle", "measure_envelope", "measure_table", "pairs"]
 
 CASES = (  # hosts, bits a second
     (2, 1e8),
@@ -104,9 +104,9 @@ def _undisturbed(
     """
     kept: tuple[list[Moved], float] | None = None
     for _ in range(_TRIES):
-        before = _idle(_PATIENCE_SECONDS)
+        before = idle(_PATIENCE_SECONDS)
         rounds = _rounds(hosts, rate, flows, repeats)
-        others = max(before, _idle())
+        others = max(before, idle())
         if kept is None or others < kept[1]:
             kept = (rounds, others)
         if others <= QUIET_SHARE:
@@ -115,7 +115,7 @@ def _undisturbed(
     return kept
 
 
-def _idle(patience_seconds: float = 0.0) -> float:
+def idle(patience_seconds: float = 0.0) -> float:
     """How busy other programs keep the processors; waits for them to be quiet."""
     deadline = time.monotonic() + patience_seconds
     while True:

@@ -18,9 +18,11 @@ from benchmarks._common import RESULTS
 from benchmarks.netlab import NetlabError
 from gossipgrad.train._summary import machine, versions, write_json
 
-from ._cells import Cells, measure_group
-from ._grid import GRIDS, Grid
-from ._laboratory import START_RATE, Laboratory, Shaped
+from ._cells import Cells
+from ._grid import GRIDS
+from ._group import measure_group
+from ._hosts import Shaped
+from ._laboratory import Laboratory, WorkerError
 from ._page import draw
 from ._table import print_table
 from ._verdict import shortfalls
@@ -42,6 +44,9 @@ def main() -> int:
         except NetlabError as error:
             print(f"no laboratory here: {error}", file=sys.stderr)
             return 2
+        except WorkerError as error:
+            print(f"the workers do not start: {error}", file=sys.stderr)
+            return 2
     if not cells.cells:
         print(f"{options.out} has no cells: measure some first", file=sys.stderr)
         return 2
@@ -55,7 +60,7 @@ def main() -> int:
 def _measure(options: argparse.Namespace, cells: Cells) -> None:
     grid = GRIDS[options.grid]
     start = time.monotonic()
-    # A list of cells says nothing of where it was measured: that stands beside it.
+    # Every cell says where it was measured; this is how it was last gone on with.
     write_json(
         options.out.with_name(f"{options.out.stem}_machine.json"),
         {
@@ -65,25 +70,17 @@ def _measure(options: argparse.Namespace, cells: Cells) -> None:
             "budgets": [str(budget) for budget in grid.budgets],
         },
     )
+
+    def is_late() -> bool:
+        return bool(options.minutes) and time.monotonic() - start > 60 * options.minutes
+
     hosts = max(grid.world_sizes)
-    with Shaped(
-        hosts=hosts,
-        rate_bits_per_second=START_RATE,
-    ) as network:
-        network.verify()
-        with Laboratory(network, hosts) as laboratory:
-            _fill(options, grid, cells, laboratory, start)
-
-
-def _fill(
-    options: argparse.Namespace, grid: Grid, cells: Cells, laboratory: Laboratory, start: float
-) -> None:
-    for budget in grid.budgets:
-        for world_size in budget.world_sizes or grid.world_sizes:
-            if options.minutes and time.monotonic() - start > 60 * options.minutes:
-                print(f"stopped after {options.minutes:g} minutes: the rest is for next time")
-                return
-            measure_group(laboratory, world_size, budget, grid, cells)
+    with Shaped(hosts) as network, Laboratory(network, hosts) as laboratory:
+        for budget in grid.budgets:
+            for world_size in budget.world_sizes or grid.world_sizes:
+                measure_group(laboratory, world_size, budget, grid, cells, is_late=is_late)
+    if is_late():
+        print(f"stopped after {options.minutes:g} minutes: the rest is for next time")
 
 
 if __name__ == "__main__":

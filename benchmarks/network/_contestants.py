@@ -6,8 +6,6 @@ full size; gossip() sends a snapshot and keeps its own default.
 """
 
 import threading
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -24,29 +22,11 @@ from gossipgrad.topology import dissemination
 from ._replay import Device, ReplayModel, ReplayOptimizer
 
 _DDP_BUCKET_BYTES = 25 << 20  # torch's own default, and Decent-DP's
+_DDP_FIRST_BUCKET_BYTES = 1 << 20  # by default: its gradients are the first to be ready
 _SMALLEST_BUCKET_BYTES = 1 << 18  # below, a message costs more than its bytes
 PERIOD = 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kind:
-    """What a contestant is.
-
-    Attributes:
-        make: Gets rank-local surroundings, returns a contestant.
-        bare: The bare transfer that its second bound is made of, None if it sends nothing.
-        mixes: Whether it mixes in every step.
-        steps: Steps of a block are a multiple of this.
-        warm_up: Steps of each block that are not counted: what was left in flight from the block
-            before makes the first one shorter, and ranks that need not wait for each other are not
-            in step for long, as they are when they begin together.
-    """
-
-    make: "Callable[[Surroundings], Contestant]"
-    bare: str | None = None
-    mixes: bool = True
-    steps: int = 1
-    warm_up: int = 0
+STATE_EVERY = 4
+SELDOM = f"state every {STATE_EVERY}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +59,10 @@ class Contestant:
     def _optimizer(self, profile: Profile, parameters: list[nn.Parameter]) -> ReplayOptimizer:
         return ReplayOptimizer(parameters, self.device, profile.optimizer_seconds)
 
+    def skip(self) -> bool:
+        """Whether the next step is like the one before; if so it counts as taken."""
+        return False
+
     def step(self) -> None:
         """Forward, backward, update."""
         self.optimizer.zero_grad()
@@ -96,16 +80,28 @@ class Contestant:
         loss.backward()
 
 
-class _Gossip(Contestant):
+class Gossip(Contestant):
     def __init__(
-        self, surroundings: Surroundings, mode: str, wire_dtype: torch.dtype | None = None
+        self,
+        surroundings: Surroundings,
+        mode: str = "overlap",
+        *,
+        payload: gg.WeightsAndState | str = "weights",
+        wire_dtype: torch.dtype | None = None,
     ) -> None:
+        self._stateful = isinstance(payload, gg.WeightsAndState)
         super().__init__(surroundings)
         self._session = gg.gossip(
             self.model,
             self.optimizer,
             mode=mode,
+            payload=payload,
             wire_dtype=wire_dtype,
+        )
+
+    def _optimizer(self, profile: Profile, parameters: list[nn.Parameter]) -> ReplayOptimizer:
+        return ReplayOptimizer(
+            parameters, self.device, profile.optimizer_seconds, momentum=self._stateful
         )
 
     def clocks(self) -> dict[str, float]:
@@ -116,14 +112,17 @@ class _Gossip(Contestant):
         self._session.close()
 
 
-class _DDP(Contestant):
+class DDP(Contestant):
     def __init__(self, surroundings: Surroundings, hook: str | None = None) -> None:
         super().__init__(surroundings)
         size = surroundings.bucket_bytes(_DDP_BUCKET_BYTES)
+        sizes = [_DDP_FIRST_BUCKET_BYTES * surroundings.size_factor, size]
         if hook == "PowerSGD":
-            size = 1 << 40  # on Gloo the hook works with one bucket only
+            sizes = [1 << 40]  # on Gloo the hook works with one bucket only
         parallel = DistributedDataParallel(
-            self.model, gradient_as_bucket_view=True, bucket_cap_mb=size / (1 << 20)
+            self.model,
+            gradient_as_bucket_view=True,
+            bucket_cap_mb_list=[size / (1 << 20) for size in sizes],  # type: ignore[arg-type]
         )
         if hook == "fp16":
             parallel.register_comm_hook(None, default_hooks.fp16_compress_hook)
@@ -135,7 +134,7 @@ class _DDP(Contestant):
         self.model = parallel
 
 
-class _LayerwiseAllReduce(Contestant):
+class Layerwise(Contestant):
     def __init__(self, surroundings: Surroundings) -> None:
         from gossipgrad.train._spans import StepSpans
         from gossipgrad.train._strategies._agd import LayerwiseAllReduce
@@ -151,7 +150,7 @@ class _LayerwiseAllReduce(Contestant):
         self._strategy.close()
 
 
-class _Local(Contestant):
+class Local(Contestant):
     def __init__(self, surroundings: Surroundings) -> None:
         super().__init__(surroundings)
         self._averager = PeriodicModelAverager(period=PERIOD, warmup_steps=PERIOD - 1)
@@ -160,8 +159,13 @@ class _Local(Contestant):
         super().step()
         self._averager.average_parameters(self.model.parameters())
 
+    def skip(self) -> bool:
+        alike = 1 <= self._averager.step % PERIOD < PERIOD - 1
+        self._averager.step += alike
+        return alike
 
-class _DecentDP(Contestant):
+
+class DecentDP(Contestant):
     """Its wrapper owns the optimizers, one a bucket, and updates during backward."""
 
     def __init__(self, surroundings: Surroundings, topology: str) -> None:
@@ -189,95 +193,40 @@ class _DecentDP(Contestant):
         self.model(self._x).sum().backward()
 
 
-class _Bare(Contestant):
+class Bare(Contestant):
     """Transfers without training: its step is the transfer alone."""
 
     def __init__(self, surroundings: Surroundings, what: str) -> None:
         self.device = Device()  # runs nothing
         elements = sum(p.numel() for p in ReplayModel(surroundings.profile, Device()).parameters())
-        self._what = what
+        self._reduces = what.startswith("all-reduce")
         dtype = torch.bfloat16 if "bf16" in what else torch.float16 if "fp16" in what else None
-        self._flat = torch.zeros(elements, dtype=dtype)
+        self._flat = torch.zeros(elements * (2 if "state" in what else 1), dtype=dtype)
+        self._lengths = [len(self._flat)]  # of one round after the other
+        if what.endswith(SELDOM):
+            self._lengths += [elements] * (STATE_EVERY - 1)
         self._received = torch.empty_like(self._flat)
         self._schedule = dissemination(dist.get_world_size())
         self._round = 0
 
     def step(self) -> None:
-        if self._what.startswith("all-reduce"):
+        if self._reduces:
             dist.all_reduce(self._flat)
             return
         peers = self._schedule.peers(self._round, dist.get_rank())
+        length = self._lengths[self._round % len(self._lengths)]
         self._round += 1
         assert peers.send_to is not None
         assert peers.recv_from is not None
         # Gloo knows no bfloat16 between two ranks; bytes are bytes.
         works = [
-            dist.irecv(self._received.view(torch.uint8), peers.recv_from),
-            dist.isend(self._flat.view(torch.uint8), peers.send_to),
+            dist.irecv(self._received[:length].view(torch.uint8), peers.recv_from),
+            dist.isend(self._flat[:length].view(torch.uint8), peers.send_to),
         ]
         for work in works:
             assert work is not None
             work.wait()
 
 
-class _Alone(Contestant):
+class Alone(Contestant):
     """No communication: what the replay itself takes."""
-
-
-CONTESTANTS: dict[str, Kind] = {
-    "no communication": Kind(make=_Alone, mixes=False),
-    "gossip": Kind(make=lambda s: _Gossip(s, "overlap"), bare="exchange", warm_up=2),
-    "gossip, sync": Kind(make=lambda s: _Gossip(s, "sync"), bare="exchange"),
-    "gossip, bf16 wire": Kind(
-        make=lambda s: _Gossip(s, "overlap", torch.bfloat16), bare="exchange, bf16", warm_up=2
-    ),
-    "ddp": Kind(make=_DDP, bare="all-reduce"),
-    "ddp, fp16 hook": Kind(make=lambda s: _DDP(s, "fp16"), bare="all-reduce, fp16"),
-    "ddp, PowerSGD": Kind(make=lambda s: _DDP(s, "PowerSGD")),
-    "agd": Kind(make=_LayerwiseAllReduce, bare="all-reduce"),
-    "local SGD, period 8": Kind(make=_Local, mixes=False, steps=PERIOD),
-    "Decent-DP, ring": Kind(make=lambda s: _DecentDP(s, "ring"), bare="exchange", warm_up=2),
-    "Decent-DP, one-peer exponential": Kind(
-        make=lambda s: _DecentDP(s, "one-peer-exp"), bare="exchange", warm_up=2
-    ),
-}
-BARE: dict[str, Kind] = {
-    what: Kind(make=lambda s, what=what: _Bare(s, what), mixes=False)
-    for what in ("exchange", "exchange, bf16", "all-reduce", "all-reduce, fp16")
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Block:
-    """What one rank has measured.
-
-    Attributes:
-        seconds: Of each step after the warm-up.
-        planned_seconds: Compute of the emulated device in them.
-        late_seconds: By how much it was late.
-        clocks: What the contestant has counted in them.
-    """
-
-    seconds: list[float]
-    planned_seconds: float
-    late_seconds: float
-    clocks: dict[str, float]
-
-
-def run_block(contestant: Contestant, warm_up: int, steps: int) -> Block:
-    """Trains for some steps, the first `warm_up` of them unmeasured."""
-    for _ in range(warm_up):
-        contestant.step()
-    contestant.device.reset()
-    before = contestant.clocks()
-    seconds = []
-    for _ in range(steps):
-        start = time.perf_counter()
-        contestant.step()
-        seconds.append(time.perf_counter() - start)
-    return Block(
-        seconds=seconds,
-        planned_seconds=contestant.device.planned_seconds,
-        late_seconds=contestant.device.late_seconds,
-        clocks={what: value - before[what] for what, value in contestant.clocks().items()},
-    )

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from gossipgrad.planning import Profile
 
+from ._kinds import BARE, CONTESTANTS, PAYLOADS
+
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
@@ -40,6 +42,9 @@ class Grid:
     Attributes:
         blocks: Repeats of every contestant; they take turns.
         block_seconds: About how long a block is, a step at least.
+        payload_places: World size and rate where gossip with state is measured; None is all.
+        hurried: Of a period, run what differs alone: a local step stands for those like it.
+        patience_seconds: How long to wait for other programs, before each turn.
     """
 
     world_sizes: tuple[int, ...]
@@ -47,6 +52,15 @@ class Grid:
     budgets: tuple[Budget, ...]
     blocks: int
     block_seconds: float
+    payload_places: tuple[tuple[int, float], ...] | None = None
+    hurried: bool = False
+    patience_seconds: float = 0.0
+
+    def names(self, world_size: int, rate: float, budget: Budget) -> tuple[str, ...]:
+        """Who is measured in a place."""
+        places = self.payload_places
+        with_state = places is None or ((world_size, rate) in places and budget == self.budgets[0])
+        return tuple(n for n in (*BARE, *CONTESTANTS) if with_state or n not in PAYLOADS)
 
 
 # The budget: under 8 MB a worker, so that 16 workers on 2 cores have the processors for it, and
@@ -61,7 +75,10 @@ QUICK = Grid(
         Budget(profile="gpt2", time_factor=3.0, size_factor=0.015, world_sizes=(8,), rates=(1e8,)),
     ),
     blocks=5,
-    block_seconds=1.7,
+    block_seconds=0.6,
+    payload_places=((8, 1e8),),
+    hurried=True,
+    patience_seconds=3.0,
 )
 FULL = Grid(
     world_sizes=(4, 8, 16),
@@ -76,5 +93,6 @@ FULL = Grid(
     ),
     blocks=9,
     block_seconds=4.0,
+    patience_seconds=60.0,
 )
 GRIDS = {"quick": QUICK, "full": FULL}

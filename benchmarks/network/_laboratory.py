@@ -1,78 +1,30 @@
 """Workers on the hosts of a network, kept alive while rates, groups and contestants change."""
 
 import contextlib
-import json
 import os
+import resource
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
-from benchmarks.netlab import Network
+from benchmarks.netlab._measure import idle
+
+from ._busy import CpuBusy
+from ._hosts import Hosts, Loopback
 
 _START_SECONDS = 180.0
 _STORE_PORT = 29500
-_FASTEST_TOGETHER = 16e9
-_IDLE_RATE = 1e6
-START_RATE = 1e8  # of a network that is given to a laboratory
 _LEAD_SECONDS = 0.05  # between the order to run and the start
 _STILL_SECONDS = 0.03  # links are silent when so long next to nothing has passed
 _STILL_BYTES_PER_HOST = 4096
 _DRAIN_SECONDS = 60.0
 ROOT = Path(__file__).parents[2]
-
-
-class Hosts(Protocol):
-    """What the laboratory needs of a network."""
-
-    def popen(self, host: int, argv: Sequence[str], **options: Any) -> subprocess.Popen: ...
-    def environment(self, host: int) -> dict[str, str]: ...
-    def address(self, host: int) -> str: ...
-    def set_rate(self, host: int, rate_bits_per_second: float) -> None: ...
-    def passed_bytes(self, hosts: int) -> int: ...
-
-
-class Shaped(Network):
-    """A network whose bytes are counted at once, as is needed between two blocks."""
-
-    def passed_bytes(self, hosts: int) -> int:
-        """Bytes that have come to the first `hosts` hosts: whole frames, at the switch."""
-        shown = subprocess.run(
-            ["tc", "-n", self.wiring.switch, "-s", "-j", "qdisc", "show"],
-            capture_output=True,
-            check=True,
-        )
-        ports = {f"host{host}" for host in range(hosts)}
-        return sum(
-            queue["bytes"]
-            for queue in json.loads(shown.stdout)
-            if queue.get("root") and queue["dev"] in ports
-        )
-
-
-class Loopback:
-    """Hosts that are no hosts: processes on this machine's loopback, unshaped and uncounted."""
-
-    def popen(self, host: int, argv: Sequence[str], **options: Any) -> subprocess.Popen:
-        return subprocess.Popen(argv, **options)
-
-    def environment(self, host: int) -> dict[str, str]:
-        return {"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "lo"}
-
-    def address(self, host: int) -> str:
-        return "127.0.0.1"
-
-    def set_rate(self, host: int, rate_bits_per_second: float) -> None:
-        """Nothing is shaped."""
-
-    def passed_bytes(self, hosts: int) -> int:
-        return 0
 
 
 class WorkerError(RuntimeError):
@@ -84,13 +36,12 @@ class Laboratory:
 
     Args:
         network: The hosts; they stay the caller's.
-        hosts: How many there are, each at `START_RATE`.
+        hosts: How many there are.
     """
 
     def __init__(self, network: Hosts, hosts: int) -> None:
         self.network = network
         self._hosts = hosts
-        self._rates = [START_RATE] * hosts
         self._folder = tempfile.TemporaryDirectory(prefix="gossipgrad-")
         self._joined = 0
         self._workers: list[subprocess.Popen] = []
@@ -127,58 +78,76 @@ class Laboratory:
         self._everyone("leave", (), 120.0)
         self._joined = 0
 
+    def refusal(self, world_size: int, rate_bits_per_second: float) -> str | None:
+        """Why links of so many hosts cannot have this rate here, None if they can."""
+        return self.network.refusal(world_size, rate_bits_per_second)
+
     def set_rate(self, rate_bits_per_second: float | None) -> None:
-        """Shapes the links of the joined hosts; None to the fastest that all may have at once.
+        """Shapes the links of the joined hosts and tries them out; None for a fast one.
 
         Raises:
-            NetlabError: The machine cannot carry it. The rates are as they were.
+            NetlabError: The machine cannot carry it, or did not when it was tried.
         """
-        if rate_bits_per_second is None:
-            rates = [_FASTEST_TOGETHER / self._hosts] * self._hosts
-        else:
-            # Others are out of the way: what they could move does not count.
-            others = self._hosts - self._joined
-            rates = [rate_bits_per_second] * self._joined + [_IDLE_RATE] * others
-        before = self._rates
-        try:
-            self._shape(rates)
-        except RuntimeError:
-            self._shape(before)
-            raise
+        self.network.shape(self._joined, rate_bits_per_second)
 
-    def _shape(self, rates: list[float]) -> None:
-        """Slower links first, so that all together are never faster than before and after."""
-        for host in sorted(range(self._hosts), key=lambda host: rates[host] - self._rates[host]):
-            self.network.set_rate(host, rates[host])
-            self._rates = [*self._rates[:host], rates[host], *self._rates[host + 1 :]]
+    def wait_until_quiet(self, patience_seconds: float) -> None:
+        """Waits a bounded time for other programs to leave the processors alone."""
+        if patience_seconds:
+            idle(patience_seconds)
 
     def make(self, name: str, profile: dict, size_factor: float) -> int:
         """Makes a contestant on all ranks; the bytes of its parameters on one."""
         return self._everyone("make", (name, profile, size_factor), 180.0)[0]
 
-    def run(self, name: str, warm_up: int, steps: int, timeout_seconds: float) -> dict[str, Any]:
-        """Runs one block on all ranks at once, then waits until the links are silent.
+    def settle(self, name: str, steps: int, timeout_seconds: float) -> dict[str, Any]:
+        """Steps with hardly any compute, not measured: links and buffers come to what they will be.
 
         Returns:
-            `seconds`: of each step, the mean over the steps of the slowest rank; `late_share`;
-            `cpu_seconds` of all ranks, a step; `cpu_busy`: share of the machine; `bytes_on_wire`:
-            sent by a host, a step; `clocks`: what contestants count, a step, mean of the ranks;
-            `uneven_share`: how much later than told the last rank began, of the time it took.
+            `seconds` of a step of the slowest rank; `memory_bytes`: by how much the worker's memory
+            has been larger since the contestant was made, at most, on the worst rank.
+        """
+        told = self._everyone("settle", (name, steps), timeout_seconds)
+        self._drain()
+        return {what: max(one[what] for one in told) for what in ("seconds", "memory_bytes")}
+
+    def run(
+        self, name: str, warm_up: int, steps: int, timeout_seconds: float, *, hurried: bool = False
+    ) -> dict[str, Any]:
+        """Runs one block on all ranks at once, then waits until the links are silent.
+
+        Args:
+            name: Of the contestant.
+            warm_up: Steps before those that are measured.
+            steps: Those.
+            timeout_seconds: For all of them together.
+            hurried: Take steps of a period that are like the one before as that one.
+
+        Returns:
+            `seconds`: of each step, the mean over the steps of the slowest rank; `steps_run`;
+            `late_share`: of the worst rank; `cpu_seconds` of all ranks, a step; `cpu_busy`: share
+            of the machine; `cpu_busy_by_others`; `bytes_on_wire`: sent by a host, a step; `clocks`:
+            what contestants count, a step, mean of the ranks; `uneven_share`: how much later than
+            told the last rank began, of the time it took.
         """
         before = self.network.passed_bytes(self._joined)
-        busy = _CpuBusy()
+        busy, own = CpuBusy(), _user_seconds()
         start_at = time.perf_counter() + _LEAD_SECONDS
-        told = self._everyone("run", (name, warm_up, steps, start_at), timeout_seconds)
-        cpu_busy = busy.share()
+        told = self._everyone("run", (name, warm_up, steps, hurried, start_at), timeout_seconds)
+        own = _user_seconds() - own + sum(one["user_seconds"] for one in told)
+        cpu_busy, by_others = busy.shares(own)
         sent = self._drain() - before
-        planned = sum(one["planned_seconds"] for one in told)
         late = max(one["started_late_seconds"] for one in told)
         return {
             "uneven_share": late / max(sum(one["seconds"]) for one in told),
             "seconds": max(sum(one["seconds"]) / steps for one in told),
-            "late_share": sum(one["late_seconds"] for one in told) / planned if planned else 0.0,
-            "cpu_seconds": sum(one["cpu_seconds"] for one in told) / steps,
+            "steps_run": told[0]["steps_run"],
+            "late_share": max(
+                one["late_seconds"] / one["planned_seconds"] if one["planned_seconds"] else 0.0
+                for one in told
+            ),
+            "cpu_seconds": sum(sum(one["cpu_seconds"]) for one in told) / steps,
             "cpu_busy": cpu_busy,
+            "cpu_busy_by_others": by_others,
             "clocks": {
                 what: sum(one["clocks"][what] for one in told) / steps / len(told)
                 for what in told[0]["clocks"]
@@ -252,11 +221,14 @@ class Laboratory:
         return self._tell(orders, timeout_seconds)
 
     def _tell(self, orders: dict[int, tuple[str, tuple]], timeout_seconds: float) -> list[Any]:
+        what = next(iter(orders.values()))[0]
         for rank, order in orders.items():
-            self._orders[rank].send(order)
+            try:
+                self._orders[rank].send(order)
+            except OSError:  # it has died since it answered last
+                raise WorkerError(f"{what}: {self._last_words(rank)}") from None
         answers: dict[int, Any] = {}
         deadline = time.monotonic() + timeout_seconds
-        what = next(iter(orders.values()))[0]
         while len(answers) < len(orders):
             waiting = {self._orders[rank]: rank for rank in orders if rank not in answers}
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
@@ -302,21 +274,8 @@ class Laboratory:
             before = now
 
 
-class _CpuBusy:
-    """How busy all of the machine's CPUs are from now on, whatever runs on them."""
-
-    def __init__(self) -> None:
-        self._idle, self._total = self._read()
-
-    @staticmethod
-    def _read() -> tuple[int, int]:
-        with Path("/proc/stat").open() as stat:
-            fields = [int(field) for field in stat.readline().split()[1:9]]
-        return fields[3] + fields[4], sum(fields)
-
-    def share(self) -> float:
-        idle, total = self._read()
-        return 1 - (idle - self._idle) / max(1, total - self._total)
+def _user_seconds() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_utime
 
 
 def _free_port() -> int:

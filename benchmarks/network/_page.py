@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from ._cells import ANYONE
+
 Cell = dict[str, Any]
 _COLOURS = {4: "#9ecae1", 8: "#4292c6", 16: "#084594"}
 
@@ -18,8 +20,8 @@ def draw(cells: list[Cell], path: Path) -> Path:
 
     shown = [c for c in cells if not c["contestant"].startswith("bare ")]
     places = sorted({_place(c) for c in shown if c["error"] is None})
-    columns = min(2, len(places))
-    rows = -(-len(places) // columns)
+    columns = max(1, min(2, len(places)))
+    rows = max(1, -(-len(places) // columns))
     figure = Figure(figsize=(8 * columns, 4.2 * rows), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(rows, columns, squeeze=False).flatten()
@@ -44,6 +46,7 @@ def _place(cell: Cell) -> tuple[str, float, float, float]:
 
 def _panel(axes: Any, place: tuple[str, float, float, float], cells: list[Cell]) -> None:
     profile, times, sizes, rate = place
+    cells = [cell for cell in cells if cell["contestant"] != ANYONE]
     names = list(dict.fromkeys(cell["contestant"] for cell in cells))
     world_sizes = sorted({cell["world_size"] for cell in cells})
     height = 0.8 / len(world_sizes)

@@ -38,11 +38,13 @@ class Device:
     follows is shorter by it.
 
     Attributes:
+        pace: What all work takes, of what it should: 1, but for steps that are not measured.
         planned_seconds: Work that was run.
         late_seconds: How much later than it should the work ended, all times together.
     """
 
     def __init__(self) -> None:
+        self.pace = 1.0
         self._free_at = 0.0
         self._returned_at = 0.0
         self.reset()
@@ -60,6 +62,7 @@ class Device:
     def run(self, seconds: float) -> None:
         """Sleeps until this work is done, or nearly: short waits are left to the next one."""
         between = time.perf_counter() - self._returned_at
+        seconds *= self.pace
         self._free_at += between + seconds
         self.planned_seconds += seconds
         self._sleep(_SHORTEST_SLEEP_SECONDS)
@@ -187,16 +190,24 @@ class ReplayOptimizer(Optimizer):
         parameters: Of a `ReplayModel`, all or (as one optimizer of several) some.
         device: Runs it.
         seconds: What the update of these parameters takes.
+        momentum: Hold a tensor of each parameter's size, as SGD with momentum does.
     """
 
-    def __init__(self, parameters: Iterable[Any], device: Device, seconds: float) -> None:
+    def __init__(
+        self, parameters: Iterable[Any], device: Device, seconds: float, *, momentum: bool = False
+    ) -> None:
         super().__init__(parameters, {"lr": 1.0})
         self._device = device
         self._seconds = seconds
+        self._momentum = momentum
 
     def step(self, closure: Callable[[], float] | None = None) -> None:
-        """Sleeps."""
+        """Sleeps; the first time it makes its state."""
         assert closure is None
+        if self._momentum and not self.state:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         self._device.begin()
         self._device.run(self._seconds)
         self._device.end()

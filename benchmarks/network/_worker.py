@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
 from multiprocessing.connection import Client
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,10 +20,13 @@ import torch.distributed as dist
 
 from gossipgrad.planning import Profile
 
-from ._contestants import BARE, CONTESTANTS, Contestant, Surroundings, run_block
+from ._block import run_block
+from ._contestants import Contestant, Surroundings
+from ._kinds import kind_of
 from ._replay import sharpen_sleep
 
 _GROUP_SECONDS = 120.0
+_HARDLY = 0.02  # of the compute
 
 
 class Worker:
@@ -30,6 +34,7 @@ class Worker:
 
     def __init__(self) -> None:
         self._held: dict[str, Contestant] = {}
+        self._bytes_before: dict[str, int] = {}  # of memory, when it was made
         self._store: dist.Store | None = None
 
     def join(self, rank: int, world_size: int, address: str, port: int) -> None:
@@ -47,8 +52,11 @@ class Worker:
 
     def make(self, name: str, profile: dict, size_factor: float) -> int:
         """Makes a contestant; the bytes of its parameters."""
+        # The kernel keeps a high-water mark: from here on it is this contestant's.
+        Path("/proc/self/clear_refs").write_text("5")
+        self._bytes_before[name] = _memory_bytes("VmRSS")
         surroundings = Surroundings(profile=Profile.from_json(profile), size_factor=size_factor)
-        made = (CONTESTANTS | BARE)[name].make(surroundings)
+        made = kind_of(name).make(surroundings)
         self._held[name] = made
         # What stays is not looked at again: a collection in a block would hold up this rank, and
         # with it all that wait for it.
@@ -57,16 +65,33 @@ class Worker:
         model = getattr(made, "model", None)
         return 0 if model is None else sum(p.nbytes for p in model.parameters())
 
-    def run(self, name: str, warm_up: int, steps: int, start_at: float) -> dict[str, Any]:
+    def settle(self, name: str, steps: int) -> dict[str, float]:
+        """Steps with hardly any compute, after a barrier that takes the others along."""
+        contestant = self._held[name]
+        contestant.device.pace = _HARDLY
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(steps):
+            contestant.step()
+        seconds = (time.perf_counter() - start) / steps
+        contestant.device.pace = 1.0
+        return {
+            "seconds": seconds,
+            "memory_bytes": _memory_bytes("VmHWM") - self._bytes_before[name],
+        }
+
+    def run(
+        self, name: str, warm_up: int, steps: int, hurried: bool, start_at: float
+    ) -> dict[str, Any]:
         """Runs a block from a moment (`time.perf_counter`, the same in all processes) on."""
+        user = resource.getrusage(resource.RUSAGE_SELF).ru_utime
         late = max(0.0, time.perf_counter() - start_at)
         time.sleep(max(0.0, start_at - time.perf_counter()))
-        cpu = _cpu_seconds()
-        block = run_block(self._held[name], warm_up, steps)
+        block = run_block(self._held[name], warm_up, steps, hurried=hurried)
         return {
             **asdict(block),
             "started_late_seconds": late,
-            "cpu_seconds": (_cpu_seconds() - cpu) * steps / (steps + warm_up),
+            "user_seconds": resource.getrusage(resource.RUSAGE_SELF).ru_utime - user,
         }
 
     def leave(self) -> None:
@@ -81,9 +106,9 @@ class Worker:
         gc.collect()
 
 
-def _cpu_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
+def _memory_bytes(what: str) -> int:
+    with Path("/proc/self/status").open() as status:
+        return next(int(line.split()[1]) << 10 for line in status if line.startswith(f"{what}:"))
 
 
 def main() -> None:

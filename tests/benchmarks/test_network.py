@@ -1,20 +1,20 @@
 """The comparison on shaped links: its replay, its book-keeping, and a cell of it on loopback."""
 
-import json
 import time
 from dataclasses import replace
 
 import pytest
 import torch
 
+from benchmarks.netlab import NetlabError, _envelope
 from benchmarks.network import _replay
-from benchmarks.network._cells import Cells, marks_of, measure_group
-from benchmarks.network._contestants import BARE, CONTESTANTS, Surroundings
-from benchmarks.network._grid import FULL, QUICK, Budget, Grid
-from benchmarks.network._laboratory import Laboratory, Loopback, WorkerError
-from benchmarks.network._page import draw
+from benchmarks.network._block import run_block
+from benchmarks.network._busy import CpuBusy
+from benchmarks.network._contestants import Surroundings
+from benchmarks.network._grid import FULL, QUICK
+from benchmarks.network._hosts import Shaped
+from benchmarks.network._kinds import BARE, CONTESTANTS, PAYLOADS
 from benchmarks.network._replay import Device, ReplayModel, ReplayOptimizer, shape_of
-from benchmarks.network._table import print_table
 from benchmarks.network._verdict import shortfalls
 from gossipgrad.planning import Profile
 
@@ -111,149 +111,63 @@ def test_budgets_are_what_16_workers_can_hold():
     assert everywhere <= set(FULL.budgets), "the full grid goes on from the quick one"
 
 
-BUDGET = Budget(profile="resnet50", time_factor=0.05, size_factor=0.0005)
-GRID = Grid(world_sizes=(2,), rates=(1e8, 1e9), budgets=(BUDGET,), blocks=2, block_seconds=0.01)
+def test_a_place_that_is_not_carried_is_refused_by_what_is_used_of_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    network = Shaped(16)
+    assert network.refusal(4, 4e9) is None
+    assert "8 hosts at 10 Gbit/s on average can move 80 Gbit/s" in network.refusal(8, 1e10)
+    changed = []
+    monkeypatch.setattr(Shaped, "set_rates", lambda self, rates: changed.append(rates))
+    _envelope.store(8e9, "2026-01-02")
+    network.shape(16, None)  # the fastest that this machine carries
+    assert changed == [dict.fromkeys(range(16), 5e8)]
+    with pytest.raises(NetlabError, match="16 hosts at 1 Gbit/s on average can move 16 Gbit/s"):
+        network.shape(16, 1e9)
+    assert len(changed) == 1
 
 
-class FakeLaboratory:
-    """Workers that answer at once; "ddp" breaks them, and 1 Gbit/s is too much for them."""
+def test_the_processors_of_others(monkeypatch):
+    fields = iter([[0] * 8, [100, 20, 60, 170, 10, 5, 15, 20]])
+    monkeypatch.setattr("benchmarks.network._busy._fields", lambda: next(fields))
+    busy, others = CpuBusy().shares(0.9)  # of 1.2 s in user mode; 0.2 s were stolen
+    assert busy == pytest.approx(220 / 400)
+    assert others == pytest.approx(50 / 400)
+
+
+class Periodic:
+    """Counts its steps; of five, the second to fourth are alike."""
 
     def __init__(self):
-        self.log = []
-        self.cpu_busy = 0.2
+        self.device, self.taken, self.skipped = Device(), 0, 0
 
-    def join(self, world_size):
-        self.log.append(f"join {world_size}")
+    def step(self):
+        self.taken += 1
 
-    def set_rate(self, rate):
-        if rate == 1e9:
-            raise RuntimeError("more than it carries")
+    def skip(self):
+        skips = 1 <= (self.taken + self.skipped) % 5 < 4
+        self.skipped += skips
+        return skips
 
-    def make(self, name, profile, size_factor):
-        return 4 * sum(row[1] for row in profile["parameters"])
-
-    def run(self, name, warm_up, steps, timeout_seconds):
-        if name == "ddp":
-            raise WorkerError("on rank 1: it broke")
-        return {
-            "seconds": 0.5 if name == "exchange" else 0.02,
-            "late_share": 0.0,
-            "uneven_share": 0.0,
-            "cpu_seconds": 0.01,
-            "cpu_busy": 0.8 if name == "gossip" else self.cpu_busy,
-            "bytes_on_wire": 1_000_000,
-            "clocks": {"waiting": 0.001} if name == "gossip" else {},
-        }
-
-    def leave(self):
-        self.log.append("leave")
-
-    def restart(self):
-        self.log.append("restart")
+    def clocks(self):
+        return {}
 
 
-def test_failures_refusals_and_what_is_there_already(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    path, laboratory, said = tmp_path / "network.json", FakeLaboratory(), []
-    names = ("exchange", "no communication", "gossip", "ddp")
-    measure_group(laboratory, 2, BUDGET, GRID, Cells(path), names, said.append)
-    assert laboratory.log == ["join 2", "restart", "join 2", "leave"]
-    assert said[0] == "ddp failed: on rank 1: it broke"
-    assert said[1] == "p = 2, resnet50: 3 contestants made in 0 s"
-    assert said[3] == "p = 2, 1000 Mbit/s: more than it carries"
-    written = json.loads(path.read_text())
-    cells = {(c["contestant"], c["rate_bits_per_second"]): c for c in written}
-    assert len(cells) == 8
-    assert len({frozenset(cell) for cell in written}) == 1  # the same keys in each
-    failed, refused = cells["ddp", 1e8], cells["gossip", 1e9]
-    assert (failed["error"], refused["error"]) == ("on rank 1: it broke", "more than it carries")
-    for cell in (failed, refused):
-        assert cell["marked"]
-        assert cell["step_seconds_median"] is None
-    gossip, alone = cells["gossip", 1e8], cells["no communication", 1e8]
-    assert gossip["marks"] == ["CPUs 80 % busy"]
-    assert not alone["marked"]
-    assert gossip["exchange_bound_seconds"] == gossip["bare_seconds"] == 0.5
-    assert gossip["bound_seconds"] == 0.08  # bytes / rate
-    assert alone["exchange_bound_seconds"] == alone["compute_seconds"]
-    assert alone["efficiency"] == pytest.approx(0.7298, abs=1e-3)
-    assert cells["bare exchange", 1e8]["compute_seconds"] == 0
-    print_table(written)
-    out = capsys.readouterr().out
-    assert "20 (20..20) 73 % 0.04x*" in out
-    assert "it broke" in out
-    assert draw(written, tmp_path / "page.png").stat().st_size > 10_000
-
-    measure_group(laboratory, 2, BUDGET, GRID, Cells(path), names)  # nothing is left to do
-    assert laboratory.log == ["join 2", "restart", "join 2", "leave"]
-    busy = FakeLaboratory()
-    busy.cpu_busy = 0.9
-    measure_group(busy, 2, BUDGET, GRID, Cells(tmp_path / "busy.json"), names)
-    assert busy.log == ["join 2", "restart", "join 2", "leave"]  # once, though it was too busy
-    measure_group(laboratory, 2, BUDGET, GRID, Cells(tmp_path / "busy.json"), names)
-    assert laboratory.log[4:] == ["join 2", "restart", "join 2", "leave"]  # and anew
-    more = replace(GRID, blocks=3, rates=(1e8,))
-    measure_group(laboratory, 2, BUDGET, more, Cells(path), ("gossip",), said.append)
-    assert laboratory.log[-2:] == ["join 2", "leave"]
-    after = json.loads(path.read_text())
-    assert [len(c["step_seconds"]) for c in after if c["rate_bits_per_second"] == 1e8] == [3]
+def test_steps_that_are_alike_are_run_once_in_a_hurry():
+    hurried = Periodic()
+    block = run_block(hurried, 0, 10, hurried=True)
+    assert len(block.seconds) == len(block.cpu_seconds) == 10
+    assert block.steps_run == hurried.taken == 4
+    assert block.seconds[0] == block.seconds[3]
+    whole = Periodic()
+    assert run_block(whole, 1, 9).steps_run == 9
+    assert whole.taken == 10
 
 
-class FakeNetwork:
-    """Refuses rates that add up to more than 16 Gbit/s, as the real one does."""
-
-    def __init__(self, hosts):
-        self.rates = [1e8] * hosts
-
-    def set_rate(self, host, rate):
-        if sum(self.rates) - self.rates[host] + rate > 16e9:
-            raise RuntimeError("too much")
-        self.rates[host] = rate
-
-
-def test_rates_that_are_refused_leave_the_old_ones():
-    laboratory = object.__new__(Laboratory)
-    network = laboratory.network = FakeNetwork(16)
-    laboratory._hosts, laboratory._joined, laboratory._rates = 16, 4, list(network.rates)
-    laboratory.set_rate(None)
-    assert network.rates == [1e9] * 16
-    laboratory.set_rate(3e9)  # the others make room first
-    assert network.rates == [3e9] * 4 + [1e6] * 12
-    with pytest.raises(RuntimeError, match="too much"):
-        laboratory.set_rate(1e10)
-    assert network.rates == [3e9] * 4 + [1e6] * 12
-    laboratory.set_rate(None)
-    assert network.rates == [1e9] * 16
-
-
-@pytest.mark.process
-def test_a_cell_of_two_processes_on_loopback(tmp_path):
-    path = tmp_path / "network.json"
-    grid = replace(GRID, rates=(1e8,))
-    names = ("exchange", "no communication", "gossip", "ddp")
-    with Laboratory(Loopback(), 2) as laboratory:
-        measure_group(laboratory, 2, BUDGET, grid, Cells(path), names, str)
-        laboratory.join(2)
-        with pytest.raises(WorkerError, match=r"^on rank \d: KeyError: 'nobody'"):
-            laboratory.make("nobody", PROFILE.to_json(), 1.0)
-    cells = {cell["contestant"]: cell for cell in json.loads(path.read_text())}
-    assert list(cells) == ["no communication", "gossip", "ddp", "bare exchange"]
-    for name in ("no communication", "gossip", "ddp"):
-        cell = cells[name]
-        assert cell["error"] is None
-        assert cell["compute_seconds"] == pytest.approx(0.0146, rel=0.01)
-        assert cell["step_seconds_median"] >= cell["compute_seconds"] * 0.999
-        assert cell["cpu_seconds"] > 0
-    assert cells["gossip"]["clocks"].keys() == {"waiting", "mixing"}
-    assert cells["gossip"]["bare_seconds"] == cells["bare exchange"]["step_seconds_median"] > 0
-
-
-def test_marks():
-    calm = {"cpu_busy": 0.5, "late_share": 0.01, "uneven_share": 0.01}
-    assert marks_of(calm) == []
-    assert marks_of(calm | {"cpu_busy": 0.71}) == ["CPUs 71 % busy"]
-    assert marks_of(calm | {"late_share": 0.06}) == ["emulated compute 6 % late"]
-    assert marks_of(calm | {"uneven_share": 0.3}) == ["the last rank began 30 % late"]
+def test_state_is_measured_where_the_grid_says():
+    first, gpt2 = QUICK.budgets
+    assert set(PAYLOADS) <= set(QUICK.names(8, 1e8, first))
+    assert not set(PAYLOADS) & {*QUICK.names(8, 1e9, first), *QUICK.names(8, 1e8, gpt2)}
+    assert set(FULL.names(4, 3e8, gpt2)) == {*BARE, *CONTESTANTS}
 
 
 def test_goals_that_are_missed_are_told():

@@ -1,0 +1,102 @@
+"""Contestants and bare transfers by name, and what a block of each is like."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+import gossipgrad as gg
+
+from ._contestants import (
+    DDP,
+    PERIOD,
+    SELDOM,
+    STATE_EVERY,
+    Alone,
+    Bare,
+    Contestant,
+    DecentDP,
+    Gossip,
+    Layerwise,
+    Local,
+    Surroundings,
+)
+
+ALONE = "no communication"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """What a contestant is.
+
+    Attributes:
+        make: Gets rank-local surroundings, returns a contestant.
+        bare: The bare transfer that its second bound is made of, None if it sends nothing.
+        mixes: Whether it mixes in every step.
+        steps: Steps of a block are a multiple of this.
+        warm_up: Steps of each block that are not counted: with nothing in flight the first one is
+            shorter, and ranks that need not wait for each other are not in step for long, as they
+            are when they begin together.
+        least: Steps of a block that are counted, at least.
+    """
+
+    make: Callable[[Surroundings], Contestant]
+    bare: str | None = None
+    mixes: bool = True
+    steps: int = 1
+    warm_up: int = 0
+    least: int = 1
+
+
+def _hidden(make: Callable[[Surroundings], Contestant], bare: str = "exchange") -> Kind:
+    """One whose transfers are hidden behind the compute of the next step."""
+    return Kind(make=make, bare=bare, warm_up=2, least=2)
+
+
+CONTESTANTS: dict[str, Kind] = {
+    ALONE: Kind(make=Alone, mixes=False),
+    "gossip": _hidden(Gossip),
+    "gossip, sync": Kind(make=lambda s: Gossip(s, "sync"), bare="exchange"),
+    "gossip, bf16 wire": _hidden(
+        lambda s: Gossip(s, wire_dtype=torch.bfloat16), bare="exchange, bf16"
+    ),
+    "gossip, state": _hidden(
+        lambda s: Gossip(s, payload=gg.WeightsAndState()), bare="exchange, state"
+    ),
+    f"gossip, {SELDOM}": replace(
+        _hidden(
+            lambda s: Gossip(s, payload=gg.WeightsAndState(every=STATE_EVERY)),
+            bare=f"exchange, {SELDOM}",
+        ),
+        steps=STATE_EVERY,
+    ),
+    "ddp": Kind(make=DDP, bare="all-reduce"),
+    "ddp, fp16 hook": Kind(make=lambda s: DDP(s, "fp16"), bare="all-reduce, fp16"),
+    "ddp, PowerSGD": Kind(make=lambda s: DDP(s, "PowerSGD")),
+    "agd": Kind(make=Layerwise, bare="all-reduce"),
+    "local SGD, period 8": Kind(make=Local, mixes=False, steps=PERIOD),
+    "Decent-DP, ring": _hidden(lambda s: DecentDP(s, "ring")),
+    "Decent-DP, one-peer exponential": _hidden(lambda s: DecentDP(s, "one-peer-exp")),
+}
+BARE: dict[str, Kind] = {
+    what: Kind(
+        make=lambda s, what=what: Bare(s, what),
+        mixes=False,
+        steps=STATE_EVERY if what.endswith(SELDOM) else 1,
+    )
+    for what in (
+        *("exchange", "exchange, bf16", "exchange, state", f"exchange, {SELDOM}"),
+        *("all-reduce", "all-reduce, fp16"),
+    )
+}
+PAYLOADS = tuple(name for name in (*BARE, *CONTESTANTS) if "state" in name)
+
+
+def kind_of(name: str) -> Kind:
+    """What is known of a contestant or a bare transfer."""
+    return (CONTESTANTS | BARE)[name]
+
+
+def label(name: str) -> str:
+    """Its name in a cell."""
+    return f"bare {name}" if name in BARE else name

@@ -1,0 +1,278 @@
+"""The comparison's book-keeping: which cells are measured, what they hold, and a few for real."""
+
+import json
+from dataclasses import dataclass, replace
+
+import pytest
+
+from benchmarks.netlab import NetlabError
+from benchmarks.network._cells import Cells
+from benchmarks.network._grid import Budget, Grid
+from benchmarks.network._group import measure_group
+from benchmarks.network._hosts import Loopback
+from benchmarks.network._laboratory import Laboratory, WorkerError
+from benchmarks.network._marks import marks_of
+from benchmarks.network._page import draw
+from benchmarks.network._table import print_table
+
+BUDGET = Budget(profile="resnet50", time_factor=0.05, size_factor=0.0005)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Few(Grid):
+    """A grid with these contestants alone."""
+
+    contestants: tuple[str, ...] = ("exchange", "no communication", "gossip", "ddp")
+
+    def names(self, world_size, rate, budget):
+        return self.contestants
+
+
+GRID = Few(world_sizes=(2,), rates=(1e8, 1e9), budgets=(BUDGET,), blocks=2, block_seconds=0.01)
+BREAKS = WorkerError("on rank 1: it broke")
+
+
+class FakeLaboratory:
+    """Workers that answer at once; 1 Gbit/s is refused. `errors` are raised by contestant or order,
+    once each if they stand in a list."""
+
+    def __init__(self, **errors):
+        self.log = []
+        self.plans = {}
+        self.by_others = 0.1
+        self.alone = 0.0148
+        self.bare_busy = 0.2
+        self.errors = errors
+
+    def _may_fail(self, what):
+        error = self.errors.get(what)
+        if isinstance(error, list):
+            error = error.pop() if error else None
+        if error is not None:
+            raise error
+
+    def refusal(self, world_size, rate):
+        return "more than it carries" if rate == 1e9 else None
+
+    def join(self, world_size):
+        self.log.append(f"join {world_size}")
+        self._may_fail("join")
+
+    def set_rate(self, rate):
+        self._may_fail("tried" if rate else "fast")
+
+    def wait_until_quiet(self, patience_seconds):
+        pass
+
+    def make(self, name, profile, size_factor):
+        self._may_fail("make")
+        return 4 * sum(row[1] for row in profile["parameters"])
+
+    def settle(self, name, steps, timeout_seconds):
+        return {"seconds": 0.004, "memory_bytes": 1000}
+
+    def run(self, name, warm_up, steps, timeout_seconds, *, hurried):
+        self._may_fail(name)
+        self.plans[name] = warm_up, steps
+        return {
+            "seconds": {"exchange": 0.5, "no communication": self.alone}.get(name, 0.02),
+            "steps_run": steps,
+            "late_share": 0.0,
+            "uneven_share": 0.0,
+            "cpu_seconds": 0.01,
+            "cpu_busy": {"gossip": 0.8, "exchange": self.bare_busy}.get(name, 0.2),
+            "cpu_busy_by_others": self.by_others,
+            "bytes_on_wire": 1_000_000,
+            "clocks": {"waiting": 0.001} if name == "gossip" else {},
+        }
+
+    def leave(self):
+        self.log.append("leave")
+        self._may_fail("leave")
+
+    def restart(self):
+        self.log.append("restart")
+
+
+def measure(laboratory, path, grid=GRID, *, again=False, **options):
+    """Measures what is missing; the cells by contestant and rate, and what was said."""
+    said = []
+    cells = Cells(path, again=again)
+    measure_group(laboratory, 2, BUDGET, grid, cells, say=said.append, **options)
+    return {(c["contestant"], c["rate_bits_per_second"]): c for c in cells.cells}, said
+
+
+def test_figures_failures_and_refusals(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    path, laboratory = tmp_path / "network.json", FakeLaboratory(ddp=BREAKS)
+    cells, said = measure(laboratory, path)
+    assert laboratory.log == ["join 2", "restart", "join 2", "leave"]
+    assert said[0] == "p = 2, 1000 Mbit/s: more than it carries"
+    assert said[1] == "p = 2, resnet50: 4 contestants made in 0 s"
+    assert said[2] == "ddp failed: on rank 1: it broke"
+    written = json.loads(path.read_text())
+    assert len(written) == len(cells) == 5
+    assert len({frozenset(cell) for cell in written}) == 1  # the same keys in each
+    failed, refused = cells["ddp", 1e8], cells["any", 1e9]
+    assert (failed["error"], refused["error"]) == ("on rank 1: it broke", "more than it carries")
+    for cell in (failed, refused):
+        assert cell["marked"]
+        assert cell["step_seconds_median"] is None
+    gossip, alone = cells["gossip", 1e8], cells["no communication", 1e8]
+    assert gossip["marks"] == ["CPUs 80 % busy"]
+    assert not alone["marked"]
+    assert gossip["exchange_bound_seconds"] == gossip["bare_seconds"] == 0.5
+    assert gossip["bound_seconds"] == 0.08  # bytes / rate
+    assert gossip["exposed_seconds"] == pytest.approx(0.0052)
+    assert (gossip["warm_up_steps"], gossip["steps_per_block"]) == laboratory.plans["gossip"]
+    assert gossip["steps_per_block"] == 2
+    assert gossip["memory_bytes"] == 1000
+    assert set(gossip["where"]) >= {"machine", "system", "date", "commit", "torch"}
+    assert alone["exchange_bound_seconds"] == alone["compute_seconds"]
+    assert alone["efficiency"] == pytest.approx(0.9863, abs=1e-3)
+    assert cells["bare exchange", 1e8]["compute_seconds"] == 0
+    assert cells["bare exchange", 1e8]["steps_per_block"] == 3  # of 4 ms, for 10
+    print_table(written)
+    out = capsys.readouterr().out
+    assert "20 (20..20) 73 % 0.04x*" in out
+    assert "it broke" in out
+    assert "What gossip sends" not in out
+    assert draw(written, tmp_path / "page.png").stat().st_size > 10_000
+    assert draw([refused], tmp_path / "none.png").exists()
+
+
+def test_what_is_missing_is_measured_and_nothing_else(tmp_path):
+    path = tmp_path / "network.json"
+    measure(FakeLaboratory(gossip=BREAKS), path)
+    mended = FakeLaboratory()
+    _, said = measure(mended, path)  # it failed: once more, with what it is compared with
+    assert mended.plans.keys() == {"exchange", "no communication", "gossip"}
+    assert said[1] == "p = 2, resnet50: 3 contestants made in 0 s"
+    nothing = FakeLaboratory()
+    cells, _ = measure(nothing, path)
+    assert nothing.log == []
+    assert len(cells) == 5
+    nothing.refusal = lambda world_size, rate: None
+    cells, _ = measure(nothing, path)  # what was refused may be carried later
+    assert nothing.log == ["join 2", "leave"]
+    assert len(cells) == 8
+    assert ("any", 1e9) not in cells
+    more, _ = measure(FakeLaboratory(), path, replace(GRID, blocks=3, rates=(1e8,)))
+    assert [len(more[name, 1e8]["step_seconds"]) for name in ("gossip", "ddp")] == [3, 3]
+    foreign = json.loads(path.read_text())
+    for cell in foreign:
+        cell["where"] = {"machine": "another"}
+    path.write_text(json.dumps(foreign))
+    anew = FakeLaboratory()
+    measure(anew, path)
+    assert len(anew.plans) == 4
+
+
+def test_again_keeps_what_it_does_not_measure(tmp_path):
+    path = tmp_path / "network.json"
+    measure(FakeLaboratory(), path, replace(GRID, rates=(1e8, 3e8)))
+    again = FakeLaboratory(join=[WorkerError("worker 1 ended with -9: no word")])
+    cells, _ = measure(again, path, replace(GRID, rates=(1e8,)), again=True)
+    assert again.log == ["join 2", "restart", "join 2", "leave"]
+    assert len(cells) == 8
+
+
+def test_a_machine_that_others_use_is_marked_and_measured_anew(tmp_path):
+    path, busy = tmp_path / "network.json", FakeLaboratory()
+    busy.by_others = 0.25
+    cells, _ = measure(busy, path)
+    assert cells["ddp", 1e8]["marks"] == ["CPUs 25 % taken by other programs"]
+    quiet = FakeLaboratory()
+    assert not measure(quiet, path)[0]["ddp", 1e8]["marked"]
+    assert len(quiet.plans) == 4
+
+
+def test_a_replay_that_takes_too_long_marks_the_place_and_a_marked_transfer_its_bounds(tmp_path):
+    slow = FakeLaboratory()
+    slow.alone = 0.0148 * 1.2
+    cells, _ = measure(slow, tmp_path / "slow.json")
+    said = ["the replay alone takes 22 % too long"]
+    assert cells["ddp", 1e8]["marks"] == cells["no communication", 1e8]["marks"] == said
+    assert cells["bare exchange", 1e8]["marks"] == []
+    busy = FakeLaboratory()
+    busy.bare_busy = 0.9
+    cells, _ = measure(busy, tmp_path / "busy.json")
+    assert cells["gossip", 1e8]["marks"][-1] == "its bound is marked: CPUs 90 % busy"
+    assert cells["ddp", 1e8]["marks"] == []  # its transfer is another
+
+
+@pytest.mark.parametrize("order", ["join", "leave", "make"])
+def test_workers_that_end_between_blocks_are_started_anew_a_few_times(tmp_path, order):
+    died = WorkerError("worker 1 ended with -9: no word")
+    once = FakeLaboratory(**{order: [died]})
+    cells, _ = measure(once, tmp_path / "once.json")
+    assert once.log.count("restart") == 1
+    if order != "make":  # then it is one contestant's
+        assert all(cell["error"] is None for (name, _), cell in cells.items() if name != "any")
+        always = FakeLaboratory(**{order: died})
+        cells, said = measure(always, tmp_path / "always.json")
+        if order == "join":
+            assert always.log == ["join 2", "restart"] * 3
+            assert cells["gossip", 1e8]["error"] == str(died)
+            assert said[-1] == f"the workers are started anew: {died}"
+
+
+def test_links_that_do_not_keep_to_their_rate_are_not_measured_on(tmp_path):
+    off = FakeLaboratory(tried=NetlabError("2 links are off their rate"))
+    cells, _ = measure(off, tmp_path / "network.json")
+    assert off.plans == {}
+    assert cells["gossip", 1e8]["error"] == "2 links are off their rate"
+    late, said = measure(FakeLaboratory(), tmp_path / "late.json", is_late=lambda: True)
+    assert late.keys() == {("any", 1e9)}
+    assert len(said) == 1
+
+
+@pytest.mark.process
+def test_a_cell_of_two_processes_on_loopback(tmp_path):
+    names = ("exchange", "exchange, state", "no communication", "gossip", "gossip, state", "ddp")
+    grid = replace(GRID, rates=(1e8,), contestants=(*names, "local SGD, period 8"), hurried=True)
+    with Laboratory(Loopback(), 2) as laboratory:
+        cells, _ = measure(laboratory, tmp_path / "network.json", grid)
+        laboratory.join(2)
+        with pytest.raises(WorkerError, match=r"^on rank \d: KeyError: 'nobody'"):
+            laboratory.make("nobody", BUDGET.scaled().to_json(), 1.0)
+        laboratory._workers[1].kill()
+        laboratory._workers[1].wait()
+        with pytest.raises(WorkerError, match=r"^leave: worker 1 ended with -9: no word"):
+            laboratory.leave()
+    cells = {name: cell for (name, _), cell in cells.items()}
+    assert len(cells) == 7
+    for name in names[2:]:
+        cell = cells[name]
+        assert cell["error"] is None, cell["error"]
+        assert cell["compute_seconds"] == pytest.approx(0.0146, rel=0.01)
+        assert cell["step_seconds_median"] >= cell["compute_seconds"] * 0.999
+        assert cell["cpu_seconds"] > 0
+        assert cell["memory_bytes"] >= 0
+    assert cells["gossip"]["clocks"].keys() == {"waiting", "mixing"}
+    assert cells["gossip"]["bare_seconds"] == cells["bare exchange"]["step_seconds_median"] > 0
+    assert cells["gossip, state"]["bare"] == "exchange, state"
+    local = cells["local SGD, period 8"]
+    assert local["steps_per_block"] == 2
+    assert local["step_seconds_median"] >= local["compute_seconds"] * 0.999
+
+
+def test_marks():
+    calm = {
+        "cpu_busy": 0.5,
+        "cpu_busy_by_others": 0.1,
+        "late_share": 0.01,
+        "uneven_share": 0.01,
+        "compute_seconds": 0.4,
+    }
+    assert marks_of(calm, 0.41, None) == []
+    assert marks_of(calm | {"cpu_busy": 0.71}) == ["CPUs 71 % busy"]
+    assert marks_of(calm | {"cpu_busy_by_others": 0.21}) == ["CPUs 21 % taken by other programs"]
+    assert marks_of(calm | {"late_share": 0.06}) == ["emulated compute 6 % late"]
+    assert marks_of(calm | {"uneven_share": 0.3}) == ["the last rank began 30 % late"]
+    assert marks_of(calm, 0.43) == ["the replay alone takes 7 % too long"]
+    bare = {"marks": ["CPUs 90 % busy"], "step_seconds_median": 0.39}
+    assert marks_of(calm, 0.4, bare) == []  # the compute is longer
+    assert marks_of(calm | {"compute_seconds": 0.38}, 0.38, bare) == [
+        "its bound is marked: CPUs 90 % busy"
+    ]
