@@ -1,11 +1,41 @@
 """Settings for all tests: one thread a rank, real data by environment, no deadlines of chance."""
 
 import os
+import re
 from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
+from beartype import BeartypeConf
+from beartype.claw import beartype_packages
+from jaxtyping import install_import_hook
+
+SOURCES = Path(__file__).parents[1] / "src"
+
+
+def is_hot(path: Path) -> bool:
+    """Whether a module is run in every step, and has neither shapes nor checks of its own."""
+    in_steps = path.parent.name in {"comm", "decentralized"} and path.name != "_gossip.py"
+    return in_steps and not re.search("jaxtyping|__post_init__", path.read_text())
+
+
+def check_types_at_run_time() -> None:
+    """By jaxtyping, which checks shapes, too, and can be told to stop; it is slow.
+
+    What is hot has beartype alone, which makes tests of whole sessions two to five times as fast.
+    """
+    modules = {
+        ".".join(path.relative_to(SOURCES).with_suffix("").parts): is_hot(path)
+        for path in SOURCES.glob("gossipgrad/**/*.py")
+    }
+    install_import_hook([name for name, hot in modules.items() if not hot], "beartype.beartype")
+    beartype_packages(
+        ("gossipgrad.comm", "gossipgrad.decentralized"), conf=BeartypeConf(claw_is_pep526=False)
+    )
+
+
+check_types_at_run_time()
 
 hypothesis.settings.register_profile("shared machine", deadline=None)
 hypothesis.settings.load_profile("shared machine")
