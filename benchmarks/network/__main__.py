@@ -1,7 +1,8 @@
 """Ways to keep replicas together, on shaped links, with a GPU's compute replayed.
 
 One worker a host, kept alive from cell to cell; contestants take turns; bytes are those that the
-switch has counted. Needs Linux and root. What is there already is not measured again.
+switch has counted. Needs Linux and root. What is there is not measured again, unless it failed or
+other programs disturbed it.
 
     python -m benchmarks.network                 # the quick grid, some 20 minutes
     python -m benchmarks.network --grid full     # hours; goes on where it was stopped

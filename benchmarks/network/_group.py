@@ -18,6 +18,7 @@ from ._where import where
 _BLOCK_TIMEOUT_SECONDS = 240.0
 _FIRST_STEPS = 3  # links are made, buckets rebuilt, memory found
 _TRIES = 3
+_SPREAD = 0.1  # of the compute, within which ranks begin that are not in step
 _FIGURES = (
     *("step_seconds_median", "efficiency", "exposed_seconds", "bytes_on_wire", "bound_seconds"),
     *("bare_seconds", "exchange_bound_seconds", "cpu_seconds", "cpu_busy", "cpu_busy_by_others"),
@@ -187,13 +188,18 @@ class _Group:
         settled = {name: self._settled(name) for name in names}
         plans = {name: self._plan(name, grid, settled) for name in names}
         blocks: dict[str, list[Block]] = {name: [] for name in names}
+        spread = _SPREAD * self._blank.profile.compute_seconds
         for number in range(grid.blocks):
             self._laboratory.wait_until_quiet(grid.patience_seconds)
             turn = number % len(names)
             for name in (*names[turn:], *names[:turn]):
                 try:
                     block = self._laboratory.run(
-                        name, *plans[name], _BLOCK_TIMEOUT_SECONDS, hurried=grid.hurried
+                        name,
+                        *plans[name],
+                        _BLOCK_TIMEOUT_SECONDS,
+                        spread_seconds=0.0 if kind_of(name).in_step else spread,
+                        hurried=grid.hurried,
                     )
                 except WorkerError as error:
                     raise _FailedError(name, str(error)) from error

@@ -35,8 +35,10 @@ class Kind:
         mixes: Whether it mixes in every step.
         steps: Steps of a block are a multiple of this.
         warm_up: Steps of each block that are not counted: with nothing in flight the first one is
-            shorter, and ranks that need not wait for each other are not in step for long, as they
-            are when they begin together.
+            shorter.
+        in_step: Whether ranks wait for each other in every step. Those that need not are out of
+            step before long; if they began together all would end their steps at once, and wait for
+            the processors that they share as no hosts do.
         least: Steps of a block that are counted, at least.
     """
 
@@ -45,16 +47,17 @@ class Kind:
     mixes: bool = True
     steps: int = 1
     warm_up: int = 0
+    in_step: bool = True
     least: int = 1
 
 
 def _hidden(make: Callable[[Surroundings], Contestant], bare: str = "exchange") -> Kind:
     """One whose transfers are hidden behind the compute of the next step."""
-    return Kind(make=make, bare=bare, warm_up=2, least=2)
+    return Kind(make=make, bare=bare, warm_up=2, in_step=False, least=2)
 
 
 CONTESTANTS: dict[str, Kind] = {
-    ALONE: Kind(make=Alone, mixes=False),
+    ALONE: Kind(make=Alone, mixes=False, in_step=False),
     "gossip": _hidden(Gossip),
     "gossip, sync": Kind(make=lambda s: Gossip(s, "sync"), bare="exchange"),
     "gossip, bf16 wire": _hidden(

@@ -111,15 +111,23 @@ class Laboratory:
         return {what: max(one[what] for one in told) for what in ("seconds", "memory_bytes")}
 
     def run(
-        self, name: str, warm_up: int, steps: int, timeout_seconds: float, *, hurried: bool = False
+        self,
+        name: str,
+        warm_up: int,
+        steps: int,
+        timeout_seconds: float,
+        *,
+        spread_seconds: float = 0.0,
+        hurried: bool = False,
     ) -> dict[str, Any]:
-        """Runs one block on all ranks at once, then waits until the links are silent.
+        """Runs one block on all ranks, then waits until the links are silent.
 
         Args:
             name: Of the contestant.
             warm_up: Steps before those that are measured.
             steps: Those.
             timeout_seconds: For all of them together.
+            spread_seconds: Within which the ranks begin, one after the other.
             hurried: Take steps of a period that are like the one before as that one.
 
         Returns:
@@ -132,7 +140,14 @@ class Laboratory:
         before = self.network.passed_bytes(self._joined)
         busy, own = CpuBusy(), _user_seconds()
         start_at = time.perf_counter() + _LEAD_SECONDS
-        told = self._everyone("run", (name, warm_up, steps, hurried, start_at), timeout_seconds)
+        delay = spread_seconds / self._joined
+        told = self._tell(
+            {
+                rank: ("run", (name, warm_up, steps, hurried, start_at + rank * delay))
+                for rank in range(self._joined)
+            },
+            timeout_seconds,
+        )
         own = _user_seconds() - own + sum(one["user_seconds"] for one in told)
         cpu_busy, by_others = busy.shares(own)
         sent = self._drain() - before

@@ -39,6 +39,7 @@ class FakeLaboratory:
     def __init__(self, **errors):
         self.log = []
         self.plans = {}
+        self.spreads = {}
         self.by_others = 0.1
         self.alone = 0.0148
         self.bare_busy = 0.2
@@ -71,8 +72,9 @@ class FakeLaboratory:
     def settle(self, name, steps, timeout_seconds):
         return {"seconds": 0.004, "memory_bytes": 1000}
 
-    def run(self, name, warm_up, steps, timeout_seconds, *, hurried):
+    def run(self, name, warm_up, steps, timeout_seconds, *, spread_seconds, hurried):
         self._may_fail(name)
+        self.spreads[name] = spread_seconds
         self.plans[name] = warm_up, steps
         return {
             "seconds": {"exchange": 0.5, "no communication": self.alone}.get(name, 0.02),
@@ -126,6 +128,8 @@ def test_figures_failures_and_refusals(tmp_path, capsys):
     assert gossip["exposed_seconds"] == pytest.approx(0.0052)
     assert (gossip["warm_up_steps"], gossip["steps_per_block"]) == laboratory.plans["gossip"]
     assert gossip["steps_per_block"] == 2
+    spread = pytest.approx(0.1 * gossip["compute_seconds"], rel=1e-3)
+    assert laboratory.spreads == {"exchange": 0, "no communication": spread, "gossip": spread}
     assert gossip["memory_bytes"] == 1000
     assert set(gossip["where"]) >= {"machine", "system", "date", "commit", "torch"}
     assert alone["exchange_bound_seconds"] == alone["compute_seconds"]
