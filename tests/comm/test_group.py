@@ -1,13 +1,15 @@
 import threading
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from gossipgrad.comm import Group, _group
+from gossipgrad.comm import AskedStore, Group, Loss, _group
 from gossipgrad.errors import GossipError
+from support.hanging_store import Hanging
 from support.ranks import run_ranks
 
 DTYPES = (
@@ -133,6 +135,24 @@ def test_a_rank_that_never_comes_is_awaited_up_to_the_timeout():
         Group(dist.HashStore(), 0, 2, timeout_seconds=0.3)
 
 
+def test_a_store_that_hangs_does_not_hold_a_rank_up(monkeypatch):
+    monkeypatch.setattr(_group, "AskedStore", partial(AskedStore, timeout_seconds=0.2))
+    store = Hanging()
+    try:
+        with pytest.raises(
+            GossipError, match=r"rank 0 waited in vain .* store did not answer within 0\.2 s"
+        ):
+            Group(store, 0, 2)
+    finally:
+        store.answers.set()
+
+
+def test_one_that_is_given_up_is_not_awaited_at_the_start():
+    lost = Loss(generation=1, when_seconds=0.0, why="it hangs", left=False, by=0)
+    with pytest.raises(GossipError, match=r"waited in vain .*: rank 1 was lost: it hangs"):
+        Group(dist.HashStore(), 0, 2, gone=lambda: {1: lost})
+
+
 def test_an_interrupted_collective_ends_the_group_everywhere(monkeypatch):
     within = threading.Event()
 
@@ -141,7 +161,7 @@ def test_an_interrupted_collective_ends_the_group_everywhere(monkeypatch):
             raise KeyboardInterrupt
         time.sleep(seconds)
 
-    monkeypatch.setattr(_group, "time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(_group, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
     interrupted = threading.Event()
 
     def work(rank, group):

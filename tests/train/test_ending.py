@@ -10,6 +10,7 @@ import torch.distributed as dist
 from gossipgrad.train import _ending
 from gossipgrad.train._ending import Ending
 from gossipgrad.train._layout import RunDir
+from support.hanging_store import Hanging
 from support.results import result
 
 LOSS = {"why": "no sign of life for 10 s", "generation": 1, "when_seconds": 1.0}
@@ -23,6 +24,9 @@ class Gone(dist.Store):
 
     set = get = check = fail
 
+    def clone(self):
+        return self
+
 
 @pytest.fixture
 def run_dir(tmp_path, monkeypatch):
@@ -34,10 +38,14 @@ def run_dir(tmp_path, monkeypatch):
     return folder
 
 
-@pytest.fixture(params=["store", "no store"])
-def endings(run_dir, request):
-    store = dist.HashStore() if request.param == "store" else Gone()
-    return [Ending(run_dir, store, rank, 4) for rank in range(4)]
+@pytest.fixture(params=["store", "no store", "store that hangs"])
+def endings(run_dir, request, monkeypatch):
+    monkeypatch.setattr(_ending, "_STORE_SECONDS", 0.1 if request.param.endswith("hangs") else 60.0)
+    stores = {"store": dist.HashStore, "no store": Gone, "store that hangs": Hanging}
+    store = stores[request.param]()
+    yield [Ending(run_dir, store, rank, 4) for rank in range(4)]
+    if isinstance(store, Hanging):
+        store.answers.set()
 
 
 def finish(run_dir, ending, came):

@@ -1,5 +1,7 @@
 """How bytes move between ranks: channels, links, buckets and the private group."""
 
+from gossipgrad.comm._asked_store import AskedStore as AskedStore
+from gossipgrad.comm._asked_store import StoreSilentError as StoreSilentError
 from gossipgrad.comm._buckets import DEFAULT_BUCKET_BYTES as DEFAULT_BUCKET_BYTES
 from gossipgrad.comm._buckets import BucketPlan as BucketPlan
 from gossipgrad.comm._buckets import FlatBuffers as FlatBuffers

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gossipgrad.comm._asked_store import AskedStore, StoreSilentError
 from gossipgrad.comm._membership import Loss
 from gossipgrad.errors import GossipError
 
@@ -41,6 +42,7 @@ class Group:
         world_size: How many ranks there are.
         timeout_seconds: How long a collective waits for the others.
         members: Those of the ranks that come to the start, rising; None: all.
+        gone: Asked, while waiting, who is not to be awaited any more, and why; local.
 
     Attributes:
         rank: This rank, the same in all generations.
@@ -57,6 +59,7 @@ class Group:
         *,
         timeout_seconds: float = 1800.0,
         members: Sequence[int] | None = None,
+        gone: Callable[[], Mapping[int, Loss]] = dict,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
@@ -67,14 +70,12 @@ class Group:
         self._closed = False
         self._lock = threading.Lock()
         self._timeout_seconds = timeout_seconds
-        self._gone: Callable[[], Mapping[int, Loss]] = dict
-        self._name = "group"
+        self._gone = [gone]
+        self._name = "start"
         self._gloo: Any = None  # a ProcessGroupGloo, whose stub lacks its collectives
         if (size := len(self.members)) > 1:
-            timeout = timedelta(seconds=timeout_seconds)
             try:
-                place = self.members.index(rank)
-                self._gloo = dist.ProcessGroupGloo(store, place, size, timeout)
+                self._gloo = self._connect()
             except RuntimeError as error:
                 raise GossipError(
                     f"rank {rank} waited in vain for the other {size - 1} ranks to enter "
@@ -186,15 +187,15 @@ class Group:
         """Belongs to the membership of that name from now on; local.
 
         Args:
-            gone: Asked, while waiting, who is not to be awaited any more.
+            gone: Asked, too, while waiting, who is not to be awaited any more.
             name: Sets its generations apart from those of others in the store.
         """
-        self._gone, self._name = gone, name
+        self._gone, self._name = [*self._gone, gone], name
         self.generation = 0
 
     def _why(self, *, left: bool) -> str | None:
         """Why a member is not awaited, None while all are; `left`: one that left counts, too."""
-        for rank, loss in self._gone().items():
+        for rank, loss in (entry for gone in self._gone for entry in gone().items()):
             if rank in self.members and (left or not loss.left):
                 return f"rank {rank} has left" if loss.left else f"rank {rank} was lost: {loss.why}"
         return None
@@ -211,20 +212,38 @@ class Group:
 
     def _connect(self) -> Any:
         """A Gloo group of the members, made by them with nothing but the store."""
-        store = dist.PrefixStore(f"{self._name}/generation/{self.generation}", self.store)
-        store.set(f"here/{self.rank}", "")
-        missing = set(self.members)
+        prefix = f"{self._name}/generation/{self.generation}"
+        place, size = self.members.index(self.rank), len(self.members)
+        here = {rank: f"{prefix}/here/{rank}" for rank in self.members}
         deadline = time.monotonic() + self._timeout_seconds
-        while missing := {rank for rank in missing if not store.check([f"here/{rank}"])}:
+
+        def look() -> None:
             if (why := self._why(left=True)) is not None:
                 raise RuntimeError(why)
-            if time.monotonic() > deadline:
-                raise RuntimeError(
-                    f"waited {self._timeout_seconds:g} s for rank {min(missing)} to come to it"
-                )
-            time.sleep(_CONNECT_POLL_SECONDS)
-        place = self.members.index(self.rank)
-        gloo: Any = dist.ProcessGroupGloo(store, place, len(self.members), _CONNECT)
+
+        # A store that hangs would hold this rank up for as long.
+        asked = AskedStore(self.store)
+        try:
+            asked.ask(lambda store: store.set(here[self.rank], ""), listen=look)
+            while not asked.ask(lambda store: store.check([*here.values()]), listen=look):
+                look()
+                if time.monotonic() > deadline:
+                    missing = next(
+                        rank for rank in here if not asked.ask(lambda s, r=rank: s.check([here[r]]))
+                    )
+                    raise RuntimeError(
+                        f"waited {self._timeout_seconds:g} s for rank {missing} to come to it"
+                    )
+                time.sleep(_CONNECT_POLL_SECONDS)
+            gloo: Any = asked.ask(
+                lambda store: dist.ProcessGroupGloo(
+                    dist.PrefixStore(prefix, store), place, size, _CONNECT
+                ),
+                timeout_seconds=_CONNECT.total_seconds() + asked.timeout_seconds,
+                listen=look,
+            )
+        finally:
+            asked.close()
         gloo._set_default_timeout(timedelta(seconds=self._timeout_seconds))
         return gloo
 
@@ -237,7 +256,9 @@ class Group:
                     self._gloo = self._connect()
                 self._wait(start(self._gloo))
             except RuntimeError as error:
-                self._broken = f"a rank has died or left ({_first_line(error)})"
+                silent = isinstance(error, StoreSilentError)
+                why = _first_line(error)
+                self._broken = why if silent else f"a rank has died or left ({why})"
                 self._gloo = None
                 raise GossipError(f"the collective did not come about: {self._broken}") from error
             except BaseException:

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from gossipgrad.comm import AskedStore
+
 from ._layout import RunDir
 from ._result import RankResult
 
@@ -18,6 +20,8 @@ _POLL_SECONDS = 0.1
 _REPORT_SECONDS = 120.0
 # Between handing in and taking the lock one that lives does nothing.
 _TURN_SECONDS = 5.0
+# A store that hangs is not waited for: what is in it is in the folder, too.
+_STORE_SECONDS = 2.0
 
 HandedIn = dict[str, Any]
 
@@ -32,14 +36,14 @@ class Ending:
 
     Args:
         run_dir: The folder; best the same for all ranks.
-        mailbox: The store, which may be lost.
+        mailbox: The store, which may be lost, or hang.
         rank: This rank.
         world_size: How many there were at the start.
     """
 
     def __init__(self, run_dir: RunDir, mailbox: dist.Store, rank: int, world_size: int) -> None:
         self._run_dir = run_dir
-        self._mailbox = mailbox
+        self._mailbox = AskedStore(mailbox, timeout_seconds=_STORE_SECONDS)
         self._rank = rank
         self._world_size = world_size
         self._lost: dict[int, str] = {}
@@ -48,7 +52,7 @@ class Ending:
         """Leave what this rank has to say for the others; the last thing that a rank does."""
         text = json.dumps(content)
         with contextlib.suppress(RuntimeError):
-            self._mailbox.set(f"rank{self._rank}", text)
+            self._mailbox.ask(lambda store: store.set(f"rank{self._rank}", text))
         path = self._path(self._rank)
         with contextlib.suppress(OSError):  # the run may have been put together without us
             partial = path.with_suffix(".partial")
@@ -103,7 +107,7 @@ class Ending:
     def done(self) -> None:
         """Tell the others that the run is put together."""
         with contextlib.suppress(RuntimeError):
-            self._mailbox.set("done", "")
+            self._mailbox.ask(lambda store: store.set("done", ""))
             # They may learn it from nowhere else, and the store may go with this process.
             time.sleep(3 * _POLL_SECONDS * (self._world_size > 1))
 
@@ -119,8 +123,9 @@ class Ending:
         except OSError:
             pass
         try:
-            if self._mailbox.check([f"rank{rank}"]):
-                return json.loads(self._mailbox.get(f"rank{rank}"))
+            key = f"rank{rank}"
+            if self._mailbox.ask(lambda store: store.check([key])):
+                return json.loads(self._mailbox.ask(lambda store: store.get(key)))
         except RuntimeError:
             pass
         return None
@@ -129,7 +134,7 @@ class Ending:
         if self._run_dir.summary.exists() or not self._run_dir.partial.exists():
             return True
         with contextlib.suppress(RuntimeError):
-            return self._mailbox.check(["done"])
+            return self._mailbox.ask(lambda store: store.check(["done"]))
         return False
 
     @contextmanager

@@ -1,0 +1,95 @@
+"""Asking a rendezvous store that may hang, without hanging oneself."""
+
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYetError
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+__all__ = ["AskedStore", "StoreSilentError"]
+
+T = TypeVar("T")
+
+_LISTEN_SECONDS = 0.05
+
+_Asked = tuple[Callable[[dist.Store], Any], "Future[Any]"]
+
+
+class StoreSilentError(RuntimeError):
+    """The rendezvous store did not answer in time: its host stands still, or is out of reach."""
+
+
+class AskedStore:
+    """A rendezvous store, asked by a thread with a connection of its own.
+
+    A store whose host is stopped accepts questions and never answers, and its client waits in them
+    for as long. Here it is the thread that waits. One thread asks, one question at a time; while
+    one is unanswered, every other fails at once, and it goes on when the answer comes.
+
+    Args:
+        store: The store; a clone of it is asked.
+        timeout_seconds: How long an answer is awaited.
+    """
+
+    def __init__(self, store: dist.Store, *, timeout_seconds: float = 10.0) -> None:
+        self.timeout_seconds = timeout_seconds
+        self._questions: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
+        self._pending: Future[Any] | None = None
+        # A daemon: one that hangs would keep the interpreter from its end.
+        threading.Thread(
+            target=_answer, args=(store, self._questions), name="gossipgrad-store", daemon=True
+        ).start()
+        self.close = weakref.finalize(self, self._questions.put, None)
+
+    def ask(
+        self,
+        question: Callable[[dist.Store], T],
+        *,
+        timeout_seconds: float | None = None,
+        listen: Callable[[], object] = lambda: None,
+    ) -> T:
+        """What `question` returns for the store; can be interrupted.
+
+        Args:
+            question: Called with the store, in the thread.
+            timeout_seconds: How long its answer is awaited; None: as always.
+            listen: Called in between; what it raises ends the wait.
+
+        Raises:
+            StoreSilentError: There is no answer in time, or to an earlier question.
+            RuntimeError: As the store does.
+        """
+        limit = self.timeout_seconds if timeout_seconds is None else timeout_seconds
+        if self._pending is not None and not self._pending.done():
+            raise StoreSilentError("the rendezvous store has not answered an earlier question")
+        self._pending = answer = Future()
+        self._questions.put((question, answer))
+        deadline = time.monotonic() + limit
+        while not answer.done():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise StoreSilentError(f"the rendezvous store did not answer within {limit:g} s")
+            try:
+                return answer.result(min(left, _LISTEN_SECONDS))
+            except NotYetError:
+                listen()
+        return answer.result()
+
+
+def _answer(store: dist.Store, questions: "queue.SimpleQueue[_Asked | None]") -> None:
+    connection: dist.Store | None = None
+    while (asked := questions.get()) is not None:
+        question, answer = asked
+        try:
+            if connection is None:
+                connection = store.clone()  # pyrefly: ignore[missing-attribute]
+            answer.set_result(question(connection))
+        except BaseException as error:
+            connection = None  # one that has failed once stays broken
+            answer.set_exception(error)
+        del asked, question, answer
