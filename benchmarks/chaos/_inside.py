@@ -19,7 +19,7 @@ from typing import Any
 from gossipgrad import data
 from gossipgrad.comm import Channel
 from gossipgrad.decentralized import GossipSession
-from gossipgrad.train import _worker, _world
+from gossipgrad.train import _given_start, _worker
 from gossipgrad.train._loop import Loop
 from gossipgrad.train._worker import WorkerSpec, worker_main
 
@@ -94,7 +94,7 @@ def arm(script: Script, folder: Path, subset: Path, rank: int) -> None:
     faulthandler.register(signal.SIGUSR1, (folder / f"stacks-rank{rank}.txt").open("w"))
     events = Events(folder)
     events.tell("begins", rank=rank, pid=os.getpid())
-    for module in (_worker, _world):
+    for module in (_worker, _given_start):
         module.train_rank = _keeping_result(module.train_rank, folder, rank)
     data.load = functools.partial(load_subset, subset)
     triggers = [

@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from gossipgrad.train import GossipConfig, run
+from gossipgrad.train import GossipConfig, _launcher, run
 from support import launched
 from support.killed_world import train_with_a_death
 from support.launched import after_steps, kill, pause, stop, wait_for_more, when, workers
@@ -85,6 +85,20 @@ def test_a_worker_that_is_killed_at_start_up_does_not_keep_the_others(tmp_path, 
     assert outcome.summary["model_is_consensus"]
     told = capfd.readouterr().err
     assert "rank 0 was killed by SIGKILL (out of memory?) before its first step; starting" in told
+    assert not workers()
+
+
+def test_a_worker_that_stands_still_at_start_up_does_not_keep_the_others(
+    tmp_path, capfd, monkeypatch
+):
+    monkeypatch.setattr(_launcher, "_SILENT_SECONDS", 1.5)
+    with when(lambda: "gossipgrad-rank2" in workers(), stop(1)):
+        outcome = run(config(tmp_path, nproc=3, epochs=2, start_seconds=1.5))
+    assert outcome.summary["lost_because"] == {"1": "stood still for 1.5 s and was ended"}
+    assert outcome.summary["steps_per_rank"] == [60, None, 60]
+    assert outcome.summary["model_is_consensus"]
+    told = capfd.readouterr().err
+    assert "rank 1 stood still for 1.5 s and was ended before its first step; starting" in told
     assert not workers()
 
 

@@ -3,8 +3,10 @@
 import json
 import multiprocessing.context
 import time
+from contextlib import nullcontext
 
 import pytest
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from gossipgrad.train import GossipConfig, PostLocalConfig, RunFailedError, run
@@ -105,6 +107,27 @@ def test_gossip_goes_on_without_a_killed_worker(tmp_path, capfd):
     assert capfd.readouterr().err.splitlines() == [
         "gossipgrad: rank 0 was killed by SIGKILL (out of memory?); the others go on"
     ]
+
+
+def test_a_lost_store_is_told_once_and_stands_in_the_summary(tmp_path, capfd, monkeypatch):
+    hosted = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
+    port = hosted[0].port
+    monkeypatch.setattr("gossipgrad.train._launcher._hosted_store", lambda: nullcontext(port))
+    told = []
+
+    def lose():
+        hosted.clear()
+        until(lambda: told.append(capfd.readouterr().err) or "store is lost" in told[-1], 60)
+        press_ctrl_c()
+
+    with after_steps(tmp_path, 20, lose):
+        outcome = run(config(tmp_path, nproc=2, epochs=ENDLESS, trace=0))
+    told.append(capfd.readouterr().err)
+    assert "".join(told).count("the rendezvous store is lost") == 1, "not by each rank"
+    assert outcome.summary["lost_ranks"] == []
+    assert outcome.summary["model_is_consensus"], "all live"
+    assert [loss["until_seconds"] for loss in outcome.summary["store_losses"]] == [None]
+    assert "nobody can be given up from then on" in outcome.summary["notes"][0]
 
 
 def test_faults_by_script_are_seen_in_trace_and_summary(tmp_path, capfd):

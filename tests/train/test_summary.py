@@ -1,3 +1,4 @@
+import re
 import signal
 
 import pytest
@@ -58,6 +59,24 @@ def test_names_lost_ranks():
     assert summary["accuracy_per_rank"] == [None, 0.625, 0.75]
     assert summary["steps_per_rank"] == [None, 10, 10]
     assert summary["model_from_rank"] == 1
+
+
+def test_tells_once_since_when_the_store_was_lost():
+    why = "the rendezvous store is lost (connection reset)"
+    early = {"since_seconds": 1e9, "until_seconds": None, "why": why}
+    back = {"since_seconds": 2e9, "until_seconds": 2e9 + 5, "why": why}
+    late = {**early, "since_seconds": 1e9 + 1}
+    summary = composed(
+        [result(0, notes=()), result(1, store_losses=[late]), result(2, store_losses=[early, back])]
+    )
+    assert summary["store_losses"] == [early, back]
+    once, again, other, _ = summary["notes"]
+    assert re.fullmatch(
+        re.escape(why) + r", at ..:..:..: nobody can be given up from then on", once
+    )
+    assert re.search(r"at (..:..:..); until it answered again, at ..:..:.., nobody could be", again)
+    assert other == "rank 1: note 1"
+    assert composed([result(0)])["store_losses"] == []
 
 
 def test_interrupted_only_if_a_rank_stopped_before_its_end():

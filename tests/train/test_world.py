@@ -1,17 +1,14 @@
-import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-from datetime import timedelta
 
 import pytest
-import torch.distributed as dist
 
 from gossipgrad.errors import GossipError
-from gossipgrad.train import TrainConfig, _gathering, run
-from gossipgrad.train._gathering import gather, open_store
+from gossipgrad.train import TrainConfig, run
+from gossipgrad.train._gathering import open_store
 from gossipgrad.train._given_world import World, find_world
 from gossipgrad.train._world import slurm_rendezvous
 from support.processes import run_processes
@@ -97,24 +94,17 @@ def test_a_signal_ends_the_wait_for_a_rank_that_does_not_come(tmp_path):
 
 
 @pytest.mark.usefixtures("world_of_two")
-def test_meeting_place_that_not_all_reach_is_named(monkeypatch):
-    monkeypatch.setattr(_gathering, "_GATHER_TIMEOUT", timedelta(seconds=0.2))
-    with pytest.raises(GossipError, match=r"rank 0 waited .* for the 2 ranks to meet at 127\.0\."):
-        open_store(0, 2)
+def test_a_meeting_place_that_is_not_reached_is_named():
+    with pytest.raises(
+        GossipError, match=r"rank 1 found no store .* at 127\.0\..* within 0\.2 s; start rank 0"
+    ):
+        open_store(1, 2, 0.2)
 
 
-def test_gathering_names_who_is_missing_and_who_has_failed(monkeypatch):
-    monkeypatch.setattr(_gathering, "_GATHER_TIMEOUT", timedelta(seconds=0.2))
-    store = dist.HashStore()
-    store.set("here2", "")
-    with pytest.raises(GossipError, match=r"rank 0 waited .* for ranks 1, 3 to be ready"):
-        gather(store, 0, 4)
-    store.set("rank3", json.dumps({"cause": "failed: no such data"}))
-    with pytest.raises(GossipError, match=r"^rank 3 failed: no such data$"):
-        gather(store, 0, 4)
-    store.set("here1", "")
-    store.set("here3", "")
-    gather(store, 0, 4)
+def test_a_meeting_place_has_to_be_told(monkeypatch):
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(GossipError, match=r"rank 1 does not know .* MASTER_ADDR is not set"):
+        open_store(1, 2)
 
 
 @pytest.mark.process

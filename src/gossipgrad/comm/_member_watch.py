@@ -326,12 +326,17 @@ class MemberWatch:
                 self._rank,
                 why,
                 self.latest.generation,
+                extra={"store_lost": why},
             )
 
     def _thaw(self) -> None:
         if self.frozen is not None:
             self.frozen = None
-            logger.warning("rank %d: the rendezvous store answers again", self._rank)
+            logger.warning(
+                "rank %d: the rendezvous store answers again",
+                self._rank,
+                extra={"store_lost": None},
+            )
 
     @staticmethod
     def _key(rank: int) -> str:

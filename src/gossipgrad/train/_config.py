@@ -172,6 +172,10 @@ class TrainConfig:
     there is one. Runs on a GPU have not been tried by us."""
     threads: int = 1
     """Threads of compute of a rank on the CPU."""
+    start_seconds: float = 120.0
+    """How long the others wait for a rank that they have never heard of, before a run begins
+    without it. One that was heard of and falls silent is given up after lost_after_seconds, or 10
+    if that is less."""
     gossip: GossipConfig = field(default_factory=GossipConfig)
     """How replicas gossip."""
     post_local: PostLocalConfig = field(default_factory=PostLocalConfig)
@@ -219,8 +223,8 @@ class TrainConfig:
             raise ValueError(f"lr_gamma is {self.lr_gamma}, but must be above 0 and below 1.")
         if self.lr is not None and not 0 < self.lr < math.inf:
             raise ValueError(f"lr is {self.lr}, but must be above 0 and finite.")
-        check_at_least(self, 0, "shuffle_deadline_seconds")
-        for name in ("weight_decay", "shuffle_deadline_seconds"):
+        check_at_least(self, 0, "shuffle_deadline_seconds", "start_seconds")
+        for name in ("weight_decay", "shuffle_deadline_seconds", "start_seconds"):
             if getattr(self, name) == math.inf:
                 raise ValueError(f"{name} is inf, but must be finite.")
         if self.wandb == "":

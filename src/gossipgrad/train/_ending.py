@@ -4,7 +4,7 @@ import contextlib
 import fcntl
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,12 @@ class Ending:
         self._mailbox = AskedStore(mailbox, timeout_seconds=_STORE_SECONDS)
         self._rank = rank
         self._world_size = world_size
+        self._absent: dict[int, str] = {}
         self._lost: dict[int, str] = {}
+
+    def miss(self, absent: Mapping[int, str]) -> None:
+        """Take note of ranks that were lost before the start, and why."""
+        self._absent = dict(absent)
 
     def hand_in(self, content: HandedIn) -> None:
         """Leave what this rank has to say for the others; the last thing that a rank does."""
@@ -59,7 +64,7 @@ class Ending:
             partial.write_text(text)
             partial.replace(path)
         known = content.get("result", {}).get("lost", {})
-        self._lost = {int(rank): str(loss["why"]) for rank, loss in known.items()}
+        self._lost = {int(rank): str(loss["why"]) for rank, loss in known.items()} | self._absent
 
     @contextmanager
     def turn(self) -> Iterator[bool]:

@@ -27,6 +27,8 @@ _POLL_SECONDS = 0.1
 _CAUSE_GRACE_SECONDS = 1.0
 # One that goes on just then is told by its own session that it was given up.
 _GIVEN_UP_GRACE_SECONDS = 3.0
+# At the start, where a busy machine loads packages and data.
+_SILENT_SECONDS = 10.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,10 +57,10 @@ def launch(config: TrainConfig, run_dir: RunDir, progress: Progress) -> Launched
 
     Workers come out of a fork server that has torch loaded, talk over loopback, and find each
     other in a store that lives in this process, so that no worker is needed more than the others.
-    When one is lost, gossip and local runs go on without it, and if it is killed before anybody
-    trains, they start again; an all-reduce run ends. The first signal asks the workers to stop at
-    the next step and keeps what was reached; the second kills them. A signal before the first step
-    ends the run. No worker outlives this call.
+    When one is lost, gossip and local runs go on without it, and if it is killed or stands still
+    before anybody trains, they start again; an all-reduce run ends. The first signal asks the
+    workers to stop at the next step and keeps what was reached; the second kills them. A signal
+    before the first step ends the run. No worker outlives this call.
 
     Raises:
         RunFailedError: A worker could not start, one of an all-reduce was lost, or all were.
@@ -202,6 +204,7 @@ def _supervise(
         wait([worker.pipe for worker in running], timeout=_POLL_SECONDS)
         for worker in running:
             worker.listen(progress)
+            _give_up_if_silent(worker, config)
             if (lost := worker.failure) is None:
                 continue
             progress.lose(lost.rank)
@@ -230,6 +233,14 @@ def _supervise(
             doomed_seconds = doomed_seconds or time.monotonic() + _CAUSE_GRACE_SECONDS
             if not all(lost.is_consequence for lost in fatal) or time.monotonic() > doomed_seconds:
                 return
+
+
+def _give_up_if_silent(worker: WorkerHandle, config: TrainConfig) -> None:
+    """End a worker that stands still before it trains: no session is there yet to tell."""
+    limit = max(_SILENT_SECONDS, config.gossip.lost_after_seconds)
+    limit = limit if worker.heard else max(limit, config.start_seconds)
+    if not (worker.over or worker.ready) and worker.silent_seconds > limit:
+        worker.give_up(f"stood still for {limit:g} s and was ended")
 
 
 def _are_given_up(running: list[WorkerHandle], workers: list[WorkerHandle]) -> bool:

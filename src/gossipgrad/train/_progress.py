@@ -25,12 +25,17 @@ class Progress:
         self._latest: dict[int, Event] = {}
         self._lost: set[int] = set()
         self._world_size = world_size
+        self._store_lost = False
 
     def take(self, rank: int, event: Event) -> None:
         """Take an event of a rank."""
         kind = event["event"]
         if kind in ("progress", "epoch"):
             self._latest[rank] = event
+        # All ranks lose the store, and find it again, at about the same time.
+        if kind == "store" and event["lost"] != self._store_lost:
+            self._store_lost = event["lost"]
+            self.notice(event["text"])
         if rank == min(set(range(self._world_size)) - self._lost, default=None):
             if kind == "ready":
                 self._show_start(event["total_steps"])

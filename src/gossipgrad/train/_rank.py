@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +25,7 @@ from ._metrics import Event, Metrics
 from ._optimizers import make_optimizers, make_schedulers, notes_on_muon
 from ._result import RankResult
 from ._spans import StepSpans
+from ._store_news import store_news
 from ._strategies import make_strategy
 
 
@@ -54,7 +55,8 @@ def train_rank(
         rank: This rank.
         world_size: How many there are.
         stop: Set from outside to end the run at the next step boundary.
-        emit: Takes events for whoever watches: "ready", "progress", "epoch".
+        emit: Takes events for whoever watches: "ready", "progress", "epoch"; "store" from another
+            thread.
         groups: Private groups of the ranks that came to the start, by name.
 
     Returns:
@@ -75,45 +77,53 @@ def train_rank(
     # Equal weights at the start, but dropout masks of its own.
     torch.manual_seed(int(np.random.SeedSequence((config.seed, rank)).generate_state(1)[0]))
     threads = config.batch_threads
-    batches = make_batches(config, dataset, rank=rank, world_size=world_size, groups=groups)
-    total_steps = config.epochs * len(batches)
-    spans = StepSpans(rank, num_steps=config.trace, total_steps=total_steps)
-    test = TestPart.of(dataset, rank=rank, world_size=world_size, threads=threads, device=device)
-    strategy = make_strategy(
-        config,
-        model,
-        optimizers,
-        total_steps=total_steps,
-        stop=stop,
-        spans=spans,
-        groups=groups,
-    )
-    loggers = open_loggers(config, run_dir, rank)
-    with (
-        Metrics(run_dir.metrics(rank), loggers=loggers) as metrics,
-        _saved_if_evicted(model, run_dir.evicted_model(rank)),
-    ):
-        emit({"event": "ready", "total_steps": total_steps})
-        final = Loop(
-            strategy=strategy,
-            optimizers=optimizers,
-            schedulers=make_schedulers(
-                config.learning_rate,
-                optimizers,
-                steps_per_epoch=len(batches),
-                epochs=config.epochs,
-            ),
-            batches=batches,
-            test=test,
-            device=device,
-            epochs=config.epochs,
-            log_every=config.log_every,
-            metrics=metrics,
-            spans=spans,
+    with ExitStack() as unstarted:  # a start that comes to no step leaves, and may be tried again
+        batches = make_batches(config, dataset, rank=rank, world_size=world_size, groups=groups)
+        if isinstance(batches, RingBatches):
+            unstarted.callback(batches.close)
+        total_steps = config.epochs * len(batches)
+        spans = StepSpans(rank, num_steps=config.trace, total_steps=total_steps)
+        test = TestPart.of(
+            dataset, rank=rank, world_size=world_size, threads=threads, device=device
+        )
+        strategy = make_strategy(
+            config,
+            model,
+            optimizers,
+            total_steps=total_steps,
             stop=stop,
-            emit=emit,
-        ).run()
-        seconds = metrics.seconds
+            spans=spans,
+            groups=groups,
+        )
+        unstarted.callback(strategy.close)
+        loggers = open_loggers(config, run_dir, rank)
+        with (
+            Metrics(run_dir.metrics(rank), loggers=loggers) as metrics,
+            _saved_if_evicted(model, run_dir.evicted_model(rank)),
+            store_news(emit) as store_losses,
+        ):
+            emit({"event": "ready", "total_steps": total_steps})
+            unstarted.pop_all()
+            final = Loop(
+                strategy=strategy,
+                optimizers=optimizers,
+                schedulers=make_schedulers(
+                    config.learning_rate,
+                    optimizers,
+                    steps_per_epoch=len(batches),
+                    epochs=config.epochs,
+                ),
+                batches=batches,
+                test=test,
+                device=device,
+                epochs=config.epochs,
+                log_every=config.log_every,
+                metrics=metrics,
+                spans=spans,
+                stop=stop,
+                emit=emit,
+            ).run()
+            seconds = metrics.seconds
     traffic, lost_ranks = strategy.traffic(), strategy.lost_ranks()
     own_accuracy = test.accuracy(model) if strategy.replicas_differ else final.accuracy
     strategy.close()
@@ -150,6 +160,7 @@ def train_rank(
         shuffle_rows_dealt=batches.rows_dealt if isinstance(batches, RingBatches) else 0,
         shuffle_rows_held=0 if shuffle is None else shuffle.rows_held,
         lost=lost_ranks,
+        store_losses=store_losses,
         notes=(
             *strategy.notes,
             *loggers.notes,

@@ -67,6 +67,8 @@ class RankResult:
     """Samples that it held at its end."""
     lost: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     """Ranks that the others took for dead, with when and why, as this rank knew of them."""
+    store_losses: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    """When the rendezvous store was lost, and why, as this rank saw it."""
     notes: tuple[str, ...] = ()
     """What the user should know of this rank's end."""
 

@@ -18,6 +18,7 @@ from ._layout import RunDir
 from ._losses import tell_losses
 from ._result import RankResult
 from ._ring_clock import ring_bytes
+from ._store_news import notes_on_store
 
 _PACKAGES = ("gossipgrad", "torch", "numpy", "pyzmq", "scikit-learn", "safetensors")
 
@@ -100,11 +101,18 @@ def compose(
         "lost_ranks": sorted(lost),
         "lost_because": {str(rank): lost[rank] for rank in sorted(lost)},
         "losses": tell_losses(config, results, lost, run_dir),
-        "notes": _notes(ranks, exported),
+        "store_losses": _store_losses(ranks),
+        "notes": [*notes_on_store(_store_losses(ranks)), *_notes(ranks, exported)],
         "parameters": exported.parameters,
         "machine": machine(),
         "versions": versions(),
     }
+
+
+def _store_losses(ranks: list[RankResult]) -> list[dict[str, Any]]:
+    """When the rendezvous store was lost, as the rank saw it that was the first to see it."""
+    lost = [rank.store_losses for rank in ranks if rank.store_losses]
+    return min(lost, key=lambda losses: losses[0]["since_seconds"], default=[])
 
 
 def _by_rank(

@@ -7,6 +7,7 @@ import signal
 import threading
 import traceback
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -25,6 +26,7 @@ from ._rank import train_rank
 from ._result import DivergedError, PeerLostError
 
 LOOPBACK = "127.0.0.1"
+BEAT_SECONDS = 0.5
 # Before the first step a lost rank shows in these.
 _OTHERS_GONE = (GossipError, dist.DistError)
 
@@ -46,22 +48,29 @@ def worker_main(spec: WorkerSpec, pipe: Connection) -> None:
     """Body of a worker process.
 
     Whatever comes over `pipe` means stop; its end means that the launcher is gone, and the process
-    ends at once. Back go events: "ready", "progress", "epoch", and as the last "result" or
-    "failed". Ctrl-C reaches the launcher, which passes it on; here it is ignored.
+    ends at once. Back go events: "beat" until it trains, then "ready", "progress", "epoch",
+    "store", and as the last "result" or "failed". Ctrl-C reaches the launcher, which passes it on;
+    here it is ignored.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # The launcher tells of lost ranks, and all ranks would warn of the same.
-    logging.getLogger("gossipgrad").setLevel(logging.ERROR)
+    # The launcher tells of lost ranks and of a lost store, and all ranks would warn of the same.
+    logger = logging.getLogger("gossipgrad")
+    logger.addHandler(logging.NullHandler())
+    logger.propagate = False
     if spec.rank != 0:
         warnings.simplefilter("ignore")
     stop = threading.Event()
     threading.Thread(target=_listen, args=(pipe, stop), daemon=True).start()
-    started = False
+    ready = threading.Event()
+    sending = threading.Lock()
 
     def emit(event: Event) -> None:
-        nonlocal started
-        started = started or event["event"] == "ready"
-        pipe.send(event)
+        if event["event"] == "ready":
+            ready.set()
+        with sending:
+            pipe.send(event)
+
+    threading.Thread(target=_beat, args=(emit, ready), daemon=True).start()
 
     try:
         config = spec.config
@@ -77,11 +86,12 @@ def worker_main(spec: WorkerSpec, pipe: Connection) -> None:
             emit=emit,
             groups=groups,
         )
-        pipe.send({"event": "result", "result": result.to_json()})
+        emit({"event": "result", "result": result.to_json()})
     except Exception as error:
         with contextlib.suppress(OSError):
             spec.run_dir.errors(spec.rank).write_text(traceback.format_exc())
-        pipe.send(
+        started = ready.is_set()
+        emit(
             {
                 "event": "failed",
                 "started": started,
@@ -117,6 +127,13 @@ def _join(spec: WorkerSpec) -> Groups | None:
     return lambda name: Group(
         dist.PrefixStore(name, start), spec.rank, spec.world_size, members=spec.members
     )
+
+
+def _beat(emit: Callable[[Event], None], ready: threading.Event) -> None:
+    """Show signs of life, as long as no session does."""
+    with contextlib.suppress(OSError):
+        while not ready.wait(BEAT_SECONDS):
+            emit({"event": "beat"})
 
 
 def _listen(pipe: Connection, stop: threading.Event) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import signal
+import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
@@ -11,6 +12,8 @@ from ._progress import Progress
 from ._result import RankResult
 
 _EXIT_GRACE_SECONDS = 10.0
+# Of a silence; more in one go is a launcher that stood still itself.
+_MOST_AT_ONCE_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +39,8 @@ class WorkerHandle:
     Attributes:
         rank: Its rank.
         ready: Whether it has begun to train.
+        silent_seconds: How long it has shown no sign of life, until it trains.
+        heard: Whether it has shown one at all.
         result: What it handed in, at its end.
         failure: Why it was lost, if it was.
     """
@@ -43,10 +48,13 @@ class WorkerHandle:
     def __init__(self, process: ForkServerProcess, pipe: Connection, rank: int) -> None:
         self.rank = rank
         self.ready = False
+        self.silent_seconds = 0.0
+        self.heard = False
         self.result: RankResult | None = None
         self.failure: Failure | None = None
         self.pipe = pipe
         self._process = process
+        self._looked_seconds = time.monotonic()
 
     @property
     def over(self) -> bool:
@@ -60,6 +68,9 @@ class WorkerHandle:
 
     def listen(self, progress: Progress) -> None:
         """Take in what it has sent; the end of the pipe before a result is its end."""
+        now = time.monotonic()
+        self.silent_seconds += min(now - self._looked_seconds, _MOST_AT_ONCE_SECONDS)
+        self._looked_seconds = now
         try:
             while not self.over and self.pipe.poll():
                 self._take(self.pipe.recv(), progress)
@@ -73,6 +84,7 @@ class WorkerHandle:
             )
 
     def _take(self, event: Event, progress: Progress) -> None:
+        self.silent_seconds, self.heard = 0.0, True
         if event["event"] == "ready":
             self.ready = True
         elif event["event"] == "result":

@@ -1,6 +1,5 @@
 """A run inside a world that torchrun or Slurm has started: join it, train, hand in."""
 
-import json
 import os
 import re
 import sys
@@ -8,29 +7,32 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping
-from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
 from gossipgrad import data
+from gossipgrad.comm import Heartbeats, Membership
+from gossipgrad.errors import EvictedError
 
 from ._check import check
 from ._config import TrainConfig
 from ._ending import Ending
-from ._gathering import gather, hear_of_run, open_store
+from ._gathering import Gathering, open_store
+from ._given_start import train_with_those_who_come
 from ._given_world import World
 from ._layout import RunDir, claim
 from ._losses import stands_for_most
 from ._metrics import Event
 from ._outcome import Outcome, exit_code_of
 from ._progress import make_progress
-from ._rank import train_rank
 from ._result import RunFailedError
 from ._signals import Stops, end_at_once, hear_stops
 from ._summary import compose, finish, versions
 from ._worker import short_cause
 
-_REPORT_TIMEOUT = timedelta(minutes=2)
+# At the start, where a busy machine loads packages and data.
+_SILENT_SECONDS = 10.0
 # Ctrl-C in a terminal comes twice: from there, and again from torchrun.
 _ECHO_SECONDS = 1.0
 
@@ -55,7 +57,11 @@ def slurm_rendezvous(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def run_in_world(config: TrainConfig, world: World, *, show_config: bool = False) -> Outcome:
-    """Take part in a run as one rank; rank 0 checks it first, the lowest left puts it together.
+    """Take part in a run as one rank; the lowest that comes checks it first.
+
+    A gossip or local run begins without ranks that are lost before the first step: those that fell
+    silent, and those never heard of within `start_seconds`. The lowest that is left puts it
+    together.
 
     SIGINT and SIGTERM end it at once as long as no step was made, then stop it at the next step, or
     at the one that ranks in lockstep agree on; a later one ends it at once. Whoever started the
@@ -63,9 +69,9 @@ def run_in_world(config: TrainConfig, world: World, *, show_config: bool = False
     where it is not, each keeps its own files, and the trace has the ranks of rank 0's node alone.
 
     Raises:
-        ValueError, GossipError: As by `run`; a mistake in the options is told by rank 0 alone.
+        ValueError, GossipError: As by `run`; a mistake in the options is told by one rank alone.
         RunFailedError: This rank failed.
-        GossipError: The ranks did not find each other within two minutes.
+        GossipError: The store cannot be reached.
     """
     if config.nproc not in (None, world.world_size):
         raise ValueError(
@@ -76,22 +82,30 @@ def run_in_world(config: TrainConfig, world: World, *, show_config: bool = False
         os.environ.update(slurm_rendezvous(os.environ))
     start = _Start(world)
     with hear_stops(start.on_stop) as stops:
-        store = open_store(world.rank, world.world_size)
+        store = open_store(world.rank, world.world_size, config.start_seconds)
         mailbox = dist.PrefixStore("gossipgrad/train", store)
-        if world.rank == 0:
-            config, run_dir = _open(config, world, mailbox)
-            start.run_dir = run_dir
-            if show_config:
-                print(run_dir.config.read_text(), end="", flush=True)
-        else:
-            opened = hear_of_run(mailbox)
+        gathering = Gathering(
+            mailbox,
+            world.rank,
+            world.world_size,
+            start_seconds=config.start_seconds,
+            heartbeats=Heartbeats(
+                silent_seconds=max(_SILENT_SECONDS, config.gossip.lost_after_seconds)
+            ),
+        )
+        try:
+            opened = gathering.open(
+                lambda again: _open(config, world, mailbox, start, again, show_config)
+            )
             if opened is None:
                 return Outcome(exit_code=2)
             config = TrainConfig.from_json(opened)
             assert config.out is not None
             run_dir = RunDir(config.out)
             run_dir.partial.mkdir(parents=True, exist_ok=True)
-        return _take_part(config, run_dir, world, store, mailbox, start, stops)
+            return _take_part(config, run_dir, world, store, mailbox, gathering, start, stops)
+        finally:
+            gathering.close()
 
 
 class _Start:
@@ -135,18 +149,25 @@ class _Start:
             print(f"gossipgrad: {text}", file=sys.stderr, flush=True)
 
 
-def _open(config: TrainConfig, world: World, mailbox: dist.Store) -> tuple[TrainConfig, RunDir]:
-    """Rank 0: check the run, make its folder, tell the others."""
-    try:
-        check(config, world.world_size)
-        run_dir = claim(config.out, name=config.label, overwrite=config.overwrite)
-    except BaseException:
-        mailbox.set("run", json.dumps(None))
-        raise
+def _open(
+    config: TrainConfig,
+    world: World,
+    mailbox: dist.Store,
+    start: _Start,
+    again: bool,
+    show_config: bool,
+) -> dict[str, Any]:
+    """Check the run and make its folder, or take over the one of a rank that died over this."""
+    check(config, world.world_size)
+    claimed = again and mailbox.check(["claimed"])
+    run_dir = claim(config.out, name=config.label, overwrite=config.overwrite or claimed)
+    mailbox.set("claimed", "")
     config = config.resolved(nproc=world.world_size, out=run_dir.path.absolute())
     config.write(run_dir.config, versions())
-    mailbox.set("run", json.dumps(config.to_json()))
-    return config, run_dir
+    start.run_dir = run_dir
+    if show_config:
+        print(run_dir.config.read_text(), end="", flush=True)
+    return config.to_json()
 
 
 def _take_part(
@@ -155,15 +176,24 @@ def _take_part(
     world: World,
     store: dist.Store,
     mailbox: dist.Store,
+    gathering: Gathering,
     start: _Start,
     stops: Stops,
 ) -> Outcome:
     progress = make_progress(config, 1)
     ending = Ending(run_dir, mailbox, world.rank, world.world_size)
+    speaker = 0
+
+    def meet(membership: Membership) -> None:
+        nonlocal speaker
+        speaker = min(membership.living)
+        ending.miss({rank: loss.why for rank, loss in membership.gone.items()})
 
     def emit(event: Event) -> None:
+        if event["event"] == "store":  # this process has warned of it
+            return
         start.ready = True
-        if world.rank == 0:
+        if world.rank == speaker:
             # Only this rank is heard here; the others are taken to be as fast.
             if "samples_per_second" in event:
                 event = {
@@ -174,15 +204,15 @@ def _take_part(
 
     try:
         dataset = data.load(config.data, config.data_dir, image_size=config.image_size)
-        gather(mailbox, world.rank, world.world_size)
-        dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.world_size)
-        result = train_rank(
+        result = train_with_those_who_come(
             config,
             dataset,
             run_dir,
-            rank=world.rank,
-            world_size=world.world_size,
+            world,
+            store,
+            gathering,
             stop=start.stop,
+            met=meet,
             emit=emit,
         )
     except Exception as error:
@@ -190,6 +220,8 @@ def _take_part(
         where.write_text(traceback.format_exc())
         cause = f"failed: {short_cause(error)}"
         ending.hand_in({"cause": cause})
+        if not (start.ready or isinstance(error, EvictedError)):
+            gathering.fail(cause)
         start.free_folder()
         raise RunFailedError(
             f"rank {world.rank} {cause.rstrip('.')} (traceback in {where})"

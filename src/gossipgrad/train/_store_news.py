@@ -1,0 +1,56 @@
+"""What the membership says of the rendezvous store, kept for the user."""
+
+import logging
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from gossipgrad.comm import MemberWatch
+
+from ._metrics import Event
+
+# Since when, until when if it came back, in seconds since 1970, and why.
+StoreLoss = dict[str, Any]
+
+
+@contextmanager
+def store_news(emit: Callable[[Event], None]) -> Iterator[list[StoreLoss]]:
+    """Hears, inside, when the store was lost; each time is noted, and told as a "store" event."""
+    losses: list[StoreLoss] = []
+
+    def hear(record: logging.LogRecord) -> bool:
+        if hasattr(record, "store_lost"):
+            why = record.store_lost
+            if why is not None:
+                losses.append({"since_seconds": record.created, "until_seconds": None, "why": why})
+            elif losses:
+                losses[-1]["until_seconds"] = record.created
+            emit({"event": "store", "lost": why is not None, "text": _tell(losses[-1:])})
+        return True
+
+    logger = logging.getLogger(MemberWatch.__module__)
+    logger.addFilter(hear)
+    try:
+        yield losses
+    finally:
+        logger.removeFilter(hear)
+
+
+def notes_on_store(losses: Collection[StoreLoss]) -> tuple[str, ...]:
+    """A note on each time that the store was lost."""
+    return tuple(_tell([loss]) for loss in losses)
+
+
+def _tell(losses: Collection[StoreLoss]) -> str:
+    for loss in losses:
+        told = f"{loss['why']}, at {_clock(loss['since_seconds'])}"
+        if loss["until_seconds"] is None:
+            return f"{told}: nobody can be given up from then on"
+        until = _clock(loss["until_seconds"])
+        return f"{told}; until it answered again, at {until}, nobody could be given up"
+    return "the rendezvous store answers again"
+
+
+def _clock(seconds: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(seconds))

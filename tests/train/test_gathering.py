@@ -1,0 +1,225 @@
+"""The start of a run in a given world: who comes, who is not awaited, and who starts again."""
+
+import re
+import threading
+
+import pytest
+import torch.distributed as dist
+
+from gossipgrad import data
+from gossipgrad.comm import AskedStore, Heartbeats
+from gossipgrad.errors import EvictedError, GossipError
+from gossipgrad.train import TrainConfig, _gathering, _given_start
+from gossipgrad.train._gathering import Gathering, StartAgainError
+from gossipgrad.train._given_start import train_with_those_who_come
+from gossipgrad.train._given_world import World
+from gossipgrad.train._layout import RunDir
+from support.hanging_store import Hanging
+from support.results import result
+from support.waiting import until
+
+QUICK = Heartbeats(interval_seconds=0.05, lease_seconds=0.5, silent_seconds=1.0)
+
+
+@pytest.fixture
+def come():
+    """Has ranks of a world of three come to the start."""
+    store, come = dist.HashStore(), []
+
+    def gathering(rank, start_seconds=1000.0):
+        come.append(
+            Gathering(store, rank, 3, start_seconds=start_seconds, heartbeats=QUICK),
+        )
+        return come[-1]
+
+    gathering.store = store
+    yield gathering
+    for each in come:
+        each.close()
+
+
+def together(*functions):
+    """What they return, each called in a thread of its own; what one raises is told, too."""
+    found = [None] * len(functions)
+
+    def call(number):
+        try:
+            found[number] = functions[number]()
+        except Exception as error:
+            found[number] = error
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    return found
+
+
+def never(again):
+    raise AssertionError("another rank opens the run")
+
+
+def test_the_lowest_opens_the_run_and_all_begin_with_the_same_members(come):
+    ranks = [come(rank) for rank in range(3)]
+    opened = together(
+        lambda: ranks[0].open(lambda again: {"again": again}),
+        *(lambda rank=rank: rank.open(never) for rank in ranks[1:]),
+    )
+    assert opened == [{"again": False}] * 3
+    met = together(*(rank.meet for rank in ranks))
+    assert [(m.generation, m.living) for m in met] == [(0, (0, 1, 2))] * 3
+
+
+def test_what_is_refused_is_told_by_one_alone(come):
+    ranks = [come(0), come(1)]
+
+    def refuse(again):
+        raise ValueError("no such model")
+
+    refused, other = together(lambda: ranks[0].open(refuse), lambda: ranks[1].open(never))
+    assert str(refused) == "no such model"
+    assert other is None
+
+
+def test_one_that_never_comes_is_awaited_for_so_long_and_is_told_when_it_comes(come):
+    ranks = [come(0, 0.1), come(2, 0.1)]
+    met = together(*(rank.meet for rank in ranks))
+    assert [m.living for m in met] == [(0, 2)] * 2
+    assert met[0].gone[1].why == "no sign of life for 1 s"
+    late = come(1)
+    with pytest.raises(EvictedError, match=r"rank 1 was given up by rank \d before the start \(no"):
+        late.meet()
+
+
+def test_one_that_is_late_and_lives_is_awaited(come):
+    ranks = [come(rank) for rank in range(3)]
+    met = []
+    waits = threading.Thread(target=lambda: met.extend(together(ranks[0].meet, ranks[1].meet)))
+    waits.start()
+    waits.join(2 * QUICK.silent_seconds)
+    assert not met
+    ranks[2].meet()
+    waits.join(30)
+    assert [m.living for m in met] == [(0, 1, 2)] * 2
+
+
+def test_when_the_opener_dies_over_it_the_next_one_takes_its_place(come):
+    ranks = [come(rank) for rank in range(3)]
+    dying = threading.Event()
+
+    def hang(again):
+        ranks[0].close()
+        dying.wait()
+
+    opener = threading.Thread(target=lambda: ranks[0].open(hang), daemon=True)
+    opener.start()
+    opened = together(
+        lambda: ranks[1].open(lambda again: {"again": again}), lambda: ranks[2].open(never)
+    )
+    assert opened == [{"again": True}] * 2
+    met = together(ranks[1].meet, ranks[2].meet)
+    assert [m.living for m in met] == [(1, 2)] * 2
+    dying.set()
+    opener.join()
+
+
+def test_one_that_has_failed_ends_those_who_wait(come):
+    ranks = [come(rank) for rank in range(3)]
+    ranks[2].fail("failed: no such data")
+    with pytest.raises(GossipError, match=r"^rank 2 failed: no such data$"):
+        ranks[0].meet()
+
+
+def test_one_that_lives_and_is_never_ready_is_named(come, monkeypatch):
+    monkeypatch.setattr(_gathering, "_LIVING_SECONDS", 0.1)
+    ranks = [come(rank) for rank in range(3)]
+    with pytest.raises(GossipError, match=r"rank 0 waited 0\.1 s for ranks 1, 2 to be ready"):
+        ranks[0].meet()
+    with pytest.raises(GossipError, match=r"rank 1 waited 0\.1 s for rank 0 to say what is run"):
+        ranks[1].open(never)
+
+
+def test_those_who_begin_and_those_who_start_again_do_not_part(come, monkeypatch):
+    ranks = [come(rank) for rank in range(3)]
+    ranks[2].close()
+    assert together(ranks[0].meet, ranks[1].meet)  # rank 2 has not come, and is given up
+    assert ranks[0].starts_again(0)
+    with pytest.raises(StartAgainError):
+        ranks[1].begin(0)
+    ranks[1].begin(1)
+    monkeypatch.setattr(ranks[0], "_known_seconds", 0.1)
+    assert not ranks[0].starts_again(1), "others have begun, or nobody was lost"
+
+
+def test_a_store_that_hangs_ends_the_start(monkeypatch):
+    store = Hanging()
+    monkeypatch.setattr(
+        _gathering, "AskedStore", lambda store: AskedStore(store, timeout_seconds=0.1)
+    )
+    with pytest.raises(GossipError, match=r"rank 1 cannot reach the rendezvous store any more.* 0"):
+        Gathering(store, 1, 2, start_seconds=1.0, heartbeats=QUICK)
+    store.answers.set()
+
+
+def test_one_that_dies_before_the_first_step_makes_the_others_start_again(
+    come, monkeypatch, tmp_path
+):
+    ranks = [come(rank) for rank in range(3)]
+    config = TrainConfig(nproc=3)
+    ready = []
+
+    def train(config, dataset, run_dir, *, rank, world_size, stop, emit, groups):
+        if rank == 2:
+            ranks[2].close()  # as one that dies: it never comes to its group
+            return None
+        group = groups("gossip")
+        emit({"event": "ready"})
+        group.barrier()
+        ready.append(rank)
+        group.close()
+        return result(rank, notes=tuple(map(str, group.members)))
+
+    monkeypatch.setattr(_given_start, "train_rank", train)
+    told = {rank: [] for rank in range(3)}
+
+    def start(rank):
+        return train_with_those_who_come(
+            config,
+            data.load("digits"),
+            RunDir(tmp_path),
+            World(rank=rank, world_size=3, launcher="torchrun"),
+            come.store,
+            ranks[rank],
+            stop=threading.Event(),
+            met=told[rank].append,
+            emit=lambda event: None,
+        )
+
+    answers = together(*(lambda rank=rank: start(rank) for rank in range(3)))
+    assert [answer.notes for answer in answers[:2]] == [("0", "1")] * 2, answers
+    assert sorted(ready) == [0, 1]
+    for rank in (0, 1):
+        assert [m.living for m in told[rank]] == [(0, 1, 2), (0, 1)]
+        assert told[rank][1].gone[2].why == "no sign of life for 1 s"
+    until(lambda: not ranks[0].gone())
+
+
+def test_what_needs_every_rank_ends_and_names_who_was_lost(come, tmp_path):
+    ranks = [come(0, 0.1), come(2, 0.1)]
+    config = TrainConfig(strategy="allreduce", nproc=3)
+    only = {
+        "run_dir": RunDir(tmp_path),
+        "world": World(rank=0, world_size=3, launcher="torchrun"),
+        "store": come.store,
+        "gathering": ranks[0],
+        "stop": threading.Event(),
+        "met": never,
+        "emit": never,
+    }
+    refused, _ = together(
+        lambda: train_with_those_who_come(config, data.load("digits"), **only), ranks[1].meet
+    )
+    told = r"rank 1 was lost before the start \(no sign .*strategy allreduce needs every rank"
+    assert re.match(told, str(refused))
