@@ -1,14 +1,18 @@
 """The command as a user runs it: a terminal, Ctrl-C, torchrun."""
 
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from gossipgrad import cli
 
 pytestmark = pytest.mark.process
 
@@ -28,32 +32,65 @@ def session_members(session: int) -> list[str]:
     return members
 
 
-def test_ctrl_c_in_a_terminal_keeps_the_run_and_leaves_no_process(tmp_path):
-    command = [sys.executable, "-m", "gossipgrad", "train", "--out", str(tmp_path), "--nproc", "2"]
+@dataclass
+class Interrupted:
+    out: bytes
+    exit_code: int
+    output: bytes
+    errors: bytes
+    left: list[str]
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory):
+    """A run that Ctrl-C has ended, in a folder whose name is no text."""
+    out = os.fsencode(tmp_path_factory.mktemp("runs")) + b"/r\xffn"
+    command = [sys.executable, "-m", "gossipgrad", "train", "--out", out, "--nproc", "2"]
     process = subprocess.Popen(
         [*command, "--epochs", "10000"],
+        env=os.environ | {"PYTHONIOENCODING": "utf-8:strict"},
         start_new_session=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
     )
     assert process.stdout is not None
     for line in process.stdout:
-        if line.startswith("epoch 1/"):
+        if line.startswith(b"epoch 1/"):
             break
     os.killpg(process.pid, signal.SIGINT)
     output, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert errors == "gossipgrad: stopping at the next step; once more to stop at once\n"
-    assert "stopped by SIGINT; what was reached is kept" in output
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["interrupted"]
-    assert summary["model_is_consensus"]
-    assert (tmp_path / "model.safetensors").exists()
     deadline = time.monotonic() + 30
     while (left := session_members(process.pid)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert left == []
+    return Interrupted(out, process.returncode, output, errors, left)
+
+
+def test_ctrl_c_in_a_terminal_keeps_the_run_and_leaves_no_process(interrupted):
+    assert interrupted.exit_code == 130
+    assert interrupted.errors == (
+        b"gossipgrad: stopping at the next step; once more to stop at once\n"
+    )
+    assert b"stopped by SIGINT; what was reached is kept" in interrupted.output
+    folder = Path(os.fsdecode(interrupted.out))
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["interrupted"]
+    assert summary["model_is_consensus"]
+    assert (folder / "model.safetensors").exists()
+    assert interrupted.left == []
+
+
+def test_a_folder_may_have_any_name(interrupted, monkeypatch):
+    """Names are bytes on Linux; Python is strict about them in locales other than C."""
+    page = interrupted.out + b"/report.html\n"
+    assert interrupted.output.endswith(b"\nreport " + page)
+    folder = Path(os.fsdecode(interrupted.out))
+    (folder / "report.html").unlink()
+    printed = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, "utf-8", errors="strict"))
+    assert cli.main(["report", str(folder)]) == 0
+    sys.stdout.flush()
+    assert printed.getvalue() == page
+    assert (folder / "report.html").exists()
 
 
 def test_torchrun_joins_the_world_it_finds(tmp_path):
@@ -76,24 +113,3 @@ def test_torchrun_joins_the_world_it_finds(tmp_path):
     assert summary["model_is_consensus"]
     assert {file.name for file in tmp_path.iterdir()} >= {"metrics-rank1.jsonl", "report.html"}
     assert not (tmp_path / "partial").exists()
-
-
-def test_a_folder_may_have_any_name(tmp_path):
-    """Names are bytes on Linux; Python is strict about them in locales other than C."""
-    out = os.fsencode(tmp_path) + b"/r\xffn"
-    page = out + b"/report.html\n"
-    for words, end in (
-        (["train", "--nproc", "2", "--epochs", "1", "--out", out], b"\nreport " + page),
-        (["report", out], page),
-    ):
-        done = subprocess.run(
-            [sys.executable, "-m", "gossipgrad", *words],
-            env=os.environ | {"PYTHONIOENCODING": "utf-8:strict"},
-            capture_output=True,
-            timeout=100,
-            check=False,
-        )
-        assert (done.returncode, done.stderr) == (0, b"")
-        assert done.stdout.endswith(end)
-    names = {path.name for path in Path(os.fsdecode(out)).iterdir()}
-    assert names >= {"summary.json", "model.safetensors", "report.html"}

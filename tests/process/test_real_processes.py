@@ -108,7 +108,8 @@ def _killed(rank, store):
     model = network()
     optimizer = sgd(list(model.parameters()))
     longest = 0.0
-    with gg.gossip(model, optimizer, topology=matching(4)) as session:
+    quick = gg.Heartbeats(interval_seconds=0.2, lease_seconds=1.0)
+    with gg.gossip(model, optimizer, topology=matching(4), heartbeats=quick) as session:
         for step in range(60):
             if rank == 0 and step == 20:
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -14,7 +14,15 @@ import torch.distributed as dist
 from gossipgrad.train import TrainConfig, run
 from support.waiting import until
 
-__all__ = ["stopped_by_signal"]
+__all__ = ["stopped_by_signal", "waits_alone"]
+
+
+def waits_alone(environ: dict[str, str], folder: str) -> None:
+    """Begins a run whose other rank does not come; what it says goes to a file."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+    os.environ |= environ
+    with (Path(folder) / "errors").open("w") as errors, contextlib.redirect_stderr(errors):
+        run(TrainConfig(out=Path(folder) / "run"))
 
 
 def stopped_by_signal(

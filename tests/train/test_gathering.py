@@ -18,7 +18,7 @@ from support.hanging_store import Hanging
 from support.results import result
 from support.waiting import until
 
-QUICK = Heartbeats(interval_seconds=0.05, lease_seconds=0.5, silent_seconds=1.0)
+QUICK = Heartbeats(interval_seconds=0.03, lease_seconds=0.3, silent_seconds=0.6)
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_one_that_never_comes_is_awaited_for_so_long_and_is_told_when_it_comes(c
     ranks = [come(0, 0.1), come(2, 0.1)]
     met = together(*(rank.meet for rank in ranks))
     assert [m.living for m in met] == [(0, 2)] * 2
-    assert met[0].gone[1].why == "no sign of life for 1 s"
+    assert met[0].gone[1].why == "no sign of life for 0.6 s"
     late = come(1)
     with pytest.raises(EvictedError, match=r"rank 1 was given up by rank \d before the start \(no"):
         late.meet()
@@ -202,7 +202,7 @@ def test_one_that_dies_before_the_first_step_makes_the_others_start_again(
     assert sorted(ready) == [0, 1]
     for rank in (0, 1):
         assert [m.living for m in told[rank]] == [(0, 1, 2), (0, 1)]
-        assert told[rank][1].gone[2].why == "no sign of life for 1 s"
+        assert told[rank][1].gone[2].why == "no sign of life for 0.6 s"
     until(lambda: not ranks[0].gone())
 
 

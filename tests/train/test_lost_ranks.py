@@ -64,7 +64,8 @@ def test_half_of_the_workers_are_killed_one_is_stopped_and_goes_on(tmp_path, cap
     assert not workers()
 
 
-def test_a_worker_that_stays_stopped_does_not_keep_the_run(tmp_path, capfd):
+def test_a_worker_that_stays_stopped_does_not_keep_the_run(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(_launcher, "_GIVEN_UP_GRACE_SECONDS", 0.2)
     with after_steps(tmp_path, 20, stop(0)):
         outcome = run(config(tmp_path, nproc=2, epochs=4))
     assert outcome.exit_code == 0

@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing.context
+import threading
 import time
 from contextlib import nullcontext
 
@@ -9,8 +10,11 @@ import pytest
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from gossipgrad import data
 from gossipgrad.train import GossipConfig, PostLocalConfig, RunFailedError, run
 from gossipgrad.train._launcher import launch
+from gossipgrad.train._layout import claim
+from gossipgrad.train._rank import train_rank
 from support.launched import (
     after_steps,
     config,
@@ -56,13 +60,22 @@ def test_run_leaves_all_that_is_promised(tmp_path, strategy):
 
 
 def test_gossip_repeats_by_seed_and_mixes(tmp_path):
-    options = {"nproc": 3, "epochs": 1, "trace": 0}
+    options = {"nproc": 2, "epochs": 1, "trace": 0}
     for name in ("first", "again"):
         run(config(tmp_path / name, **options))
     first, again = (load_file(tmp_path / name / "model.safetensors") for name in ("first", "again"))
     assert all((first[name] == again[name]).all() for name in first)
-    run(config(tmp_path / "other", **(options | {"strategy": "local"})))
-    other = load_file(tmp_path / "other" / "model.safetensors")
+    alone = claim(tmp_path / "alone", name="", overwrite=True)
+    train_rank(
+        config(alone.path, epochs=1, strategy="local").resolved(nproc=2, out=alone.path),
+        data.load("digits"),
+        alone,
+        rank=0,
+        world_size=2,
+        stop=threading.Event(),
+        emit=lambda event: None,
+    )
+    other = load_file(alone.rank_model(0))
     assert not all((first[name] == other[name]).all() for name in first)
 
 
@@ -91,17 +104,17 @@ def test_a_worker_that_is_paused_costs_the_others_nothing(tmp_path):
 
 def test_gossip_goes_on_without_a_killed_worker(tmp_path, capfd):
     with after_steps(tmp_path, 20, kill(0), rank=0):
-        outcome = run(config(tmp_path, nproc=3, epochs=8))
+        outcome = run(config(tmp_path, nproc=3, epochs=4))
     assert outcome.exit_code == 0
     assert outcome.summary["lost_ranks"] == [0]
     assert outcome.summary["lost_because"] == {"0": "was killed by SIGKILL (out of memory?)"}
-    assert outcome.summary["steps_per_rank"] == [None, 240, 240]
+    assert outcome.summary["steps_per_rank"] == [None, 120, 120]
     assert outcome.summary["model_is_consensus"], "of the two that are left"
     assert outcome.summary["model_from_rank"] == 1
     assert outcome.summary["accuracy"] > 0.9
     loss = outcome.summary["losses"]["0"]
-    assert 20 <= loss["step"] < 240
-    assert loss["samples_not_seen"] == pytest.approx((240 - loss["step"]) * 16, rel=0.05)
+    assert 20 <= loss["step"] < 120
+    assert loss["samples_not_seen"] == pytest.approx((120 - loss["step"]) * 16, rel=0.05)
     assert "its share of each epoch that was left" in loss["data"]
     assert (tmp_path / "model.safetensors").exists()
     assert capfd.readouterr().err.splitlines() == [

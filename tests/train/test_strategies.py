@@ -12,7 +12,7 @@ from gossipgrad.train import PostLocalConfig, TrainConfig
 from gossipgrad.train._result import PeerLostError, RunStopped
 from gossipgrad.train._ring_clock import ring_bytes
 from gossipgrad.train._spans import StepSpans
-from gossipgrad.train._strategies import make_strategy
+from gossipgrad.train._strategies import _lost, make_strategy
 from gossipgrad.train._strategies._averaged import EveryLogP
 from support.processes import run_processes
 from support.replicas import flat, network
@@ -208,6 +208,9 @@ def lose(rank, store, lost, after_steps, name, told, options):
     model = nn.Sequential(network(), nn.BatchNorm1d(3))
     optimizer = sgd(model)
     stop = threading.Event()
+    _lost._STOP_GRACE_SECONDS = (
+        0.2  # no word comes after the loss: it is there before, or not at all
+    )
     strategy = start(rank, name, model, optimizer, stop, **options)
     for _ in range(after_steps):
         take_step_on_labels(strategy, optimizer)

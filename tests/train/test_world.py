@@ -1,8 +1,7 @@
+import multiprocessing
 import os
 import signal
 import socket
-import subprocess
-import sys
 
 import pytest
 
@@ -13,7 +12,7 @@ from gossipgrad.train._given_world import World, find_world
 from gossipgrad.train._world import slurm_rendezvous
 from support.processes import run_processes
 from support.waiting import until
-from support.world_rank import stopped_by_signal
+from support.world_rank import stopped_by_signal, waits_alone
 
 
 def test_no_world_in_a_plain_shell():
@@ -80,17 +79,17 @@ def world_of_two(monkeypatch):
 @pytest.mark.process
 @pytest.mark.usefixtures("world_of_two")
 def test_a_signal_ends_the_wait_for_a_rank_that_does_not_come(tmp_path):
-    process = subprocess.Popen(
-        [sys.executable, "-m", "gossipgrad", "train", "--out", str(tmp_path)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["gossipgrad.train._worker"])
+    process = context.Process(target=waits_alone, args=(dict(os.environ), str(tmp_path)))
+    process.start()
     until(lambda: is_listening(int(os.environ["MASTER_PORT"])), timeout_seconds=60)
-    process.send_signal(signal.SIGINT)
-    errors = process.communicate(timeout=30)[1]
-    assert process.returncode == 130
+    os.kill(process.pid, signal.SIGINT)
+    process.join(30)
+    assert process.exitcode == 130
+    errors = (tmp_path / "errors").read_text()
     assert "gossipgrad: stopped by SIGINT before all ranks had started" in errors
+    assert not (tmp_path / "run" / "partial").exists()
 
 
 @pytest.mark.usefixtures("world_of_two")
