@@ -18,6 +18,8 @@ T = TypeVar("T")
 # One that lives may fetch a data set first.
 _LIVING_SECONDS = 1800.0
 _POLL_SECONDS = 0.05
+_LEAST_SECONDS = 0.2  # to reach a store that is there
+_STORE_TIMEOUT = timedelta(minutes=2)
 # By when it is known that somebody has died whom others miss.
 _KNOWN_SECONDS = 15.0
 
@@ -37,12 +39,12 @@ def open_store(rank: int, world_size: int, timeout_seconds: float = 120.0) -> di
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
-        return dist.TCPStore(
+        store = dist.TCPStore(
             os.environ["MASTER_ADDR"],
             int(os.environ["MASTER_PORT"]),
             world_size,
             is_master=hosts,
-            timeout=timedelta(seconds=timeout_seconds),
+            timeout=timedelta(seconds=max(timeout_seconds, _LEAST_SECONDS)),
             wait_for_workers=False,
             multi_tenant=True,
         )
@@ -56,6 +58,8 @@ def open_store(rank: int, world_size: int, timeout_seconds: float = 120.0) -> di
             f"{timeout_seconds:g} s; start rank 0, and see that MASTER_ADDR and MASTER_PORT lead "
             f"to it ({_first_line(error)})"
         ) from error
+    store.set_timeout(_STORE_TIMEOUT)
+    return store
 
 
 class Gathering:
