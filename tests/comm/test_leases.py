@@ -51,6 +51,19 @@ def test_without_waiting_an_old_lease_forbids_to_send_until_it_is_renewed(watche
     assert "did not answer within 2 s" in watch.frozen
 
 
+def test_what_is_heard_while_the_store_is_lost_is_looked_at_when_it_answers(watches, clock):
+    """A link breaks then: as soon as it can be known, its peer is given up, not 10 s later."""
+    all_watches = watches(3)
+    pass_seconds(clock, all_watches, 3)
+    watch = all_watches[0]
+    watch._freeze("the rendezvous store is lost")
+    watch.gone(2, left=False)
+    watch._thaw()
+    pass_seconds(clock, all_watches[:2], 4)
+    assert watch.latest.living == (0, 1)
+    assert watch.latest.gone[2].why == "its link broke, and it shows no sign of life"
+
+
 def test_a_lease_that_cannot_be_renewed_freezes_the_membership(clock, caplog):
     class Hanging:
         def __init__(self):

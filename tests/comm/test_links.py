@@ -156,8 +156,8 @@ def test_one_rank_may_name_its_interface_and_the_other_not():
         end.close()
 
 
-def test_a_rank_that_was_lost_by_mistake_is_told_and_does_not_wait():
-    """One direction of a pair breaks: both ends must see the other as gone, neither hangs."""
+def test_a_link_that_broke_one_way_is_told_and_made_anew_in_the_next_generation():
+    """Until then both ends see the other as gone, and neither hangs."""
     ends = make_transports("zeromq", 2)
     a, b = (Channel(end, run=RUN, plan=[Part(torch.float32, 4)]) for end in ends)
     pair = post(a, 1), post(b, 0)
@@ -171,8 +171,15 @@ def test_a_rank_that_was_lost_by_mistake_is_told_and_does_not_wait():
     if waits.open:
         b.take(waits, 0.0)
     again = post(b, 0, round=2)
-    until(lambda: (a.poll(), b.poll()) and b.gone == {0: "left"})
+    until(lambda: (a.poll(), b.poll()) and b.gone == {0: "was lost"})
     assert not again.open
+    for end in (a, b):
+        end.enter(1, 3, [0, 1])
+    assert a.gone == b.gone == {}
+    until(lambda: a.poll() or b.poll() or min(a._ledgers[1].latest, b._ledgers[0].latest) > 0)
+    anew = post(a, 1, round=3, value=5), post(b, 0, round=3, value=6)
+    assert (a.take(anew[0], 3.0), b.take(anew[1], 3.0)) == (D, D)
+    assert anew[0].received.tolist() == [6.0] * 4
     a.close()
     b.close()
 

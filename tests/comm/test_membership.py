@@ -105,7 +105,7 @@ def test_a_broken_link_makes_it_quick_but_a_sign_of_life_clears(watches, clock):
     pass_seconds(clock, all_watches, 3)
     all_watches[0].gone(2, left=False)
     pass_seconds(clock, all_watches, 6)
-    assert all_watches[0].latest.generation == 0, "only a link broke: rank 2 lives"
+    assert all_watches[0].latest == Membership(generation=1, living=(0, 1, 2, 3)), "rank 2 lives"
     living = [all_watches[r] for r in (0, 1, 3)]
     all_watches[0].gone(2, left=False)
     pass_seconds(clock, living, 5)

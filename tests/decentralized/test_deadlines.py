@@ -69,3 +69,48 @@ def test_a_slow_link_is_told_from_a_silent_one():
     found = run_ranks(4, rank_main)
     assert [late for _, late in found] == [1, 0, 1, 0]
     assert max(wait for wait, _ in found) < 1.0
+
+
+class Holding:
+    """A transport that delivers, but does not let go of what it has sent."""
+
+    def __init__(self, inner):
+        self.rank, self.world_size, self.done = inner.rank, inner.world_size, False
+        self.open, self.receive, self.forget = inner.open, inner.receive, inner.forget
+        self.close, self._send = inner.close, inner.send
+
+    def send(self, peer, header, payload=None):
+        self._send(peer, header, payload)
+        return self
+
+
+def test_the_waits_of_a_step_share_one_deadline():
+    """No snapshot is let go: the step waits for one, and again when it has looked at late ones."""
+    hub = Hub(2)
+    links = []
+
+    def hold(group):
+        links.append(Holding(hub.transport(group.rank)))
+        return links[-1]
+
+    def rank_main(rank, group):
+        model = network()
+        optimizer = sgd(list(model.parameters()))
+        mode = gg.Overlap(deadline_seconds=0.6, floor_seconds=0.6)
+        with gg.gossip(
+            model, optimizer, process_group=group, mode=mode, transport=hold, heartbeats=None
+        ) as session:
+            seconds = []
+            for step in range(2):
+                set_gradients(model, rank, step)
+                start = time.perf_counter()
+                optimizer.step()
+                seconds.append(time.perf_counter() - start)
+                group.barrier()
+            session._rounds.cancel()
+            for link in links:
+                link.done = True
+        return seconds
+
+    for seconds in run_ranks(2, rank_main):
+        assert 0.5 < seconds[1] < 1.1

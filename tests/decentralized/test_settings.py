@@ -185,6 +185,12 @@ def test_no_process_group_inside_torchrun(monkeypatch):
             {"payload": "weights+state"},
             "setting 'payload' is WeightsAndState",
         ),
+        (
+            lambda rank: network(),
+            {"heartbeats": gg.Heartbeats(lease_seconds=3.0)},
+            r"'heartbeats' is .*lease_seconds=3.0\) on rank 2, but .*lease_seconds=2.0\) on rank 0",
+        ),
+        (lambda rank: network(), {"heartbeats": None}, "setting 'heartbeats' is None on rank 2"),
     ],
 )
 def test_ranks_that_differ_are_told_at_once_on_every_rank(build, settings, message):

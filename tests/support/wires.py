@@ -48,6 +48,8 @@ class Wires:
 
 
 class _End:
+    reopens = True
+
     def __init__(self, wires, rank):
         self.wires, self.rank, self.world_size = wires, rank, wires.world_size
 

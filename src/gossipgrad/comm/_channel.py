@@ -217,13 +217,13 @@ class Channel:
             number = self._settlements.add(self.generation, last)
             for ledger in peers:
                 ledger.void_early(self.generation, past=last)
-            self._announce(Kind.SETTLE, range(self.world_size), epoch=number)
+            self._announce(Kind.SETTLE, range(self.world_size))
             return number, last
 
     def unsettle(self) -> None:
         """Takes back `settle`: the ranks did not come together, and rounds go on as they were."""
         with self._lock:
-            self._announce(Kind.SETTLE, range(self.world_size))
+            self._announce(Kind.GO_ON, range(self.world_size))
 
     def resume(self, came: Mapping[int, Sequence[int]], next_round: int) -> None:
         """Ends what `settle` began, once all ranks came together.
@@ -246,13 +246,17 @@ class Channel:
         """Lives in another membership from `next_round` on, and tells those who live in it.
 
         What is under way with them counts if both have sent their part before they entered; with
-        others it is over. Rounds with a peer are void until it has said that it entered, too.
+        others it is over. Rounds with a peer are void until it has said that it entered, too. Links
+        that broke between those who live are made anew.
         """
         with self._lock:
             assert generation > self.generation, f"generation {generation} is no later one"
             self.generation = generation
             for peer in self._ledgers.keys() - set(living):
                 self._ledgers[peer].early.clear()
+            if getattr(self._transport, "reopens", False):
+                for peer in [peer for peer in living if self._ledgers[peer].gone == _LOST]:
+                    self._ledgers[peer] = Ledger()
             header = self._header(Kind.ENTER, round=next_round)
             self._outbox.tell(header, set(living) - {self.rank})
 
@@ -300,7 +304,7 @@ class Channel:
                     if self._ledgers[peer].gone is None:
                         self._lose(peer, _LOST)
 
-    def _header(self, kind: Kind, *, round: int, bucket: int = 0, epoch: int = 0) -> Header:
+    def _header(self, kind: Kind, *, round: int, bucket: int = 0) -> Header:
         part = self.plan[bucket] if kind is Kind.DATA else None
         return Header(
             kind=kind,
@@ -308,7 +312,7 @@ class Channel:
             sender=self.rank,
             generation=self.generation,
             round=round,
-            epoch=epoch,
+            epoch=self._settlements.number(self.generation),
             bucket=bucket,
             dtype=None if part is None else part.dtype,
             size_bytes=0 if part is None else part.size_bytes,
@@ -332,10 +336,9 @@ class Channel:
         ledger.give_up(at)
         self._outbox.tell(self._header(Kind.NOTE, round=round), [peer])
 
-    def _announce(self, kind: Kind, peers: Iterable[int], *, epoch: int = 0) -> None:
+    def _announce(self, kind: Kind, peers: Iterable[int]) -> None:
         last = self._last_round - place(self.generation, 0)
-        header = self._header(kind, round=last, epoch=epoch)
-        self._outbox.tell(header, set(peers) - {self.rank})
+        self._outbox.tell(self._header(kind, round=last), set(peers) - {self.rank})
 
     def _accept(self, arrival: Arrival) -> None:
         try:
@@ -346,25 +349,31 @@ class Channel:
             return
         self.heard = max(self.heard, header.round)
         ledger = self._ledgers[peer := header.sender]
-        if ledger.gone is not None:
-            self.refused += 1
-            if ledger.gone == _LOST and not ledger.parted and header.kind is not Kind.LEAVE:
-                # Our link to it broke, not its to us: without a word it would wait for us.
-                ledger.parted = True
-                self._transport.send(peer, self._header(Kind.LEAVE, round=-1).pack())
-            return
         if header.generation > self.generation:
             self._news.ahead(header.generation)
+        if ledger.gone is not None:
+            self.refused += 1
+            last_word = header.kind in (Kind.LEAVE, Kind.PART)
+            if ledger.gone == _LOST and not ledger.parted and not last_word:
+                # Our link to it broke, not its to us: without a word it would wait for us.
+                ledger.parted = True
+                self._transport.send(peer, self._header(Kind.PART, round=-1).pack())
+            return
         ledger.hear(header.generation, header.known)
         at = place(header.generation, header.round)
         if header.kind is Kind.LEAVE:
             self._lose(peer, _LEFT)
+        elif header.kind is Kind.PART:
+            if header.generation >= self.generation:  # else the link was made anew since
+                ledger.parted = True
+                self._lose(peer, _LOST)
         elif header.kind is Kind.SETTLE:
-            if header.generation == ledger.era:
-                ledger.settle(header.epoch, at)
+            ledger.settle(header.generation, header.epoch, at)
+        elif header.kind is Kind.GO_ON:
+            ledger.go_on(header.generation, header.epoch)
         else:
-            if at > ledger.settled_at:
-                ledger.over = ledger.known  # it goes on, whatever became of the collective
+            if at > ledger.settled_at:  # whatever became of the collective
+                ledger.go_on(header.generation, header.epoch)
             ledger.passed(at)
             if header.voided:
                 voided = {place(header.generation, round) for round in header.voided}
@@ -372,13 +381,12 @@ class Channel:
                 ledger.resolve(lambda open_at: open_at in voided, Outcome.VOID)
             if header.kind is not Kind.DATA:
                 return
+            self.bytes_received += header.size_bytes
             if self._settlements.makes_void(header.generation, known=header.known, at=at):
                 ledger.void(at)
             else:
                 values = values_of(header, arrival.payload, self.plan)
-                kept = ledger.deliver(at, header.bucket, values)
-                self.bytes_received += header.size_bytes if kept else 0
-                self.refused += not kept
+                self.refused += not ledger.deliver(at, header.bucket, values)
 
     def _lose(self, peer: int, how: str) -> None:
         ledger = self._ledgers[peer]

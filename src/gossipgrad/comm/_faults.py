@@ -134,6 +134,7 @@ class FaultyTransport:
     def __init__(self, inner: Transport, faults: Faults) -> None:
         self.rank = inner.rank
         self.world_size = inner.world_size
+        self.reopens = getattr(inner, "reopens", False)
         self._inner = inner
         self._faults = faults
         self._changed = threading.Condition()

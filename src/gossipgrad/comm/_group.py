@@ -167,6 +167,16 @@ class Group:
             self._broken = self._broken or "this rank has closed its session"
             self._gloo = None
 
+    def abandon(self) -> None:
+        """Breaks the collective that this rank cannot finish, between two of its steps; local.
+
+        The others' collective fails at once then, and this rank's next one is not taken for it.
+        """
+        with self._lock:
+            if self._broken is None and len(self.members) > 1:
+                self._broken = "this rank was interrupted in the middle of one"
+                self._break()
+
     def enter(self, generation: int, members: Sequence[int]) -> None:
         """From now on collectives are among the members of another generation; local.
 

@@ -79,14 +79,18 @@ class Ledger:
         if generation == self.era:
             self.heard = max(self.heard, known)
 
+    def go_on(self, generation: int, number: int) -> None:
+        """The peer goes on after so many collectives, heard of or not."""
+        if generation == self.era:
+            self.known = self.over = max(self.known, number)
+
     def knows(self, generation: int) -> int:
         """The number of the peer's last settlement in a generation that is known here."""
         return self.known if generation == self.era else self.known_before.get(generation, 0)
 
-    def settle(self, number: int, at: int) -> None:
+    def settle(self, generation: int, number: int, at: int) -> None:
         """The peer has come to a collective: what is open past its last round is void."""
-        if number == 0:
-            self.over = self.known
+        if generation != self.era:
             return
         if number > self.known:
             self.known, self.settled_at = number, at
@@ -99,7 +103,7 @@ class Ledger:
         """The collective to which the peer came with its settlement `number` is over."""
         self.hear(generation, 0)
         if generation == self.era:
-            self.settle(number, at)
+            self.settle(generation, number, at)
             self.over = max(self.over, number)
 
     def void_early(self, generation: int, *, past: int) -> None:

@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 _SUSPECT_BEATS = 3  # at least, without a sign of life, for one whose link broke
 _LOOK = 0.9  # of an interval lies between two looks that count
 _FAREWELL_SECONDS = 1.0
+_RENEWALS = 6  # of generations, each pause between two of them twice the one before
 _EXAMINATION = 2.0  # may take so many times as long as a rank may be silent
 
 
@@ -39,6 +40,9 @@ class MemberWatch:
     time when a lease has run out, the membership is frozen: a warning says so once, the last
     generation stays, and training goes on with those who can be reached. The thread tries on, with
     new connections, until the store answers again.
+
+    Two members whose link broke and who both live go on in a new generation, of the same ranks,
+    in which links are made anew; after ever longer pauses if links keep breaking.
 
     Args:
         store: Where records and beats are kept; used by the thread alone once it runs.
@@ -79,6 +83,10 @@ class MemberWatch:
         self._suspects: set[int] = set()  # their links broke
         self._examined: set[int] = set()  # a collective broke, and nobody knows by whom
         self._unread: set[int] = set()  # of both: their beats were not read since
+        self._broken_in: dict[int, int] = {}  # in which generation a link broke
+        self._parted = False  # a link broke, and both its ends live
+        self._renewals = 0
+        self._renewed_seconds = -math.inf
         self._expelled = frozenset(first.lost)
         self._confirmed_seconds = self._asked_seconds = now()
         self._changed = threading.Condition()
@@ -99,6 +107,8 @@ class MemberWatch:
 
     def gone(self, peer: int, *, left: bool) -> None:
         """A link ended: if its peer shows no sign of life now, it is given up soon."""
+        if not left:
+            self._broken_in[peer] = self.latest.generation
         self._question(self._suspects, {peer})
 
     def expelled(self) -> Collection[int]:
@@ -179,6 +189,8 @@ class MemberWatch:
             dead = self._look()
             if dead:
                 self._give_up(dead)
+            elif self._parted:
+                self._renew()
         with self._changed:
             self._confirmed_seconds = began
             self._changed.notify_all()
@@ -285,9 +297,19 @@ class MemberWatch:
             if not left:
                 return
 
+    def _renew(self) -> None:
+        """Writes the next generation, of the same ranks, unless there was one just now."""
+        pause = self._settings.silent_seconds * 2 ** min(self._renewals, _RENEWALS)
+        if self._renewals == 0 or self._now() - self._renewed_seconds >= pause:
+            known = self.latest
+            self._learn(self._record.replace(known, known.renewed()))
+
     def _learn(self, membership: Membership) -> None:
         if membership.generation <= self.latest.generation:
             return
+        if membership.living == self.latest.living:
+            self._renewals, self._renewed_seconds = self._renewals + 1, self._now()
+        self._parted = False
         for rank, loss in membership.gone.items():
             if rank in self.latest.living and rank != self._rank and not loss.left:
                 logger.warning("rank %d: rank %d is lost (%s)", self._rank, rank, loss.why)
@@ -299,10 +321,10 @@ class MemberWatch:
             self._changed.notify_all()
 
     def _question(self, doubted: set[int], peers: set[int]) -> None:
-        """Has the thread look at some peers, for a sign of life from now on."""
+        """Has the thread look at some peers, for a sign of life from now on or from the thaw."""
         with self._changed:
             new = (peers & set(self.latest.living)) - {self._rank} - doubted
-            if not new or self.frozen is not None:
+            if not new:
                 return
             doubted |= new
             self._unread |= new
@@ -311,6 +333,9 @@ class MemberWatch:
     def _clear(self, peer: int) -> None:
         with self._changed:
             if peer not in self._unread:
+                # A later generation makes the link anew already.
+                broke = self._broken_in.get(peer) == self.latest.generation
+                self._parted |= broke and peer in self._suspects
                 self._suspects.discard(peer)
                 self._examined.discard(peer)
                 self._changed.notify_all()

@@ -75,6 +75,10 @@ class Membership:
             gone={**self.gone, **losses},
         )
 
+    def renewed(self) -> "Membership":
+        """The next generation, of the same ranks."""
+        return replace(self, generation=self.generation + 1)
+
     def to_text(self) -> str:
         """As JSON, for the store."""
         return json.dumps(asdict(self))

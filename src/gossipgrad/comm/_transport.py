@@ -50,7 +50,8 @@ class Transport(Protocol):
     """Moves messages between ranks over links: one queue a direction, made when first used.
 
     Messages between two ranks arrive once and in order or, if the peer dies, not at all. `send`
-    may be called from any thread, `receive` from one at a time.
+    may be called from any thread, `receive` from one at a time. One whose links can be made anew
+    after `forget` says so by an attribute `reopens = True`.
     """
 
     rank: int

@@ -26,9 +26,10 @@ class Kind(enum.IntEnum):
 
     DATA = 1
     NOTE = 2  # a header alone, to name voided rounds when no data follows
-    SETTLE = 3  # nothing past `round` comes from the sender before its collective `epoch` is over;
-    # epoch 0 takes that back
+    SETTLE = 3  # nothing past `round` comes from the sender before its collective `epoch` is over
     LEAVE = 4  # nothing past `round` comes from the sender any more
+    GO_ON = 6  # takes SETTLE back: the collective has failed
+    PART = 7  # the sender has lost its link to the receiver, and takes nothing in any more
     ENTER = 5  # the sender lives in `generation`, and sends nothing of it before `round`
 
 
@@ -42,7 +43,7 @@ class Header:
         sender: The sending rank.
         generation: The membership the sender lives in.
         round: The round of the exchange; for `SETTLE` and `LEAVE` the last round that was sent.
-        epoch: How often the sender has come to a collective in its generation (`SETTLE`).
+        epoch: How often the sender has come to a collective in its generation.
         known: The receiver's last `SETTLE` of that generation that the sender had heard of.
         bucket: Which part of the payload this is.
         dtype: Type of the elements, None when there is no payload.

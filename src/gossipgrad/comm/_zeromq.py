@@ -92,6 +92,8 @@ class ZeroMQTransport:
         GossipError: If a rank dies while the addresses are told.
     """
 
+    reopens = True
+
     def __init__(
         self, group: Group, *, max_payload_bytes: int = 1 << 32, bind: str | None = None
     ) -> None:

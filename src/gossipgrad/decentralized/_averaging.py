@@ -3,7 +3,8 @@
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -54,6 +55,7 @@ class Averaging:
         self._members = members
         self._rounds = rounds
         self._failed_in: int | None = None
+        self._number = 0  # of the collective of the user's that this rank is at
 
     def meet(self, kind: Kind, changed: str | None = None) -> bool:
         """Waits for all ranks; False if the others came for something that this one must not.
@@ -63,17 +65,19 @@ class Averaging:
             changed: The message if this rank's replica was changed behind the session's back.
 
         Raises:
-            GossipError: If a rank has gone that is not known to be lost, or the ranks came for
-                different things.
+            GossipError: If a rank has gone that is not known to be lost, the ranks came for
+                different things, or others are at a later collective: this one broke there.
             EvictedError: If the others have given this rank up.
             ReplicaChangedError: On every rank, if one's replica was changed.
         """
         rounds = self._rounds
         if rounds is None:
             return True
+        if kind != "periodic":
+            self._number += 1
         while True:
             self._members.take_up(rounds)
-            mine = [kind, rounds.next_round, rounds.channel.settle(), changed]
+            mine = [kind, rounds.next_round, rounds.channel.settle(), changed, self._number]
             try:
                 views = self._group.all_gather_object(mine)
             except GossipError:
@@ -93,6 +97,17 @@ class Averaging:
                 return set(kinds) == {"periodic"}
             if "periodic" in kinds:
                 continue  # those train on, and come for the same as this rank in the end
+            ahead = max(came, key=lambda rank: came[rank][4])
+            behind = sorted(rank for rank in came if came[rank][4] < came[ahead][4])
+            if self._number < came[ahead][4]:
+                missed, self._number = self._number, came[ahead][4] - 1
+                raise GossipError(
+                    f"rank {ahead} is at collective {came[ahead][4]} of the session and rank "
+                    f"{self._group.rank} at {missed}: it broke there. Nothing was changed; call "
+                    "it again, or go on: ranks that are ahead wait for the next one"
+                )
+            if behind:
+                continue  # they are told so, and come again
             for rank, view in came.items():
                 if view[3] is not None:
                     raise ReplicaChangedError(f"on rank {rank}: {view[3]}")
@@ -130,13 +145,25 @@ class Averaging:
             recorder.span("average", start, end, step=step)
         return made
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Inside, all ranks do the same: one that cannot finish breaks it for all, at once."""
+        try:
+            yield
+        except GossipError:
+            raise
+        except BaseException:
+            self._group.abandon()
+            raise
+
     def average(self, sections: Sections) -> None:
         """Mixes what is outstanding, then makes weights and state the exact average everywhere."""
-        if self._rounds is not None:
-            self._rounds.settle_all()
         averaged = [*sections.weights, *sections.state]
-        means = [self._mean(section.totals()) for section in averaged]
-        self._measure(sections.weights, means[: len(sections.weights)])
+        with self.together():
+            if self._rounds is not None:
+                self._rounds.settle_all()
+            means = [self._mean(section.totals()) for section in averaged]
+            self._measure(sections.weights, means[: len(sections.weights)])
         for section, flats in zip(averaged, means, strict=True):
             section.load(flats)
         self.averages += 1
@@ -144,17 +171,19 @@ class Averaging:
 
     def consensus(self, weights: Sequence[Section]) -> list[list[Tensor]]:
         """The exact average of the weights, flat, a list a section; changes nothing."""
-        means = [self._mean(self._settled(section)) for section in weights]
-        self._measure(weights, means)
+        with self.together():
+            means = [self._mean(self._settled(section)) for section in weights]
+            self._measure(weights, means)
         return means
 
     def mean_buffers(self, model: nn.Module) -> None:
         """Replaces the model's floating buffers (BatchNorm's statistics) by their mean."""
-        for buffer in model.buffers():
-            if buffer.is_floating_point():
-                wide = buffer.detach().to(torch.promote_types(buffer.dtype, torch.float32))
-                self._mean([wide := wide.clone()])
-                buffer.copy_(wide)
+        with self.together():
+            for buffer in model.buffers():
+                if buffer.is_floating_point():
+                    wide = buffer.detach().to(torch.promote_types(buffer.dtype, torch.float32))
+                    self._mean([wide := wide.clone()])
+                    buffer.copy_(wide)
 
     def _mean(self, flats: list[Tensor]) -> list[Tensor]:
         for flat in flats:

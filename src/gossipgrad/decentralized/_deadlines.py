@@ -1,12 +1,14 @@
 """How long a step waits for each partner: what is usual on its link, and some more."""
 
+import time
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from statistics import median
 
 from gossipgrad.comm import Exchange, Outcome
 
-__all__ = ["Deadlines"]
+__all__ = ["Deadlines", "Patience"]
 
 _REMEMBERED = 32  # arrivals a link
 _ENOUGH = 5  # of them, before they decide
@@ -67,3 +69,38 @@ class Deadlines:
         deviation = _MAD_TO_DEVIATION * median(abs(each - usual) for each in arrivals)
         wait = max(self._floor_seconds, usual + self._deviations * deviation)
         return min(self.ceiling_seconds, wait)
+
+
+class Patience:
+    """What is left of a step's waits: those of one step take no longer than the longest alone.
+
+    Example:
+        >>> patience = Patience()
+        >>> with patience.spent():
+        ...     time.sleep(0.001)
+        >>> patience.left(10.0) < 10.0, patience.left(0.0005)
+        (True, 0.0)
+        >>> patience.renew()
+        >>> patience.left(10.0)
+        10.0
+    """
+
+    def __init__(self) -> None:
+        self._spent_seconds = 0.0
+
+    def renew(self) -> None:
+        """A step is over, and the next one may wait anew."""
+        self._spent_seconds = 0.0
+
+    def left(self, seconds: float) -> float:
+        """How much is left of a wait of so many seconds."""
+        return max(0.0, seconds - self._spent_seconds)
+
+    @contextmanager
+    def spent(self) -> Iterator[None]:
+        """Inside, this step is waiting."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._spent_seconds += time.perf_counter() - start

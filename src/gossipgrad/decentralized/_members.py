@@ -62,6 +62,11 @@ class Members:
         self._channel = rounds.channel
         self._channel.poll()  # gives up those that did not
 
+    @property
+    def given_up(self) -> bool:
+        """Whether the others are known to have taken this rank for dead."""
+        return self.watch is not None and self._group.rank in self.watch.latest.gone
+
     def start(self) -> None:
         """Begins to watch; all ranks must have come here, or further."""
         if self.watch is not None:

@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 
 from gossipgrad.comm import Channel, Outcome, Recorder, Ticket
-from gossipgrad.decentralized._deadlines import Deadlines
+from gossipgrad.decentralized._deadlines import Deadlines, Patience
 from gossipgrad.decentralized._listener import Listener
+from gossipgrad.decentralized._pair_distance import PairDistance
 from gossipgrad.decentralized._section import Delta, Section, Transfer
 from gossipgrad.topology import Peers, Schedule
 
@@ -34,7 +35,9 @@ class Rounds:
         recorder: Gets the spans, if there is one.
 
     Attributes:
+        patience: For waits of one step.
         late_rounds: Rounds whose parts had not come when they were due.
+        pair_distance: To the partners of the last period.
         void_rounds: Rounds that one of the two ends gave up before it sent its part.
     """
 
@@ -53,6 +56,7 @@ class Rounds:
         self.closed_rounds = 0
         self.late_rounds = 0
         self.void_rounds = 0
+        self.patience = Patience()
         self.outcomes: Counter[Outcome] = Counter()
         self.exposed_seconds = 0.0
         self.mixing_seconds = 0.0
@@ -64,7 +68,7 @@ class Rounds:
         self._sent: list[Ticket] = []
         self._under_way: list[Transfer] = []
         self._late: list[Transfer] = []
-        self._squares: list[list[Tensor]] = []
+        self.pair_distance = PairDistance()
         self._last_void = self._last_late = -1
 
     @property
@@ -83,12 +87,13 @@ class Rounds:
 
     @property
     def longest_wait_seconds(self) -> float:
-        """How long a step waits for what is worth nothing later, a gradient."""
-        return self._deadlines.ceiling_seconds
+        """How long a step may still wait for what is worth nothing later, a gradient."""
+        return self.patience.left(self._deadlines.ceiling_seconds)
 
     def deadline(self, transfer: Transfer) -> float:
         """Until when a step waits for the parts of a transfer, if it starts to wait now."""
-        return time.perf_counter() + self._deadlines.of(transfer.peers.recv_from)
+        wait = self._deadlines.of(transfer.peers.recv_from)
+        return time.perf_counter() + self.patience.left(wait)
 
     def begin(self, sections: Sequence[Section], *, free_late: bool = False) -> list[Transfer]:
         """A transfer a section to the next round's partner, with nothing sent yet.
@@ -190,8 +195,7 @@ class Rounds:
             if not self._finish(self._under_way[0], deadline, squares, following):
                 self._late.append(self._under_way[0])
             del self._under_way[0]
-        if squares:
-            self._squares = [*self._squares, squares][-self.schedule.period :]
+        self.pair_distance.note(squares, self.schedule.period)
 
     def settle_all(self) -> None:
         """Settles also what is late: for collectives, to which all ranks have come."""
@@ -209,13 +213,6 @@ class Rounds:
         for bucket in transfer.exchanges:
             transfer.take(bucket, deadline)
 
-    def pair_distance_squared(self) -> float | None:
-        """Mean over the rounds of the last period of `|received - snapshot|^2`, None before any."""
-        if not self._squares:
-            return None
-        total = sum(float(square) for squares in self._squares for square in squares)
-        return total / len(self._squares)
-
     def weight(self, transfer: Transfer) -> float:
         """How much of the delta this rank takes."""
         return self.schedule.weight(transfer.round, self._rank, default=0.5)
@@ -224,7 +221,8 @@ class Rounds:
         """Waits for one bucket until `deadline`; counts and records how that ended."""
         exchange = transfer.exchanges[bucket]
         start = time.perf_counter()
-        outcome = transfer.take(bucket, deadline)
+        with self.patience.spent():
+            outcome = transfer.take(bucket, deadline)
         end = time.perf_counter()
         self.exposed_seconds += end - start
         self._span("wait", start, end, round=transfer.round, bucket=exchange.bucket)
@@ -317,7 +315,9 @@ class Rounds:
         transfers: list[Transfer] = []
         try:
             for section in sections:
-                transfer = section.begin(self.channel, self.next_round, peers, deadline_seconds)
+                with self.patience.spent():
+                    wait = self.patience.left(deadline_seconds)
+                    transfer = section.begin(self.channel, self.next_round, peers, wait)
                 if transfer is None:
                     _release(transfers)
                     return None

@@ -218,6 +218,13 @@ class Transfer:
         """Of what was sent."""
         return [exchange.ticket for exchange in self.exchanges.values()]
 
+    @property
+    def received_bytes(self) -> int:
+        """Memory of what has come and is not mixed yet, deltas too."""
+        parts = [exchange.received for exchange in list(self.exchanges.values())]
+        flats = [delta.flat for delta in list(self._deltas.values())]
+        return sum(tensor.nbytes for tensor in (*parts, *flats) if tensor is not None)
+
     def fill(self, bucket: int) -> None:
         """Copies a bucket into the snapshot."""
         self._filled[bucket] = self.snapshot.take(bucket, self.section.tensors(bucket))

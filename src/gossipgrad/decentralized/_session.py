@@ -10,17 +10,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gossipgrad.comm import Group, Heartbeats, Membership, Recorder, Transport
+from gossipgrad.decentralized._after_step import after_step
 from gossipgrad.decentralized._agreement import agree, fingerprint
 from gossipgrad.decentralized._averaging import Averaging
 from gossipgrad.decentralized._gradients import GradientExchange
 from gossipgrad.decentralized._hooks import StepHooks
 from gossipgrad.decentralized._making import make_rounds
 from gossipgrad.decentralized._members import Members
-from gossipgrad.decentralized._modes import Sync
 from gossipgrad.decentralized._rounds import Rounds
 from gossipgrad.decentralized._saving import warn_of_lone_replicas
 from gossipgrad.decentralized._sections import Sections
-from gossipgrad.decentralized._settings import Gradients, Settings
+from gossipgrad.decentralized._settings import Settings
 from gossipgrad.decentralized._sharding import reshard
 from gossipgrad.decentralized._start import broadcast_replica
 from gossipgrad.decentralized._stats import Stats, collect
@@ -62,6 +62,7 @@ class GossipSession:
         self._optimizers = list(optimizers)
         self._settings = settings
         self._recorder = recorder
+        self._heartbeats = heartbeats
         self._steps = 0
         self._equal_at_step = 0
         self._mid_step = False
@@ -74,22 +75,16 @@ class GossipSession:
         self._watch = ReplicaWatch(model, self._optimizers)
         self._saving = warn_of_lone_replicas(model, self._replicas_differ)
         self._members = Members(group, settings.schedule, heartbeats)
-        if group.world_size > 1:
-            news = self._members.watch
-            self._rounds = make_rounds(group, transport, self._sections, settings, recorder, news)
-            self._members.seat(self._rounds)
-            # At interpreter exit a session that nobody closed still says LEAVE.
-            self._farewell = weakref.finalize(self, self._members.farewell, self._rounds)
-            try:
-                broadcast_replica(group, model, self._optimizers)
-                self._members.start()
-            except BaseException:
-                self._farewell()
-                raise
-        self._averaging = Averaging(group, self._members, self._rounds)
         self._hooks = StepHooks(self._optimizers, scaler, self._before_step, self._after_step)
         self._hooks.closures = not self._sections.gradients
-        self._begin()
+        try:
+            if group.world_size > 1:
+                self._meet(transport)
+            self._averaging = Averaging(group, self._members, self._rounds)
+            self._begin()
+        except BaseException:
+            self._close(wait_seconds=0.0)
+            raise
 
     @property
     def rank(self) -> int:
@@ -201,13 +196,14 @@ class GossipSession:
         if self._gradients is not None:
             self._gradients.remove()
             self._gradients = None
-        if self._rounds is not None:
-            self._rounds.cancel()
-        self._sections = self._deal()
-        if self._rounds is not None:
-            self._rounds.channel.replan(self._sections.parts)
-            broadcast_replica(self.group, self._model, self._optimizers)
-            self.group.barrier()  # nobody sends by the new plan before all have it
+        with self._averaging.together():
+            if self._rounds is not None:
+                self._rounds.cancel()
+            self._sections = self._deal()
+            if self._rounds is not None:
+                self._rounds.channel.replan(self._sections.parts)
+                broadcast_replica(self.group, self._model, self._optimizers)
+                self.group.barrier()  # nobody sends by the new plan before all have it
         self._watch.accept()
         self._equal_at_step = self._steps
         self._begin()
@@ -276,12 +272,23 @@ class GossipSession:
     ) -> None:
         self._close(wait_seconds=_CLOSE_SECONDS if kind is None else 0.0, error=error)
 
+    def _meet(self, transport: Callable[[Group], Transport]) -> None:
+        """Makes the links to the other ranks, and all replicas that of rank 0; a collective."""
+        of, news, recorder = self._settings, self._members.watch, self._recorder
+        rounds = make_rounds(self.group, transport, self._sections, of, recorder, news)
+        # At interpreter exit a session that nobody closed still says LEAVE.
+        self._farewell = weakref.finalize(self, self._members.farewell, rounds)
+        self._rounds = rounds
+        self._members.seat(rounds)
+        broadcast_replica(self.group, self._model, self._optimizers)
+        self._members.start()
+
     def _deal(self) -> Sections:
         """Deals what travels into sections and checks that all ranks do the same; a collective."""
         reshard(self._model)
         sections = Sections(self._model, self._optimizers, self._settings)
         if self.world_size > 1:
-            settings = self._settings.describe()
+            settings = {**self._settings.describe(), "heartbeats": self._heartbeats}
             agree(self.group, fingerprint(self._model, self._optimizers, settings))
         return sections
 
@@ -292,14 +299,11 @@ class GossipSession:
             return
         if self._sections.gradients and self._gradients is None:
             self._gradients = GradientExchange(self._sections.gradients, rounds, self)
-        if self._sends_early and self._steps % self._settings.every == 0:
+        rounds.patience.renew()
+        if self._settings.sends_early and self._steps % self._settings.every == 0:
             rounds.open(self._sections.of_round(rounds.next_round))
         self._arm()
         self._watch.note()
-
-    @property
-    def _sends_early(self) -> bool:
-        return not self._sections.gradients and not isinstance(self._settings.mode, Sync)
 
     def _arm(self) -> None:
         if self._gradients is not None:
@@ -337,24 +341,10 @@ class GossipSession:
                 self._watch.note()
 
     def _gossip(self, rounds: Rounds) -> None:
-        settings = self._settings
         self._members.take_up(rounds)
-        closes = self._steps % settings.every == 0
-        every = settings.average_every
-        averages = every is not None and self._steps % every == 0
-        if closes and self._sends_early and not averages:
-            rounds.advance(self._sections.of_round)
-            return
-        if closes:
-            if isinstance(settings.payload, Gradients):
-                rounds.next_round += 1
-            elif not self._sends_early:
-                rounds.open(self._sections.of_round(rounds.next_round))
-            rounds.close()
-        if averages and self._averaging.periodically(self._sections, self._steps, self._recorder):
-            self._equal_at_step = self._steps
-        if closes and self._sends_early:
-            rounds.open(self._sections.of_round(rounds.next_round))
+        of, steps, recorder = self._settings, self._steps, self._recorder
+        if after_step(rounds, self._sections, self._averaging, of, steps=steps, recorder=recorder):
+            self._equal_at_step = steps
 
     def _replicas_differ(self) -> bool:
         """Whether this replica is known to be one of several, and there is another way to save."""
@@ -391,6 +381,8 @@ class GossipSession:
         self._watch.remove()
         if self._gradients is not None:
             self._gradients.remove()
+        if self._members.given_up:
+            wait_seconds = 0.0  # the others have given up what is outstanding, too
         try:
             if self._rounds is not None:
                 self._farewell.detach()

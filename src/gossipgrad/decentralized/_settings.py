@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from gossipgrad.comm import BucketPlan
-from gossipgrad.decentralized._modes import Mode, Overlap, Stale
+from gossipgrad.decentralized._modes import Mode, Overlap, Stale, Sync
 from gossipgrad.topology import Schedule
 
 __all__ = [
@@ -81,6 +81,12 @@ class Settings:
     def snapshots(self) -> int:
         """How many may be held at once: by default one that travels and one that is made."""
         return self.mode.snapshots if isinstance(self.mode, Stale) else 2
+
+    @property
+    def sends_early(self) -> bool:
+        """Whether a round's weights leave as it begins, and not at its end."""
+        of_gradients = isinstance(self.payload, Gradients | GradientsAndWeights)
+        return not of_gradients and not isinstance(self.mode, Sync)
 
     def describe(self) -> dict[str, Any]:
         """What must be equal on all ranks."""

@@ -156,8 +156,7 @@ class StaleRounds(Rounds):
                 if all(other.round != transfer.round for other in self._under_way):
                     del self._opened_at[transfer.round]
                     self._late_ones.discard(transfer.round)
-        if squares:
-            self._squares = [*self._squares, squares][-self.schedule.period :]
+        self.pair_distance.note(squares, self.schedule.period)
 
     def _note_late(self) -> None:
         """Counts, once each, the rounds whose partners are later than the mode foresees."""

@@ -16,8 +16,9 @@ class Stats:
 
     Attributes:
         rounds: Rounds that this rank has closed.
-        bytes_sent: Payload bytes sent to partners (collectives not counted).
-        bytes_received: Payload bytes that came from partners.
+        bytes_sent: Payload bytes sent to partners (collectives not counted), however that ended.
+        bytes_received: Payload bytes that came from partners, those of void rounds too, but
+            not from one that was gone already.
         exposed_seconds: Time that steps were blocked on partners: not hidden by compute.
         mixing_seconds: Time spent on snapshots and mixing.
         outcomes: How many exchanges, counted by bucket, ended as `delivered`, `late`, `dead_peer`
@@ -26,7 +27,8 @@ class Stats:
             in mode stale, not within `max_staleness` further rounds.
         void_rounds: Rounds without an exchange, because one end gave them up before it sent its
             part. In mode stale those that a slow rank jumps over, too.
-        extra_memory_bytes: Snapshots, residuals and parts that came early, held beside the model.
+        extra_memory_bytes: Snapshots, residuals, and what came and is not mixed yet, early or
+            not: held beside the model.
         snapshot_limit_bytes: The most that snapshots may come to: `max_staleness + 1` of all that
             travels in mode stale, else two. Parts that come early are not in it: a rank that is
             stuck may find those of `max_staleness + 1` rounds of each other rank, mostly of one.
@@ -98,7 +100,7 @@ def collect(
 ) -> Stats:
     """The figures of a session; `rounds` is None where there are no partners."""
     counted = {} if rounds is None else {o.value: n for o, n in rounds.outcomes.items()}
-    squared = None if rounds is None else rounds.pair_distance_squared()
+    squared = None if rounds is None else rounds.pair_distance.mean_square
     p = world_size
     return Stats(
         rounds=0 if rounds is None else rounds.closed_rounds,
@@ -111,7 +113,8 @@ def collect(
         void_rounds=0 if rounds is None else rounds.void_rounds,
         snapshot_limit_bytes=sum(section.pool.limit_bytes for section in sections.all),
         extra_memory_bytes=sum(section.memory_bytes for section in sections.all)
-        + (0 if rounds is None else rounds.channel.early_bytes),
+        + (0 if rounds is None else rounds.channel.early_bytes)
+        + sum(t.received_bytes for t in (() if rounds is None else rounds.under_way)),
         clamps=int(sum(int(section.clamped) for section in sections.all)),
         refused_messages=0 if rounds is None else rounds.channel.refused,
         consensus_distance_estimate=(

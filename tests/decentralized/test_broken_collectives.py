@@ -1,0 +1,85 @@
+"""Collectives that break on one rank only: the others are told, and no two unlike ones meet."""
+
+import pytest
+
+import gossipgrad as gg
+from gossipgrad.decentralized._section import Section
+from support.ranks import run_ranks
+from support.replicas import backward, flat, network, sgd, transport_by_name
+
+
+def run_sessions(world_size, use, **settings):
+    link = transport_by_name("in-process", world_size)
+
+    def rank_main(rank, group):
+        model = network()
+        optimizer = sgd(list(model.parameters()))
+        with gg.gossip(
+            model, optimizer, process_group=group, transport=link, topology="matching", **settings
+        ) as session:
+            result = use(rank, session, model)
+            for step in range(3):
+                backward(model, rank, step)
+                optimizer.step()
+            group.close()  # nobody waits for one that is broken
+            return result
+
+    return run_ranks(world_size, rank_main, timeout_seconds=20)
+
+
+@pytest.mark.parametrize("place", ["consensus", "average_", "broadcast_"])
+def test_who_is_interrupted_between_two_steps_of_a_collective_breaks_it_for_all(monkeypatch, place):
+    interrupted = []
+    name = "parts" if place == "broadcast_" else "totals"
+    totals = Section.totals
+
+    def use(rank, session, model):
+        before = flat(model)
+        call = getattr(session, place)
+        if rank == 0:
+            interrupted.append(session)
+            with pytest.raises(KeyboardInterrupt):
+                call().__enter__() if place == "consensus" else call()
+        else:
+            with pytest.raises(gg.GossipError, match="did not come about"):
+                call().__enter__() if place == "consensus" else call()
+        assert flat(model).equal(before)
+        with pytest.raises(gg.GossipError, match="collectives are over"):
+            session.consensus_distance()
+        return True
+
+    def totals_of(section):
+        if interrupted and section in interrupted[0]._sections.weights:
+            raise KeyboardInterrupt
+        return totals(section)
+
+    if name == "totals":
+        monkeypatch.setattr(Section, "totals", totals_of)
+    else:
+        deal = gg.GossipSession._deal
+
+        def deal_of(session):
+            if session in interrupted:
+                raise KeyboardInterrupt
+            return deal(session)
+
+        monkeypatch.setattr(gg.GossipSession, "_deal", deal_of)
+    assert run_sessions(2, use, heartbeats=None) == [True, True]
+
+
+def test_collectives_that_are_not_the_same_are_told_apart_and_the_next_one_works():
+    """One of them broke on rank 0 alone, which is at the next one already."""
+
+    def use(rank, session, model):
+        if rank == 0:
+            session._averaging._number += 1
+            return session.consensus_distance()
+        with pytest.raises(
+            gg.GossipError,
+            match=rf"rank 0 is at collective 2 of the session and rank {rank} at 1: it broke there",
+        ):
+            session.consensus_distance()
+        return session.consensus_distance()
+
+    distances = run_sessions(3, use)
+    assert distances == [distances[0]] * 3

@@ -1,0 +1,52 @@
+"""A link that breaks while both its ends train: they meet again."""
+
+import time
+
+import gossipgrad as gg
+from gossipgrad.comm import ZeroMQTransport, _zeromq
+from support.ranks import run_ranks
+from support.replicas import network, set_gradients, sgd
+from support.waiting import until
+
+
+def test_two_ranks_whose_link_broke_meet_again_in_the_next_generation():
+    quick = gg.Heartbeats(interval_seconds=0.02, lease_seconds=2.0, silent_seconds=20.0)
+
+    def rank_main(rank, group):
+        model = network()
+        optimizer = sgd(list(model.parameters()))
+        with gg.gossip(
+            model,
+            optimizer,
+            process_group=group,
+            topology="matching",
+            transport=ZeroMQTransport,
+            heartbeats=quick,
+        ) as session:
+
+            def step_until(condition):
+                deadline = time.monotonic() + 20
+                while not condition():
+                    assert time.monotonic() < deadline, session.stats()
+                    set_gradients(model, rank, 0)
+                    optimizer.step()
+
+            def delivered():
+                return session.stats().outcomes["delivered"]
+
+            channel = session._rounds.channel
+            step_until(lambda: delivered() >= 3)
+            if rank == 0:
+                link = channel._transport._links[1]
+                until(lambda: channel.poll() or link.was_up)  # else it is not yet seen to go down
+                link.note(_zeromq._DOWN)
+                step_until(lambda: channel.gone == {1: "was lost"})
+            step_until(lambda: session.membership.generation == 1 and channel.gone == {})
+            before = delivered()
+            step_until(lambda: delivered() >= before + 3)
+            with session.consensus():
+                living = session.membership.living
+            group.barrier()
+        return living
+
+    assert run_ranks(2, rank_main) == [(0, 1), (0, 1)]
