@@ -1,8 +1,9 @@
 """Predicted against measured step times: the time model held against the shaped network.
 
 Reads the cells of `python -m benchmarks.network` and predicts each of them twice: from the rate of
-the links alone, and from what `gossipgrad probe` measured in the same laboratory, one probe a world
-size and rate (`--probe` takes them; root). Nothing is fitted to the cells themselves.
+the links alone, and from what `gossipgrad probe` measured on the network that the cells are
+measured on, one probe a world size and rate (`--probe` takes them; root). Nothing is fitted to the
+cells themselves.
 """
 
 import argparse
@@ -12,11 +13,15 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from benchmarks._common import RESULTS, write
+from benchmarks.netlab import NetlabError
+from benchmarks.network._hosts import Shaped
 from gossipgrad.planning import AffineCost, Profile
 from gossipgrad.simulate import (
     AllReduce,
@@ -32,7 +37,9 @@ GOAL = 0.1
 PAYLOAD_SHARE = (1500 - 52) / (1500 + 14)  # of a full Ethernet frame, what TCP hands on
 LATENCY_SECONDS = 2e-4  # where nothing was probed: what waking a thread for a message takes
 PROBE_SECONDS = 10.0
-_GOSSIP_BUCKET_BYTES, _DDP_BUCKET_BYTES, _SMALLEST_BUCKET_BYTES = 4 << 20, 25 << 20, 1 << 18
+_PORT = 29700  # one a probe: one that was closed may not be listened on again at once
+_DDP_BUCKET_BYTES, _DDP_FIRST_BUCKET_BYTES, _SMALLEST_BUCKET_BYTES = 25 << 20, 1 << 20, 1 << 18
+_PROBE_LIMIT_SECONDS = 300.0
 
 Cell = dict[str, Any]
 Probes = dict[tuple[int, float], Network]
@@ -43,32 +50,32 @@ def bucket_bytes(full_size: int, cell: Cell) -> int:
     return max(_SMALLEST_BUCKET_BYTES, round(full_size * cell.get("size_factor", 1.0)))
 
 
-def _gossip(cell: Cell, **options: Any) -> Gossip:
-    size = options.pop("full_size", _GOSSIP_BUCKET_BYTES)
-    return Gossip(bucket_bytes=bucket_bytes(size, cell), **options)
-
-
 def _ddp(cell: Cell, **options: Any) -> AllReduce:
-    # Given a `bucket_cap_mb`, DistributedDataParallel has no small first bucket.
+    first = max(1, round(_DDP_FIRST_BUCKET_BYTES * cell.get("size_factor", 1.0)))
     size = bucket_bytes(_DDP_BUCKET_BYTES, cell)
-    return AllReduce(bucket_bytes=size, first_bucket_bytes=None, **options)
+    return AllReduce(bucket_bytes=size, first_bucket_bytes=first, **options)
+
+
+def _decent(cell: Cell, topology: str) -> Gossip:
+    # Overlapped over the whole step with one partner, as gossip is; larger messages.
+    return Gossip(topology=topology, bucket_bytes=bucket_bytes(_DDP_BUCKET_BYTES, cell))
 
 
 # What is not here is not modelled: PowerSGD computes more than it sends.
 CONTESTANTS: dict[str, Callable[[Cell], Strategy]] = {
     "no communication": lambda cell: Local(),
-    "gossip": _gossip,
-    "gossip, sync": lambda cell: _gossip(cell, mode="sync"),
-    "gossip, bf16 wire": lambda cell: _gossip(cell, element_bytes=2),
+    # gossip() has buckets of its own default size there, not scaled with the profile.
+    "gossip": lambda cell: Gossip(),
+    "gossip, sync": lambda cell: Gossip(mode="sync"),
+    "gossip, bf16 wire": lambda cell: Gossip(element_bytes=2),
+    "gossip, state": lambda cell: Gossip(state_every=1, state_copies=1),
+    "gossip, state every 4": lambda cell: Gossip(state_every=4, state_copies=1),
     "ddp": _ddp,
     "ddp, fp16 hook": lambda cell: _ddp(cell, element_bytes=2),
     "agd": lambda cell: AllReduce(buckets="layer"),
     "local SGD, period 8": lambda cell: PeriodicAverage(every=8, bucket_bytes=1 << 40),
-    # Overlapped over the whole step with one partner, as gossip is; larger messages.
-    "Decent-DP, ring": lambda cell: _gossip(cell, topology="ring", full_size=_DDP_BUCKET_BYTES),
-    "Decent-DP, one-peer exponential": lambda cell: _gossip(
-        cell, topology="hypercube", full_size=_DDP_BUCKET_BYTES
-    ),
+    "Decent-DP, ring": lambda cell: _decent(cell, "ring"),
+    "Decent-DP, one-peer exponential": lambda cell: _decent(cell, "hypercube"),
 }
 
 
@@ -133,25 +140,64 @@ def summary(rows: list[dict], key: str) -> dict[str, Any]:
     }
 
 
-def take_probe(world_size: int, rate: float) -> dict:
-    """Runs `gossipgrad probe` on as many hosts of a laboratory."""
-    with tempfile.TemporaryDirectory() as folder:
+def places(cells: list[Cell]) -> list[tuple[int, float]]:
+    """World sizes and rates at which something was measured."""
+    measured = [cell for cell in cells if cell.get("step_seconds_median")]
+    return sorted({(c["world_size"], c["rate_bits_per_second"]) for c in measured})
+
+
+def take_probes(asked: list[tuple[int, float]]) -> list[dict]:
+    """Runs `gossipgrad probe` on one network for all, shaped and tried out as for the cells.
+
+    A place that cannot be probed is told and left out.
+    """
+    probes = []
+    with Shaped(max((hosts for hosts, _ in asked), default=2)) as network:
+        for number, (world_size, rate) in enumerate(asked):
+            place = f"{world_size} hosts at {rate / 1e6:g} Mbit/s"
+            try:
+                network.shape(world_size, rate)
+                found = _probe(network, world_size, port=_PORT + number)
+            except (NetlabError, RuntimeError) as error:
+                print(f"no probe of {place}: {error}", flush=True)
+                continue
+            probes.append({"rate_bits_per_second": rate} | found)
+            print(f"probed {place}", flush=True)
+    return probes
+
+
+def _probe(network: Shaped, world_size: int, port: int) -> dict:
+    """What the first hosts measure."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         out = Path(folder) / "probe.json"
         command = [sys.executable, "-m", "gossipgrad", "probe", "--seconds", str(PROBE_SECONDS)]
         command += ["--timeout", "60", "--out", str(out)]
-        laboratory = [sys.executable, "-m", "benchmarks.netlab", "run"]
-        done = subprocess.run(
-            [*laboratory, "--hosts", str(world_size), "--rate", f"{rate:.0f}", "--", *command],
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        if done.returncode:
-            raise RuntimeError(done.stdout + done.stderr)
-        found = json.loads(out.read_text())
-    return {"rate_bits_per_second": rate} | found
+        processes, said = [], []
+        for host in range(world_size):
+            own = {"WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"}
+            env = os.environ | network.environment(host, port=port) | own
+            said.append(stack.enter_context(tempfile.TemporaryFile("w+", errors="replace")))
+            process = network.popen(
+                host, command, env=env, stdout=subprocess.DEVNULL, stderr=said[-1]
+            )
+            stack.callback(_end, process)
+            processes.append(process)
+        deadline = time.monotonic() + _PROBE_LIMIT_SECONDS
+        for host, process in enumerate(processes):
+            try:
+                code = process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                raise RuntimeError(f"not done after {_PROBE_LIMIT_SECONDS:g} s") from None
+            if code:
+                said[host].seek(0)
+                raise RuntimeError(f"host {host} ended with {code}: {said[host].read().strip()}")
+        return json.loads(out.read_text())
+
+
+def _end(process: subprocess.Popen) -> None:
+    if process.poll() is None:
+        process.kill()
+    process.wait()
 
 
 def _probes(path: Path) -> Probes:
@@ -178,15 +224,7 @@ def main() -> int:
         return 2
     cells = json.loads(options.cells.read_text())
     if options.probe:
-        places = sorted({(c["world_size"], c["rate_bits_per_second"]) for c in cells})
-        probes = []
-        for world_size, rate in places:
-            try:
-                probes.append(take_probe(world_size, rate))
-                print(f"probed {world_size} hosts at {rate / 1e6:g} Mbit/s", flush=True)
-            except (RuntimeError, subprocess.TimeoutExpired) as error:
-                print(f"no probe of {world_size} hosts at {rate / 1e6:g} Mbit/s: {error}")
-        write("network_probes", {"probes": probes})
+        write("network_probes", {"probes": take_probes(places(cells))})
     rows = compare(cells, _probes(options.probes))
     for row in rows:
         exact = row["from_probe_error"]

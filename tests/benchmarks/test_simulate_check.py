@@ -1,10 +1,13 @@
 """The comparison of predicted with measured cells, on cells that are made up."""
 
 import json
+import subprocess
 
 import pytest
 
 from benchmarks import simulate_check
+from benchmarks.netlab import NetlabError
+from benchmarks.network import _kinds as kinds
 from gossipgrad.planning import AffineCost
 from gossipgrad.simulate import Network
 
@@ -67,3 +70,56 @@ def test_every_measured_cell_that_is_modelled_has_a_row(results):
     assert halved == pytest.approx(2.3, rel=0.01)
     assert by_name["gossip, sync"]["from_rate_seconds"] > by_name["gossip"]["from_rate_seconds"]
     assert by_name["ddp"]["from_probe_seconds"] > 1.5 * by_name["gossip"]["from_probe_seconds"]
+    # gossip keeps its buckets of 4 MiB: 4.6 MB are two messages, the last is mixed after the rest.
+    assert by_name["gossip, state"]["from_probe_seconds"] == pytest.approx(9.2, rel=0.01)
+    assert by_name["gossip, state every 4"]["from_probe_seconds"] == pytest.approx(5.75, rel=0.01)
+
+
+def test_contestants_are_modelled_with_the_buckets_of_the_grid():
+    small = cell("", 1.0)
+    assert simulate_check.CONTESTANTS["gossip"](small).bucket_bytes == 4 << 20
+    ddp = simulate_check.CONTESTANTS["ddp"](small)
+    assert ddp.first_bucket_bytes == round(0.045 * 2**20)
+    assert ddp.bucket_bytes == round(0.045 * 25 * 2**20)
+    modelled = simulate_check.CONTESTANTS.keys() | {"ddp, PowerSGD"}
+    assert modelled == kinds.CONTESTANTS.keys()
+
+
+def test_probes_are_taken_where_something_was_measured_on_one_network(monkeypatch, capsys):
+    asked = []
+
+    class Fake:
+        def __init__(self, hosts):
+            asked.append(hosts)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def shape(self, hosts, rate):
+            asked.append((hosts, rate))
+            if hosts == 8:
+                raise NetlabError("not so much")
+
+        def environment(self, host, port):
+            return {"RANK": str(host), "WORLD_SIZE": "8", "MASTER_PORT": str(port)}
+
+        def popen(self, host, command, *, env, **options):
+            assert env["WORLD_SIZE"] == "2"
+            out = command[command.index("--out") + 1]
+            fails = "echo no such link >&2; exit 2" if asked[-1][1] == 2e8 and host else ""
+            says = f"echo '{{}}' > {out}; {fails}"
+            return subprocess.Popen(["sh", "-c", says], env=env, **options)
+
+    monkeypatch.setattr(simulate_check, "Shaped", Fake)
+    cells = [cell("gossip", 1.0, world_size=p) for p in (8, 2, 2)]
+    cells.append(cell("gossip", 1.0, world_size=2, rate_bits_per_second=2e8))
+    cells.append(cell("gossip", None, world_size=16))
+    found = simulate_check.take_probes(simulate_check.places(cells))
+    assert found == [{"rate_bits_per_second": 1e8}]
+    assert asked == [8, (2, 1e8), (2, 2e8), (8, 1e8)]
+    out = capsys.readouterr().out
+    assert "no probe of 8 hosts at 100 Mbit/s: not so much" in out
+    assert "no probe of 2 hosts at 200 Mbit/s: host 1 ended with 2: no such link" in out
