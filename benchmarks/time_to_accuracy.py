@@ -1,30 +1,41 @@
 """Time to all-reduce's accuracy, in real training on a shaped network.
 
 Every worker is a host of its own behind a link of the laboratory, and computes for real; hosts
-share this machine's cores, so a step takes longer the more of them there are.
-DistributedDataParallel goes first; the target is its final accuracy of the same seed. Gossip runs
-as many epochs, and a quarter more, because a learning rate that falls to zero with the last epoch
-leaves a run that is a tenth of a point short nothing to catch up with. Runs that are done are kept
-between calls.
+share this machine's cores, so a step takes longer the more of them there are, and the processors
+are busy throughout: every run says how busy, and how much of that other programs took.
+The target of a seed is the final accuracy that DistributedDataParallel has with it. Gossip runs as
+many epochs, and a quarter more, because a learning rate that falls to zero with the last epoch
+leaves a run that is a tenth of a point short nothing to catch up with.
+
+All of it takes some 90 minutes on 2 cores. A seed of every task comes before the next seed, and
+DistributedDataParallel against gossip before the longer runs; after every run the results are
+written, with what is missing named. Runs that are done are kept between calls, and one that failed
+is tried again by the next.
 
 Needs what `benchmarks.netlab` needs: Linux, root, iproute2.
 
     python -m benchmarks.time_to_accuracy
+    python -m benchmarks.time_to_accuracy --only fashion --world-size 4 --seeds 1  # some 8 minutes
+    python -m benchmarks.time_to_accuracy --minutes 30   # begins no run after that
 """
 
 import argparse
+import hashlib
 import itertools
 import json
 import os
+import resource
 import shutil
 import statistics
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks._common import write
 from benchmarks.netlab import Network, format_rate
+from benchmarks.network._busy import CpuBusy
 
 MORE = 1.25
 CONTESTANTS = {
@@ -52,45 +63,98 @@ class Task:
         return [*words, "--seed", str(seed), "--trace", "0"]
 
     def slug(self, contestant: str, seed: int) -> str:
-        """The name of a run's folder."""
+        """The name of a run's folder; other settings of one have another."""
+        command = " ".join(self.command(contestant, seed))
         words = (self.name, self.world_size, format_rate(self.rate_bits_per_second))
         text = "-".join(str(word) for word in (*words, *CONTESTANTS[contestant], seed))
-        return text.replace(" ", "").replace(",", "-").lower()
+        text = text.replace(" ", "").replace(",", "-").replace("/", "").lower()
+        return f"{text}-{hashlib.sha256(command.encode()).hexdigest()[:8]}"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One of the runs."""
+
+    task: Task
+    contestant: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        task = self.task
+        return f"{task.name}, {task.world_size} hosts, {self.contestant}, seed {self.seed}"
+
+
+class FailedRunError(RuntimeError):
+    """Training failed or took too long."""
 
 
 FASHION = ("--data", "fashion-mnist", "--model", "lenet", "--lr", "0.02")
 CIFAR = ("--data", "cifar10-small", "--model", "resnet20", "--lr", "0.1", "--warmup-epochs", "1")
 TASKS = [
     Task("Fashion-MNIST, LeNet", 4, 5e7, 4, (*FASHION, "--batch-size", "64")),
-    Task("Fashion-MNIST, LeNet", 8, 5e7, 4, (*FASHION, "--batch-size", "32")),
     Task("CIFAR-10 small, ResNet-20", 4, 2.5e7, 4, (*CIFAR, "--batch-size", "32")),
+    Task("Fashion-MNIST, LeNet", 8, 5e7, 4, (*FASHION, "--batch-size", "32")),
     Task("CIFAR-10 small, ResNet-20", 8, 2.5e7, 4, (*CIFAR, "--batch-size", "16")),
 ]
+MOST_BUSY_BY_OTHERS = 0.2
 
 
-def train(task: Task, contestant: str, seed: int, out: Path, timeout_seconds: float) -> None:
-    """One run on a network made for it; a run that fails ends the benchmark."""
+def order(tasks: list[Task], seeds: int) -> list[Run]:
+    """All runs, the most telling first."""
+    first, later = ("ddp", "gossip"), [name for name in CONTESTANTS if MORE in CONTESTANTS[name]]
+    return [
+        Run(task, contestant, seed)
+        for seed in range(seeds)
+        for contestants in (first, later)
+        for task in tasks
+        for contestant in contestants
+    ]
+
+
+def train(run: Run, out: Path, timeout_seconds: float) -> None:
+    """One run on a network made for it.
+
+    Raises:
+        FailedRunError: It took too long, or a rank failed.
+    """
+    task = run.task
     partial = out.with_name(f"{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    command = [sys.executable, "-m", "gossipgrad", *task.command(contestant, seed)]
+    command = [sys.executable, "-m", "gossipgrad", *task.command(run.contestant, run.seed)]
     command += ["--quiet", "--out", str(partial)]
+    hosts = range(task.world_size)
     with Network(hosts=task.world_size, rate_bits_per_second=task.rate_bits_per_second) as network:
         network.verify()
-        before = [network.counters(host).sent_bytes for host in range(task.world_size)]
+        before = [network.counters(host).sent_bytes for host in hosts]
+        own, busy = _own_user_seconds(), CpuBusy()
         processes = []
-        for host in range(task.world_size):
+        for host in hosts:
             environment = {**os.environ, **network.environment(host), "OMP_NUM_THREADS": "1"}
             processes.append(network.popen(host, command, env=environment))
+        deadline = time.monotonic() + timeout_seconds
         try:
-            codes = [process.wait(timeout_seconds) for process in processes]
+            codes = [process.wait(max(0.0, deadline - time.monotonic())) for process in processes]
         except subprocess.TimeoutExpired:
-            raise SystemExit(f"{out.name} took more than {timeout_seconds:g} s") from None
+            raise FailedRunError(f"took more than {timeout_seconds:g} s") from None
         if any(codes):
-            raise SystemExit(f"{out.name} failed: its ranks ended with {codes}")
-        after = [network.counters(host).sent_bytes for host in range(task.world_size)]
+            raise FailedRunError(f"its ranks ended with {codes}")
+        share, by_others = busy.shares(_own_user_seconds() - own)
+        after = [network.counters(host).sent_bytes for host in hosts]
     sent = [now - then for now, then in zip(after, before, strict=True)]
-    (partial / "wire.json").write_text(json.dumps({"sent_bytes_per_host": sent}))
+    figures = {
+        "sent_bytes_per_host": sent,
+        "cpu_busy": round(share, 3),
+        "cpu_busy_by_others": round(by_others, 3),
+        "marked": by_others > MOST_BUSY_BY_OTHERS,
+    }
+    (partial / "measured.json").write_text(json.dumps(figures))
     partial.rename(out)
+
+
+def _own_user_seconds() -> float:
+    """Of the workers that have ended."""
+    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
 
 
 def curve(out: Path) -> list[tuple[float, float]]:
@@ -121,28 +185,31 @@ def seconds_to(points: list[tuple[float, float]], target: float) -> float | None
     return None
 
 
-def measure(task: Task, seeds: int, folder: Path, timeout_seconds: float) -> dict:
-    """One row: all contestants on one task, seed by seed."""
-    found: dict[str, list[dict]] = {name: [] for name in CONTESTANTS}
-    for seed in range(seeds):
-        target = 0.0
-        for name in CONTESTANTS:
+def row(task: Task, seeds: int, folder: Path) -> dict:
+    """What is there of one task, contestant by contestant, seed by seed."""
+    found: dict[str, list[dict]] = {}
+    for name in CONTESTANTS:
+        runs = []
+        for seed in range(seeds):
             out = folder / task.slug(name, seed)
             if not out.exists():
-                train(task, name, seed, out, timeout_seconds)
-            points = curve(out)
-            if name == "ddp":
-                target = points[-1][1]
-            cell = {
-                "seed": seed,
-                "accuracy": points[-1][1],
-                "train_seconds": points[-1][0],
-                "seconds_to_ddp_accuracy": seconds_to(points, target),
-                "curve": points,
-                **json.loads((out / "wire.json").read_text()),
-            }
-            found[name].append(cell)
-            print(task.name, task.world_size, name, {**cell, "curve": None}, flush=True)
+                continue
+            points, ddp = curve(out), folder / task.slug("ddp", seed)
+            target = curve(ddp)[-1][1] if ddp.exists() else None
+            runs.append(
+                {
+                    "seed": seed,
+                    "accuracy": points[-1][1],
+                    "train_seconds": points[-1][0],
+                    "target": target,
+                    "seconds_to_ddp_accuracy": None
+                    if target is None
+                    else seconds_to(points, target),
+                    "curve": points,
+                    **json.loads((out / "measured.json").read_text()),
+                }
+            )
+        found[name] = runs
     return {
         "task": task.name,
         "world_size": task.world_size,
@@ -154,30 +221,76 @@ def measure(task: Task, seeds: int, folder: Path, timeout_seconds: float) -> dic
 
 
 def ratio(runs: list[dict], ddp: list[dict]) -> float | None:
-    """Median over seeds of the time to the target against DDP's; None where a seed missed it."""
-    times = [run["seconds_to_ddp_accuracy"] for run in runs]
-    if any(time is None for time in times):
+    """Median of the times to the target against DDP's, over the seeds that both have.
+
+    None where there is no such seed, or one of them missed the target.
+    """
+    times = {run["seed"]: run["seconds_to_ddp_accuracy"] for run in ddp}
+    pairs = [(run["seconds_to_ddp_accuracy"], times[run["seed"]]) for run in runs]
+    if not pairs or any(own is None for own, _ in pairs):
         return None
-    pairs = zip(times, ddp, strict=True)
-    return round(statistics.median(a / b["seconds_to_ddp_accuracy"] for a, b in pairs), 3)
+    return round(statistics.median(own / other for own, other in pairs), 3)
 
 
-def main() -> None:
-    """Runs what is missing and writes the table."""
+def report(seeds: int, folder: Path, failed: dict[str, str]) -> Path:
+    """Writes what is there of all tasks, and names what is not."""
+    missing = [run for run in order(TASKS, seeds) if not _folder(run, folder).exists()]
+    return write(
+        "time_to_accuracy",
+        {
+            "rows": [row(task, seeds, folder) for task in TASKS],
+            "missing": [run.name for run in missing],
+            "failed": failed,
+        },
+    )
+
+
+def _folder(run: Run, folder: Path) -> Path:
+    return folder / run.task.slug(run.contestant, run.seed)
+
+
+def main() -> int:
+    """Runs what is missing, and writes the table after each."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--folder", type=Path, default=Path("runs/time_to_accuracy"))
-    parser.add_argument("--only", default="", help="tasks whose name contains this")
+    parser.add_argument("--only", default="", help="tasks whose name contains this: fashion, cifar")
+    parser.add_argument("--world-size", type=int, help="tasks of so many hosts: 4, 8")
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for one run")
+    parser.add_argument("--minutes", type=float, help="begin no further runs after so long")
     options = parser.parse_args()
-    tasks = [task for task in TASKS if options.only.lower() in task.name.lower()]
+    tasks = [
+        task
+        for task in TASKS
+        if options.only.lower() in task.name.lower()
+        and options.world_size in (None, task.world_size)
+    ]
     if options.seeds < 1 or not tasks:
-        parser.error(f"--seeds must be 1 or more, --only part of {[t.name for t in TASKS]}")
+        named = [f"{task.name}, {task.world_size} hosts" for task in TASKS]
+        parser.error(f"--seeds must be 1 or more; --only and --world-size choose among {named}")
     options.folder.mkdir(parents=True, exist_ok=True)
     folder = options.folder.resolve()
-    rows = [measure(task, options.seeds, folder, options.timeout) for task in tasks]
-    print(write("time_to_accuracy", {"rows": rows}))
+    failed: dict[str, str] = {}
+    begun = time.monotonic()
+    for run in order(tasks, options.seeds):
+        out = _folder(run, folder)
+        if out.exists():
+            continue
+        if options.minutes and time.monotonic() - begun > 60 * options.minutes:
+            print(f"stopped after {options.minutes:g} minutes: the rest is for next time")
+            break
+        try:
+            train(run, out, options.timeout)
+        except FailedRunError as error:
+            failed[run.name] = str(error)
+            print(f"{run.name}: failed: {error}", flush=True)
+        else:
+            seconds, accuracy = curve(out)[-1]
+            print(f"{run.name}: {100 * accuracy:.2f} % after {seconds:.1f} s", flush=True)
+        report(options.seeds, folder, failed)
+    print(report(options.seeds, folder, failed))
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

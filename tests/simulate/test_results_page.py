@@ -46,6 +46,13 @@ def test_sentences_hold():
         gossips = row["strategy"].startswith("gossip") or row["strategy"] == "every-log-p"
         if plain and row["world_size"] == 128 and gossips:
             assert row["minus_allreduce_points_mean"] < -0.5, row["strategy"]
+    average = "local, state, average every"
+    lost = [
+        -fmean(measured("mlp", 128, f"{average} {every}")["minus_allreduce_points"])
+        for every in (1, 2, 4)
+    ]
+    assert max(lost[:2]) < 0.2
+    assert 0.5 < lost[2] < behind(128)
     for model in ("mlp", "lenet"):
         assert measured(model, 128, "local")["accuracy"] == pytest.approx([0.1])
 
