@@ -54,7 +54,7 @@ def test_sentences_hold():
     assert max(lost[:2]) < 0.2
     assert 0.5 < lost[2] < behind(128)
     for model in ("mlp", "lenet"):
-        assert measured(model, 128, "local")["accuracy"] == pytest.approx([0.1])
+        assert max(measured(model, 128, "local")["accuracy"]) < 0.2, "it diverges"
 
 
 def result(seed, accuracy, loss, **others):
