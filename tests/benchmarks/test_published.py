@@ -1,0 +1,30 @@
+"""The figures beside published ones are those of the results."""
+
+import json
+from pathlib import Path
+
+from benchmarks import published
+
+PAGE = Path(__file__).parents[2] / "docs" / "published.md"
+
+
+def test_the_page_is_what_the_command_fills_in(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(PAGE.read_text())
+    published.fill_page(page)
+    assert page.read_text() == PAGE.read_text(), "run python -m benchmarks.published"
+
+
+def test_cells_that_are_marked_or_missing_are_told(tmp_path):
+    def cell(contestant, p, seconds, marked=False):
+        place = {"world_size": p, "rate_bits_per_second": 1e8, "profile": "resnet50"}
+        measured = {"step_seconds_median": seconds, "efficiency": 0.4 / seconds}
+        return {"contestant": contestant, "marked": marked, **place, **measured}
+
+    cells = [cell("gossip", 4, 0.5), cell("ddp", 4, 1.0), cell("gossip", 8, 0.8)]
+    cells += [cell("gossip", 16, 0.5), cell("ddp", 16, 2.0, marked=True)]
+    (tmp_path / "network.json").write_text(json.dumps(cells))
+    speed, accuracy = published.tables(tmp_path)
+    assert "| 80 %; 50 %; 80 % |" in speed
+    assert "| 50 % less; not measured; 75 % less (marked) |" in speed
+    assert accuracy.count("| not measured |") == 3
