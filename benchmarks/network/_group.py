@@ -4,7 +4,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.netlab import NetlabError
 
@@ -26,6 +26,14 @@ _FIGURES = (
 )
 
 Block = dict[str, Any]
+
+
+class _Plan(NamedTuple):
+    """Steps of a block before those that count, those, and within what time ranks begin."""
+
+    warm_up: int
+    steps: int
+    spread_seconds: float
 
 
 class _FailedError(Exception):
@@ -188,7 +196,6 @@ class _Group:
         settled = {name: self._settled(name) for name in names}
         plans = {name: self._plan(name, grid, settled) for name in names}
         blocks: dict[str, list[Block]] = {name: [] for name in names}
-        spread = _SPREAD * self._blank.profile.compute_seconds
         for number in range(grid.blocks):
             self._laboratory.wait_until_quiet(grid.patience_seconds)
             turn = number % len(names)
@@ -196,9 +203,10 @@ class _Group:
                 try:
                     block = self._laboratory.run(
                         name,
-                        *plans[name],
+                        plans[name].warm_up,
+                        plans[name].steps,
                         _BLOCK_TIMEOUT_SECONDS,
-                        spread_seconds=0.0 if kind_of(name).in_step else spread,
+                        spread_seconds=plans[name].spread_seconds,
                         hurried=grid.hurried,
                     )
                 except WorkerError as error:
@@ -219,24 +227,25 @@ class _Group:
         except WorkerError as error:
             raise _FailedError(name, str(error)) from error
 
-    def _plan(self, name: str, grid: Grid, settled: dict[str, float]) -> tuple[int, int]:
-        """Steps of a block before those that count, and those."""
+    def _plan(self, name: str, grid: Grid, settled: dict[str, float]) -> "_Plan":
+        """How a block is run."""
         kind = kind_of(name)
         compute = 0.0 if name in BARE else self._blank.profile.compute_seconds
         transfer = settled.get(kind.bare or name, 0.0)
         seconds = max(compute, transfer, 1e-4)
         steps = max(kind.least, math.ceil(grid.block_seconds / seconds))
         steps = kind.steps * math.ceil(steps / kind.steps)
+        if kind.in_step or transfer >= compute:
+            return _Plan(kind.warm_up, steps, 0.0)
         # What is hidden leaves nothing in flight that could hold up the second step.
-        warm_up = min(1, kind.warm_up) if transfer < compute else kind.warm_up
-        return warm_up, steps
+        return _Plan(min(1, kind.warm_up), steps, _SPREAD * compute)
 
     def _cell(
         self,
         name: str,
         rate: float,
         blocks: dict[str, list[Block]],
-        plan: tuple[int, int],
+        plan: "_Plan",
         found: dict[str, Cell],
     ) -> Cell:
         kind, own = kind_of(name), blocks[name]
@@ -262,7 +271,7 @@ class _Group:
                 what: _short(statistics.median(block["clocks"][what] for block in own))
                 for what in own[0]["clocks"]
             },
-            "warm_up_steps": plan[0],
+            "warm_up_steps": plan.warm_up,
             "steps_per_block": own[0]["steps_run"],
             "memory_bytes": round(self._memory_bytes[name]),
         }

@@ -40,6 +40,7 @@ class FakeLaboratory:
         self.log = []
         self.plans = {}
         self.spreads = {}
+        self.transfer = 0.004
         self.by_others = 0.1
         self.alone = 0.0148
         self.bare_busy = 0.2
@@ -70,7 +71,7 @@ class FakeLaboratory:
         return 4 * sum(row[1] for row in profile["parameters"])
 
     def settle(self, name, steps, timeout_seconds):
-        return {"seconds": 0.004, "memory_bytes": 1000}
+        return {"seconds": self.transfer, "memory_bytes": 1000}
 
     def run(self, name, warm_up, steps, timeout_seconds, *, spread_seconds, hurried):
         self._may_fail(name)
@@ -143,6 +144,18 @@ def test_figures_failures_and_refusals(tmp_path, capsys):
     assert "What gossip sends" not in out
     assert draw(written, tmp_path / "page.png").stat().st_size > 10_000
     assert draw([refused], tmp_path / "none.png").exists()
+
+
+def test_blocks_are_as_their_transfers_allow(tmp_path):
+    hidden, exposed = FakeLaboratory(), FakeLaboratory()
+    exposed.transfer = 0.02  # the compute is 0.0146
+    for laboratory in (hidden, exposed):
+        measure(laboratory, tmp_path / f"{laboratory.transfer}.json")
+    assert hidden.plans["gossip"] == (1, 2)
+    assert exposed.plans["gossip"] == (2, 2)
+    assert exposed.spreads["gossip"] == 0  # they wait for each other
+    assert exposed.spreads["no communication"] == hidden.spreads["gossip"] > 0
+    assert hidden.spreads["ddp"] == 0
 
 
 def test_what_is_missing_is_measured_and_nothing_else(tmp_path):
