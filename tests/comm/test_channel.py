@@ -44,7 +44,7 @@ def test_late_then_delivered_by_a_second_take(channels):
     mine = post(a, 1)
     start = time.perf_counter()
     assert a.take(mine, 0.1) is L
-    assert 0.1 <= time.perf_counter() - start < 0.2
+    assert 0.1 <= time.perf_counter() - start < 0.5
     assert mine.open
     post(b, 0, value=3)
     assert a.take(mine, 3.0) is D

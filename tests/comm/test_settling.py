@@ -129,6 +129,24 @@ def test_a_collective_leaves_exchanges_on_both_ends_or_on_neither(acts, seed):
         ranks.check()
 
 
+def test_a_collective_of_which_a_broken_link_told_nothing_spoils_no_later_round():
+    ranks = Meetings()
+    ranks.cut(1)
+    for what in ("enter", "settle", "fail"):
+        getattr(ranks, what)(0)
+    for _ in range(3):
+        ranks.deliver(1)  # in vain
+    ranks.enter(1)
+    for _ in range(3):
+        ranks.deliver(0)
+    for rank in (0, 1):
+        ranks.post(rank), ranks.post(rank)
+        ranks.deliver(1 - rank), ranks.deliver(1 - rank)
+    outcomes = [e.outcome for mine in ranks.exchanges for e in mine.values()]
+    assert outcomes == [D] * 4
+    ranks.check()
+
+
 def test_meetings_that_all_have_heard_of_take_no_memory():
     ranks = Meetings()
     for _ in range(20):
