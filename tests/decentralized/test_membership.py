@@ -262,8 +262,9 @@ def test_an_interrupt_while_a_generation_is_taken_up_loses_nothing_of_it(entered
         with pytest.raises(KeyboardInterrupt):
             me.train_until(lambda: False)
         me.train(1)
-        assert members.current.living == (0, 2)
-        assert rounds.channel.generation == me.session.group.generation == 1
+        taken_up = members.current.generation  # of the same ranks, if rank 1 still beat for a while
+        assert rounds.channel.generation == me.session.group.generation == taken_up > 0
+        me.train_without(1)
         return me.mean()
 
     first, _, third = run_mortals(3, main)
