@@ -1,9 +1,7 @@
 """How long a step waits for each partner: what is usual on its link, and some more."""
 
-import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from statistics import median
 
 from gossipgrad.comm import Exchange, Outcome
@@ -72,14 +70,15 @@ class Deadlines:
 
 
 class Patience:
-    """What is left of a step's waits: those of one step take no longer than the longest alone.
+    """What is left of a step's waits: those in vain take no longer together than the longest alone.
+
+    A wait that was worth it is what the link usually takes, and costs the next one nothing.
 
     Example:
         >>> patience = Patience()
-        >>> with patience.spent():
-        ...     time.sleep(0.001)
-        >>> patience.left(10.0) < 10.0, patience.left(0.0005)
-        (True, 0.0)
+        >>> patience.spend(4.0)
+        >>> patience.left(10.0), patience.left(3.0)
+        (6.0, 0.0)
         >>> patience.renew()
         >>> patience.left(10.0)
         10.0
@@ -96,11 +95,6 @@ class Patience:
         """How much is left of a wait of so many seconds."""
         return max(0.0, seconds - self._spent_seconds)
 
-    @contextmanager
-    def spent(self) -> Iterator[None]:
-        """Inside, this step is waiting."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._spent_seconds += time.perf_counter() - start
+    def spend(self, seconds: float) -> None:
+        """This step has waited so long for nothing."""
+        self._spent_seconds += seconds

@@ -35,7 +35,7 @@ class Rounds:
         recorder: Gets the spans, if there is one.
 
     Attributes:
-        patience: For waits of one step.
+        patience: For waits in vain of one step.
         late_rounds: Rounds whose parts had not come when they were due.
         pair_distance: To the partners of the last period.
         void_rounds: Rounds that one of the two ends gave up before it sent its part.
@@ -221,9 +221,10 @@ class Rounds:
         """Waits for one bucket until `deadline`; counts and records how that ended."""
         exchange = transfer.exchanges[bucket]
         start = time.perf_counter()
-        with self.patience.spent():
-            outcome = transfer.take(bucket, deadline)
+        outcome = transfer.take(bucket, deadline)
         end = time.perf_counter()
+        if outcome is Outcome.LATE:
+            self.patience.spend(end - start)
         self.exposed_seconds += end - start
         self._span("wait", start, end, round=transfer.round, bucket=exchange.bucket)
         if outcome is not Outcome.LATE and bucket not in transfer.counted:
@@ -315,10 +316,11 @@ class Rounds:
         transfers: list[Transfer] = []
         try:
             for section in sections:
-                with self.patience.spent():
-                    wait = self.patience.left(deadline_seconds)
-                    transfer = section.begin(self.channel, self.next_round, peers, wait)
+                start = time.perf_counter()
+                wait = self.patience.left(deadline_seconds)
+                transfer = section.begin(self.channel, self.next_round, peers, wait)
                 if transfer is None:
+                    self.patience.spend(time.perf_counter() - start)
                     _release(transfers)
                     return None
                 transfer.behind = self._sent
