@@ -100,6 +100,7 @@ class Runner:
             found = self._hung(script, folder, hangs_at)
         events = Events(folder).read()
         found["begun"] = sorted({e["fault"] for e in events if e["what"] == "fault"})
+        found["begun_anew"] = _begun_anew(events)
         lines = story(events, script)
         said = log.read_bytes()[logged:].decode(errors="replace")
         said += "".join(
@@ -201,3 +202,15 @@ class Runner:
         deadline = time.monotonic() + 5.0
         while processes_of(process.pid) and time.monotonic() < deadline:
             time.sleep(0.02)
+
+
+def _begun_anew(events: list[dict[str, Any]]) -> list[int]:
+    """Ranks that were killed as the launcher ended them to start all anew: it cannot tell."""
+    killed = {e["rank"]: e["at"] for e in events if e["what"] == "SIGKILL"}
+    return sorted(
+        {
+            e["rank"]
+            for e in events
+            if e["what"] == "begins" and e["at"] > killed.get(e["rank"], e["at"])
+        }
+    )

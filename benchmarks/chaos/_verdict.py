@@ -38,7 +38,7 @@ def judge(script: Script, found: dict[str, Any], undisturbed: dict[str, Any]) ->
         ),
         *(
             f"rank {rank} was killed and is not among the lost"
-            for rank in sorted(script.killed & _fired(script, found))
+            for rank in sorted(script.killed & _fired(script, found) - {*found["begun_anew"]})
             if summary and rank not in summary["lost_ranks"]
         ),
     ]

@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.chaos.__main__ import Results
 from benchmarks.chaos._director import story
+from benchmarks.chaos._pool import _begun_anew
 from benchmarks.chaos._script import Fault, Script, Setting, draw_script
 from benchmarks.chaos._training import EVALUATIONS, STEPS
 from benchmarks.chaos._verdict import judge, print_table
@@ -49,6 +50,7 @@ def found(script, accuracies, **other):
         "seconds": 6.0,
         "left": [],
         "begun": [*range(len(script.faults))],
+        "begun_anew": [],
         "summary": {
             "accuracy": max(accuracies.values()),
             "lost_ranks": lost,
@@ -101,6 +103,20 @@ def test_what_is_not_as_promised_is_told(accuracies, other, why, capsys):
     printed = capsys.readouterr().out
     assert f"seed 7 failed: {why}" in printed
     assert "again: python -m benchmarks.chaos --seed 7" in printed
+
+
+def test_a_rank_that_the_launcher_started_again_after_its_death_is_not_lost():
+    script = make(KILL)
+    summary = {"accuracy": 0.83, "lost_ranks": [], "lost_because": {}}
+    told = found(script, {0: 0.83, 1: 0.83, 2: 0.83}, summary=summary, begun_anew=[1])
+    assert judge(script, told, UNDISTURBED)["outcome"] == "as promised"
+
+
+def test_who_began_anew_is_read_from_the_events():
+    begins = [{"what": "begins", "rank": rank, "at": 1.0 + rank} for rank in range(3)]
+    kills = [{"what": "SIGKILL", "rank": rank, "at": 5.0} for rank in (1, 2)]
+    again = [{"what": "begins", "rank": rank, "at": 6.0} for rank in (0, 1)]
+    assert _begun_anew([*begins, *kills, *again]) == [1]
 
 
 def test_a_rank_that_was_out_of_reach_may_be_taken_for_dead_if_it_says_so():
