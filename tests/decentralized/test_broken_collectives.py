@@ -1,5 +1,7 @@
 """Collectives that break on one rank only: the others are told, and no two unlike ones meet."""
 
+import time
+
 import pytest
 
 import gossipgrad as gg
@@ -83,3 +85,36 @@ def test_collectives_that_are_not_the_same_are_told_apart_and_the_next_one_works
 
     distances = run_sessions(3, use)
     assert distances == [distances[0]] * 3
+
+
+def test_collectives_work_again_after_one_broke_though_all_live(monkeypatch):
+    """A generation of the same ranks follows, in which none has broken."""
+    broken = []
+    totals = Section.totals
+
+    def totals_of(section):
+        if broken and section in broken[0]._sections.weights:
+            broken.clear()
+            raise MemoryError
+        return totals(section)
+
+    monkeypatch.setattr(Section, "totals", totals_of)
+    quick = gg.Heartbeats(interval_seconds=0.05, lease_seconds=0.5, silent_seconds=2.0)
+
+    def use(rank, session, model):
+        if rank == 0:
+            broken.append(session)
+        with pytest.raises(MemoryError if rank == 0 else gg.GossipError):
+            session.consensus_distance()
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            try:
+                return session.consensus_distance(), session.membership.living
+            except gg.GossipError:
+                time.sleep(0.05)
+        return None
+
+    found = run_sessions(3, use, heartbeats=quick)
+    assert found[0] is not None
+    assert found[0][1] == (0, 1, 2)
+    assert found == [found[0]] * 3

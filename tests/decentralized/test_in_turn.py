@@ -6,7 +6,7 @@ import time
 import gossipgrad as gg
 from gossipgrad.comm import Hub
 from gossipgrad.decentralized import _in_turn
-from gossipgrad.decentralized._in_turn import in_turn
+from gossipgrad.decentralized._in_turn import RoundBefore
 from support.ranks import run_ranks
 from support.replicas import network, set_gradients, sgd
 
@@ -18,13 +18,13 @@ class Ticket:
 
 def test_nothing_to_wait_for():
     filled = print
-    assert in_turn(None, []) is None
-    assert in_turn(filled, [Ticket(done=True)]) is filled
+    assert RoundBefore().then(None) is None
+    assert RoundBefore([Ticket(done=True)]).then(filled) is filled
 
 
 def test_waits_for_what_was_sent_before_and_for_its_own_buffer():
     first, events = Ticket(), []
-    ready = in_turn(lambda: events.append("filled"), [first, Ticket(done=True)])
+    ready = RoundBefore([first, Ticket(done=True)]).then(lambda: events.append("filled"))
     assert ready is not None
 
     def leave():
@@ -41,11 +41,17 @@ def test_waits_for_what_was_sent_before_and_for_its_own_buffer():
 
 def test_a_partner_that_takes_nothing_holds_up_the_next_for_a_while_only(monkeypatch):
     monkeypatch.setattr(_in_turn, "_PATIENCE_SECONDS", 0.1)
-    ready = in_turn(None, [Ticket()])
-    assert ready is not None
+    monkeypatch.setattr(time, "sleep", lambda seconds: slept.append(seconds))
+    slept = []
+    before = RoundBefore([Ticket()])
+    buckets = [before.then(None) for _ in range(3)]
     start = time.perf_counter()
-    ready()
+    buckets[0]()
     assert 0.1 <= time.perf_counter() - start < 2.0
+    slept.clear()
+    for ready in buckets[1:]:
+        ready()
+    assert not slept, "all of a round share one wait"
 
 
 class SlowTransport:

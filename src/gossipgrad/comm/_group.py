@@ -268,7 +268,7 @@ class Group:
             except RuntimeError as error:
                 silent = isinstance(error, StoreSilentError)
                 why = _first_line(error)
-                self._broken = why if silent else f"a rank has died or left ({why})"
+                self._broken = why if silent else f"a rank has died, left or broken it off ({why})"
                 self._gloo = None
                 raise GossipError(f"the collective did not come about: {self._broken}") from error
             except BaseException:

@@ -84,7 +84,7 @@ class MemberWatch:
         self._examined: set[int] = set()  # a collective broke, and nobody knows by whom
         self._unread: set[int] = set()  # of both: their beats were not read since
         self._broken_in: dict[int, int] = {}  # in which generation a link broke
-        self._parted = False  # a link broke, and both its ends live
+        self._parted = False  # a link or a collective broke, and all live
         self._renewals = 0
         self._renewed_seconds = -math.inf
         self._expelled = frozenset(first.lost)
@@ -178,6 +178,11 @@ class MemberWatch:
                     break
             self.is_member()  # freezes the membership if the store hangs
         return self.latest.generation > known
+
+    def renew(self) -> None:
+        """Has a generation of the same ranks written: what broke in this one begins anew in it."""
+        self._parted = True
+        self._wake.set()
 
     def beat(self) -> None:
         """One turn of the thread: shows a sign of life, reads the record, looks at the watched."""

@@ -110,7 +110,10 @@ class Members:
         if self.watch is None or self._channel is None:
             return False
         newer = self.watch.latest.generation > self.current.generation
-        return newer or self.watch.examine(self._channel.poll)
+        if newer or self.watch.examine(self._channel.poll):
+            return True
+        self.watch.renew()  # later collectives are those of a generation in which none broke
+        return False
 
     def meet(self, rounds: Rounds) -> bool:
         """Whether there are other members, and a consensus with them can be had."""

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
-from gossipgrad.comm import Channel, Outcome, Recorder, Ticket
+from gossipgrad.comm import Channel, Outcome, Recorder
 from gossipgrad.decentralized._deadlines import Deadlines, Patience
+from gossipgrad.decentralized._in_turn import RoundBefore
 from gossipgrad.decentralized._listener import Listener
 from gossipgrad.decentralized._pair_distance import PairDistance
 from gossipgrad.decentralized._section import Delta, Section, Transfer
@@ -65,7 +66,7 @@ class Rounds:
         self.lagged = lagged
         self._recorder = recorder
         self._listener = Listener(channel)
-        self._sent: list[Ticket] = []
+        self._sent = RoundBefore()
         self._under_way: list[Transfer] = []
         self._late: list[Transfer] = []
         self.pair_distance = PairDistance()
@@ -366,7 +367,7 @@ class Rounds:
     def _take_on(self, transfers: Sequence[Transfer]) -> None:
         """Looks after transfers that were sent."""
         self._under_way.extend(transfers)
-        self._sent = [ticket for transfer in transfers for ticket in transfer.tickets]
+        self._sent = RoundBefore([t for transfer in transfers for t in transfer.tickets])
         if not self.lagged:  # the authors' rule needs what was received as it came
             self._listener.expect(transfers)
 

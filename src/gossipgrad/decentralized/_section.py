@@ -20,7 +20,7 @@ from gossipgrad.comm import (
     split,
     to_device,
 )
-from gossipgrad.decentralized._in_turn import in_turn
+from gossipgrad.decentralized._in_turn import RoundBefore
 from gossipgrad.decentralized._mixing import delta_of, mix, replace, widened
 from gossipgrad.decentralized._tensors import Entry
 from gossipgrad.topology import Peers
@@ -205,7 +205,7 @@ class Transfer:
         self.exchanges: dict[int, Exchange] = {}
         self.counted: set[int] = set()  # buckets of which it is known how they ended
         self.taken: set[int] = set()  # those that are dealt with: mixed, or nothing came
-        self.behind: Sequence[Ticket] = ()  # what leaves first, if it does so soon
+        self.behind = RoundBefore()
         self._channel = channel
         self._deltas: dict[int, Delta] = {}
         self._versions: dict[int, int] = {}
@@ -234,7 +234,7 @@ class Transfer:
         if bucket not in self._filled:
             self.fill(bucket)
         payload, filled = self._filled.pop(bucket)
-        ready = in_turn(filled, self.behind)
+        ready = self.behind.then(filled)
         exchange = self._channel.post(
             self.round,
             self.section.first_bucket + bucket,
