@@ -16,6 +16,7 @@ import json
 import multiprocessing
 import os
 import re
+import shlex
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -247,6 +248,17 @@ def _samples_by_then(repeat: dict[int, Ran]) -> int | None:
     return BATCH_SIZE * sum(end <= done for end in repeat[VICTIM].begins[1:])
 
 
+def command_of(cells: Sequence[dict[str, Any]]) -> str:
+    """What measures all these cells anew, whether or not they were measured in one go."""
+    repeats = {cell["contestant"]: len(cell["longest_step_seconds"]) for cell in cells}
+    command = "python -m benchmarks.stall --repeats"
+    if repeats.keys() == CONTESTANTS.keys() and len(set(repeats.values())) == 1:
+        return f"{command} {next(iter(repeats.values()))}"
+    return "; ".join(
+        f"{command} {number} --only {shlex.quote(name)}" for name, number in repeats.items()
+    )
+
+
 def main() -> None:
     """Measures, prints and writes; cells that were not asked for stay as they are."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -279,7 +291,8 @@ def main() -> None:
         "slower": SLOWER,
         "batch_size": BATCH_SIZE,
     }
-    print(write("stall", about | {"cells": [cells[key] for key in order if key in cells]}))
+    found = [cells[key] for key in order if key in cells]
+    print(write("stall", {"command": command_of(found)} | about | {"cells": found}))
 
 
 if __name__ == "__main__":

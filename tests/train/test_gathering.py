@@ -2,6 +2,7 @@
 
 import re
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -9,11 +10,12 @@ import torch.distributed as dist
 from gossipgrad import data
 from gossipgrad.comm import AskedStore, Heartbeats
 from gossipgrad.errors import EvictedError, GossipError
-from gossipgrad.train import TrainConfig, _gathering, _given_start
+from gossipgrad.train import RunFailedError, TrainConfig, _gathering, _given_start, _world
 from gossipgrad.train._gathering import Gathering, StartAgainError
 from gossipgrad.train._given_start import train_with_those_who_come
 from gossipgrad.train._given_world import World
 from gossipgrad.train._layout import RunDir
+from gossipgrad.train._signals import Stops
 from support.hanging_store import Hanging
 from support.results import result
 from support.waiting import until
@@ -123,6 +125,49 @@ def test_when_the_opener_dies_over_it_the_next_one_takes_its_place(come):
     assert [m.living for m in met] == [(1, 2)] * 2
     dying.set()
     opener.join()
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_an_opener_that_was_given_up_does_not_undo_what_its_successor_opened(come, refuses):
+    ranks = [come(rank) for rank in range(3)]
+    goes_on = threading.Event()
+
+    def stand_still(again):
+        ranks[0].close()
+        goes_on.wait(30)
+        if refuses:
+            raise ValueError("no such model")
+        return {"out": "first"}
+
+    found = []
+    opener = threading.Thread(
+        target=lambda: found.extend(together(lambda: ranks[0].open(stand_still)))
+    )
+    opener.start()
+    until(lambda: ranks[1].gone(), timeout_seconds=30)
+    assert ranks[1].open(lambda again: {"out": "second"}) == {"out": "second"}
+    # As one that was stopped, and looks again.
+    ranks[0]._watch = ranks[1]._watch
+    goes_on.set()
+    opener.join(30)
+    assert isinstance(found[0], ValueError if refuses else EvictedError)
+    assert ranks[2].open(never) == {"out": "second"}
+
+
+@pytest.mark.parametrize("error", [EvictedError("given up"), GossipError("no such data")])
+def test_who_was_given_up_leaves_the_folder_to_the_others(come, tmp_path, monkeypatch, error):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(_world, "data", SimpleNamespace(load=fail))
+    run_dir, world = RunDir(tmp_path), World(rank=0, world_size=3, launcher="torchrun")
+    run_dir.partial.mkdir()
+    start = _world._Start(world)
+    start.run_dir = run_dir
+    config = TrainConfig(nproc=3, quiet=True)
+    with pytest.raises(RunFailedError, match=f"rank 0 failed: {error}"):
+        _world._take_part(config, run_dir, world, come.store, come.store, come(0), start, Stops())
+    assert run_dir.partial.exists() == isinstance(error, EvictedError)
 
 
 def test_one_that_has_failed_ends_those_who_wait(come):

@@ -131,12 +131,14 @@ class Gathering:
         while not self._ask(lambda store: store.check(["run"])):
             living = self._living()
             if self._rank == min(living) and (before := self._opens(living)) is not None:
-                told = None
+                said = json.dumps(None)
                 try:
-                    told = make(before != "")
+                    said = json.dumps(make(before != ""))
                 finally:
-                    self._ask(lambda store, told=told: store.set("run", json.dumps(told)))
-                return told
+                    # One that was given up over this does not undo what its successor opened.
+                    self._ask(lambda store, said=said: store.compare_set("run", "", said))
+                self._living()
+                break
             if time.monotonic() > deadline:
                 raise GossipError(
                     f"rank {self._rank} waited {_LIVING_SECONDS:g} s for rank {min(living)} to "

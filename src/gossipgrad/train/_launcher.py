@@ -27,7 +27,7 @@ _POLL_SECONDS = 0.1
 _CAUSE_GRACE_SECONDS = 1.0
 # One that goes on just then is told by its own session that it was given up.
 _GIVEN_UP_GRACE_SECONDS = 3.0
-# At the start, where a busy machine loads packages and data.
+# No less, for machines that are busy.
 _SILENT_SECONDS = 10.0
 
 
@@ -58,9 +58,10 @@ def launch(config: TrainConfig, run_dir: RunDir, progress: Progress) -> Launched
     Workers come out of a fork server that has torch loaded, talk over loopback, and find each
     other in a store that lives in this process, so that no worker is needed more than the others.
     When one is lost, gossip and local runs go on without it, and if it is killed or stands still
-    before anybody trains, they start again; an all-reduce run ends. The first signal asks the
-    workers to stop at the next step and keeps what was reached; the second kills them. A signal
-    before the first step ends the run. No worker outlives this call.
+    before anybody trains, they start again; an all-reduce run ends. One that stands still and is
+    called lost by no other, because ranks do not meet or the others are over, is ended. The first
+    signal asks the workers to stop at the next step and keeps what was reached; the second kills
+    them. A signal before the first step ends the run. No worker outlives this call.
 
     Raises:
         RunFailedError: A worker could not start, one of an all-reduce was lost, or all were.
@@ -204,7 +205,10 @@ def _supervise(
         wait([worker.pipe for worker in running], timeout=_POLL_SECONDS)
         for worker in running:
             worker.listen(progress)
-            _give_up_if_silent(worker, config)
+        for worker in _standing_still(running, config):
+            limit = _silence_limit_seconds(worker, config)
+            worker.give_up(f"stood still for {limit:g} s and was ended")
+        for worker in running:
             if (lost := worker.failure) is None:
                 continue
             progress.lose(lost.rank)
@@ -235,12 +239,21 @@ def _supervise(
                 return
 
 
-def _give_up_if_silent(worker: WorkerHandle, config: TrainConfig) -> None:
-    """End a worker that stands still before it trains: no session is there yet to tell."""
+def _standing_still(running: list[WorkerHandle], config: TrainConfig) -> list[WorkerHandle]:
+    """Who stands still and is called lost by no session of another that runs."""
+    living = [worker for worker in running if not worker.over]
+    silent = [
+        worker
+        for worker in living
+        if worker.silent_seconds > _silence_limit_seconds(worker, config)
+    ]
+    nobody_tells = config.strategy == "local" or len(silent) == len(living)
+    return [worker for worker in silent if nobody_tells or not worker.ready]
+
+
+def _silence_limit_seconds(worker: WorkerHandle, config: TrainConfig) -> float:
     limit = max(_SILENT_SECONDS, config.gossip.lost_after_seconds)
-    limit = limit if worker.heard else max(limit, config.start_seconds)
-    if not (worker.over or worker.ready) and worker.silent_seconds > limit:
-        worker.give_up(f"stood still for {limit:g} s and was ended")
+    return limit if worker.heard else max(limit, config.start_seconds)
 
 
 def _are_given_up(running: list[WorkerHandle], workers: list[WorkerHandle]) -> bool:

@@ -48,9 +48,9 @@ def worker_main(spec: WorkerSpec, pipe: Connection) -> None:
     """Body of a worker process.
 
     Whatever comes over `pipe` means stop; its end means that the launcher is gone, and the process
-    ends at once. Back go events: "beat" until it trains, then "ready", "progress", "epoch",
-    "store", and as the last "result" or "failed". Ctrl-C reaches the launcher, which passes it on;
-    here it is ignored.
+    ends at once. Back go events: "beat" all the time, whatever it is busy with, "ready" when it
+    trains, then "progress", "epoch", "store", and as the last "result" or "failed". Ctrl-C reaches
+    the launcher, which passes it on; here it is ignored.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # The launcher tells of lost ranks and of a lost store, and all ranks would warn of the same.
@@ -61,16 +61,18 @@ def worker_main(spec: WorkerSpec, pipe: Connection) -> None:
         warnings.simplefilter("ignore")
     stop = threading.Event()
     threading.Thread(target=_listen, args=(pipe, stop), daemon=True).start()
-    ready = threading.Event()
+    ready, over = threading.Event(), threading.Event()
     sending = threading.Lock()
 
     def emit(event: Event) -> None:
         if event["event"] == "ready":
             ready.set()
+        if event["event"] in ("result", "failed"):
+            over.set()
         with sending:
             pipe.send(event)
 
-    threading.Thread(target=_beat, args=(emit, ready), daemon=True).start()
+    threading.Thread(target=_beat, args=(emit, over), daemon=True).start()
 
     try:
         config = spec.config
@@ -129,10 +131,10 @@ def _join(spec: WorkerSpec) -> Groups | None:
     )
 
 
-def _beat(emit: Callable[[Event], None], ready: threading.Event) -> None:
-    """Show signs of life, as long as no session does."""
+def _beat(emit: Callable[[Event], None], over: threading.Event) -> None:
+    """Show signs of life until the end: only a process that stands still as a whole is silent."""
     with contextlib.suppress(OSError):
-        while not ready.wait(BEAT_SECONDS):
+        while not over.wait(BEAT_SECONDS):
             emit({"event": "beat"})
 
 

@@ -39,7 +39,7 @@ class WorkerHandle:
     Attributes:
         rank: Its rank.
         ready: Whether it has begun to train.
-        silent_seconds: How long it has shown no sign of life, until it trains.
+        silent_seconds: How long it has shown no sign of life.
         heard: Whether it has shown one at all.
         result: What it handed in, at its end.
         failure: Why it was lost, if it was.

@@ -220,9 +220,10 @@ def _take_part(
         where.write_text(traceback.format_exc())
         cause = f"failed: {short_cause(error)}"
         ending.hand_in({"cause": cause})
-        if not (start.ready or isinstance(error, EvictedError)):
-            gathering.fail(cause)
-        start.free_folder()
+        if not isinstance(error, EvictedError):  # else the run, and its folder, is the others'
+            if not start.ready:
+                gathering.fail(cause)
+            start.free_folder()
         raise RunFailedError(
             f"rank {world.rank} {cause.rstrip('.')} (traceback in {where})"
         ) from error

@@ -1,0 +1,176 @@
+"""Who is ended by the launcher for standing still, and who is only busy."""
+
+import logging
+import signal
+import threading
+from multiprocessing import Pipe
+from multiprocessing.context import ForkServerProcess
+from types import SimpleNamespace
+
+import pytest
+
+from gossipgrad.train import GossipConfig, TrainConfig, _launcher, _worker, _worker_handle
+from gossipgrad.train._layout import RunDir
+from gossipgrad.train._progress import Progress
+from gossipgrad.train._signals import Stops
+from gossipgrad.train._worker_handle import WorkerHandle
+from support.results import result
+
+SIGNALS = {"SIGINT": signal.SIGINT, "SIG_IGN": signal.SIG_IGN}
+
+
+class Killed(ForkServerProcess):
+    """A process that was never started, and tells when it would be killed."""
+
+    def __init__(self, killed, rank):
+        super().__init__()
+        self._killed, self._number = killed, rank
+
+    def kill(self):
+        self._killed.append(self._number)
+
+
+class Workers:
+    """Two workers of a run, by hand: who is not silent beats whenever the launcher looks."""
+
+    def __init__(self, monkeypatch, **options):
+        self.config = TrainConfig(nproc=2, **options)
+        self.seconds = 0.0
+        self.silent = set()
+        self.killed = []
+        self.befalls = {}
+        monkeypatch.setattr(_worker_handle, "time", SimpleNamespace(monotonic=lambda: self.seconds))
+        monkeypatch.setattr(_launcher, "time", SimpleNamespace(monotonic=lambda: self.seconds))
+        monkeypatch.setattr(_launcher, "wait", self._pass)
+        self.pipes, self.handles = [], []
+        for rank in range(2):
+            ours, theirs = Pipe()
+            self.handles.append(WorkerHandle(Killed(self.killed, rank), ours, rank))
+            self.pipes.append(theirs)
+
+    def say(self, rank, event, **more):
+        self.pipes[rank].send({"event": event, **more})
+
+    def end(self, rank, **lost):
+        self.say(rank, "result", result=result(rank, **lost).to_json())
+
+    def supervise(self):
+        """Until it is over; gives what the clock says then."""
+        for rank in range(2):
+            self.say(rank, "ready", total_steps=1)
+        _launcher._supervise(self.handles, self.config, Progress(self.config, 2), Stops())
+        return self.seconds
+
+    def _pass(self, pipes, timeout):
+        self.seconds += 0.5
+        assert self.seconds < 1000, "it never ends"
+        if (befalls := self.befalls.pop(self.seconds, None)) is not None:
+            befalls()
+        for rank, worker in enumerate(self.handles):
+            if not worker.over and rank not in self.silent:
+                self.say(rank, "beat")
+
+
+@pytest.fixture
+def workers(monkeypatch):
+    made = []
+
+    def make(**options):
+        made.append(Workers(monkeypatch, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        for pipe in (*each.pipes, *(worker.pipe for worker in each.handles)):
+            pipe.close()
+
+
+def test_a_local_worker_that_stands_still_is_ended_and_the_others_go_on(workers, capfd):
+    run = workers(strategy="local")
+    run.befalls = {5.0: lambda: run.silent.add(1), 100.0: lambda: run.end(0)}
+    assert run.supervise() == 100
+    assert run.killed == [1]
+    failure = run.handles[1].failure
+    assert failure.cause == "stood still for 10 s and was ended"
+    assert failure.started
+    assert run.handles[0].result is not None
+    told = "gossipgrad: rank 1 stood still for 10 s and was ended; the others go on\n"
+    assert capfd.readouterr().err == told
+
+
+def test_one_that_stands_still_when_the_others_are_over_is_ended(workers):
+    """Nobody has called it lost, and nobody will."""
+    run = workers(gossip=GossipConfig(lost_after_seconds=20.0))
+    run.befalls = {5.0: lambda: run.silent.add(1), 6.0: lambda: run.end(0)}
+    assert 24 <= run.supervise() < 27
+    assert run.handles[1].failure.cause == "stood still for 20 s and was ended"
+
+
+def test_as_long_as_one_runs_that_can_tell_it_is_the_others_who_give_up(workers):
+    run = workers()
+    lost = {"1": {"why": "no sign of life", "generation": 1, "when_seconds": 3.0}}
+
+    def end():
+        assert not run.killed
+        run.end(0, lost=lost)
+
+    run.befalls = {5.0: lambda: run.silent.add(1), 100.0: end}
+    assert run.supervise() >= 100
+    assert run.killed == [1]
+
+
+@pytest.mark.parametrize("strategy", ["gossip", "allreduce"])
+def test_a_run_whose_workers_all_stand_still_ends(workers, strategy):
+    run = workers(strategy=strategy)
+    run.befalls = {5.0: lambda: run.silent.update({0, 1})}
+    assert run.supervise() < 17
+    assert sorted(run.killed) == [0, 1]
+
+
+@pytest.mark.parametrize("strategy", ["gossip", "local"])
+def test_one_that_is_busy_for_long_is_not_ended(workers, strategy):
+    run = workers(strategy=strategy)
+    run.befalls = {5.0: lambda: run.end(0), 900.0: lambda: run.end(1)}
+    assert run.supervise() == 900
+    assert not run.killed
+
+
+def test_a_worker_beats_whatever_it_is_busy_with_until_its_result(monkeypatch, tmp_path):
+    monkeypatch.setattr(_worker, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(_worker, "data", SimpleNamespace(load=lambda *_, **__: None))
+    # Both would end this process.
+    monkeypatch.setattr(_worker, "_listen", lambda pipe, stop: None)
+    monkeypatch.setattr(_worker, "os", SimpleNamespace(_exit=lambda code: None))
+    monkeypatch.setattr(_worker, "signal", SimpleNamespace(signal=lambda *_: None, **SIGNALS))
+    monkeypatch.setattr(logging.getLogger("gossipgrad"), "propagate", True)
+    ours, theirs = Pipe()
+    heard, enough = [], threading.Event()
+
+    def train(config, dataset, run_dir, *, emit, **rest):
+        emit({"event": "ready", "total_steps": 1})
+        enough.wait(30)
+        return result(0)
+
+    def listen():
+        while not heard or heard[-1] not in ("result", "failed"):
+            heard.append(ours.recv()["event"])
+            if heard[-3:] == ["beat"] * 3 and "ready" in heard:
+                enough.set()
+
+    monkeypatch.setattr(_worker, "train_rank", train)
+    listener = threading.Thread(target=listen)
+    listener.start()
+    spec = _worker.WorkerSpec(
+        config=TrainConfig(nproc=1, strategy="local"),
+        run_dir=RunDir(tmp_path),
+        rank=0,
+        world_size=1,
+        store_port=0,
+        members=(0,),
+    )
+    _worker.worker_main(spec, theirs)
+    listener.join(30)
+    assert enough.is_set(), "beats ended with the start"
+    assert [event for event in heard if event != "beat"] == ["ready", "result"]
+    ours.close()
+    theirs.close()
