@@ -99,6 +99,89 @@ def test_a_lease_that_cannot_be_renewed_freezes_the_membership(clock, caplog):
     watch.stop()
 
 
+class Slow:
+    """A store in which reading takes seconds of a clock, and until `read` is set."""
+
+    def __init__(self, clock):
+        self._store, self._clock, self.seconds = dist.HashStore(), clock, 0.0
+        self.reading, self.read = threading.Event(), threading.Event()
+        self.read.set()
+
+    def set(self, key, value):
+        self._store.set(key, value)
+
+    def get(self, key):
+        answer = self._store.get(key)
+        self.reading.set()
+        assert self.read.wait(10)
+        self._clock.seconds += self.seconds if key == "membership" else 0.0
+        time.sleep(0.001)
+        return answer
+
+    def compare_set(self, key, expected, desired):
+        return self._store.compare_set(key, expected, desired)
+
+
+FIVE = Heartbeats(interval_seconds=0.005, lease_seconds=5.0, silent_seconds=500.0)
+
+
+@pytest.mark.parametrize("seconds", [3.5, 6.0])
+def test_a_store_that_is_slow_is_not_awaited_again_and_again(clock, caplog, seconds):
+    """The lease is 5 s. Each beat of 3.5 s would renew it too late, and be awaited."""
+    store = Slow(clock)
+    watch, _ = (MemberWatch(store, rank, Membership.first(2), FIVE, now=clock) for rank in range(2))
+    with caplog.at_level(logging.WARNING):
+        store.seconds = seconds
+        watch.start()
+        until(lambda: watch.frozen)
+        for beats in range(watch._beats + 1, watch._beats + 20):
+            assert watch.is_member()
+            until(lambda beats=beats: watch._beats >= beats)
+            assert watch.frozen
+        store.seconds = 0.0
+        until(lambda: watch.frozen is None)
+        watch.stop()
+    slow, again = (record.message for record in caplog.records)
+    assert f"the rendezvous store is slow (a beat took {seconds} s); the" in slow
+    assert "answers again" in again
+
+
+def test_a_beat_under_way_that_is_younger_than_a_lease_renews_it(clock):
+    store = Slow(clock)
+    watch, _ = (MemberWatch(store, rank, Membership.first(2), FIVE, now=clock) for rank in range(2))
+    clock.seconds = 4.0
+    store.read.clear()
+    beat = threading.Thread(target=watch.beat)
+    beat.start()
+    assert store.reading.wait(10)
+    clock.seconds = 7.0
+    answers = []
+    asking = threading.Thread(target=lambda: answers.append(watch.is_member()))
+    asking.start()
+    store.read.set()
+    for thread in (beat, asking):
+        thread.join(10)
+    assert (answers, watch._beats, watch.frozen) == ([True], 1, None)
+
+
+def test_a_beat_in_which_a_rank_stood_still_renews_no_lease(clock):
+    store = Slow(clock)
+    watch, other = (
+        MemberWatch(store, rank, Membership.first(2), FIVE, now=clock) for rank in range(2)
+    )
+    store.read.clear()
+    watch.start()
+    assert store.reading.wait(10)
+    clock.seconds = 600.0
+    other._give_up({0: "no sign of life"})
+    store.read.set()
+    assert not watch.is_member()
+    assert watch.frozen is None
+    with pytest.raises(EvictedError, match="rank 0 was taken for dead by rank 1"):
+        watch.confirm()
+    watch.stop()
+
+
 def test_when_the_store_is_lost_the_membership_freezes_and_a_warning_says_so_once(caplog):
     class Lost(dict):
         broken = False

@@ -3,12 +3,17 @@
 import logging
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
 
 import gossipgrad as gg
+from gossipgrad.comm import AskedStore, Group
+from gossipgrad.decentralized import _members
 from support.deaths import run_mortals
+from support.hanging_store import Hanging
+from support.replicas import network, sgd
 from support.waiting import until
 
 
@@ -49,6 +54,22 @@ def test_training_goes_on_when_the_store_is_lost(caplog):
     assert torch.equal(first, third)
     frozen = [r.message for r in caplog.records if "the rendezvous store is lost" in r.message]
     assert len(frozen) == 3
+
+
+def test_a_store_that_stands_still_does_not_hold_a_rank_up_as_it_starts(monkeypatch):
+    monkeypatch.setattr(_members, "AskedStore", partial(AskedStore, timeout_seconds=0.2))
+    model, store = network(), Hanging()
+    optimizer = sgd(list(model.parameters()))
+    # A group that has come about before, as far as it is asked here.
+    group = Group(store, 0, 2, members=(0,))
+    try:
+        with pytest.raises(
+            gg.GossipError,
+            match=r"^rank 0 cannot reach the rendezvous store any more, .*not answer within 0\.2 s",
+        ):
+            gg.gossip(model, optimizer, process_group=group, topology="matching")
+    finally:
+        store.answers.set()
 
 
 def test_in_mode_stale_no_step_waits_for_a_store_that_stands_still():

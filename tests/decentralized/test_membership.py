@@ -199,6 +199,43 @@ def test_a_rank_that_stood_still_sees_its_eviction_before_it_sends():
     assert torch.equal(first, third)
 
 
+def test_an_eviction_that_is_learnt_while_a_generation_is_taken_up_is_told_and_enters_nothing():
+    def main(me):
+        me.train(3)
+        me.session.group.barrier()
+        if me.rank == 0:
+            watch, channel = me.session._members.watch, me.session._rounds.channel
+            is_member = watch.is_member
+
+            def late():
+                # What the thread would learn right after it was asked.
+                watch.is_member, answer = is_member, is_member()
+                watch.latest = watch.latest.without({0: "no sign of life"}, left=False, by=1)
+                return answer
+
+            watch.is_member, entered = late, channel.generation
+            with pytest.raises(gg.EvictedError, match="rank 0 was taken for dead by rank 1"):
+                me.session._members.take_up(me.session._rounds)
+            assert channel.generation == me.session.group.generation == entered
+
+            confirm = watch.confirm
+
+            def later():
+                watch.confirm, watch.latest = confirm, told
+                known = confirm()
+                watch.latest = told.without({0: "no sign of life"}, left=False, by=1)
+                return known
+
+            told, watch.confirm = me.session._members.current, later
+            assert not me.session._members.take_up(me.session._rounds)
+            with pytest.raises(gg.EvictedError):
+                me.session._members.take_up(me.session._rounds)
+            assert channel.generation == me.session.group.generation == entered
+            watch.latest = told
+
+    run_mortals(2, main)
+
+
 def stand_still(me, resumed):
     """As a stopped process: shows no sign of life, and its links stay."""
     me.session._members.watch.stop()

@@ -26,6 +26,10 @@ class Hanging(dist.Store):
         self.answers.wait()
         return self._inner.get(key)
 
+    def add(self, key: str, amount: int) -> int:
+        self.answers.wait()
+        return self._inner.add(key, amount)
+
     def check(self, keys: list[str]) -> bool:
         self.answers.wait()
         return self._inner.check(keys)

@@ -20,6 +20,7 @@ _SUSPECT_BEATS = 3  # at least, without a sign of life, for one whose link broke
 _LOOK = 0.9  # of an interval lies between two looks that count
 _FAREWELL_SECONDS = 1.0
 _RENEWALS = 6  # of generations, each pause between two of them twice the one before
+_SLOW_BEATS = 3  # in a row, that took over half a lease: steps would wait for every other one
 _EXAMINATION = 2.0  # may take so many times as long as a rank may be silent
 
 
@@ -37,9 +38,10 @@ class MemberWatch:
 
     Nothing here is a collective, and nobody waits for another rank. Only the thread talks to the
     store, so that a store that hangs holds up nobody else. Once it fails, or does not answer in
-    time when a lease has run out, the membership is frozen: a warning says so once, the last
-    generation stays, and training goes on with those who can be reached. The thread tries on, with
-    new connections, until the store answers again.
+    time when a lease has run out, or takes over half a lease again and again, the membership is
+    frozen: a warning says so once, nothing waits for the store any more, and training goes on with
+    those who can be reached. The thread tries on, with new connections if need be, until the store
+    answers within half a lease again; what it learns meanwhile counts.
 
     Two members whose link broke and who both live go on in a new generation, of the same ranks,
     in which links are made anew; after ever longer pauses if links keep breaking.
@@ -55,7 +57,7 @@ class MemberWatch:
 
     Attributes:
         latest: The newest membership that is known.
-        frozen: Why the membership cannot change any more, None while it can.
+        frozen: Why no lease is kept and no change of the membership awaited, None while they are.
         waits: Whether `is_member` may wait for the store. Else nothing is sent meanwhile.
     """
 
@@ -78,7 +80,7 @@ class MemberWatch:
         self._reconnect = reconnect
         self._now = now
         self._record = Record(store, first)
-        self._beats = 0
+        self._beats = self._slow_beats = 0
         self._seen: dict[int, _Seen] = {}
         self._suspects: set[int] = set()  # their links broke
         self._examined: set[int] = set()  # a collective broke, and nobody knows by whom
@@ -127,27 +129,32 @@ class MemberWatch:
             asked = self._asked_seconds
 
             def over() -> object:
-                return self._confirmed_seconds >= asked or self.frozen or self._stopped
+                kept = self._now() - self._confirmed_seconds <= lease
+                return kept or self.frozen or self._stopped
 
             self._wake.set()
             with self._changed:
-                self._changed.wait_for(over, lease if self.waits else 0.0)
-            if not over():
+                known = self._changed.wait_for(over, lease if self.waits else 0.0)
+            if not known:
                 if not self.waits and now - asked <= lease:
                     return False
                 self._freeze(f"the rendezvous store did not answer within {lease:g} s")
         return self._rank not in self.latest.gone
 
-    def confirm(self) -> None:
+    def confirm(self) -> Membership:
         """Makes sure that this rank is no former member; local but for an old lease.
+
+        Returns:
+            The newest membership, which this rank is in unless it is leaving.
 
         Raises:
             EvictedError: If the others have given this rank up.
         """
         self.is_member()
-        loss = self.latest.gone.get(self._rank)
+        latest = self.latest  # once: the thread may learn of a later one at any time
+        loss = latest.gone.get(self._rank)
         if loss is None or self._leaving:
-            return
+            return latest
         raise EvictedError(
             f"rank {self._rank} was taken for dead by rank {loss.by} ({loss.why}): it is no member "
             f"since generation {loss.generation}, and the others train on without it. Its weights "
@@ -215,13 +222,14 @@ class MemberWatch:
             self._thread.join(_FAREWELL_SECONDS)
 
     def _run(self) -> None:
-        interval = self._settings.interval_seconds
+        interval, lease = self._settings.interval_seconds, self._settings.lease_seconds
         pause, broken = interval, False  # a store that is lost is tried again ever more rarely
         while not self._stopped:
             try:
                 if broken:
                     self._connect()
                 self._wake.clear()
+                began = self._now()
                 self.beat()
             except RuntimeError as error:
                 if self._stopped:
@@ -232,10 +240,15 @@ class MemberWatch:
                     self._changed.wait_for(lambda: self._stopped, pause)
                 pause = min(2 * pause, max(interval, self._settings.silent_seconds / 2))
             else:
-                self._thaw()
+                took = self._now() - began
+                self._slow_beats = 0 if 2 * took <= lease else self._slow_beats + 1
+                if self._slow_beats == 0:
+                    self._thaw()
+                elif self._slow_beats >= _SLOW_BEATS:  # else this rank may have stood still itself
+                    self._freeze(f"the rendezvous store is slow (a beat took {took:.1f} s)")
                 pause, broken = interval, False
                 if not self._stopped:
-                    self._wake.wait(interval)
+                    self._wake.wait(max(0.0, interval - took))
         if self._leaving and not broken:
             with contextlib.suppress(RuntimeError):  # then it falls silent
                 self._give_up({self._rank: "left"}, left=True)

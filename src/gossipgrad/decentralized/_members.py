@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import torch.distributed as dist
 
 from gossipgrad.comm import (
+    AskedStore,
     Channel,
     Group,
     Heartbeats,
@@ -15,6 +16,7 @@ from gossipgrad.comm import (
 )
 from gossipgrad.decentralized._rounds import Rounds
 from gossipgrad.decentralized._stale_rounds import StaleRounds
+from gossipgrad.errors import GossipError
 from gossipgrad.topology import Schedule, among
 
 __all__ = ["Members"]
@@ -41,17 +43,7 @@ class Members:
         self._channel: Channel | None = None
         self._schedule = schedule
         if heartbeats is not None and group.world_size > 1:
-            # One session may follow another on a group. The n-th here meets the n-th elsewhere.
-            name = f"members/{group.store.add(f'members/{group.rank}', 1)}"
-
-            def connect() -> dist.Store:
-                # A clone has a connection of its own: what hangs in it holds up nobody else.
-                store = group.store.clone()  # pyrefly: ignore[missing-attribute]
-                return dist.PrefixStore(name, store)
-
-            self.watch = MemberWatch(
-                connect(), group.rank, self.current, heartbeats, reconnect=connect
-            )
+            self.watch, name = _watch(group, self.current, heartbeats)
             group.follow(self._gone, name)
 
     def seat(self, rounds: Rounds) -> None:
@@ -89,9 +81,8 @@ class Members:
         """
         if self.watch is None or rounds is None:
             return False
-        self.watch.confirm()
-        latest = self.watch.latest
-        if latest.generation == self.current.generation:
+        latest = self.watch.confirm()
+        if latest.generation == self.current.generation or self._group.rank in latest.gone:
             return False
         # Ctrl-C may end this anywhere; the next call then does what is left.
         rounds.schedule = among(self._schedule, latest.living)
@@ -145,3 +136,34 @@ class Members:
     def _gone(self) -> Mapping[int, Loss]:
         assert self.watch is not None
         return self.watch.latest.gone
+
+
+def _watch(group: Group, first: Membership, heartbeats: Heartbeats) -> tuple[MemberWatch, str]:
+    """A watch over the members of a group, and the name of their membership in its store.
+
+    Raises:
+        GossipError: The store cannot be reached.
+    """
+
+    def make(store: dist.Store) -> tuple[MemberWatch, str]:
+        # One session may follow another on a group. The n-th here meets the n-th elsewhere.
+        name = f"members/{store.add(f'members/{group.rank}', 1)}"
+
+        def connect() -> dist.Store:
+            # A clone has a connection of its own: what hangs in it holds up nobody else.
+            return dist.PrefixStore(name, group.store.clone())  # pyrefly: ignore[missing-attribute]
+
+        watch = MemberWatch(connect(), group.rank, first, heartbeats, reconnect=connect)
+        return watch, name
+
+    asked = AskedStore(group.store)
+    try:
+        return asked.ask(make)
+    except RuntimeError as error:
+        why = str(error).split("\n", 1)[0]
+        raise GossipError(
+            f"rank {group.rank} cannot reach the rendezvous store any more, which the members of "
+            f"the run are kept in: has the process that holds it failed, rank 0 by default? ({why})"
+        ) from error
+    finally:
+        asked.close()
