@@ -26,7 +26,8 @@ def store_news(emit: Callable[[Event], None]) -> Iterator[list[StoreLoss]]:
                 losses.append({"since_seconds": record.created, "until_seconds": None, "why": why})
             elif losses:
                 losses[-1]["until_seconds"] = record.created
-            emit({"event": "store", "lost": why is not None, "text": _tell(losses[-1:])})
+            text = _tell(losses[-1]) if losses else "the rendezvous store answers again"
+            emit({"event": "store", "lost": why is not None, "text": text})
         return True
 
     logger = logging.getLogger(MemberWatch.__module__)
@@ -39,17 +40,15 @@ def store_news(emit: Callable[[Event], None]) -> Iterator[list[StoreLoss]]:
 
 def notes_on_store(losses: Collection[StoreLoss]) -> tuple[str, ...]:
     """A note on each time that the store was lost."""
-    return tuple(_tell([loss]) for loss in losses)
+    return tuple(_tell(loss) for loss in losses)
 
 
-def _tell(losses: Collection[StoreLoss]) -> str:
-    for loss in losses:
-        told = f"{loss['why']}, at {_clock(loss['since_seconds'])}"
-        if loss["until_seconds"] is None:
-            return f"{told}: nobody can be given up from then on"
-        until = _clock(loss["until_seconds"])
-        return f"{told}; until it answered again, at {until}, nobody could be given up"
-    return "the rendezvous store answers again"
+def _tell(loss: StoreLoss) -> str:
+    told = f"{loss['why']}, at {_clock(loss['since_seconds'])}"
+    if loss["until_seconds"] is None:
+        return f"{told}: nobody can be given up from then on"
+    until = _clock(loss["until_seconds"])
+    return f"{told}; until it answered again, at {until}, nobody could be given up"
 
 
 def _clock(seconds: float) -> str:
