@@ -36,6 +36,7 @@ from pathlib import Path
 from benchmarks._common import write
 from benchmarks.netlab import Network, format_rate
 from benchmarks.network._busy import CpuBusy
+from benchmarks.network._marks import MOST_BUSY_BY_OTHERS
 
 MORE = 1.25
 CONTESTANTS = {
@@ -97,7 +98,6 @@ TASKS = [
     Task("Fashion-MNIST, LeNet", 8, 5e7, 4, (*FASHION, "--batch-size", "32")),
     Task("CIFAR-10 small, ResNet-20", 8, 2.5e7, 4, (*CIFAR, "--batch-size", "16")),
 ]
-MOST_BUSY_BY_OTHERS = 0.2
 
 
 def order(tasks: list[Task], seeds: int) -> list[Run]:

@@ -65,7 +65,7 @@ class Grid:
 
 # The budget: under 8 MB a worker, so that 16 workers on 2 cores have the processors for it, and
 # steps of 0.9 s, of which the replay's own cost is 1 %: all workers end their steps at once, on two
-# cores. Bare exchanges then take from a twentieth of the compute to one and a half of it. Times are
+# cores. Bare exchanges then take from a thirtieth of the compute to one and a half of it. Times are
 # stretched by 100 and 200 times what sizes are.
 QUICK = Grid(
     world_sizes=(4, 8, 16),
