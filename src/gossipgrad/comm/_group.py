@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gossipgrad._said import first_line
 from gossipgrad.comm._asked_store import AskedStore, StoreSilentError
 from gossipgrad.comm._membership import Loss
 from gossipgrad.errors import GossipError
@@ -79,7 +79,7 @@ class Group:
             except RuntimeError as error:
                 raise GossipError(
                     f"rank {rank} waited in vain for the other {size - 1} ranks to enter "
-                    f"gossip(): {_first_line(error)}"
+                    f"gossip(): {first_line(error)}"
                 ) from error
             # One that leaves as soon as it is connected breaks those who are still connecting.
             self.barrier()
@@ -267,7 +267,7 @@ class Group:
                 self._wait(start(self._gloo))
             except RuntimeError as error:
                 silent = isinstance(error, StoreSilentError)
-                why = _first_line(error)
+                why = first_line(error)
                 self._broken = why if silent else f"a rank has died, left or broken it off ({why})"
                 self._gloo = None
                 raise GossipError(f"the collective did not come about: {self._broken}") from error
@@ -304,9 +304,3 @@ class Group:
 
 def _plain(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.is_contiguous()
-
-
-def _first_line(error: BaseException) -> str:
-    """The message of a Gloo error, less the place in its source and its parting words."""
-    line = str(error).strip().split("\n", 1)[0].split(" This is typically")[0]
-    return re.sub(r"^\[[^\]]*\]\s*", "", line)

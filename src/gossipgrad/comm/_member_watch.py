@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from gossipgrad._said import first_line
 from gossipgrad.comm._heartbeats import Heartbeats
 from gossipgrad.comm._membership import Membership, Record, Store
 from gossipgrad.errors import EvictedError
@@ -43,8 +44,8 @@ class MemberWatch:
     those who can be reached. The thread tries on, with new connections if need be, until the store
     answers within half a lease again; what it learns meanwhile counts.
 
-    Two members whose link broke and who both live go on in a new generation, of the same ranks,
-    in which links are made anew; after ever longer pauses if links keep breaking.
+    When a link or a collective broke and all live, they go on in a new generation of the same
+    ranks, in which both are made anew; after ever longer pauses if they keep breaking.
 
     Args:
         store: Where records and beats are kept; used by the thread alone once it runs.
@@ -86,7 +87,7 @@ class MemberWatch:
         self._examined: set[int] = set()  # a collective broke, and nobody knows by whom
         self._unread: set[int] = set()  # of both: their beats were not read since
         self._broken_in: dict[int, int] = {}  # in which generation a link broke
-        self._parted = False  # a link or a collective broke, and all live
+        self._renewal_due = False  # a link or a collective broke, and all live
         self._renewals = 0
         self._renewed_seconds = -math.inf
         self._expelled = frozenset(first.lost)
@@ -188,7 +189,7 @@ class MemberWatch:
 
     def renew(self) -> None:
         """Has a generation of the same ranks written: what broke in this one begins anew in it."""
-        self._parted = True
+        self._renewal_due = True
         self._wake.set()
 
     def beat(self) -> None:
@@ -201,7 +202,7 @@ class MemberWatch:
             dead = self._look()
             if dead:
                 self._give_up(dead)
-            elif self._parted:
+            elif self._renewal_due:
                 self._renew()
         with self._changed:
             self._confirmed_seconds = began
@@ -235,7 +236,7 @@ class MemberWatch:
                 if self._stopped:
                     return
                 broken = True
-                self._freeze(f"the rendezvous store is lost ({_first_line(error)})")
+                self._freeze(f"the rendezvous store is lost ({first_line(error)})")
                 with self._changed:
                     self._changed.wait_for(lambda: self._stopped, pause)
                 pause = min(2 * pause, max(interval, self._settings.silent_seconds / 2))
@@ -327,7 +328,7 @@ class MemberWatch:
             return
         if membership.living == self.latest.living:
             self._renewals, self._renewed_seconds = self._renewals + 1, self._now()
-        self._parted = False
+        self._renewal_due = False
         for rank, loss in membership.gone.items():
             if rank in self.latest.living and rank != self._rank and not loss.left:
                 logger.warning("rank %d: rank %d is lost (%s)", self._rank, rank, loss.why)
@@ -353,7 +354,7 @@ class MemberWatch:
             if peer not in self._unread:
                 # A later generation makes the link anew already.
                 broke = self._broken_in.get(peer) == self.latest.generation
-                self._parted |= broke and peer in self._suspects
+                self._renewal_due |= broke and peer in self._suspects
                 self._suspects.discard(peer)
                 self._examined.discard(peer)
                 self._changed.notify_all()
@@ -384,7 +385,3 @@ class MemberWatch:
     @staticmethod
     def _key(rank: int) -> str:
         return f"beat/{rank}"
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).split("\n", 1)[0]

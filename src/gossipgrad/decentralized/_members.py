@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import torch.distributed as dist
 
+from gossipgrad._said import first_line
 from gossipgrad.comm import (
     AskedStore,
     Channel,
@@ -160,10 +161,10 @@ def _watch(group: Group, first: Membership, heartbeats: Heartbeats) -> tuple[Mem
     try:
         return asked.ask(make)
     except RuntimeError as error:
-        why = str(error).split("\n", 1)[0]
         raise GossipError(
             f"rank {group.rank} cannot reach the rendezvous store any more, which the members of "
-            f"the run are kept in: has the process that holds it failed, rank 0 by default? ({why})"
+            f"the run are kept in: has the process that holds it failed, rank 0 by default? "
+            f"({first_line(error)})"
         ) from error
     finally:
         asked.close()

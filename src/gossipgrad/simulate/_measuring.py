@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gossipgrad._said import first_line
 from gossipgrad.comm import Channel, Group, Outcome
 from gossipgrad.errors import GossipError
 from gossipgrad.topology import complete
@@ -148,9 +149,9 @@ def measure_all_reduce(
     except RuntimeError as error:
         if isinstance(error, GossipError):
             raise
-        first = str(error).split("\n", 1)[0]
         raise GossipError(
-            f"an all-reduce did not come about: a rank is late, has died or left ({first})"
+            f"an all-reduce did not come about: a rank is late, has died or left "
+            f"({first_line(error)})"
         ) from error
     return found
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from gossipgrad._said import first_line
 from gossipgrad.comm import AskedStore, Heartbeats, Loss, Membership, MemberWatch
 from gossipgrad.errors import EvictedError, GossipError
 
@@ -56,7 +57,7 @@ def open_store(rank: int, world_size: int, timeout_seconds: float = 120.0) -> di
         raise GossipError(
             f"rank {rank} found no store to meet the others in at {where} within "
             f"{timeout_seconds:g} s; start rank 0, and see that MASTER_ADDR and MASTER_PORT lead "
-            f"to it ({_first_line(error)})"
+            f"to it ({first_line(error)})"
         ) from error
     store.set_timeout(_STORE_TIMEOUT)
     return store
@@ -237,7 +238,7 @@ class Gathering:
         except RuntimeError as error:
             raise GossipError(
                 f"rank {self._rank} cannot reach the rendezvous store any more: has the process "
-                f"that holds it failed, rank 0 by default? ({_first_line(error)})"
+                f"that holds it failed, rank 0 by default? ({first_line(error)})"
             ) from error
 
 
@@ -268,7 +269,3 @@ class _Coming:
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """Writes if what is there is as expected; returns what is there then."""
         return self._store.compare_set(key, expected, desired)
-
-
-def _first_line(error: RuntimeError) -> str:
-    return str(error).split("\n", 1)[0]

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
+from gossipgrad._said import first_line
 from gossipgrad.errors import GossipError
 from gossipgrad.train._result import PeerLostError, RunStopped
 
@@ -28,8 +29,7 @@ def explained(
         return error
     if others_told() or stop.wait(_STOP_GRACE_SECONDS):
         return RunStopped("the run was told to stop")
-    first_line = str(error).split("\n", 1)[0]
-    return PeerLostError(f"{what} failed because a rank is gone ({first_line})")
+    return PeerLostError(f"{what} failed because a rank is gone ({first_line(error)})")
 
 
 def _is_lost_peer(error: RuntimeError) -> bool:
