@@ -42,9 +42,12 @@ def test_a_part_that_is_here_before_the_post_is_taken_at_once(channels):
 def test_late_then_delivered_by_a_second_take(channels):
     a, b = channels()
     mine = post(a, 1)
-    start = time.perf_counter()
-    assert a.take(mine, 0.1) is L
-    assert 0.1 <= time.perf_counter() - start < 0.5
+    took = []
+    for _ in range(3):
+        start = time.perf_counter()
+        assert a.take(mine, 0.1) is L
+        took.append(time.perf_counter() - start)
+    assert 0.1 <= min(took) < 0.2
     assert mine.open
     post(b, 0, value=3)
     assert a.take(mine, 3.0) is D

@@ -144,7 +144,7 @@ def test_a_lost_store_is_told_once_and_stands_in_the_summary(tmp_path, capfd, mo
 
 
 def test_faults_by_script_are_seen_in_trace_and_summary(tmp_path, capfd):
-    script = "delay rank=1 rounds=12-14 seconds=0.5; kill rank=2 round=25"
+    script = "delay rank=1 rounds=12-14 seconds=0.8; kill rank=2 round=25"
     gossip = GossipConfig(topology="complete", faults=script)
     outcome = run(config(tmp_path, nproc=3, epochs=1, trace=30, gossip=gossip))
     assert f"rank 0: faults by script: {script}" in outcome.summary["notes"]
@@ -157,10 +157,9 @@ def test_faults_by_script_are_seen_in_trace_and_summary(tmp_path, capfd):
         for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
         if event["name"] == "exchange" and event["pid"] == 0 and event["args"]["recv_from"] == 1
     }
-    slow = {round for round, microseconds in with_rank_1.items() if microseconds > 300_000}
+    slow = {round for round, microseconds in with_rank_1.items() if microseconds > 600_000}
     assert slow & {12, 13, 14}, "one of three rounds is with rank 1"
-    # A busy machine may hold up one before, but not all of them.
-    assert len({*range(12)} & slow) < len({*range(12)} & {*with_rank_1})
+    assert not slow & {*range(12)}
     assert script in (tmp_path / "report.html").read_text()
 
 

@@ -115,7 +115,7 @@ def test_ranks_in_lockstep_that_hear_of_the_stop_one_by_one_stop_together(
     ended = run_processes(2, stopped_by_signal, *options, timeout_seconds=100)
     for exit_code, seconds, _ in ended:
         assert exit_code == 130
-        assert seconds < 20
+        assert seconds < 5
     summary = ended[0][2]
     assert summary["interrupted"]
     assert summary["steps_per_rank"] == [summary["steps"]] * 2
