@@ -4,10 +4,11 @@ Every worker is a host of its own behind a link of the laboratory, and computes 
 share this machine's cores, so a step takes longer the more of them there are, and the processors
 are busy throughout: every run says how busy, and how much of that other programs took.
 The target of a seed is the final accuracy that DistributedDataParallel has with it. Gossip runs as
-many epochs, and a quarter more, because a learning rate that falls to zero with the last epoch
-leaves a run that is a tenth of a point short nothing to catch up with.
+many epochs, and where it falls short of the target once more with a quarter more of them, because a
+learning rate that falls to zero with the last epoch leaves a run that is a tenth of a point short
+nothing to catch up with.
 
-All of it takes some 90 minutes on 2 cores. A seed of every task comes before the next seed, and
+All of it takes 60 to 90 minutes on 2 cores. A seed of every task comes before the next seed, and
 DistributedDataParallel against gossip before the longer runs; after every run the results are
 written, with what is missing named. Runs that are done are kept between calls, and one that failed
 is tried again by the next.
@@ -38,11 +39,11 @@ from benchmarks.netlab import Network, format_rate
 from benchmarks.network._busy import CpuBusy
 from benchmarks.network._marks import MOST_BUSY_BY_OTHERS
 
-MORE = 1.25
+DDP, GOSSIP, LONGER = "ddp", "gossip", "gossip, a quarter more epochs"
 CONTESTANTS = {
-    "ddp": ("allreduce", 1.0),
-    "gossip": ("gossip", 1.0),
-    "gossip, a quarter more epochs": ("gossip", MORE),
+    DDP: ("allreduce", 1.0),
+    GOSSIP: ("gossip", 1.0),
+    LONGER: ("gossip", 1.25),
 }
 
 
@@ -102,11 +103,10 @@ TASKS = [
 
 def order(tasks: list[Task], seeds: int) -> list[Run]:
     """All runs, the most telling first."""
-    first, later = ("ddp", "gossip"), [name for name in CONTESTANTS if MORE in CONTESTANTS[name]]
     return [
         Run(task, contestant, seed)
         for seed in range(seeds)
-        for contestants in (first, later)
+        for contestants in ((DDP, GOSSIP), (LONGER,))
         for task in tasks
         for contestant in contestants
     ]
@@ -185,6 +185,20 @@ def seconds_to(points: list[tuple[float, float]], target: float) -> float | None
     return None
 
 
+def is_needed(run: Run, folder: Path) -> bool:
+    """Whether a run tells anything: a longer one does unless the shorter reached the target."""
+    shorter = folder / run.task.slug(GOSSIP, run.seed)
+    if run.contestant != LONGER or not shorter.exists():
+        return True
+    target = _target(run.task, run.seed, folder)
+    return target is None or seconds_to(curve(shorter), target) is None
+
+
+def _target(task: Task, seed: int, folder: Path) -> float | None:
+    ddp = folder / task.slug(DDP, seed)
+    return curve(ddp)[-1][1] if ddp.exists() else None
+
+
 def row(task: Task, seeds: int, folder: Path) -> dict:
     """What is there of one task, contestant by contestant, seed by seed."""
     found: dict[str, list[dict]] = {}
@@ -194,8 +208,7 @@ def row(task: Task, seeds: int, folder: Path) -> dict:
             out = folder / task.slug(name, seed)
             if not out.exists():
                 continue
-            points, ddp = curve(out), folder / task.slug("ddp", seed)
-            target = curve(ddp)[-1][1] if ddp.exists() else None
+            points, target = curve(out), _target(task, seed, folder)
             runs.append(
                 {
                     "seed": seed,
@@ -216,25 +229,33 @@ def row(task: Task, seeds: int, folder: Path) -> dict:
         "rate_bits_per_second": task.rate_bits_per_second,
         "commands": {name: "gossipgrad " + " ".join(task.command(name, 0)) for name in CONTESTANTS},
         "runs": found,
-        "ratio_of_times_to_ddp": {name: ratio(found[name], found["ddp"]) for name in CONTESTANTS},
+        "ratio_of_times_to_ddp": ratio([*found[GOSSIP], *found[LONGER]], found[DDP]),
     }
 
 
 def ratio(runs: list[dict], ddp: list[dict]) -> float | None:
-    """Median of the times to the target against DDP's, over the seeds that both have.
+    """Median over seeds of gossip's time to the target against DDP's.
 
-    None where there is no such seed, or one of them missed the target.
+    A seed's time is that of its first run to reach the target. None where there is no seed that
+    both have, or one of them missed the target in all its runs.
     """
     times = {run["seed"]: run["seconds_to_ddp_accuracy"] for run in ddp}
-    pairs = [(run["seconds_to_ddp_accuracy"], times[run["seed"]]) for run in runs]
-    if not pairs or any(own is None for own, _ in pairs):
-        return None
-    return round(statistics.median(own / other for own, other in pairs), 3)
+    reached: dict[int, float | None] = {}
+    for run in runs:
+        if reached.get(run["seed"]) is None:
+            reached[run["seed"]] = run["seconds_to_ddp_accuracy"]
+    ratios = [own and own / times[seed] for seed, own in reached.items() if times.get(seed)]
+    found = [one for one in ratios if one is not None]
+    return round(statistics.median(found), 3) if found and len(found) == len(ratios) else None
 
 
 def report(seeds: int, folder: Path, failed: dict[str, str]) -> Path:
     """Writes what is there of all tasks, and names what is not."""
-    missing = [run for run in order(TASKS, seeds) if not _folder(run, folder).exists()]
+    missing = [
+        run
+        for run in order(TASKS, seeds)
+        if not _folder(run, folder).exists() and is_needed(run, folder)
+    ]
     return write(
         "time_to_accuracy",
         {
@@ -274,7 +295,7 @@ def main() -> int:
     begun = time.monotonic()
     for run in order(tasks, options.seeds):
         out = _folder(run, folder)
-        if out.exists():
+        if out.exists() or not is_needed(run, folder):
             continue
         if options.minutes and time.monotonic() - begun > 60 * options.minutes:
             print(f"stopped after {options.minutes:g} minutes: the rest is for next time")

@@ -15,6 +15,7 @@ def trained(tmp_path, monkeypatch):
     """Runs `main`; training is made up, and told."""
     monkeypatch.setattr("benchmarks._common.RESULTS", tmp_path / "results")
     names = []
+    reached = {"ddp": 0.8, "gossip": 0.7, "gossip, a quarter more epochs": 0.9}
 
     def train(run, out, timeout_seconds):
         names.append(run.name)
@@ -25,7 +26,7 @@ def trained(tmp_path, monkeypatch):
             {"event": "step", "step": 10, "step_seconds": 1.0, "train_seconds": 10.0},
             {"event": "epoch", "step": 10, "accuracy": 0.4},
             {"event": "step", "step": 20, "step_seconds": 1.0, "train_seconds": 20.0},
-            {"event": "epoch", "step": 20, "accuracy": 0.8 if run.contestant == "ddp" else 0.9},
+            {"event": "epoch", "step": 20, "accuracy": reached[run.contestant]},
         ]
         lines = "".join(json.dumps(event) + "\n" for event in events)
         (out / "metrics-rank0.jsonl").write_text(lines)
@@ -33,8 +34,9 @@ def trained(tmp_path, monkeypatch):
 
     monkeypatch.setattr(bench, "train", train)
 
-    def main(*arguments):
+    def main(*arguments, gossip=0.7):
         names.clear()
+        reached["gossip"] = gossip
         monkeypatch.setattr("sys.argv", ["bench", *arguments, "--folder", str(tmp_path / "runs")])
         code = bench.main()
         held = json.loads((tmp_path / "results" / "time_to_accuracy.json").read_text())
@@ -59,14 +61,11 @@ def test_what_is_missing_or_failed_is_named_and_done_runs_are_kept(trained):
     assert len(held["rows"]) == 4
     assert len(held["missing"]) == 9
     row = held["rows"][0]
-    assert row["ratio_of_times_to_ddp"] == {
-        "ddp": 1.0,
-        "gossip": 0.9,
-        "gossip, a quarter more epochs": 0.9,
-    }
-    assert row["runs"]["gossip"][0]["seconds_to_ddp_accuracy"] == pytest.approx(18.0)
+    assert row["ratio_of_times_to_ddp"] == 0.9
+    assert row["runs"]["gossip"][0]["seconds_to_ddp_accuracy"] is None
+    assert row["runs"][bench.LONGER][0]["seconds_to_ddp_accuracy"] == pytest.approx(18.0)
     assert row["runs"]["gossip"][0]["cpu_busy"] == 0.9
-    assert held["rows"][1]["ratio_of_times_to_ddp"]["gossip"] is None
+    assert held["rows"][1]["ratio_of_times_to_ddp"] is None
     code, names, held = trained("--world-size", "4", "--seeds", "1")
     assert code == 1
     assert all(name.startswith("CIFAR") for name in names)
@@ -75,6 +74,28 @@ def test_what_is_missing_or_failed_is_named_and_done_runs_are_kept(trained):
     assert failed in held["missing"]
     assert len(held["missing"]) == 7
     assert trained("--world-size", "4", "--seeds", "1")[1] == [failed]  # tried again
+
+
+def test_no_longer_run_where_the_shorter_reached_the_target(trained):
+    _, names, held = trained("--only", "fashion", "--seeds", "1", gossip=0.9)
+    assert names == [
+        f"Fashion-MNIST, LeNet, {hosts} hosts, {name}, seed 0"
+        for hosts in (4, 8)
+        for name in ("ddp", "gossip")
+    ]
+    assert held["rows"][0]["ratio_of_times_to_ddp"] == 0.9
+    assert not [name for name in held["missing"] if name.startswith("Fashion")]
+
+
+def test_one_seed_that_never_gets_there_leaves_no_ratio():
+    def runs(*seconds):
+        return [
+            {"seed": seed, "seconds_to_ddp_accuracy": took} for seed, took in enumerate(seconds)
+        ]
+
+    assert bench.ratio([*runs(5.0, None), *runs(None, 8.0)], runs(10.0, 10.0)) == 0.65
+    assert bench.ratio(runs(5.0, None), runs(10.0, 10.0)) is None
+    assert bench.ratio([], runs(10.0)) is None
 
 
 def test_results_are_there_after_every_run(trained, monkeypatch):
