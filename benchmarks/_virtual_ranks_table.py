@@ -57,6 +57,32 @@ def table(results: list[dict]) -> list[dict]:
     return rows
 
 
+def merged(rows: list[dict], published: list[dict]) -> tuple[list[dict], list[dict]]:
+    """Rows that are here, and those published that hold more.
+
+    A published row gives way to one over the same seeds or more of them, as often compared with
+    all-reduce.
+
+    Returns:
+        All rows in their order; of them, those that stay as they were published.
+    """
+    here = {_key(row): row for row in rows}
+    stay = [row for row in published if not _covers(here.get(_key(row)), row)]
+    return sorted((here | {_key(row): row for row in stay}).values(), key=_key), stay
+
+
+def _key(row: dict) -> tuple:
+    return tuple(row[field] for field in KEY)
+
+
+def _covers(row: dict | None, published: dict) -> bool:
+    return (
+        row is not None
+        and set(row["seeds"]) >= set(published["seeds"])
+        and len(row["minus_allreduce_points"]) >= len(published["minus_allreduce_points"])
+    )
+
+
 def _mean_by_epoch(curves: list[list[float]]) -> list[float]:
     """Mean over seeds, each curve that ended early held at its last value."""
     held = [zip_longest(curve, range(max(map(len, curves)))) for curve in curves]

@@ -4,8 +4,9 @@ Trains on Fashion-MNIST in one process with `gossipgrad.simulate.VirtualRanks`. 
 model see the same samples in the same steps: the global batch, the epochs and the learning rate are
 one for all strategies and world sizes, and each rank takes its share of the batch.
 
-A cell that is done is kept; one that was interrupted goes on from its last epoch. Figures go into
-the results and into the tables of docs/simulate.md:
+A cell that is done is kept; one that was interrupted goes on from its last epoch. Figures of all
+cells that are done go into the results and into the tables of docs/simulate.md; what is published
+already, and of which fewer seeds are here, stays as it is:
 
     python -m benchmarks.virtual_ranks
     python -m benchmarks.virtual_ranks --only mlp/128/gossip --seeds 1
@@ -15,6 +16,7 @@ the results and into the tables of docs/simulate.md:
 import argparse
 import json
 import math
+import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,10 +25,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks import published
-from benchmarks._common import write
+from benchmarks import _common, published
 from benchmarks._virtual_ranks_page import fill_page
-from benchmarks._virtual_ranks_table import DISTANCES_PER_EPOCH, table
+from benchmarks._virtual_ranks_table import DISTANCES_PER_EPOCH, merged, table
 from gossipgrad import WeightsAndState, data, models
 from gossipgrad.simulate import VirtualRanks
 from gossipgrad.topology import by_name
@@ -75,6 +76,7 @@ SETTINGS = {
     "mlp": Setting(global_batch=2048, epochs=20, peak_lr=0.1, momentum=0.9, warmup_epochs=1),
     "lenet": Setting(global_batch=2048, epochs=15, peak_lr=0.1, momentum=0.9, warmup_epochs=1),
 }
+SEEDS = 3
 REPLICAS_EVALUATED = 8
 
 
@@ -250,32 +252,50 @@ def run(cell: Cell, folder: Path, train: Part, test: Part) -> dict:
 
 
 def report(chosen: list[Cell], folder: Path) -> Path:
-    """Writes what is done so far, into the results and into the tables of the page."""
-    paths = [folder / f"{cell.name}.json" for cell in chosen]
-    results = [json.loads(path.read_text()) for path in paths if path.exists()]
-    rows = table(results)
+    """Writes what is done so far, into the results and into the tables of the pages.
+
+    Rows that are published over more seeds than are here stay, and are told.
+
+    Raises:
+        ValueError: What is published was trained with other settings.
+    """
+    done = [folder / f"{cell.name}.json" for cell in chosen]
+    path = _common.RESULTS / "virtual_ranks.json"
+    settings = {name: asdict(setting) for name, setting in SETTINGS.items()}
+    before = json.loads(path.read_text()) if path.exists() else {"rows": [], "settings": settings}
+    if before["settings"] != settings:
+        raise ValueError(
+            f"{path} was trained with other settings, {before['settings']}: its rows cannot stand "
+            "beside these; remove it to publish what is here alone"
+        )
+    found = table([json.loads(cell.read_text()) for cell in done if cell.exists()])
+    rows, stay = merged(found, before["rows"])
+    if stay:
+        print(f"{len(stay)} of {len(rows)} rows stay as published: over fewer seeds here, or none")
+    if rows != before["rows"]:
+        _common.write(
+            path.stem,
+            {
+                "data": "Fashion-MNIST; each epoch one permutation, dealt out to the ranks",
+                "rule": "global batch, epochs, and learning rate (linear warm-up, cosine to 0) are "
+                "one for all strategies and world sizes; accuracy is the consensus's, on the test "
+                "part",
+                "seconds": "of a machine shared with other work, pauses included: no timings",
+                "settings": settings,
+                "cells_done": sum(len(row["seeds"]) for row in rows),
+                "cells": len(chosen),
+                "rows": rows,
+            },
+        )
     fill_page(rows)
-    path = write(
-        "virtual_ranks",
-        {
-            "data": "Fashion-MNIST; each epoch one permutation, dealt out to the ranks",
-            "rule": "global batch, epochs, and learning rate (linear warm-up, cosine to 0) are one "
-            "for all strategies and world sizes; accuracy is the consensus's, on the test part",
-            "seconds": "of a machine shared with other work, pauses included: no timings",
-            "settings": {name: asdict(setting) for name, setting in SETTINGS.items()},
-            "cells_done": len(results),
-            "cells": len(chosen),
-            "rows": rows,
-        },
-    )
     published.fill_page()
     return path
 
 
-def main() -> None:
+def main() -> int:
     """Runs what is missing, then writes the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--only", nargs="*", help="starts of names such as mlp/128/gossip")
     parser.add_argument("--quick", action="store_true", help="seed 0 at 8 ranks, MLP")
     parser.add_argument("--report", action="store_true", help="publish what is done, run nothing")
@@ -284,9 +304,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    everything = cells(options.seeds)
     starts = tuple(options.only or ("",))
-    chosen = [cell for cell in everything if cell.name.startswith(starts)]
+    chosen = [cell for cell in cells(options.seeds) if cell.name.startswith(starts)]
     if options.quick:
         chosen = [c for c in chosen if (c.model, c.world_size, c.seed) == ("mlp", 8, 0)]
     if not options.report:
@@ -298,8 +317,13 @@ def main() -> None:
                 f"distance {result['distances'][-1][1]:.4f} {result['seconds']:.0f} s",
                 flush=True,
             )
-    print(report(everything, options.folder))
+    try:
+        print(report(cells(max(options.seeds, SEEDS)), options.folder))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
