@@ -72,7 +72,10 @@ from gossipgrad.topology import Schedule
 MODES = ("sync", "overlap", "lagged")
 PAYLOADS = ("weights", "weights+state", "gradients", "gradients+weights")
 NON_NEGATIVE = frozenset(
-    {"exp_avg_sq", "max_exp_avg_sq", "exp_inf", "sum", "square_avg", "acc_delta", "step_size"}
+    {
+        *("exp_avg_sq", "max_exp_avg_sq", "exp_inf", "sum", "square_avg", "acc_delta"),
+        *("step_size", "variance", "row_var", "col_var"),
+    }
 )
 
 # The tensors of one replica, or of one message: (number of the parameter, "w", "g" or state key).

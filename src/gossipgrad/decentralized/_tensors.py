@@ -13,9 +13,13 @@ from gossipgrad.errors import GossipError
 
 __all__ = ["Entry", "gradient_entries", "state_entries", "trained_parameters", "weight_entries"]
 
-# Adam and its kin; Adamax; Adagrad; RMSprop and Adadelta; Rprop.
+# Adam and its kin; Adamax; Adagrad; RMSprop and Adadelta; Rprop; Adafactor, whose factors have the
+# shape of a parameter that is one row or one column.
 NON_NEGATIVE = frozenset(
-    {"exp_avg_sq", "max_exp_avg_sq", "exp_inf", "sum", "square_avg", "acc_delta", "step_size"}
+    {
+        *("exp_avg_sq", "max_exp_avg_sq", "exp_inf", "sum", "square_avg", "acc_delta"),
+        *("step_size", "variance", "row_var", "col_var"),
+    }
 )
 
 
