@@ -208,6 +208,9 @@ def test_warns_of_options_without_effect():
     with pytest.warns(UserWarning, match="lr_step_epochs=3 is not used: lr_schedule is cosine"):
         TrainConfig(lr_step_epochs=3).warn_of_unused()
     TrainConfig(gossip=GossipConfig(every=4)).warn_of_unused()
+    silence = GossipConfig(lost_after_seconds=60.0)  # whoever stands still is ended by it
+    for strategy in ("local", "allreduce"):
+        TrainConfig(strategy=strategy, gossip=silence).warn_of_unused()
     stateful = GossipConfig(payload="weights+state")
     with pytest.warns(
         UserWarning, match=r"payload=weights\+state is not used: sgd without momentum"

@@ -289,7 +289,9 @@ class TrainConfig:
         strategy, schedule = f"strategy is {self.strategy}", f"lr_schedule is {self.lr_schedule}"
         unused: list[tuple[Any, str, str]] = []
         if self.strategy != "gossip":
-            unused += [(self.gossip, f.name, strategy) for f in dataclasses.fields(GossipConfig)]
+            # The start, and the launcher, go by lost_after_seconds whatever the strategy.
+            names = {f.name for f in dataclasses.fields(GossipConfig)} - {"lost_after_seconds"}
+            unused += [(self.gossip, name, strategy) for name in sorted(names)]
         waits = ("deadline_seconds", "deadline_floor_seconds")
         idle = waits if self.gossip.mode == "stale" else ("max_staleness",)
         if self.strategy == "gossip":
