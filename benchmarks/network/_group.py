@@ -234,11 +234,15 @@ class _Group:
         transfer = settled.get(kind.bare or name, 0.0)
         seconds = max(compute, transfer, 1e-4)
         steps = max(kind.least, math.ceil(grid.block_seconds / seconds))
-        steps = kind.steps * math.ceil(steps / kind.steps)
-        if kind.in_step or transfer >= compute:
-            return _Plan(kind.warm_up, steps, 0.0)
         # What is hidden leaves nothing in flight that could hold up the second step.
-        return _Plan(min(1, kind.warm_up), steps, _SPREAD * compute)
+        free = not kind.in_step and transfer < compute
+        warm_up = min(1, kind.warm_up) if free else kind.warm_up
+
+        def whole(count: int) -> int:
+            """Bytes are counted from the warm-up on: both are whole periods."""
+            return kind.steps * math.ceil(count / kind.steps)
+
+        return _Plan(whole(warm_up), whole(steps), _SPREAD * compute if free else 0.0)
 
     def _cell(
         self,

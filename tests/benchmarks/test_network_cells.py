@@ -158,6 +158,20 @@ def test_blocks_are_as_their_transfers_allow(tmp_path):
     assert hidden.spreads["ddp"] == 0
 
 
+def test_bytes_are_counted_over_whole_periods(tmp_path):
+    """One round in four carries state, whichever round a block begins with."""
+    for transfer in (0.004, 0.02):
+        laboratory = FakeLaboratory()
+        laboratory.transfer = transfer
+        names = ("exchange, state every 4", "no communication", "gossip, state every 4")
+        seldom = replace(GRID, rates=(1e8,), contestants=(*names, "local SGD, period 8"))
+        measure(laboratory, tmp_path / f"{transfer}.json", seldom)
+        assert laboratory.plans["gossip, state every 4"] == (4, 4)
+        assert laboratory.plans["exchange, state every 4"] == (0, 4)
+        assert laboratory.plans["local SGD, period 8"] == (0, 8)
+        assert laboratory.plans["no communication"] == (0, 1)
+
+
 def test_what_is_missing_is_measured_and_nothing_else(tmp_path):
     path = tmp_path / "network.json"
     measure(FakeLaboratory(gossip=BREAKS), path)
