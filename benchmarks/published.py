@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmarks._common import RESULTS
 from benchmarks._pages import DOCS, fill, table
+from benchmarks.netlab import format_rate
 
 _PROFILE = "resnet50"
 _WORLDS = (4, 8, 16)
@@ -106,7 +107,7 @@ def _of_one_scale(cells: list[dict]) -> list[dict]:
 def _behind(cells: list[dict], rate: float) -> str:
     """The rate, and what it loads a step as, were nothing scaled."""
     scale = cells[0].get("time_factor", 1.0) / cells[0].get("size_factor", 1.0) if cells else 1.0
-    return f"{rate / 1e6:g} Mbit/s, as {rate * scale / 1e9:.2g} Gbit/s unscaled"
+    return f"{rate / 1e6:g} Mbit/s, as {format_rate(rate * scale)} unscaled"
 
 
 def _cell(cells: list[dict], contestant: str, p: int, rate: float) -> dict | None:

@@ -28,3 +28,8 @@ def test_cells_that_are_marked_or_missing_are_told(tmp_path):
     assert "| 80 %; 50 %; 80 % |" in speed
     assert "| 50 % less; not measured; 75 % less (marked) |" in speed
     assert accuracy.count("| not measured |") == 3
+    cells = [one | {"time_factor": 3.0, "size_factor": 0.03} for one in cells]
+    (tmp_path / "network.json").write_text(json.dumps(cells))
+    speed, _ = published.tables(tmp_path)
+    assert "100 Mbit/s, as 10 Gbit/s unscaled |" in speed
+    assert "1000 Mbit/s, as 100 Gbit/s unscaled |" in speed
