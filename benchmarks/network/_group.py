@@ -265,12 +265,10 @@ class _Group:
         cell |= {
             "step_seconds": [_short(block["seconds"]) for block in own],
             "step_seconds_median": _short(step),
-            "efficiency": _short(compute / step),
-            "exposed_seconds": None if alone is None else _short(step - alone),
+            **compared(name, step, compute, alone, bare_seconds),
             "bytes_on_wire": round(sent),
             "bound_seconds": _short(max(compute, 8 * sent / rate)),
             "bare_seconds": bare_seconds,
-            "exchange_bound_seconds": _short(max(compute, bare_seconds or 0.0)),
             "clocks": {
                 what: _short(statistics.median(block["clocks"][what] for block in own))
                 for what in own[0]["clocks"]
@@ -284,6 +282,28 @@ class _Group:
         cell["marks"] = marks_of(cell, alone, bare)
         cell["marked"] = bool(cell["marks"])
         return cell
+
+
+def compared(
+    name: str, step: float, compute: float, alone: float | None, bare: float | None
+) -> dict[str, float | None]:
+    """What a step is held against; None where there is nothing to hold it against.
+
+    Args:
+        name: Of the contestant; a bare transfer hides nothing and is behind no bound.
+        step: Seconds of its step.
+        compute: Seconds that the replay is to take.
+        alone: Seconds of a step without communication in the same place.
+        bare: Seconds of the bare transfer; None says that none stands for it.
+    """
+    if name in BARE:
+        return dict.fromkeys(("efficiency", "exposed_seconds", "exchange_bound_seconds"))
+    bound = compute if name == ALONE else None if bare is None else max(compute, bare)
+    return {
+        "efficiency": _short(compute / step),
+        "exposed_seconds": None if alone is None else _short(step - alone),
+        "exchange_bound_seconds": None if bound is None else _short(bound),
+    }
 
 
 def _short(value: float) -> float:

@@ -12,8 +12,9 @@ _COLOURS = {4: "#9ecae1", 8: "#4292c6", 16: "#084594"}
 def draw(cells: list[Cell], path: Path) -> Path:
     """Draws all measured cells into a PNG file: a panel a profile and rate.
 
-    A bar is a median step with its range, a black line across it the second bound; bars of marked
-    cells are hatched. The dashed line is the compute.
+    A bar is a median step with its range, a black line across it the second bound where a bare
+    transfer stands for what is sent; bars of marked cells are hatched. The dashed line is the
+    compute.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -67,8 +68,9 @@ def _panel(axes: Any, place: tuple[str, float, float, float], cells: list[Cell])
             linewidth=0.4,
         )
         axes.plot([low, high], [at, at], color="#fd8d3c", linewidth=1)
-        bound = cell["exchange_bound_seconds"]
-        axes.plot([bound, bound], [at - height / 2, at + height / 2], color="black", linewidth=1.2)
+        if (bound := cell["exchange_bound_seconds"]) is not None:
+            ends = [at - height / 2, at + height / 2]
+            axes.plot([bound, bound], ends, color="black", linewidth=1.2)
     axes.axvline(max(c["compute_seconds"] for c in cells), linestyle="--", color="#555555", lw=0.8)
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.invert_yaxis()

@@ -66,7 +66,7 @@ def _payload_table(cells: list[dict[str, Any]]) -> Table:
             f"{cell['bytes_on_wire'] / 1e6:.2f}",
             "-" if bare is None else f"{1e3 * bare:.0f}",
             f"{1e3 * cell['step_seconds_median']:.0f}" + "*" * cell["marked"],
-            f"{100 * cell['efficiency']:.1f} %",
+            "-" if cell["efficiency"] is None else f"{100 * cell['efficiency']:.1f} %",
             "-" if memory is None else f"{memory / 1e6:.1f}",
         )
     return table
@@ -79,7 +79,8 @@ def _text(cell: dict[str, Any] | None) -> str:
         return cell["error"][:40]
     low, high = min(cell["step_seconds"]), max(cell["step_seconds"])
     text = f"{1e3 * cell['step_seconds_median']:.0f} ({1e3 * low:.0f}..{1e3 * high:.0f})"
-    if cell["compute_seconds"]:
-        over = cell["step_seconds_median"] / cell["exchange_bound_seconds"]
-        text += f" {100 * cell['efficiency']:.0f} % {over:.2f}x"
+    if cell["efficiency"] is not None:
+        text += f" {100 * cell['efficiency']:.0f} %"
+    if cell["exchange_bound_seconds"] is not None:
+        text += f" {cell['step_seconds_median'] / cell['exchange_bound_seconds']:.2f}x"
     return text + ("*" if cell["marked"] else "")

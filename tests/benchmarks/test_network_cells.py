@@ -5,11 +5,13 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from benchmarks._common import RESULTS
 from benchmarks.netlab import NetlabError
 from benchmarks.network._cells import Cells
 from benchmarks.network._grid import Budget, Grid
-from benchmarks.network._group import measure_group
+from benchmarks.network._group import compared, measure_group
 from benchmarks.network._hosts import Loopback
+from benchmarks.network._kinds import ALONE, BARE, CONTESTANTS, label
 from benchmarks.network._laboratory import Laboratory, WorkerError
 from benchmarks.network._marks import marks_of
 from benchmarks.network._page import draw
@@ -135,7 +137,9 @@ def test_figures_failures_and_refusals(tmp_path, capsys):
     assert set(gossip["where"]) >= {"machine", "system", "date", "commit", "torch"}
     assert alone["exchange_bound_seconds"] == alone["compute_seconds"]
     assert alone["efficiency"] == pytest.approx(0.9863, abs=1e-3)
-    assert cells["bare exchange", 1e8]["compute_seconds"] == 0
+    bare = cells["bare exchange", 1e8]
+    assert bare["compute_seconds"] == 0
+    assert bare["efficiency"] is bare["exposed_seconds"] is bare["exchange_bound_seconds"] is None
     assert cells["bare exchange", 1e8]["steps_per_block"] == 3  # of 4 ms, for 10
     print_table(written)
     out = capsys.readouterr().out
@@ -144,6 +148,55 @@ def test_figures_failures_and_refusals(tmp_path, capsys):
     assert "What gossip sends" not in out
     assert draw(written, tmp_path / "page.png").stat().st_size > 10_000
     assert draw([refused], tmp_path / "none.png").exists()
+
+
+def test_nothing_is_claimed_that_no_bare_transfer_was_measured_for(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    names = ("exchange", "no communication", "gossip", "ddp", "ddp, PowerSGD")
+    grid = replace(GRID, rates=(1e8,), contestants=(*names, "local SGD, period 8"))
+    cells, _ = measure(FakeLaboratory(), tmp_path / "network.json", grid)
+    for name in names[3:] + grid.contestants[-1:]:  # of all-reduce there is no bare cell here
+        cell = cells[name, 1e8]
+        assert cell["exchange_bound_seconds"] is None
+        assert cell["efficiency"] == pytest.approx(cell["compute_seconds"] / 0.02, rel=1e-3)
+        assert cell["exposed_seconds"] == pytest.approx(0.0052)
+    drawn = []
+    monkeypatch.setattr(
+        "matplotlib.axes.Axes.plot", lambda self, x, y, **kw: drawn.append((x, kw["color"]))
+    )
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, *args, **kw: None)
+    draw(list(cells.values()), tmp_path / "page.png")
+    bounds = [x[0] for x, colour in drawn if colour == "black"]
+    assert bounds == [cells[name, 1e8]["exchange_bound_seconds"] for name in names[1:3]]
+    print_table(list(cells.values()))
+    told = capsys.readouterr().out.splitlines()
+    texts = {line[2:].split("  ")[0]: line.split("│")[-2].strip() for line in told if "│" in line}
+    assert texts["ddp, PowerSGD"] == "20 (20..20) 73 %"
+    assert texts["bare exchange"] == "500 (500..500)"
+
+
+def test_published_cells_say_what_is_derived_from_their_figures():
+    cells = json.loads((RESULTS / "network.json").read_text())
+    names = {label(name): name for name in (*BARE, *CONTESTANTS)}
+    place = ("profile", "time_factor", "size_factor", "world_size", "rate_bits_per_second")
+    alone = {
+        tuple(cell[key] for key in place): cell["step_seconds_median"]
+        for cell in cells
+        if cell["contestant"] == ALONE
+    }
+    for cell in cells:
+        if cell["error"] is not None:
+            continue
+        figures = (cell["step_seconds_median"], cell["compute_seconds"])
+        there = tuple(cell[key] for key in place)
+        found = compared(
+            names[cell["contestant"]], *figures, alone.get(there), cell["bare_seconds"]
+        )
+        for what, value in found.items():
+            if value is None:
+                assert cell[what] is None, (what, cell)
+            else:
+                assert cell[what] == pytest.approx(value, abs=2e-4), (what, cell)
 
 
 def test_blocks_are_as_their_transfers_allow(tmp_path):
