@@ -6,6 +6,7 @@ import subprocess
 import pytest
 
 from benchmarks import simulate_check
+from benchmarks._simulate_check_page import PAGE, fill_page
 from benchmarks.netlab import NetlabError
 from benchmarks.network import _kinds as kinds
 from gossipgrad.planning import AffineCost
@@ -17,6 +18,10 @@ def results(tmp_path, monkeypatch):
     monkeypatch.setattr("benchmarks._common.RESULTS", tmp_path)
     monkeypatch.setattr("benchmarks.simulate_check.RESULTS", tmp_path)
     monkeypatch.setattr("sys.argv", ["simulate_check"])
+    page = tmp_path / "page.md"
+    marks = "<!-- benchmarks.simulate_check -->\n\nno figures yet\n\n<!-- end -->"
+    page.write_text(f"Before.\n\n{marks}\n\nAfter.\n")
+    monkeypatch.setattr("benchmarks._simulate_check_page.PAGE", page)
     return tmp_path
 
 
@@ -39,7 +44,7 @@ def test_missing_cells_are_told(results, capsys):
     assert "`python -m benchmarks.network` measures the cells" in capsys.readouterr().err
 
 
-def test_every_measured_cell_that_is_modelled_has_a_row(results):
+def test_every_measured_cell_that_is_modelled_has_a_row(results, capsys):
     compute = 1.5 * 0.29193
     cells = [cell(name, 1.0) for name in simulate_check.CONTESTANTS]
     cells += [
@@ -55,6 +60,21 @@ def test_every_measured_cell_that_is_modelled_has_a_row(results):
     (results / "network_probes.json").write_text(json.dumps({"probes": probes}))
     assert simulate_check.main() == 0
     written = json.loads((results / "simulate_check.json").read_text())
+    assert written["not_modelled"] == ["ddp, PowerSGD"]
+    assert "not modelled: ddp, PowerSGD\n" in capsys.readouterr().out
+    page = (results / "page.md").read_text()
+    assert page.startswith("Before.\n\n")
+    assert page.endswith("\n\n<!-- end -->\n\nAfter.\n")
+    assert "no figures yet" not in page
+    assert "Measured there and not modelled: ddp, PowerSGD." in " ".join(page.split())
+    # Measured, from the rate, from a probe, where there was one; the marked one counts for nothing.
+    assert "| resnet50, 1000 Mbit/s | 4 hosts |\n|---|---|\n" in page
+    assert "| no communication | 219\\* / **438** / - |" in page
+    told = written["summary"]["from_rate"]
+    assert (
+        f"start-ups assumed: {told['within_goal']} of {told['cells']} step times are"
+        in " ".join(page.split())
+    )
     rows = written["rows"]
     assert len(rows) == len(simulate_check.CONTESTANTS) + 2
     alone = [row for row in rows if row["contestant"] == "no communication"]
@@ -73,6 +93,17 @@ def test_every_measured_cell_that_is_modelled_has_a_row(results):
     # gossip keeps its buckets of 4 MiB: 4.6 MB are two messages, the last is mixed after the rest.
     assert by_name["gossip, state"]["from_probe_seconds"] == pytest.approx(9.2, rel=0.01)
     assert by_name["gossip, state every 4"]["from_probe_seconds"] == pytest.approx(5.75, rel=0.01)
+
+
+def test_the_page_is_what_was_measured(tmp_path):
+    figures = json.loads((simulate_check.RESULTS / "simulate_check.json").read_text())
+    page = tmp_path / "page.md"
+    page.write_text(PAGE.read_text())
+    fill_page(figures, page)
+    assert page.read_text() == PAGE.read_text(), "run python -m benchmarks.simulate_check"
+    page.write_text("No marks.\n")
+    with pytest.raises(ValueError, match=r"page\.md has no '<!-- benchmarks\.simulate_check -->'"):
+        fill_page(figures, page)
 
 
 def test_contestants_are_modelled_with_the_buckets_of_the_grid():

@@ -287,6 +287,7 @@ def test_a_strategy_of_ones_own():
         (lambda: Gossip(every=0), "every is 0: it must be 1 or more"),
         (lambda: Gossip(state_every=-1), "state_every is -1: 0 for never"),
         (lambda: AllReduce(buckets="tensor"), "choose size or layer"),
+        (lambda: AllReduce(at_once=0), "at_once is 0: 1 all-reduce or more is under way"),
         (lambda: PeriodicAverage(every="log"), "give a number of steps, or 'log_p'"),
         (lambda: PeriodicAverage(every=0), "1 step or more between averages"),
         (lambda: Workers(stragglers=-1), "-1 stragglers"),

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gossipgrad.planning import AffineCost, Profile
+from gossipgrad.planning import AffineCost, PiecewiseCost, Profile
 from gossipgrad.simulate import AllReduce, Gossip, Local, Network, PeriodicAverage, Setting, Workers
 from gossipgrad.topology import by_name
 from support import event_heap
@@ -90,6 +90,30 @@ def test_all_reduce_begins_in_backward():
     # In one bucket all of it waits for the end of backward.
     together = ends(AllReduce(), profile, network, 2, steps=1)
     assert together == pytest.approx(np.array([[2.0 + 0.5 + 0.5] * 2]))
+
+
+def test_start_ups_of_two_all_reduces_pass_at_once_and_their_bytes_do_not():
+    """Ready at 1.25, 1.5, 1.75, 2.0 s; a start-up takes 1 s, the bytes of each 0.25 s."""
+    hop = AffineCost(alpha_seconds=0.5, beta_seconds_per_byte=0.0025)
+    profile, network = profile_of([25] * 4), Network(exchange=hop)
+
+    def end(at_once):
+        strategy = AllReduce(buckets="layer", at_once=at_once)
+        return ends(strategy, profile, network, 2, steps=1).max() - 0.5
+
+    assert end(1) == pytest.approx(1.25 + 4 * 1.25)
+    # Bytes from 2.25, 2.5; the third starts at 2.5, the fourth at 2.75: bytes from 3.5 and 3.75.
+    assert end(2) == pytest.approx(4.0)
+    # All have started by 3.0, and the link has been free for each at once.
+    assert end(4) == pytest.approx(3.25)
+    # Where it was measured as 1.25 s whatever the size, its bytes take the links for 0.25 s still.
+    flat = PiecewiseCost(size_bytes=(1.0, 1e6), seconds=(1.25, 1.25))
+    network = Network(exchange=hop, all_reduce=flat, world_size=2)
+    assert end(4) == pytest.approx(3.25)
+    thin = Network(exchange=AffineCost(alpha_seconds=0.0, beta_seconds_per_byte=0.01))
+    for at_once in (1, 2, 4):
+        strategy = AllReduce(buckets="layer", at_once=at_once)
+        assert ends(strategy, profile, thin, 2, steps=1).max() == pytest.approx(1.25 + 4.0 + 0.5)
 
 
 @given(
@@ -199,11 +223,14 @@ def test_gossip_is_what_single_events_come_to(
     buckets=st.sampled_from(["size", "layer"]),
     bucket_bytes=st.sampled_from([64, 25 << 20]),
     element_bytes=st.sampled_from([None, 2]),
+    at_once=st.integers(1, 3),
 )
-def test_all_reduce_is_what_its_hops_come_to(
-    p, elements, cost, workers, buckets, bucket_bytes, element_bytes
+def test_all_reduce_is_what_its_hops_or_its_workers_come_to(
+    p, elements, cost, workers, buckets, bucket_bytes, element_bytes, at_once
 ):
-    options = AllReduce(buckets=buckets, bucket_bytes=bucket_bytes, element_bytes=element_bytes)
+    options = AllReduce(
+        buckets=buckets, bucket_bytes=bucket_bytes, element_bytes=element_bytes, at_once=at_once
+    )
     profile, network, steps = profile_of(elements), Network(exchange=cost), 5
     plain = event_heap.all_reduce(event_heap.Run(profile, network, p, workers, steps), options)
     fast = ends(options, profile, network, p, workers, steps)
@@ -225,8 +252,9 @@ def test_averages_are_what_their_hops_come_to(p, elements, cost, workers, every)
 def test_a_ring_goes_at_the_pace_of_its_slowest_link():
     network = network_of(alpha=0.01, beta=1e-3, slow_hosts={2: 3.0})
     profile = profile_of([500])
-    plain = event_heap.all_reduce(event_heap.Run(profile, network, 6, Workers(), 1), AllReduce())
-    fast = ends(AllReduce(), profile, network, 6, steps=1)
+    one = AllReduce(at_once=1)
+    plain = event_heap.all_reduce(event_heap.Run(profile, network, 6, Workers(), 1), one)
+    fast = ends(one, profile, network, 6, steps=1)
     assert fast.max() == pytest.approx(np.max(plain))
 
 

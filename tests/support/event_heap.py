@@ -2,7 +2,7 @@
 
 Every rank is a generator that yields what it waits for: a moment, or a box that something is put
 into. Every sender's link is another, which takes messages in the order in which they were posted.
-Ring all-reduces are made of their hops.
+Ring all-reduces are made of their hops, where one at a time is under way.
 """
 
 import heapq
@@ -180,6 +180,34 @@ def all_reduce(run, options):
                 yield from ring(run, rank, ("ring", number, bucket), size)
             clock.put(("reduced", rank, number))
 
+    queue = [(number, bucket) for number in range(run.steps) for bucket in range(len(dealt))]
+    link = []  # who has it, and who waits for it behind
+
+    def worker():
+        """Takes one all-reduce after the other, of all ranks; the link is for one at a time."""
+        alpha, beta = run.cost(0, 1) if run.p > 1 else (0.0, 0.0)
+        hops = 2 * (run.p - 1)
+        while queue:
+            number, bucket = queue.pop(0)
+            for rank in range(run.p):
+                yield ("ready", rank, number, bucket)
+            yield clock.now + hops * alpha
+            link.append((number, bucket))
+            if link[0] != (number, bucket):
+                yield ("turn", number, bucket)
+            size = width * sum(profile.elements[place] for place in dealt[bucket])
+            yield clock.now + hops * beta * size / run.p
+            link.pop(0)
+            if link:
+                clock.put(("turn", *link[0]))
+            clock.put(("through", number, bucket))
+
+    def gather(rank):
+        for number in range(run.steps):
+            for bucket in range(len(dealt)):
+                yield ("through", number, bucket)
+            clock.put(("reduced", rank, number))
+
     def process(rank):
         for number in range(run.steps):
             begun = clock.now
@@ -196,7 +224,11 @@ def all_reduce(run, options):
             run.ends[number][rank] = clock.now
 
     p = range(run.p)
-    return run.go([process(rank) for rank in p], [communicate(rank) for rank in p])
+    if options.at_once == 1:
+        moving = [communicate(rank) for rank in p]
+    else:
+        moving = [*(worker() for _ in range(options.at_once)), *(gather(rank) for rank in p)]
+    return run.go([process(rank) for rank in p], moving)
 
 
 def periodic(run, every, buckets):

@@ -1,5 +1,7 @@
 """When steps end with all-reduce, in every step or every so many, and without any."""
 
+import math
+from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,8 +20,9 @@ Times = Float[np.ndarray, " rank"]
 class AllReduce(Strategy):
     """Gradients all-reduced in every step, behind the backward pass.
 
-    An all-reduce begins when the last rank has its gradients and the one before is through; the
-    update waits for the last.
+    An all-reduce begins when the last rank has its gradients and fewer than `at_once` are under
+    way. Their start-ups pass side by side, their bytes one after another: each takes the links for
+    as long as its bytes need. The update waits for the last.
 
     Attributes:
         buckets: `"size"` as DistributedDataParallel deals them, or `"layer"`, one a module, as
@@ -28,6 +31,7 @@ class AllReduce(Strategy):
         first_bucket_bytes: Where the first one is; None: as the others, which is what
             DistributedDataParallel does when it is given a `bucket_cap_mb`.
         element_bytes: Of an element on the wire; None: as in the profile.
+        at_once: All-reduces that are under way at once: torch's Gloo has two threads for them.
     """
 
     name: str = "allreduce"
@@ -35,12 +39,15 @@ class AllReduce(Strategy):
     bucket_bytes: int = 25 << 20
     first_bucket_bytes: int | None = 1 << 20
     element_bytes: int | None = None
+    at_once: int = 2
 
     def __post_init__(self) -> None:
         if self.buckets not in ("size", "layer"):
             raise ValueError(f"no buckets by {self.buckets!r}: choose size or layer")
         if self.bucket_bytes < 1:
             raise ValueError(f"bucket_bytes is {self.bucket_bytes}: it must be 1 or more")
+        if self.at_once < 1:
+            raise ValueError(f"at_once is {self.at_once}: 1 all-reduce or more is under way")
 
     def begin(self, setting: Setting) -> "AllReduceSteps":
         """See `Strategy.begin`."""
@@ -65,19 +72,32 @@ class AllReduceSteps(Steps):
         self._backward_seconds = float(done[-1])
         self._ready_seconds = [float(done[places[-1]]) for places in dealt]
         sizes = [width * sum(profile.elements[place] for place in places) for places in dealt]
-        self._seconds = [setting.network.all_reduce_seconds(size, p) for size in sizes]
+        network = setting.network
+        self._seconds = [network.all_reduce_seconds(size, p) for size in sizes]
+        # A measured start-up may hide bytes: they take the link for as long as it needs for them.
+        start_up = network.all_reduce_seconds(0, p)
+        wire = network.exchange.beta_seconds_per_byte
+        self._moving_seconds = [
+            min(seconds, max(seconds - start_up, wire * setting.ring_bytes(size)))
+            for size, seconds in zip(sizes, self._seconds, strict=True)
+        ]
+        self._at_once = options.at_once
         self._step_bytes = setting.ring_bytes(sum(sizes))
         self._alone = p == 1
 
     def step(self, number: int, start: Times, pace: Pace) -> Times:
         """See `Steps.step`."""
-        through = -np.inf
+        # When the last so many are through; each ends later than the one before.
+        ends = deque([-math.inf] * self._at_once, maxlen=self._at_once)
         if not self._alone:
-            for ready, seconds in zip(self._ready_seconds, self._seconds, strict=True):
-                through = max(through, float(pace.after(start, ready).max())) + seconds
+            for ready, seconds, moving in zip(
+                self._ready_seconds, self._seconds, self._moving_seconds, strict=True
+            ):
+                begin = max(float(pace.after(start, ready).max()), ends[0])
+                ends.append(max(begin + seconds, ends[-1] + moving))
         self.bytes_sent += self._step_bytes
         backward = pace.after(start, self._backward_seconds)
-        return np.maximum(backward, through) + self._profile.optimizer_seconds * pace.factor
+        return np.maximum(backward, ends[-1]) + self._profile.optimizer_seconds * pace.factor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

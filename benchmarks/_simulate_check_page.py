@@ -1,0 +1,88 @@
+"""Predicted beside measured step times in docs/simulate_time.md, from `simulate_check.json`."""
+
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks._pages import DOCS, table
+
+PAGE = DOCS / "simulate_time.md"
+_BEGIN, _END = "<!-- benchmarks.simulate_check -->\n", "<!-- end -->"
+_SOURCES = {
+    "from_rate": "the rate of the links alone, with start-ups assumed",
+    "from_probe": "a probe of the network",
+}
+
+
+def told(figures: dict[str, Any]) -> str:
+    """How far off the model was, and a table a profile and rate."""
+    goal, rows = figures["goal"], figures["rows"]
+    counts = "; ".join(
+        f"from {source}: {_count(figures['summary'][key], goal)}"
+        for key, source in _SOURCES.items()
+    )
+    text = (
+        f"Held against the cells of `python -m benchmarks.network`, {counts}. The tables have "
+        "milliseconds a step: measured / predicted from the rate / from a probe, bold where "
+        f"it is more than {100 * goal:g} % off. A cell with an asterisk is one in which the "
+        "laboratory was no fair stand-in for hosts of their own (its `marks`): it counts for "
+        "nothing."
+    )
+    if figures["not_modelled"]:
+        text += f" Measured there and not modelled: {', '.join(figures['not_modelled'])}."
+    places = dict.fromkeys((row["profile"], row["rate_bits_per_second"]) for row in rows)
+    text = textwrap.fill(text, 100, break_on_hyphens=False)
+    return "\n\n".join([text, *(_table(rows, *place, goal) for place in places)])
+
+
+def fill_page(figures: dict[str, Any], page: Path | None = None) -> None:
+    """Writes it between its two marks in the page.
+
+    Raises:
+        ValueError: The page does not have them.
+    """
+    page = page or PAGE
+    before, begin, rest = page.read_text(encoding="utf-8").partition(_BEGIN)
+    _, end, after = rest.partition(_END)
+    if not end:
+        raise ValueError(f"{page.name} has no {_BEGIN.strip()!r} with {_END!r} behind it")
+    filled = f"{before}{begin}\n{told(figures)}\n\n{end}{after}"
+    page.write_text(filled, encoding="utf-8")
+
+
+def _count(summary: dict[str, Any], goal: float) -> str:
+    if not summary["cells"]:
+        return "nothing was predicted"
+    return (
+        f"{summary['within_goal']} of {summary['cells']} step times are predicted within "
+        f"{100 * goal:g} % (median {100 * summary['median_error']:.1f} %, largest "
+        f"{100 * summary['largest_error']:.0f} %)"
+    )
+
+
+def _table(rows: Sequence[dict], profile: str, rate: float, goal: float) -> str:
+    here = [row for row in rows if (row["profile"], row["rate_bits_per_second"]) == (profile, rate)]
+    worlds = sorted({row["world_size"] for row in here})
+    by_place = {(row["contestant"], row["world_size"]): row for row in here}
+    return table(
+        [f"{profile}, {rate / 1e6:g} Mbit/s", *(f"{p} hosts" for p in worlds)],
+        [
+            [contestant, *(_cell(by_place.get((contestant, p)), goal) for p in worlds)]
+            for contestant in dict.fromkeys(row["contestant"] for row in here)
+        ],
+    )
+
+
+def _cell(row: dict | None, goal: float) -> str:
+    if row is None:
+        return ""
+    parts = [f"{1e3 * row['measured_seconds']:.0f}" + r"\*" * row["marked"]]
+    for key in _SOURCES:
+        error, seconds = row[f"{key}_error"], row[f"{key}_seconds"]
+        if seconds is None:
+            parts.append("-")
+        else:
+            bold = "**" * (abs(error) > goal)
+            parts.append(f"{bold}{1e3 * seconds:.0f}{bold}")
+    return " / ".join(parts)
