@@ -235,7 +235,12 @@ def main() -> int:
         return 2
     cells = json.loads(options.cells.read_text())
     if options.probe:
-        write("network_probes", {"probes": take_probes(places(cells))})
+        try:
+            probes = take_probes(places(cells))
+        except NetlabError as error:
+            print(f"no laboratory here: {error}", file=sys.stderr)
+            return 2
+        write("network_probes", {"probes": probes})
     rows = compare(cells, _probes(options.probes))
     for row in rows:
         exact = row["from_probe_error"]

@@ -154,3 +154,18 @@ def test_probes_are_taken_where_something_was_measured_on_one_network(monkeypatc
     out = capsys.readouterr().out
     assert "no probe of 8 hosts at 100 Mbit/s: not so much" in out
     assert "no probe of 2 hosts at 200 Mbit/s: host 1 ended with 2: no such link" in out
+
+
+def test_where_no_laboratory_is_one_line_says_so(tmp_path, monkeypatch, capsys):
+    def refused(hosts):
+        raise NetlabError("run it as root")
+
+    monkeypatch.setattr(simulate_check, "RESULTS", tmp_path)
+    monkeypatch.setattr("benchmarks._common.RESULTS", tmp_path)
+    monkeypatch.setattr(simulate_check, "Shaped", refused)
+    path = tmp_path / "cells.json"
+    path.write_text(json.dumps([cell("gossip", 1.0)]))
+    monkeypatch.setattr("sys.argv", ["simulate_check", "--probe", "--cells", str(path)])
+    assert simulate_check.main() == 2
+    assert capsys.readouterr().err == "no laboratory here: run it as root\n"
+    assert [one.name for one in tmp_path.iterdir()] == ["cells.json"]
