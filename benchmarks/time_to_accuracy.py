@@ -11,7 +11,8 @@ nothing to catch up with.
 All of it takes 60 to 90 minutes on 2 cores. A seed of every task comes before the next seed, and
 DistributedDataParallel against gossip before the longer runs; after every run the results are
 written, with what is missing named. Runs that are done are kept between calls, and one that failed
-is tried again by the next.
+is tried again by the next. Where more runs are published than are done in the folder, what is done
+is written there instead, since times of two machines do not stand beside each other.
 
 Needs what `benchmarks.netlab` needs: Linux, root, iproute2.
 
@@ -34,10 +35,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks._common import write
-from benchmarks.netlab import Network, format_rate
+from benchmarks import _common
+from benchmarks.netlab import NetlabError, Network, format_rate
 from benchmarks.network._busy import CpuBusy
 from benchmarks.network._marks import MOST_BUSY_BY_OTHERS
+from gossipgrad.train._summary import write_json
 
 DDP, GOSSIP, LONGER = "ddp", "gossip", "gossip, a quarter more epochs"
 CONTESTANTS = {
@@ -45,6 +47,12 @@ CONTESTANTS = {
     GOSSIP: ("gossip", 1.0),
     LONGER: ("gossip", 1.25),
 }
+
+SEEDS = 3
+BUSY = (
+    "the hosts share this machine's processors, which are busy throughout by design: a run is "
+    "marked by what other programs took of them, not by how busy they were"
+)
 
 
 @dataclass(frozen=True)
@@ -116,40 +124,48 @@ def train(run: Run, out: Path, timeout_seconds: float) -> None:
     """One run on a network made for it.
 
     Raises:
-        FailedRunError: It took too long, or a rank failed.
+        FailedRunError: It took too long, a rank failed, or the links did not hold their rates.
+        NetlabError: There is no laboratory here.
     """
     task = run.task
     partial = out.with_name(f"{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     command = [sys.executable, "-m", "gossipgrad", *task.command(run.contestant, run.seed)]
     command += ["--quiet", "--out", str(partial)]
-    hosts = range(task.world_size)
     with Network(hosts=task.world_size, rate_bits_per_second=task.rate_bits_per_second) as network:
-        network.verify()
-        before = [network.counters(host).sent_bytes for host in hosts]
-        own, busy = _own_user_seconds(), CpuBusy()
-        processes = []
-        for host in hosts:
-            environment = {**os.environ, **network.environment(host), "OMP_NUM_THREADS": "1"}
-            processes.append(network.popen(host, command, env=environment))
-        deadline = time.monotonic() + timeout_seconds
         try:
-            codes = [process.wait(max(0.0, deadline - time.monotonic())) for process in processes]
-        except subprocess.TimeoutExpired:
-            raise FailedRunError(f"took more than {timeout_seconds:g} s") from None
-        if any(codes):
-            raise FailedRunError(f"its ranks ended with {codes}")
-        share, by_others = busy.shares(_own_user_seconds() - own)
-        after = [network.counters(host).sent_bytes for host in hosts]
-    sent = [now - then for now, then in zip(after, before, strict=True)]
-    figures = {
-        "sent_bytes_per_host": sent,
+            figures = _trained(network, command, timeout_seconds)
+        except NetlabError as error:
+            raise FailedRunError(str(error)) from error
+    (partial / "measured.json").write_text(json.dumps(figures))
+    partial.rename(out)
+
+
+def _trained(network: Network, command: list[str], timeout_seconds: float) -> dict:
+    """Runs the command on every host; what its hosts have sent, and how busy the machine was."""
+    hosts = range(network.hosts)
+    network.verify()
+    before = [network.counters(host).sent_bytes for host in hosts]
+    own, busy = _own_user_seconds(), CpuBusy()
+    processes = []
+    for host in hosts:
+        environment = {**os.environ, **network.environment(host), "OMP_NUM_THREADS": "1"}
+        processes.append(network.popen(host, command, env=environment))
+    deadline = time.monotonic() + timeout_seconds
+    try:
+        codes = [process.wait(max(0.0, deadline - time.monotonic())) for process in processes]
+    except subprocess.TimeoutExpired:
+        raise FailedRunError(f"took more than {timeout_seconds:g} s") from None
+    if any(codes):
+        raise FailedRunError(f"its ranks ended with {codes}")
+    share, by_others = busy.shares(_own_user_seconds() - own)
+    after = [network.counters(host).sent_bytes for host in hosts]
+    return {
+        "sent_bytes_per_host": [now - then for now, then in zip(after, before, strict=True)],
         "cpu_busy": round(share, 3),
         "cpu_busy_by_others": round(by_others, 3),
         "marked": by_others > MOST_BUSY_BY_OTHERS,
     }
-    (partial / "measured.json").write_text(json.dumps(figures))
-    partial.rename(out)
 
 
 def _own_user_seconds() -> float:
@@ -250,20 +266,44 @@ def ratio(runs: list[dict], ddp: list[dict]) -> float | None:
 
 
 def report(seeds: int, folder: Path, failed: dict[str, str]) -> Path:
-    """Writes what is there of all tasks, and names what is not."""
+    """Writes what is there of all tasks, and names what is not.
+
+    Into the results, or, where more is published than is there, into the folder.
+    """
     missing = [
         run
         for run in order(TASKS, seeds)
         if not _folder(run, folder).exists() and is_needed(run, folder)
     ]
-    return write(
-        "time_to_accuracy",
-        {
-            "rows": [row(task, seeds, folder) for task in TASKS],
-            "missing": [run.name for run in missing],
-            "failed": failed,
-        },
+    figures = {
+        "rows": [row(task, seeds, folder) for task in TASKS],
+        "processors": BUSY,
+        "missing": [run.name for run in missing],
+        "failed": failed,
+    }
+    path = _common.RESULTS / "time_to_accuracy.json"
+    lost = _runs(json.loads(path.read_text())["rows"]) if path.exists() else set()
+    lost -= _runs(figures["rows"])
+    if not lost:
+        return _common.write(path.stem, figures)
+    print(
+        f"{path} stays as it is: {len(lost)} of its runs are not in {folder}; remove it to publish "
+        "those that are",
+        flush=True,
     )
+    path = folder / path.name
+    write_json(path, figures)
+    return path
+
+
+def _runs(rows: list[dict]) -> set[tuple]:
+    """Which there are."""
+    return {
+        (row["commands"][name], row["world_size"], row["rate_bits_per_second"], run["seed"])
+        for row in rows
+        for name, runs in row["runs"].items()
+        for run in runs
+    }
 
 
 def _folder(run: Run, folder: Path) -> Path:
@@ -273,7 +313,7 @@ def _folder(run: Run, folder: Path) -> Path:
 def main() -> int:
     """Runs what is missing, and writes the table after each."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--folder", type=Path, default=Path("runs/time_to_accuracy"))
     parser.add_argument("--only", default="", help="tasks whose name contains this: fashion, cifar")
     parser.add_argument("--world-size", type=int, help="tasks of so many hosts: 4, 8")
@@ -289,15 +329,18 @@ def main() -> int:
     if options.seeds < 1 or not tasks:
         named = [f"{task.name}, {task.world_size} hosts" for task in TASKS]
         parser.error(f"--seeds must be 1 or more; --only and --world-size choose among {named}")
+    if options.minutes is not None and options.minutes <= 0:
+        parser.error(f"--minutes {options.minutes:g}: leave it out for no limit")
     options.folder.mkdir(parents=True, exist_ok=True)
     folder = options.folder.resolve()
+    seeds = max(options.seeds, SEEDS)  # of what is done and told, whatever is to be done now
     failed: dict[str, str] = {}
     begun = time.monotonic()
     for run in order(tasks, options.seeds):
         out = _folder(run, folder)
         if out.exists() or not is_needed(run, folder):
             continue
-        if options.minutes and time.monotonic() - begun > 60 * options.minutes:
+        if options.minutes is not None and time.monotonic() - begun > 60 * options.minutes:
             print(f"stopped after {options.minutes:g} minutes: the rest is for next time")
             break
         try:
@@ -305,11 +348,14 @@ def main() -> int:
         except FailedRunError as error:
             failed[run.name] = str(error)
             print(f"{run.name}: failed: {error}", flush=True)
+        except NetlabError as error:
+            print(f"no laboratory here: {error}", file=sys.stderr)
+            return 2
         else:
             seconds, accuracy = curve(out)[-1]
             print(f"{run.name}: {100 * accuracy:.2f} % after {seconds:.1f} s", flush=True)
-        report(options.seeds, folder, failed)
-    print(report(options.seeds, folder, failed))
+        report(seeds, folder, failed)
+    print(report(seeds, folder, failed))
     return 1 if failed else 0
 
 
