@@ -204,6 +204,16 @@ def test_goals_that_are_missed_are_told():
     ]
     exposed = [cell("gossip, bf16 wire", 0.62, bare=0.6)]  # no efficiency is asked for
     assert shortfalls(exposed)[0].startswith("1 of 1")
+    for name in ("gossip, state", "gossip, state every 4"):
+        assert name in CONTESTANTS
+        found = shortfalls([cell(name, 0.43), cell("ddp", 0.42)])
+        assert found[0].startswith("0 of 2 goals"), "held against no others"
+        assert [line.split(": ")[2] for line in found[1:]] == [
+            "1.075 of the bound",
+            "efficiency 0.930",
+        ]
+    unknown = cell("gossip", 0.5) | {"bare_seconds": None, "exchange_bound_seconds": None}
+    assert shortfalls([unknown, cell("ddp", 0.6)])[0].startswith("1 of 1 goals")
 
 
 def test_every_bound_has_a_bare_transfer():
