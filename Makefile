@@ -35,9 +35,9 @@ docs: $(READY)
 bench: $(READY) .venv/.decent-dp
 	$(BIN)/python -m benchmarks
 
-# Linux and root; 20 minutes
+# Linux and root; 20 minutes, and goes on where it was stopped
 bench-network: $(READY) .venv/.decent-dp
-	$(BIN)/python -m benchmarks.network
+	$(BIN)/python -m benchmarks.network --minutes 20
 
 # hours; goes on where it was stopped
 bench-network-full: $(READY) .venv/.decent-dp

@@ -5,6 +5,7 @@ switch has counted. Needs Linux and root. What is there is not measured again, u
 other programs disturbed it.
 
     python -m benchmarks.network                 # the quick grid, some 20 minutes
+    python -m benchmarks.network --minutes 20    # and no more: what is missing is for next time
     python -m benchmarks.network --grid full     # hours; goes on where it was stopped
     python -m benchmarks.network --page          # the figures anew, nothing measured
 """
@@ -35,9 +36,11 @@ def main() -> int:
     parser.add_argument("--grid", choices=sorted(GRIDS), default="quick")
     parser.add_argument("--again", action="store_true", help="measure anew what is there")
     parser.add_argument("--page", action="store_true", help="only draw and print what is there")
-    parser.add_argument("--minutes", type=float, help="begin no further cells after so long")
+    parser.add_argument("--minutes", type=float, help="end after so long; what is done stays")
     parser.add_argument("--out", type=Path, default=RESULTS / "network.json")
     options = parser.parse_args()
+    if options.minutes is not None and options.minutes <= 0:
+        parser.error(f"--minutes {options.minutes:g}: leave it out for no limit")
     cells = Cells(options.out, again=options.again)
     if not options.page:
         try:
@@ -73,7 +76,7 @@ def _measure(options: argparse.Namespace, cells: Cells) -> None:
     )
 
     def is_late() -> bool:
-        return bool(options.minutes) and time.monotonic() - start > 60 * options.minutes
+        return options.minutes is not None and time.monotonic() - start > 60 * options.minutes
 
     hosts = max(grid.world_sizes)
     with Shaped(hosts) as network, Laboratory(network, hosts) as laboratory:

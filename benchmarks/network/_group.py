@@ -36,6 +36,10 @@ class _Plan(NamedTuple):
     spread_seconds: float
 
 
+class _LateError(Exception):
+    """The time is over in the middle of a rate."""
+
+
 class _FailedError(Exception):
     """A contestant cannot go on, and with it the workers."""
 
@@ -65,7 +69,7 @@ def measure_group(
         budget: What is replayed.
         grid: Rates, repeats and contestants.
         cells: What is there, and gets what is measured.
-        is_late: Whether to begin no further rate.
+        is_late: Whether to end; a rate that is not done then is left as it was.
         say: Tells how it goes on.
     """
     blank = _Blank(world_size, budget)
@@ -83,6 +87,9 @@ def measure_group(
     while todo and not is_late():
         try:
             _measure_rates(laboratory, blank, grid, cells, todo, failed, is_late, say)
+        except _LateError as error:
+            say(f"p = {world_size}, {error}")
+            return
         except _FailedError as error:
             say(f"{error.name} failed: {error}")
             failed[error.name] = str(error)
@@ -128,7 +135,7 @@ def _measure_rates(
             say(f"{here}, {rate / 1e6:g} Mbit/s: {error}")
             found += [blank.cell(name, rate, str(error)) for name in able]
         else:
-            found += group.measured(able, grid, rate)
+            found += group.measured(able, grid, rate, is_late)
         cells.put(found)
         del todo[rate]
         say(f"{here}, {rate / 1e6:g} Mbit/s, {profile}: {time.monotonic() - start:.0f} s")
@@ -187,16 +194,24 @@ class _Group:
             except WorkerError as error:
                 raise _FailedError(name, str(error)) from error
 
-    def measured(self, names: list[str], grid: Grid, rate: float) -> list[Cell]:
+    def measured(
+        self, names: list[str], grid: Grid, rate: float, is_late: Callable[[], bool]
+    ) -> list[Cell]:
         """The cells of one rate.
 
         Raises:
             _FailedError: A contestant does not come to its end.
+            _LateError: The time is over before all have had their blocks.
         """
         settled = {name: self._settled(name) for name in names}
         plans = {name: self._plan(name, grid, settled) for name in names}
         blocks: dict[str, list[Block]] = {name: [] for name in names}
         for number in range(grid.blocks):
+            if is_late():
+                raise _LateError(
+                    f"{rate / 1e6:g} Mbit/s: stopped after {number} of {grid.blocks} turns, which "
+                    "are not kept"
+                )
             self._laboratory.wait_until_quiet(grid.patience_seconds)
             turn = number % len(names)
             for name in (*names[turn:], *names[:turn]):

@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks._common import RESULTS
 from benchmarks.netlab import NetlabError
+from benchmarks.network.__main__ import main
 from benchmarks.network._cells import Cells
 from benchmarks.network._grid import Budget, Grid
 from benchmarks.network._group import compared, measure_group
@@ -309,6 +310,33 @@ def test_links_that_do_not_keep_to_their_rate_are_not_measured_on(tmp_path):
     late, said = measure(FakeLaboratory(), tmp_path / "late.json", is_late=lambda: True)
     assert late.keys() == {("any", 1e9)}
     assert len(said) == 1
+
+
+def test_the_time_is_held_in_the_middle_of_a_rate(tmp_path):
+    """What is done stays; the rate that is not is begun anew next time."""
+    laboratory, path = FakeLaboratory(), tmp_path / "network.json"
+    runs = laboratory.run
+    turns = []
+
+    def run(name, *arguments, **options):
+        turns.append(name)
+        return runs(name, *arguments, **options)
+
+    laboratory.run = run
+    grid = replace(GRID, rates=(1e8, 3e8))
+    cells, said = measure(laboratory, path, grid, is_late=lambda: len(turns) >= 12)
+    assert len(turns) == 12  # two turns of the first rate, one of the second
+    assert {rate for _, rate in cells} == {1e8}
+    assert said[-1] == "p = 2, 300 Mbit/s: stopped after 1 of 2 turns, which are not kept"
+    cells, _ = measure(FakeLaboratory(), path, grid)
+    assert len(cells) == 8
+
+
+def test_no_time_at_all_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["network", "--minutes", "0"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "--minutes 0: leave it out for no limit" in capsys.readouterr().err
 
 
 @pytest.mark.process
