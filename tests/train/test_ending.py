@@ -109,6 +109,8 @@ def test_when_it_never_comes_another_takes_its_place(run_dir, endings, monkeypat
     assert len(did) == 1
     nothing = "handed nothing in within 0 s"
     assert did[0][1] == ([1, 3], {0: nothing, 2: "failed: no memory"})
+    whose = next(rank for rank, answer in came.items() if answer[0])
+    assert endings[whose].when_seconds.keys() == {2}, "of rank 0 nobody knows when"
 
 
 def test_one_that_still_trains_is_awaited(run_dir, endings, monkeypatch):

@@ -39,8 +39,9 @@ class Workers:
         self.silent = set()
         self.killed = []
         self.befalls = {}
-        monkeypatch.setattr(_worker_handle, "time", SimpleNamespace(monotonic=lambda: self.seconds))
-        monkeypatch.setattr(_launcher, "time", SimpleNamespace(monotonic=lambda: self.seconds))
+        clock = SimpleNamespace(monotonic=lambda: self.seconds, time=lambda: 1e9 + self.seconds)
+        monkeypatch.setattr(_worker_handle, "time", clock)
+        monkeypatch.setattr(_launcher, "time", clock)
         monkeypatch.setattr(_launcher, "wait", self._pass)
         self.pipes, self.handles = [], []
         for rank in range(2):
@@ -85,15 +86,36 @@ def workers(monkeypatch):
             pipe.close()
 
 
-def test_a_local_worker_that_stands_still_is_ended_and_the_others_go_on(workers, capfd):
+def test_a_local_worker_that_stands_still_holds_up_nothing_but_the_end(workers, capfd):
     run = workers(strategy="local")
     run.befalls = {5.0: lambda: run.silent.add(1), 100.0: lambda: run.end(0)}
-    assert run.supervise() == 100
+    assert 110 <= run.supervise() < 112
     assert run.killed == [1]
     failure = run.handles[1].failure
     assert failure.cause == "stood still for 10 s and was ended"
     assert failure.started
+    assert failure.when_seconds == 1e9 + run.seconds
     assert run.handles[0].result is not None
+    assert capfd.readouterr().err == "gossipgrad: rank 1 stood still for 10 s and was ended\n"
+
+
+def test_a_local_worker_that_was_paused_goes_on(workers):
+    run = workers(strategy="local")
+    run.befalls = {
+        5.0: lambda: run.silent.add(1),
+        99.5: lambda: run.end(0),
+        105.0: run.silent.clear,
+        120.0: lambda: run.end(1),
+    }
+    assert run.supervise() == 120
+    assert not run.killed
+
+
+def test_where_rows_move_on_from_worker_to_worker_one_that_stands_still_is_ended(workers, capfd):
+    run = workers(strategy="local", shuffle="ring")
+    run.befalls = {5.0: lambda: run.silent.add(1), 100.0: lambda: run.end(0)}
+    assert run.supervise() == 100
+    assert run.killed == [1]
     told = "gossipgrad: rank 1 stood still for 10 s and was ended; the others go on\n"
     assert capfd.readouterr().err == told
 
@@ -119,11 +141,52 @@ def test_as_long_as_one_runs_that_can_tell_it_is_the_others_who_give_up(workers)
     assert run.killed == [1]
 
 
+ALL_STAND_STILL = "all workers that are left stand still; they have 3 min to go on"
+
+
+@pytest.fixture
+def three_minutes(monkeypatch):
+    assert _launcher._ALL_SILENT_SECONDS == 1800
+    monkeypatch.setattr(_launcher, "_ALL_SILENT_SECONDS", 180.0)
+
+
+@pytest.mark.parametrize("strategy", ["gossip", "allreduce", "local"])
+def test_a_run_whose_workers_all_stand_still_goes_on_when_they_do(
+    workers, capfd, three_minutes, strategy
+):
+    """One of them a moment before the other, which nobody has waited for meanwhile."""
+    run = workers(strategy=strategy)
+    run.befalls = {
+        5.0: lambda: run.silent.update({0, 1}),
+        170.0: lambda: run.silent.remove(1),
+        175.0: run.silent.clear,
+        190.0: lambda: [run.end(0), run.end(1)],
+    }
+    assert run.supervise() == 190
+    assert not run.killed
+    assert capfd.readouterr().err == f"gossipgrad: {ALL_STAND_STILL}\n"
+
+
+def test_the_last_that_is_left_is_awaited_when_it_stands_still(workers, capfd, three_minutes):
+    run = workers()
+    run.befalls = {
+        5.0: lambda: run.say(0, "failed", cause="no", is_consequence=False, is_fatal=False),
+        8.0: lambda: run.silent.add(1),
+        100.0: run.silent.clear,
+        120.0: lambda: run.end(1),
+    }
+    assert run.supervise() == 120
+    assert not run.killed
+    told = capfd.readouterr().err.splitlines()
+    assert told[0].endswith("; the others go on")
+    assert told[1:] == [f"gossipgrad: {ALL_STAND_STILL}"]
+
+
 @pytest.mark.parametrize("strategy", ["gossip", "allreduce"])
-def test_a_run_whose_workers_all_stand_still_ends(workers, strategy):
+def test_a_run_whose_workers_all_stand_still_for_good_ends(workers, three_minutes, strategy):
     run = workers(strategy=strategy)
     run.befalls = {5.0: lambda: run.silent.update({0, 1})}
-    assert run.supervise() < 17
+    assert 180 <= run.supervise() < 187
     assert sorted(run.killed) == [0, 1]
 
 

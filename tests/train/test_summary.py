@@ -61,6 +61,29 @@ def test_names_lost_ranks():
     assert summary["model_from_rank"] == 1
 
 
+def test_tells_when_a_rank_was_lost_by_the_membership_or_who_saw_it_go():
+    known = {"2": {"why": "no sign of life", "generation": 1, "when_seconds": 5.0}}
+    early = {"3": {"why": "it never started", "generation": 0, "when_seconds": 0.0}}
+    ranks = {0: result(0, lost=known | early)}
+    lost = dict.fromkeys((1, 2, 3, 4), "was killed by SIGKILL")
+    seen = {1: 7.0, 2: 8.0, 3: 9.0}
+    told = compose(
+        TrainConfig(),
+        ranks,
+        lost,
+        world_size=5,
+        exported=ranks[0],
+        stopped_by=None,
+        when_seconds=seen,
+    )["losses"]
+    assert {rank: loss["when_seconds"] for rank, loss in told.items()} == {
+        "1": 7.0,
+        "2": 5.0,
+        "3": 9.0,
+        "4": None,
+    }
+
+
 def test_tells_once_since_when_the_store_was_lost():
     why = "the rendezvous store is lost (connection reset)"
     early = {"since_seconds": 1e9, "until_seconds": None, "why": why}

@@ -39,6 +39,9 @@ class Ending:
         mailbox: The store, which may be lost, or hang.
         rank: This rank.
         world_size: How many there were at the start.
+
+    Attributes:
+        when_seconds: When ranks were lost, in seconds since 1970, as far as it is known here.
     """
 
     def __init__(self, run_dir: RunDir, mailbox: dist.Store, rank: int, world_size: int) -> None:
@@ -48,14 +51,15 @@ class Ending:
         self._world_size = world_size
         self._absent: dict[int, str] = {}
         self._lost: dict[int, str] = {}
+        self.when_seconds: dict[int, float] = {}
 
-    def miss(self, absent: Mapping[int, str]) -> None:
-        """Take note of ranks that were lost before the start, and why."""
-        self._absent = dict(absent)
+    def miss(self, absent: Mapping[int, str], when_seconds: Mapping[int, float]) -> None:
+        """Take note of ranks that were lost before the start, of why, and of when if known."""
+        self._absent, self.when_seconds = dict(absent), dict(when_seconds)
 
     def hand_in(self, content: HandedIn) -> None:
         """Leave what this rank has to say for the others; the last thing that a rank does."""
-        text = json.dumps(content)
+        text = json.dumps({**content, "when_seconds": time.time()})
         with contextlib.suppress(RuntimeError):
             self._mailbox.ask(lambda store: store.set(f"rank{self._rank}", text))
         path = self._path(self._rank)
@@ -107,6 +111,7 @@ class Ending:
                 results[rank] = RankResult.from_json(content["result"])
             else:
                 lost[rank] = content["cause"]
+                self.when_seconds[rank] = content["when_seconds"]
         return results, lost
 
     def done(self) -> None:

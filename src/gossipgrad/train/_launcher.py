@@ -29,6 +29,8 @@ _CAUSE_GRACE_SECONDS = 1.0
 _GIVEN_UP_GRACE_SECONDS = 3.0
 # No less, for machines that are busy.
 _SILENT_SECONDS = 10.0
+# When nobody is left to wait for them: as long as their collectives would wait for a rank.
+_ALL_SILENT_SECONDS = 1800.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,10 +60,11 @@ def launch(config: TrainConfig, run_dir: RunDir, progress: Progress) -> Launched
     Workers come out of a fork server that has torch loaded, talk over loopback, and find each
     other in a store that lives in this process, so that no worker is needed more than the others.
     When one is lost, gossip and local runs go on without it, and if it is killed or stands still
-    before anybody trains, they start again; an all-reduce run ends. One that stands still and is
-    called lost by no other, because ranks do not meet or the others are over, is ended. The first
-    signal asks the workers to stop at the next step and keeps what was reached; the second kills
-    them. A signal before the first step ends the run. No worker outlives this call.
+    before anybody trains, they start again; an all-reduce run ends. One that stands still is ended
+    if others can do nothing but wait for it: at the start, or when they are over. If all that are
+    left stand still, nobody waits for them: that is told, and they have half an hour to go on. The
+    first signal asks the workers to stop at the next step and keeps what was reached; the second
+    kills them. A signal before the first step ends the run. No worker outlives this call.
 
     Raises:
         RunFailedError: A worker could not start, one of an all-reduce was lost, or all were.
@@ -199,21 +202,30 @@ def _supervise(
     workers: list[WorkerHandle], config: TrainConfig, progress: Progress, stops: Stops
 ) -> None:
     """Listen to the workers until each is over or the run is."""
-    told = False
+    told = told_silent = False
     doomed_seconds = hopeless_seconds = None
     while running := [worker for worker in workers if not worker.over]:
         wait([worker.pipe for worker in running], timeout=_POLL_SECONDS)
+        awaited = {worker.rank: _is_awaited(worker, workers, config) for worker in running}
         for worker in running:
-            worker.listen(progress)
-        for worker in _standing_still(running, config):
-            limit = _silence_limit_seconds(worker, config)
-            worker.give_up(f"stood still for {limit:g} s and was ended")
+            worker.listen(progress, awaited=awaited[worker.rank])
+        all_silent = _all_stand_still(workers, config)
+        if all_silent and not told_silent:
+            progress.notice(
+                "all workers that are left stand still; they have "
+                f"{_ALL_SILENT_SECONDS / 60:g} min to go on"
+            )
+        told_silent = all_silent
+        for worker in running:
+            if (limit := _outstayed_seconds(worker, config, all_silent=all_silent)) is not None:
+                worker.give_up(f"stood still for {limit:g} s and was ended")
         for worker in running:
             if (lost := worker.failure) is None:
                 continue
             progress.lose(lost.rank)
             if not _is_fatal(lost, config, begun=_begun(workers)):
-                progress.notice(f"rank {lost.rank} {lost.cause}; the others go on")
+                others = "" if all(worker.over for worker in workers) else "; the others go on"
+                progress.notice(f"rank {lost.rank} {lost.cause}{others}")
         if _are_given_up(running, workers):
             hopeless_seconds = hopeless_seconds or time.monotonic() + _GIVEN_UP_GRACE_SECONDS
             if time.monotonic() > hopeless_seconds:
@@ -239,16 +251,37 @@ def _supervise(
                 return
 
 
-def _standing_still(running: list[WorkerHandle], config: TrainConfig) -> list[WorkerHandle]:
-    """Who stands still and is called lost by no session of another that runs."""
-    living = [worker for worker in running if not worker.over]
-    silent = [
-        worker
+def _is_awaited(worker: WorkerHandle, workers: list[WorkerHandle], config: TrainConfig) -> bool:
+    """Whether others can do nothing but wait for this one, should it stand still.
+
+    Ranks that train give up one that is silent by themselves, if the strategy lets them.
+    """
+    others = [other for other in workers if other is not worker]
+    if any(other.shows_life for other in others):
+        return config.needs_links and (config.strategy == "local" or not worker.ready)
+    return any(other.result is not None for other in others)
+
+
+def _all_stand_still(workers: list[WorkerHandle], config: TrainConfig) -> bool:
+    """Whether no worker of a run shows signs of life, and none has come to its end."""
+    living = [worker for worker in workers if worker.failure is None]
+    return bool(living) and all(
+        not worker.over and worker.silent_seconds > _silence_limit_seconds(worker, config)
         for worker in living
-        if worker.silent_seconds > _silence_limit_seconds(worker, config)
-    ]
-    nobody_tells = config.strategy == "local" or len(silent) == len(living)
-    return [worker for worker in silent if nobody_tells or not worker.ready]
+    )
+
+
+def _outstayed_seconds(
+    worker: WorkerHandle, config: TrainConfig, *, all_silent: bool
+) -> float | None:
+    """How long one that stands still was waited for at most, None if it may still go on."""
+    limit = _silence_limit_seconds(worker, config)
+    if worker.over:
+        return None
+    if worker.awaited_seconds > limit:
+        return limit
+    spared = not all_silent or worker.silent_seconds <= _ALL_SILENT_SECONDS
+    return None if spared else _ALL_SILENT_SECONDS
 
 
 def _silence_limit_seconds(worker: WorkerHandle, config: TrainConfig) -> float:

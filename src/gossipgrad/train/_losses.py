@@ -14,11 +14,12 @@ def tell_losses(
     results: Mapping[int, RankResult],
     lost: Mapping[int, str],
     run_dir: RunDir | None,
+    when_seconds: Mapping[int, float],
 ) -> dict[str, dict[str, Any]]:
     """For each lost rank how far it came, and which samples nobody trained on because of it.
 
-    How far it came is read from its metrics, and known to the last line that it wrote. When the
-    others took it for dead is told by them, if it was more than its process that ended.
+    How far it came is read from its metrics, and known to the last line that it wrote. When it was
+    lost is told by the others, by whose membership it was, or by `when_seconds`, of who saw it go.
     """
     steps = max((result.steps for result in results.values()), default=0)
     ranks = list(results.values())
@@ -33,7 +34,7 @@ def tell_losses(
             "step": last.get("step", 0),
             "epoch": last.get("epoch", 0),
             "seconds": last.get("seconds", 0.0),
-            "when_seconds": (known[0]["when_seconds"] or None) if known else None,
+            "when_seconds": (known[0]["when_seconds"] if known else None) or when_seconds.get(rank),
             "generation": known[0]["generation"] if known else None,
             "samples_not_seen": unseen,
             "data": _data(config, ranks, unseen, lost),

@@ -74,6 +74,7 @@ def run(config: TrainConfig, *, show_config: bool = False) -> Outcome:
         exported=exported,
         stopped_by=launched.stopped_by,
         run_dir=run_dir,
+        when_seconds={rank: lost.when_seconds for rank, lost in launched.failures.items()},
     )
     report = finish(run_dir, summary, exported)
     return Outcome(

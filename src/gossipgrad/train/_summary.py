@@ -47,6 +47,7 @@ def compose(
     exported: RankResult,
     stopped_by: signal.Signals | None,
     run_dir: RunDir | None = None,
+    when_seconds: Mapping[int, float] | None = None,
 ) -> dict[str, Any]:
     """The content of `summary.json`.
 
@@ -61,6 +62,7 @@ def compose(
         exported: The rank whose model is exported.
         stopped_by: The signal that ended the run early, if one did.
         run_dir: Where the metrics of lost ranks are.
+        when_seconds: When others were seen to be lost, as far as that is known.
     """
     ranks = list(results.values())
     outcomes: Counter[str] = Counter()
@@ -100,7 +102,7 @@ def compose(
         "stopped_by": None if stopped_by is None else stopped_by.name,
         "lost_ranks": sorted(lost),
         "lost_because": {str(rank): lost[rank] for rank in sorted(lost)},
-        "losses": tell_losses(config, results, lost, run_dir),
+        "losses": tell_losses(config, results, lost, run_dir, when_seconds or {}),
         "store_losses": _store_losses(ranks),
         "notes": [*notes_on_store(_store_losses(ranks)), *_notes(ranks, exported)],
         "parameters": exported.parameters,

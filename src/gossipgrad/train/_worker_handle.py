@@ -3,7 +3,7 @@
 import contextlib
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 
@@ -12,6 +12,8 @@ from ._progress import Progress
 from ._result import RankResult
 
 _EXIT_GRACE_SECONDS = 10.0
+# Beats come ten times as often; a busy machine may be late with them.
+_AWAKE_SECONDS = 5.0
 # Of a silence; more in one go is a launcher that stood still itself.
 _MOST_AT_ONCE_SECONDS = 1.0
 
@@ -31,6 +33,8 @@ class Failure:
     """Whether the others would fall for the same reason, or learn nothing."""
     was_killed: bool = False
     """Whether its process ended without a word of its own."""
+    when_seconds: float = field(default_factory=lambda: time.time())
+    """When that was noticed, in seconds since 1970."""
 
 
 class WorkerHandle:
@@ -40,6 +44,7 @@ class WorkerHandle:
         rank: Its rank.
         ready: Whether it has begun to train.
         silent_seconds: How long it has shown no sign of life.
+        awaited_seconds: How much of that others have waited for it.
         heard: Whether it has shown one at all.
         result: What it handed in, at its end.
         failure: Why it was lost, if it was.
@@ -49,6 +54,7 @@ class WorkerHandle:
         self.rank = rank
         self.ready = False
         self.silent_seconds = 0.0
+        self.awaited_seconds = 0.0
         self.heard = False
         self.result: RankResult | None = None
         self.failure: Failure | None = None
@@ -61,15 +67,27 @@ class WorkerHandle:
         """Whether it has handed in its result or was lost."""
         return self.result is not None or self.failure is not None
 
+    @property
+    def shows_life(self) -> bool:
+        """Whether it runs, and was heard just now."""
+        return self.heard and not self.over and self.silent_seconds < _AWAKE_SECONDS
+
     def tell_to_stop(self) -> None:
         """Ask it to stop at the next step; one that is gone has stopped."""
         with contextlib.suppress(OSError):
             self.pipe.send("stop")
 
-    def listen(self, progress: Progress) -> None:
-        """Take in what it has sent; the end of the pipe before a result is its end."""
+    def listen(self, progress: Progress, *, awaited: bool) -> None:
+        """Take in what it has sent; the end of the pipe before a result is its end.
+
+        Args:
+            progress: Is told of it.
+            awaited: Whether a silence of it holds others up.
+        """
         now = time.monotonic()
-        self.silent_seconds += min(now - self._looked_seconds, _MOST_AT_ONCE_SECONDS)
+        passed = min(now - self._looked_seconds, _MOST_AT_ONCE_SECONDS)
+        self.silent_seconds += passed
+        self.awaited_seconds += passed if awaited else 0.0
         self._looked_seconds = now
         try:
             while not self.over and self.pipe.poll():
@@ -84,7 +102,8 @@ class WorkerHandle:
             )
 
     def _take(self, event: Event, progress: Progress) -> None:
-        self.silent_seconds, self.heard = 0.0, True
+        self.silent_seconds = self.awaited_seconds = 0.0
+        self.heard = True
         if event["event"] == "ready":
             self.ready = True
         elif event["event"] == "result":

@@ -187,7 +187,11 @@ def _take_part(
     def meet(membership: Membership) -> None:
         nonlocal speaker
         speaker = min(membership.living)
-        ending.miss({rank: loss.why for rank, loss in membership.gone.items()})
+        gone = membership.gone.items()
+        ending.miss(
+            {rank: loss.why for rank, loss in gone},
+            {rank: loss.when_seconds for rank, loss in gone if loss.when_seconds},
+        )
 
     def emit(event: Event) -> None:
         if event["event"] == "store":  # this process has warned of it
@@ -251,6 +255,7 @@ def _put_together(
         exported=exported,
         stopped_by=stops.first,
         run_dir=run_dir,
+        when_seconds=ending.when_seconds,
     )
     report = finish(run_dir, summary, exported)
     ending.done()
