@@ -3,34 +3,62 @@
 from torch import nn
 
 import gossipgrad as gg
+from gossipgrad.errors import GossipError
 from gossipgrad.train._evaluate import Evaluation, TestPart, copy_of
 from gossipgrad.train._ring_clock import ring_bytes
 
 from ._strategy import Traffic
 
 
+class MissedError(GossipError):
+    """The others are at a later evaluation: this one came about for them, and broke here."""
+
+
 def consensus_evaluation(
-    session: gg.GossipSession, model: nn.Module, test: TestPart, *, final: bool
+    session: gg.GossipSession,
+    model: nn.Module,
+    test: TestPart,
+    *,
+    final: bool,
+    number: int = 0,
 ) -> Evaluation:
     """Evaluate the consensus, shared out over the living ranks; a collective of these.
 
     Ranks may come here after unequal steps, some for the last time and some not: all then take it
-    for the last.
+    for the last. A rank that comes for an earlier evaluation than others is told so, and these wait
+    until it comes for theirs.
+
+    Args:
+        session: Whose consensus.
+        model: What it trains.
+        test: What to evaluate on.
+        final: Whether this rank comes for the last time.
+        number: Which evaluation of this rank it is, where one may fail on some ranks alone.
 
     Raises:
+        MissedError: The others are at a later evaluation.
         GossipError: A rank has died in the middle, and the living may try again.
     """
-    with session.consensus():
-        group = session.group
-        final = any(group.all_gather_object(final))
-        correct = group.all_reduce_(test.count_share(model, group.members))
-        return Evaluation(
-            accuracy=int(correct) / test.num_labels,
-            is_consensus=True,
-            consensus_distance=session.stats().consensus_distance,
-            final=final,
-            weights=copy_of(model) if final else {},
-        )
+    while True:
+        with session.consensus():
+            group = session.group
+            came = group.all_gather_object([number, final])
+            latest = max(other for other, _ in came)
+            if number < latest:
+                raise MissedError(
+                    f"evaluation {number} broke on rank {group.rank}; others are at {latest}"
+                )
+            if any(other < latest for other, _ in came):
+                continue
+            correct = group.all_reduce_(test.count_share(model, group.members))
+            last = any(wanted for _, wanted in came)
+            return Evaluation(
+                accuracy=int(correct) / test.num_labels,
+                is_consensus=True,
+                consensus_distance=session.stats().consensus_distance,
+                final=last,
+                weights=copy_of(model) if last else {},
+            )
 
 
 def session_traffic(session: gg.GossipSession) -> Traffic:

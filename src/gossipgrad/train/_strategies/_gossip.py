@@ -15,7 +15,7 @@ from gossipgrad.train._config import GossipConfig
 from gossipgrad.train._evaluate import Evaluation, TestPart
 from gossipgrad.train._spans import StepSpans
 
-from ._consensus import consensus_evaluation, session_traffic
+from ._consensus import MissedError, consensus_evaluation, session_traffic
 from ._strategy import Strategy, Traffic, alone
 
 _TRIES = 3  # one that dies in the middle of each is not to be expected
@@ -26,8 +26,9 @@ class Gossip(Strategy):
     """A gossip session: one partner a step, in the background.
 
     When a rank dies the others train on, and the consensus is theirs. One that dies in the middle
-    of a consensus makes the others try again; if that fails, each evaluates its own replica. A rank
-    that stood still for so long that the others gave it up ends with an `EvictedError`.
+    of a consensus makes the others try again; if that fails, each evaluates its own replica, as
+    does one whose evaluation came about on the others alone. A rank that stood still for so long
+    that the others gave it up ends with an `EvictedError`.
     """
 
     replicas_differ = True
@@ -44,6 +45,7 @@ class Gossip(Strategy):
     ) -> None:
         super().__init__()
         self.model = model
+        self._evaluations = 0
         self._session = gg.gossip(
             model,
             optimizers,
@@ -64,12 +66,18 @@ class Gossip(Strategy):
 
     def evaluate(self, test: TestPart, *, final: bool) -> Evaluation:
         """Evaluate the consensus of the living, shared out over them."""
+        self._evaluations += 1
         told = ""
         for _ in range(_TRIES):
             try:
-                return consensus_evaluation(self._session, self.model, test, final=final)
+                return consensus_evaluation(
+                    self._session, self.model, test, final=final, number=self._evaluations
+                )
             except EvictedError:
                 raise
+            except MissedError as error:
+                told = str(error)
+                break
             except GossipError as error:
                 told = str(error)
         self.notes.append(f"no consensus: {told}")
