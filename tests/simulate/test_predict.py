@@ -28,6 +28,7 @@ from gossipgrad.simulate import (
 from gossipgrad.simulate._sharing import shared_finish
 
 GIGABIT = Network(exchange=AffineCost.from_rate(rate_bits_per_second=1e9, latency_seconds=5e-5))
+CRAWLING = Network(exchange=AffineCost(alpha_seconds=0.0, beta_seconds_per_byte=1e301))
 RESNET = Profile.load("resnet50")
 
 
@@ -67,6 +68,8 @@ def test_bytes_are_what_each_rank_sends():
     assert sent("every-log-p") == pytest.approx(2 * 2 * 7 / 8 / 3)
     assert sent("post-local-sgd") == pytest.approx(2 * 7 / 8 / 16)
     assert sent(Gossip(average_every=4)) == pytest.approx(1 + 2 * 7 / 8 / 4)
+    with_state = Gossip(average_every=4, state_every=4, state_copies=2)
+    assert sent(with_state) == pytest.approx(1.5 + 3 * 2 * 7 / 8 / 4)
 
 
 @pytest.mark.parametrize("profile", PROFILES)
@@ -92,6 +95,18 @@ def test_a_hundred_thousand_ranks_take_seconds():
     assert time.process_time() - start < 20
     # One slow rank slows all that wait for each other, within a few rounds.
     assert found.step_seconds > 1.5 * RESNET.compute_seconds
+
+
+def test_many_ranks_that_all_meet_each_other_are_not_awaited_until_they_have():
+    """All rounds in which they do are stepped through only where that is not too many."""
+    assert predict(RESNET, GIGABIT, Gossip(topology="complete"), world_size=64, steps=3).steps == 63
+    complete = Gossip(topology="complete", state_every=4)
+    found = predict(RESNET, GIGABIT, complete, world_size=20_001, steps=3)
+    assert found.steps == 4  # of the rounds with state as many as in the long run
+    both = RESNET.size_bytes * 5 / 4 * (20_000 / 20_001)  # one rank sits out
+    assert found.bytes_sent_per_step == pytest.approx(both)
+    slow = predict(RESNET, GIGABIT, Gossip(topology="complete"), world_size=20_000, steps=3)
+    assert slow.step_seconds == pytest.approx(GIGABIT.exchange(RESNET.size_bytes), rel=1e-3)
 
 
 def ends(strategy, network, p, workers, steps=12):
@@ -290,6 +305,10 @@ def test_a_strategy_of_ones_own():
         (lambda: AllReduce(at_once=0), "at_once is 0: 1 all-reduce or more is under way"),
         (lambda: PeriodicAverage(every="log"), "give a number of steps, or 'log_p'"),
         (lambda: PeriodicAverage(every=0), "1 step or more between averages"),
+        (
+            lambda: predict(RESNET, CRAWLING, Gossip(), world_size=2, steps=3),
+            "takes more seconds than can be counted",
+        ),
         (lambda: Workers(stragglers=-1), "-1 stragglers"),
         (lambda: Workers(stall_probability=2.0), "from 0 to 1"),
         (lambda: Workers(stragglers=3).constant(2), "3 stragglers among 2 ranks"),

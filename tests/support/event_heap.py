@@ -86,10 +86,12 @@ def gossip(run, options, schedule):
     exact = pieces([n * profile.element_bytes for n in profile.elements], options.bucket_bytes)
     posted = defaultdict(list)
 
+    given = options.state_copies
+    copies = profile.state_copies if given is None else given
+    averaged = exact * (1 + (copies if options.state_every else 0))
+
     def messages_of(round):
         due = options.state_every and round % options.state_every == 0
-        given = options.state_copies
-        copies = profile.state_copies if given is None else given
         return messages * (1 + (copies if due else 0))
 
     def link(rank):
@@ -133,7 +135,8 @@ def gossip(run, options, schedule):
                 yield from mix(rank, round)
                 round += 1
             if options.average_every and (number + 1) % options.average_every == 0:
-                yield from average(run, rank, number, [profile.size_bytes / exact] * exact)
+                buckets = [profile.size_bytes / exact] * averaged
+                yield from average(run, rank, number, buckets)
             run.ends[number][rank] = clock.now
 
     p = range(run.p)

@@ -32,7 +32,8 @@ class Gossip(Strategy):
         mode: `"overlap"` or `"sync"`.
         topology: Who meets whom: a name from `gossipgrad.topology`.
         every: Steps in a round.
-        average_every: Steps between exact averages; None: never.
+        average_every: Steps between exact averages, of the state as well if it is exchanged; None:
+            never.
         state_every: Rounds between exchanges of optimizer state; 0: never.
         state_copies: Tensors of state for each parameter: 1 for momentum, 2 for Adam; None: as
             in the profile.
@@ -85,7 +86,8 @@ class GossipSteps(Steps):
         self._options = options
         self._setting = setting
         self._schedule = by_name(options.topology, p, seed=options.seed)
-        self.cycle = self._schedule.period * options.every * max(1, options.state_every)
+        self.cycle = options.every * max(1, options.state_every)
+        self.rotation = self._schedule.period
         profile = setting.profile
         given = options.state_copies
         self._state_copies = profile.state_copies if given is None else given
@@ -93,11 +95,13 @@ class GossipSteps(Steps):
         sizes = [count * width for count in profile.elements]
         self._weight_bytes = float(sum(sizes))
         self._weight_messages = pieces(sizes, options.bucket_bytes)
-        self._exact_bytes = profile.size_bytes  # averages are not narrowed on the wire
-        messages = pieces(
-            [n * profile.element_bytes for n in profile.elements], options.bucket_bytes
-        )
-        self._average_seconds = setting.average_seconds([self._exact_bytes / messages] * messages)
+        # Averages are not narrowed on the wire, and take in the state if it travels at all.
+        averaged = 1 + (self._state_copies if options.state_every else 0)
+        sizes = [count * profile.element_bytes for count in profile.elements]
+        messages = pieces(sizes, options.bucket_bytes)
+        average = [profile.size_bytes / messages] * (messages * averaged)
+        self._average_seconds = setting.average_seconds(average)
+        self._average_bytes = setting.ring_bytes(profile.size_bytes * averaged)
         self._round = 0
         self._link_free = np.full(p, -np.inf)
         self._left = [np.full(p, -np.inf)] * 2  # when the last two snapshots had left
@@ -116,7 +120,7 @@ class GossipSteps(Steps):
             end = self._close(end)
         if options.average_every is not None and (number + 1) % options.average_every == 0:
             end = together(end, self._average_seconds)
-            self.bytes_sent += setting.ring_bytes(self._exact_bytes)
+            self.bytes_sent += self._average_bytes
         return end
 
     def _open(self, now: Times) -> Times:

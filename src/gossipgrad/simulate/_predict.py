@@ -107,13 +107,16 @@ def predict(
         strategy: A name from `STRATEGIES`, or a value with other settings.
         world_size: The number of ranks, up to a million.
         workers: Jitter and stragglers; None: every rank computes as the profile says.
-        steps: How many to step through; None: as many as take a second or a few.
+        steps: How many to step through; None: as many as take a second or a few. Rounded up, so
+            that as much is sent as in the long run, and, unless that takes too many, every rank
+            meets every partner equally often.
 
     Returns:
         The means.
 
     Raises:
-        ValueError: A value is out of range, or the network names ranks that are not there.
+        ValueError: A value is out of range, the network names ranks that are not there, or a step
+            takes more seconds than numbers hold.
 
     Example:
         >>> from gossipgrad.planning import AffineCost, Profile
@@ -136,22 +139,31 @@ def predict(
     workers = workers or Workers()
     if isinstance(strategy, str):
         strategy = strategy_by_name(strategy)
-    running = strategy.begin(Setting(profile=profile, network=network, world_size=world_size))
-    counted = steps or min(_MOST_STEPS, max(_FEWEST_STEPS, _RANK_STEPS // world_size))
-    counted = math.ceil(counted / running.cycle) * running.cycle
-    warm_up = max(8, 2 * (world_size - 1).bit_length())
-    warm_up = math.ceil(warm_up / running.cycle) * running.cycle
-    constant = workers.constant(world_size)
-    time = np.zeros(world_size)
-    began, compute, bytes_before = 0.0, 0.0, 0.0
-    for number in range(warm_up + counted):
-        if number == warm_up:
-            began, bytes_before = float(time.mean()), running.bytes_sent
-        pace = workers.pace(constant, number)
-        if number >= warm_up:
-            compute += float(pace.after(np.zeros(world_size), profile.compute_seconds).mean())
-        time = running.step(number, time, pace)
-    step_seconds = (float(time.mean()) - began) / counted
+    with np.errstate(over="ignore", invalid="ignore"):  # told below
+        running = strategy.begin(Setting(profile=profile, network=network, world_size=world_size))
+        fitting = _RANK_STEPS // world_size
+        counted = steps or min(_MOST_STEPS, max(_FEWEST_STEPS, fitting))
+        warm_up = max(8, 2 * (world_size - 1).bit_length())
+        whole = running.cycle
+        if whole * running.rotation <= max(counted, fitting):
+            whole *= running.rotation
+        counted, warm_up = (math.ceil(number / whole) * whole for number in (counted, warm_up))
+        constant = workers.constant(world_size)
+        time = np.zeros(world_size)
+        began, compute, bytes_before = 0.0, 0.0, 0.0
+        for number in range(warm_up + counted):
+            if number == warm_up:
+                began, bytes_before = float(time.mean()), running.bytes_sent
+            pace = workers.pace(constant, number)
+            if number >= warm_up:
+                compute += float(pace.after(np.zeros(world_size), profile.compute_seconds).mean())
+            time = running.step(number, time, pace)
+        step_seconds = (float(time.mean()) - began) / counted
+    if not math.isfinite(step_seconds):
+        raise ValueError(
+            f"a step of {strategy.name} on {world_size:,} ranks takes more seconds than can be "
+            "counted: give links that move more, and shorter times"
+        )
     return Prediction(
         strategy=strategy.name,
         profile=profile.name,

@@ -48,12 +48,14 @@ class Steps(ABC):
     """The steps of all ranks under one strategy, and whatever is under way between them.
 
     Attributes:
-        cycle: Steps after which the pattern of costs repeats.
+        cycle: Steps after which what is sent repeats.
+        rotation: Cycles after which the partners do, too.
         bytes_sent: By each rank so far, in the mean.
     """
 
     def __init__(self) -> None:
         self.cycle = 1
+        self.rotation = 1
         self.bytes_sent = 0.0
 
     @abstractmethod
