@@ -91,6 +91,17 @@ def test_narrow_parameters_are_counted_in_their_bytes():
     assert profile.size_bytes == 6 * 2 + 6 * 4
 
 
+def test_state_is_counted_of_what_is_trained():
+    """A head without a gradient has no state, and is not in the profile either."""
+    model = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 800)])
+    optimizer = torch.optim.AdamW(model.parameters())
+    profile = record_profile(
+        model, optimizer, [torch.ones(3, 8)], lambda model, x: model[0](x).mean(), steps=1
+    )
+    assert sorted(profile.names) == ["0.bias", "0.weight"]
+    assert profile.state_copies == 2
+
+
 def test_what_cannot_be_recorded():
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

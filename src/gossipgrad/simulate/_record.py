@@ -102,7 +102,7 @@ def record_profile(
         parameters,
         timed,
         clock,
-        _state_copies(optimizer, parameters),
+        optimizer,
     )
 
 
@@ -197,7 +197,7 @@ def _profile(
     parameters: dict[str, nn.Parameter],
     timed: list[tuple[tuple[Any, Any, Any], dict[str, Any]]],
     clock: _Clock,
-    state_copies: int,
+    optimizer: Optimizer,
 ) -> Profile:
     with_gradient = set().union(*(ready for _, ready in timed))
     if not with_gradient:
@@ -233,19 +233,19 @@ def _profile(
         ),
         backward_seconds=tuple(later - earlier for earlier, later in pairwise(moments)),
         element_bytes=unit,
-        state_copies=state_copies,
+        state_copies=_state_copies(optimizer, [parameters[known] for known in order]),
     )
 
 
-def _state_copies(optimizer: Optimizer, parameters: dict[str, nn.Parameter]) -> int:
-    """Tensors of state for each parameter, by their elements."""
+def _state_copies(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> int:
+    """Tensors of state for each of them, by their elements."""
     held = sum(
         value.numel()
-        for parameter in parameters.values()
+        for parameter in parameters
         for value in optimizer.state.get(parameter, {}).values()
         if isinstance(value, Tensor) and value.shape == parameter.shape
     )
-    return round(held / sum(p.numel() for p in parameters.values()))
+    return round(held / sum(p.numel() for p in parameters))
 
 
 def _device_name(device: torch.device) -> str:
