@@ -53,6 +53,7 @@ def test_options_reach_the_model(tmp_path):
     assert step_seconds("--wire", "bfloat16") == pytest.approx(plain / 2, rel=0.01)
     assert step_seconds("--rack-size", "4", "--uplink", "1Gbit") > 1.5 * plain
     assert step_seconds("--straggler", "10") > 2 * plain
+    assert step_seconds("--straggler", "10", "--stragglers", "0") == plain
     assert step_seconds("--stall", "5s", "--stall-probability", "0.2") > plain
     reduce = step_seconds(strategy="allreduce")
     slow = step_seconds("--latency", "10ms", strategy="allreduce")
@@ -97,7 +98,13 @@ def test_curves_give_the_time_to_accuracy(tmp_path, capsys):
     )
     assert found[4, "local"]["seconds_to_accuracy"] is None
     assert found[16, "gossip"]["target_accuracy"] is None
-    assert "not reached" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "not reached" in shown
+    # Not known at 16 ranks, and why.
+    for name, curve in [("gossip", "gossip"), ("agd", "allreduce"), ("local", "local")]:
+        why = f"No time to accuracy of {name} at 16 ranks: {curves} has no curve of {curve}."
+        assert why in shown.splitlines()
+    assert shown.count("No time to accuracy") == 4
     # Of other partners, payloads or a narrower wire there is no curve.
     for other, name in [
         (["--topology", "matching"], "gossip"),
@@ -106,6 +113,13 @@ def test_curves_give_the_time_to_accuracy(tmp_path, capsys):
     ]:
         assert cli.main([*arguments, *other, "--out", str(out)]) == 0
         assert cells(out)["1 Gbit/s, 50us", 4, name]["target_accuracy"] is None
+    capsys.readouterr()
+    curves.write_text(json.dumps({"rows": [shared | row for row in rows[1:2]]}))
+    assert cli.main([*arguments, "--strategy", "gossip,local"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    whose = "no curve of allreduce, whose end would be the accuracy to reach: give --accuracy."
+    assert f"No time to accuracy of gossip at 4 ranks: {curves} has {whose}" in shown
+    assert f"No time to accuracy of local at 4, 16 ranks: {curves} has no curve of local." in shown
     assert cli.main([*arguments, "--accuracy", "0.4", "--out", str(out)]) == 0
     first = cells(out)["1 Gbit/s, 50us", 4, "gossip"]
     assert first["seconds_to_accuracy"] == pytest.approx(100 * first["step_seconds"])
@@ -186,6 +200,10 @@ def test_a_figure_is_drawn(tmp_path):
         (["--world-size", "0"], "world size 0 is out of range"),
         (["--world-size", "6", "--topology", "hypercube"], "hypercube needs a world size that is"),
         (["--bandwidth", "1GB"], "'1GB' is no rate: write 100Mbit, 1Gbit or 2.5Gbit"),
+        (
+            ["--bandwidth", "1e-300bit", "--steps", "5"],
+            "ranks takes more seconds than can be counted: give links",
+        ),
         (["--bandwidth", "1e400bit"], "a rate of '1e400bit' is past all numbers"),
         (
             ["--rack-size", "8", "--uplink", "1e400bit"],

@@ -41,6 +41,8 @@ def main(arguments: list[str]) -> int:
             soft_wrap=True,
             highlight=False,
         )
+    for line in _untold(cases, options):
+        console.print(line, soft_wrap=True, highlight=False)
     if options.out is not None:
         figures = {
             "options": {name: _plain(value) for name, value in asdict(options).items()},
@@ -65,6 +67,21 @@ _NOTE = (
     "Step time, and the share of it that is compute. Predicted by a model of time: what it leaves "
     "out stands in its docs page, Predicting step times."
 )
+
+
+def _untold(cases: list[Case], options: SimulateOptions) -> list[str]:
+    """Why strategies have no time to accuracy though curves were given; a line each."""
+    by_reason: dict[tuple[str, str], list[int]] = {}
+    for case in cases:
+        if case.missing is not None:
+            worlds = by_reason.setdefault((case.prediction.strategy, case.missing), [])
+            if case.prediction.world_size not in worlds:
+                worlds.append(case.prediction.world_size)
+    return [
+        f"No time to accuracy of {strategy} at {', '.join(f'{p:,}' for p in worlds)} "
+        f"rank{'s' * (worlds != [1])}: {options.curves} has {missing}."
+        for (strategy, missing), worlds in by_reason.items()
+    ]
 
 
 def table(title: str, cases: list[Case]) -> Table:

@@ -23,7 +23,8 @@ class Case:
     """A prediction, the network it is for, and what it means for accuracy.
 
     `batch_to_accuracy` is what a rank computes in each of the steps to `target_accuracy`: as many
-    samples as the curves were made with, whatever the profile's own batch.
+    samples as the curves were made with, whatever the profile's own batch. `missing` says
+    what curves that were given lack.
     """
 
     network: str
@@ -32,6 +33,7 @@ class Case:
     seconds_to_accuracy: float | None = None
     target_accuracy: float | None = None
     batch_to_accuracy: int | None = None
+    missing: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; the time to accuracy is None where it is not reached or not known."""
@@ -56,9 +58,10 @@ def simulate(options: SimulateOptions, profile: Profile) -> list[Case]:
     """
     worlds = _world_sizes(options.world_size)
     chosen = strategies(options)
+    stragglers = int(options.straggler != 1.0) if options.stragglers is None else options.stragglers
     workers = Workers(
         jitter=options.jitter,
-        stragglers=(options.stragglers or 1) if options.straggler != 1.0 else 0,
+        stragglers=stragglers,
         straggler_factor=options.straggler,
         stall_probability=options.stall_probability,
         stall_seconds=0.0 if options.stall is None else seconds_of(options.stall),
@@ -100,8 +103,11 @@ def _with_accuracy(
     target, final = accuracy, curves.final("allreduce", p)
     if target is None and final is not None:
         target = final - _WITHIN
-    if target is None or not curves.knows(curve, p):
-        return case
+    if not curves.knows(curve, p):
+        return replace(case, missing=f"no curve of {curve}")
+    if target is None:
+        lacks = "no curve of allreduce, whose end would be the accuracy to reach: give --accuracy"
+        return replace(case, missing=lacks)
     batch, seconds = curves.batch_size(curve, p), None
     steps = curves.steps_to(curve, p, target)
     if steps is not None:
