@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import gossipgrad as gg
 from gossipgrad.simulate import VirtualRanks
 from gossipgrad.topology import by_name, contraction
 from support.virtual import MODELS, batches, sgd
@@ -197,6 +198,28 @@ def test_refuses_batches_of_other_ranks_and_state_of_other_runs():
         ranks.replica(4)
     with pytest.raises(ValueError, match="was saved by 3 ranks with shape"):
         ranks.load_state_dict(make(world_size=3).state_dict())
+
+
+STALE = {"mode": gg.Stale(max_staleness=2), "delay": 2}
+
+
+@pytest.mark.parametrize(
+    ("saved", "here", "says"),
+    [
+        (STALE, {}, "mode was Stale where the state was saved, but is Overlap here: build the"),
+        (STALE, STALE | {"delay": 1}, "delay was 2 where the state was saved, but is 1 here"),
+        ({}, {"strategy": "local"}, "strategy was gossip where the state was saved, but is local"),
+        ({}, {"payload": "weights+state"}, r"payload was Weights\(\) where .* WeightsAndState"),
+        ({}, {"optimizer": lambda p: torch.optim.Adam(p)}, "optimizer was SGD .* is Adam here"),
+    ],
+    ids=["mode", "delay", "strategy", "payload", "optimizer"],
+)
+def test_refuses_state_of_another_kind_and_stays_as_it_was(saved, here, says):
+    state = train(make(**saved), 3).state_dict()
+    ranks, untouched = (train(make(**here), 2) for _ in range(2))
+    with pytest.raises(ValueError, match=says):
+        ranks.load_state_dict(state)
+    assert_equal_bits(train(ranks, 2), train(untouched, 2))
 
 
 def test_settings_that_do_nothing_warn():

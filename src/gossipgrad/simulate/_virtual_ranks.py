@@ -23,6 +23,7 @@ from gossipgrad.topology import Schedule
 from ._exchange import Exchange
 from ._plan import make_plan
 from ._replicas import Batching, Loss, Replicas, mean_of
+from ._resuming import check_state, kind_of
 
 # Their update of an element reads that element alone, so stacked replicas do not see each other.
 _ELEMENTWISE = (
@@ -150,6 +151,7 @@ class VirtualRanks:
         )
         self._weights = [p.detach() for p in self._replicas.parameters.values()]
         self.optimizer = _checked_optimizer(optimizer, self._replicas)
+        self._kind = kind_of(strategy, self._plan, self.optimizer)
         self._exchange = self._new_exchange()
         self.steps = 0
         self.clamps = 0
@@ -229,6 +231,7 @@ class VirtualRanks:
         Schedulers and torch's random state are not in it.
         """
         return {
+            "kind": dict(self._kind),
             "world_size": self.world_size,
             "steps": self.steps,
             "clamps": self.clamps,
@@ -243,20 +246,11 @@ class VirtualRanks:
         """Goes on where `state_dict` was taken.
 
         Raises:
-            ValueError: It is of another model, world size or kind of strategy; nothing is changed.
+            ValueError: It is of another model, world size, strategy, mode, delay, payload or
+                optimizer; nothing is changed.
         """
         own = {"weights": self._replicas.parameters, "buffers": self._replicas.buffers}
-        for part, tensors in own.items():
-            saved = {name: tuple(value.shape) for name, value in state[part].items()}
-            here = {name: tuple(value.shape) for name, value in tensors.items()}
-            if saved != here:
-                name = min(n for n in saved | here if saved.get(n) != here.get(n))
-                raise ValueError(
-                    f"{part}: {name} was saved by {state['world_size']} ranks with shape "
-                    f"{saved.get(name)}, but the {self.world_size} ranks here have "
-                    f"{here.get(name)}: build them of the same model, with the same world size "
-                    "and strategy"
-                )
+        check_state(state, self._kind, own, self.world_size)
         self.optimizer.load_state_dict(state["optimizer"])
         for part, tensors in own.items():
             for name, value in tensors.items():

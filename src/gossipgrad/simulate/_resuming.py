@@ -1,0 +1,50 @@
+"""Whether saved virtual ranks fit those that are to go on with them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ._plan import Plan
+
+
+def kind_of(strategy: str, plan: Plan, optimizer: Optimizer) -> dict[str, Any]:
+    """What must be alike: it says what can be under way, and what state the optimizer has."""
+    return {
+        "strategy": strategy,
+        "mode": type(plan.mode).__name__,
+        "delay": plan.delay,
+        "payload": str(plan.payload),
+        "optimizer": type(optimizer).__name__,
+    }
+
+
+def check_state(
+    state: Mapping[str, Any],
+    kind: Mapping[str, Any],
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    world_size: int,
+) -> None:
+    """Raise unless the state was saved by ranks of that kind, with tensors of these shapes.
+
+    Raises:
+        ValueError: It was not; says what differs.
+    """
+    saved_kind = state.get("kind", {})
+    for what, here in kind.items():
+        if saved_kind.get(what) != here:
+            raise ValueError(
+                f"{what} was {saved_kind.get(what)} where the state was saved, but is {here} here: "
+                f"build the ranks with the same {what}"
+            )
+    for part, own in tensors.items():
+        saved = {name: tuple(value.shape) for name, value in state[part].items()}
+        shapes = {name: tuple(value.shape) for name, value in own.items()}
+        if saved != shapes:
+            name = min(n for n in saved | shapes if saved.get(n) != shapes.get(n))
+            raise ValueError(
+                f"{part}: {name} was saved by {state['world_size']} ranks with shape "
+                f"{saved.get(name)}, but the {world_size} ranks here have {shapes.get(name)}: "
+                "build them of the same model, with the same world size"
+            )
