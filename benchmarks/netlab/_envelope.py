@@ -50,18 +50,26 @@ def store(bits_per_second: float, date: str) -> Path:
     return path
 
 
-def check_load(load: float, hosts: int, asked: float | None) -> None:
+def check_load(load: float, hosts: int, asked: float | None, others: float = 0.0) -> None:
     """Refuses what the machine cannot carry.
+
+    Args:
+        load: Bits a second that the hosts can move together.
+        hosts: How many they are.
+        asked: What the machine is said to carry; None asks `envelope`.
+        others: What other laboratories can move meanwhile.
 
     Raises:
         NetlabError: With the reason.
     """
     limit, source = envelope() if asked is None else Envelope(asked, "as asked for")
-    if load > limit * 1.001:
+    if load + others > limit * 1.001:
+        beside = f", other laboratories that are up {format_rate(others)}" if others else ""
+        way_out = "Take fewer hosts or lower rates" + ", or wait for the others" * bool(others)
         raise NetlabError(
             f"{hosts} hosts at {format_rate(load / hosts)} on average can move {format_rate(load)} "
-            f"together, and this machine carries {format_rate(limit)} ({source}): above, the "
-            "processors and not the links would set the pace. Take fewer hosts or lower rates"
+            f"together{beside}, and this machine carries {format_rate(limit)} ({source}): above, "
+            f"the processors and not the links would set the pace. {way_out}"
         )
 
 

@@ -4,7 +4,8 @@ import contextlib
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -24,7 +25,7 @@ from ._errors import NetlabError
 from ._layout import INTERFACE, Layout
 from ._links import Wiring
 from ._rates import check_rate
-from ._record import Record, allocate, locked
+from ._record import Record, allocate, locked, others_load, read
 from ._sweep import dismantle, sweep_locked
 from ._system import missing
 from ._traffic import Traffic
@@ -54,8 +55,8 @@ class Network:
         host_rates: Of those that differ.
         racks: The hosts of each rack; one that is in none stands at the core.
         uplink_bits_per_second: Of each rack's link to the core; None does not constrict.
-        envelope_bits_per_second: What this machine can carry, all hosts together. By default what
-            `python -m benchmarks.netlab check` measured here.
+        envelope_bits_per_second: What this machine can carry, all hosts of all laboratories
+            together. By default what `python -m benchmarks.netlab check` measured here.
 
     Raises:
         ValueError: If the settings contradict each other.
@@ -95,11 +96,17 @@ class Network:
             raise NetlabError("this network is up already: make another Network for a second one")
         if lacks := missing():
             raise NetlabError("; ".join(lacks))
-        check_load(self.layout.load(), self.layout.hosts, self._envelope)
-        hosts = self.layout.hosts
+        layout = self.layout
         with locked():
             sweep_locked()
-            self._record = allocate([_SWITCH, *(f"host{host}" for host in range(hosts))])
+            load = self._load(layout.rates)
+            check_load(load, layout.hosts, self._envelope, others_load())
+            self._record = allocate(
+                [_SWITCH, *(f"host{host}" for host in range(layout.hosts))],
+                rates=layout.rates,
+                uplinks=layout.uplinks,
+                load=load,
+            )
         try:
             self._watchdog = guard(self._record)
             build(self.wiring, self._record.namespaces)
@@ -215,22 +222,25 @@ class Network:
             self.layout.check_host(host): check_rate(rate, f"the rate of host {host}")
             for host, rate in rates_bits_per_second.items()
         }
-        after = [rates.get(host, now) for host, now in enumerate(self.layout.rates)]
-        check_load(sum(after), self.hosts, self._envelope)
-        change_rates(self.wiring, rates)
-        slowest = self.layout.slowest()
-        self.layout.rates[:] = after
-        self._resize(slowest)
+        with self._changing():
+            after = [rates.get(host, now) for host, now in enumerate(self.layout.rates)]
+            others = others_load(self._up().name)
+            check_load(self._load(after), self.hosts, self._envelope, others)
+            change_rates(self.wiring, rates)
+            slowest = self.layout.slowest()
+            self.layout.rates[:] = after
+            self._resize(slowest)
 
     def set_uplink(self, rack: int, rate_bits_per_second: float | None) -> None:
         """Changes the link of `rack` to the core, both ways; None does not constrict."""
         self.layout.check_rack(rack)
         if rate_bits_per_second is not None:
             check_rate(rate_bits_per_second, f"the uplink of rack {rack}")
-        change_uplink(self.wiring, rack, rate_bits_per_second)
-        slowest = self.layout.slowest()
-        self.layout.uplinks[rack] = rate_bits_per_second
-        self._resize(slowest)
+        with self._changing():
+            change_uplink(self.wiring, rack, rate_bits_per_second)
+            slowest = self.layout.slowest()
+            self.layout.uplinks[rack] = rate_bits_per_second
+            self._resize(slowest)
 
     def cut(self, one: int, other: int) -> None:
         """Lets nothing pass between two hosts any more, without a word to either; see `heal`.
@@ -267,6 +277,7 @@ class Network:
         Raises:
             NetlabError: If a link is off its rate by more than 5 %, three times in a row.
         """
+        self._reread()
         with self.traffic() as traffic:
             return verify(self.layout, traffic)
 
@@ -277,6 +288,25 @@ class Network:
         of them as one, with one header.
         """
         return read_counters(self.wiring, self.layout.check_host(host))
+
+    def _load(self, rates_bits_per_second: Sequence[float]) -> float:
+        """Bits a second that the hosts may move together."""
+        return sum(rates_bits_per_second)
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Alone among all who change links; what has become of them is written down."""
+        record = self._up()
+        with locked():
+            self._reread()
+            yield
+            rates, uplinks = tuple(self.layout.rates), tuple(self.layout.uplinks)
+            replace(record, rates=rates, uplinks=uplinks, load=self._load(rates)).write()
+
+    def _reread(self) -> None:
+        """The rates as they are: another process may have changed them."""
+        if (record := read(self._up().path)) is not None:
+            self.layout.rates[:], self.layout.uplinks[:] = record.rates, record.uplinks
 
     def _resize(self, slowest: float) -> None:
         if self.layout.slowest() != slowest:

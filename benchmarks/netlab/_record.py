@@ -1,7 +1,8 @@
 """Who made which namespaces: a record a laboratory, so that the dead leave nothing behind.
 
 The record is written before the first namespace is made and removed after the last is gone. What
-no record names is never touched.
+no record names is never touched. It holds the rates of the links, too, which any process may
+change, so that all laboratories together stay within what the machine carries.
 """
 
 import fcntl
@@ -9,7 +10,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +18,16 @@ from pathlib import Path
 from ._errors import NetlabError
 from ._system import namespaces
 
-__all__ = ["PREFIX", "Record", "alive", "allocate", "read", "records", "unrecorded"]
+__all__ = [
+    "PREFIX",
+    "Record",
+    "alive",
+    "allocate",
+    "others_load",
+    "read",
+    "records",
+    "unrecorded",
+]
 
 PREFIX = "gglab-"
 DIRECTORY = Path("/run/gossipgrad-netlab")
@@ -28,7 +38,20 @@ _LOCK_SECONDS = 20.0
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One laboratory: its owner, and what was made for it."""
+    """One laboratory: its owner, and what was made for it.
+
+    Attributes:
+        name: Of the laboratory.
+        network: The second byte of its addresses.
+        owner: The process that made it.
+        started: When that began, in ticks since the machine's start.
+        pid_namespace: Where its number is that.
+        boot: Of the machine.
+        namespaces: The switch's, then the hosts'.
+        rates: Of each host's link now, in bits a second.
+        uplinks: Of each rack's link to the core; None does not constrict.
+        load: Bits a second that all of it may move.
+    """
 
     name: str
     network: int
@@ -37,11 +60,20 @@ class Record:
     pid_namespace: str
     boot: str
     namespaces: tuple[str, ...]
+    rates: tuple[float, ...] = ()
+    uplinks: tuple[float | None, ...] = ()
+    load: float = 0.0
 
     @property
     def path(self) -> Path:
         """Where it is written down."""
         return DIRECTORY / f"{self.name}.json"
+
+    def write(self) -> None:
+        """Writes it down, whole at any time."""
+        partial = self.path.with_suffix(".partial")
+        partial.write_text(json.dumps(asdict(self)) + "\n")
+        partial.replace(self.path)
 
     def remove(self) -> None:
         """Forgets it, when nothing of it is left."""
@@ -76,7 +108,8 @@ def read(path: Path) -> Record | None:
     """A record, or None if it is gone."""
     try:
         content = json.loads(path.read_text())
-        return Record(**content | {"namespaces": tuple(content["namespaces"])})
+        lists = {key: tuple(value) for key, value in content.items() if isinstance(value, list)}
+        return Record(**content | lists)
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, KeyError) as error:
@@ -89,7 +122,20 @@ def unrecorded() -> list[str]:
     return sorted(name for name in namespaces() if name.startswith(PREFIX) and name not in known)
 
 
-def allocate(suffixes: list[str]) -> Record:
+def others_load(name: str | None = None) -> float:
+    """Bits a second that the laboratories may move that are up, but for the one of a name."""
+    return sum(
+        record.load for record in records() if record.name != name and alive(record) is not False
+    )
+
+
+def allocate(
+    suffixes: list[str],
+    *,
+    rates: Sequence[float] = (),
+    uplinks: Sequence[float | None] = (),
+    load: float = 0.0,
+) -> Record:
     """A name and a network of its own for a new laboratory, written down; call it `locked`."""
     taken = {record.network for record in records()}
     free = [i for i in range(_FIRST_NETWORK, _FIRST_NETWORK + LABORATORIES) if i not in taken]
@@ -109,10 +155,11 @@ def allocate(suffixes: list[str]) -> Record:
         pid_namespace=_pid_namespace(),
         boot=_boot(),
         namespaces=tuple(f"{name}-{suffix}" for suffix in suffixes),
+        rates=tuple(rates),
+        uplinks=tuple(uplinks),
+        load=load,
     )
-    partial = record.path.with_suffix(".partial")
-    partial.write_text(json.dumps(asdict(record)) + "\n")
-    partial.replace(record.path)
+    record.write()
     return record
 
 

@@ -8,11 +8,11 @@ from typing import Any, Protocol
 from benchmarks.netlab import NetlabError, Network
 from benchmarks.netlab._envelope import check_load, envelope
 from benchmarks.netlab._layout import Layout
+from benchmarks.netlab._record import others_load
 from benchmarks.netlab._verify import verify
 
 _START_RATE = 1e8
 _FAST = 1e9
-_UNBOUNDED = 1e18  # hosts that are not used move nothing: the load is checked by those that are
 
 
 class Hosts(Protocol):
@@ -34,11 +34,11 @@ class Shaped(Network):
     """
 
     def __init__(self, hosts: int) -> None:
-        super().__init__(
-            hosts=hosts,
-            rate_bits_per_second=_START_RATE,
-            envelope_bits_per_second=_UNBOUNDED,
-        )
+        super().__init__(hosts=hosts, rate_bits_per_second=_START_RATE)
+        self._used = 0
+
+    def _load(self, rates_bits_per_second: Sequence[float]) -> float:
+        return sum(rates_bits_per_second[: self._used])  # the others move nothing
 
     def refusal(self, hosts: int, rate_bits_per_second: float) -> str | None:
         """Why this machine cannot carry so much, None if it can."""
@@ -60,8 +60,10 @@ class Shaped(Network):
         """
         rate = rate_bits_per_second
         if rate is None:
-            rate = min(_FAST, envelope().bits_per_second / hosts)
+            others = others_load(self._record and self._record.name)
+            rate = min(_FAST, max(_START_RATE, (envelope().bits_per_second - others) / hosts))
         check_load(hosts * rate, hosts, None)
+        self._used = hosts
         self.set_rates(dict.fromkeys(range(self.hosts), rate))
         if rate_bits_per_second is not None and hosts > 1:
             with self.traffic(range(hosts)) as traffic:

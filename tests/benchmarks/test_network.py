@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.netlab import NetlabError, _envelope
+from benchmarks.netlab import NetlabError, _envelope, _record
 from benchmarks.network import _replay
 from benchmarks.network._block import run_block
 from benchmarks.network._busy import CpuBusy
@@ -113,6 +113,7 @@ def test_budgets_are_what_16_workers_can_hold():
 
 def test_a_place_that_is_not_carried_is_refused_by_what_is_used_of_it(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(_record, "DIRECTORY", tmp_path)
     network = Shaped(16)
     assert network.refusal(4, 4e9) is None
     assert "8 hosts at 10 Gbit/s on average can move 80 Gbit/s" in network.refusal(8, 1e10)
@@ -124,6 +125,12 @@ def test_a_place_that_is_not_carried_is_refused_by_what_is_used_of_it(tmp_path, 
     with pytest.raises(NetlabError, match="16 hosts at 1 Gbit/s on average can move 16 Gbit/s"):
         network.shape(16, 1e9)
     assert len(changed) == 1
+    # What is not used moves nothing; what others may move is theirs.
+    network.shape(4, None)
+    assert network._load([1e9] * 16) == 4e9
+    _record.allocate(["a"], load=4e9)
+    network.shape(16, None)
+    assert changed[2:] == [dict.fromkeys(range(16), 2.5e8)]
 
 
 def test_the_processors_of_others(monkeypatch):

@@ -1,5 +1,6 @@
 """The laboratory for real: shaped links, processes inside, and nothing left behind."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.netlab import NetlabError, Network, _record, _system
+from benchmarks.netlab import NetlabError, Network, _envelope, _record, _system
 from benchmarks.netlab._attach import change_link
 from benchmarks.netlab._layout import PAYLOAD_SHARE
 from benchmarks.netlab._probe import probe
@@ -203,6 +204,38 @@ def test_racks_share_a_thin_link_and_two_laboratories_are_apart():
         assert_carries(racks, (0, 2), 15e6, seconds=0.5)
 
 
+def test_all_laboratories_together_stay_within_the_envelope(tmp_path, monkeypatch):
+    """Also where another process has changed a link; the owner takes that up."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    _envelope.store(1e11, "2026-01-02")
+    too_much = (
+        r"other laboratories that are up 6\d(\.\d+)? Gbit/s, and this machine carries 100 Gbit/s"
+    )
+    with Network(hosts=1, rate_bits_per_second=6e10) as one:
+        with (
+            pytest.raises(NetlabError, match=too_much),
+            Network(hosts=1, rate_bits_per_second=6e10),
+        ):
+            pass
+        with Network(hosts=1, rate_bits_per_second=1e10) as other:
+            with pytest.raises(NetlabError, match=too_much):
+                other.set_rate(0, 6e10)
+            with pytest.raises(NetlabError, match=too_much):
+                change_link(name_of(other), "0", 6e10)
+            assert other.layout.rates == [1e10]
+            change_link(name_of(one), "0", 1e10)
+            other.set_rate(0, 6e10)
+            with pytest.raises(NetlabError, match=too_much):
+                one.set_rate(0, 6e10)
+            monkeypatch.setattr(Network, "traffic", lambda self: contextlib.nullcontext())
+            monkeypatch.setattr(
+                "benchmarks.netlab._network.verify", lambda layout, traffic: list(layout.rates)
+            )
+            change_link(name_of(one), "0", 2e10)
+            assert one.verify() == [2e10]
+        one.set_rate(0, 6e10)  # the other is gone
+
+
 def test_processes_inside():
     with Network(hosts=2, rate_bits_per_second=1e8) as network:
         name = name_of(network)
@@ -297,6 +330,8 @@ def test_the_next_start_cleans_up_after_a_dead_watchdog():
     name, child = killed("both")
     assert of(name)
     assert running(child)
+    with pytest.raises(ValueError, match=f"no network '{name}': "):
+        change_link(name, "0", 1e7)
     foreign = "gglab-foreign"
     _system.run("ip", "netns", "add", foreign)
     try:

@@ -56,6 +56,19 @@ def test_each_has_a_name_and_a_network_of_its_own():
     assert _record.allocate(["a"]).network == first.network
 
 
+def test_the_load_of_those_that_may_be_up():
+    links = {"rates": [1e8, 2e8], "uplinks": [None, 1e7], "load": 3e8}
+    own, other = _record.allocate(["a"], **links), _record.allocate(["a"], load=1e9)
+    assert _record.read(own.path) == own
+    assert own.uplinks == (None, 1e7)
+    rewritten(_record.allocate(["a"], load=1e12), owner=dead())
+    rewritten(_record.allocate(["a"], load=1e7), pid_namespace="pid:[1]", owner=dead())
+    assert _record.others_load() == 1.31e9
+    assert _record.others_load(own.name) == 1.01e9
+    dataclasses.replace(other, load=2e9).write()
+    assert _record.others_load(own.name) == 2.01e9
+
+
 def test_no_more_networks(monkeypatch):
     monkeypatch.setattr(_record, "LABORATORIES", 2)
     for _ in range(2):
