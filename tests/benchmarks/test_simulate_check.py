@@ -112,6 +112,10 @@ def test_contestants_are_modelled_with_the_buckets_of_the_grid():
     ddp = simulate_check.CONTESTANTS["ddp"](small)
     assert ddp.first_bucket_bytes == round(0.045 * 2**20)
     assert ddp.bucket_bytes == round(0.045 * 25 * 2**20)
+    # A hop of a ring starts up later than a message of gossip's.
+    network = simulate_check.from_rate(small)
+    assert network.all_reduce_seconds(0, 4) == pytest.approx(6 * 9e-4)
+    assert network.exchange(0) == pytest.approx(2e-4)
     modelled = simulate_check.CONTESTANTS.keys() | {"ddp, PowerSGD"}
     assert modelled == kinds.CONTESTANTS.keys()
 
