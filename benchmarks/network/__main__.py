@@ -28,6 +28,7 @@ from ._laboratory import Laboratory, WorkerError
 from ._page import draw
 from ._table import print_table
 from ._verdict import shortfalls
+from ._where import where
 
 
 def main() -> int:
@@ -63,6 +64,13 @@ def main() -> int:
 
 def _measure(options: argparse.Namespace, cells: Cells) -> None:
     grid = GRIDS[options.grid]
+    commit = where()["commit"] or ""
+    if options.out.resolve().parent == RESULTS.resolve() and commit.endswith("-dirty"):
+        print(
+            f"the cells will name {commit}, a tree that nobody can check out: commit first, or "
+            "write elsewhere with --out",
+            file=sys.stderr,
+        )
     start = time.monotonic()
     # Every cell says where it was measured; this is how it was last gone on with.
     write_json(

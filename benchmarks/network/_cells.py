@@ -1,7 +1,12 @@
 """The cells measured so far, and which are missing."""
 
+import fcntl
 import json
-from collections.abc import Iterable
+import os
+import time
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +17,14 @@ from ._kinds import ALONE, BARE, CONTESTANTS, kind_of, label
 from ._marks import MOST_BUSY_BY_OTHERS
 from ._where import machine_name
 
+_LOCK_SECONDS = 20.0
 ANYONE = "any"  # of a place that is refused whoever comes
 
 Cell = dict[str, Any]
 
 
 class Cells:
-    """Cells in a file that is whole at any time.
+    """Cells in a file that is whole at any time; two grids may add to it.
 
     Args:
         path: Read if it is there.
@@ -30,8 +36,7 @@ class Cells:
         self._again = again
         self._put: set[tuple] = set()
         self.cells: list[Cell] = []
-        if path.exists():
-            self.cells = json.loads(path.read_text(encoding="utf-8"))
+        self._read()
 
     def missing(
         self, world_size: int, rate: float, budget: Budget, grid: Grid, names: Iterable[str]
@@ -64,10 +69,41 @@ class Cells:
             return cell["error"] is None or _place(cell) not in refused
 
         self._put |= new
-        self.cells = [cell for cell in self.cells if stays(cell)] + cells
-        self.cells.sort(key=_order)
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(self._path, self.cells)
+        with _alone(self._path.parent):
+            self._read()
+            self.cells = [cell for cell in self.cells if stays(cell)] + cells
+            self.cells.sort(key=_order)
+            write_json(self._path, self.cells)
+
+    def _read(self) -> None:
+        """Takes what is there, unless the file is gone."""
+        if self._path.exists():
+            self.cells = json.loads(self._path.read_text(encoding="utf-8"))
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """One process at a time writes into a folder; waits a bounded time for the others."""
+    deadline = time.monotonic() + _LOCK_SECONDS
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    warnings.warn(
+                        f"another process has held the lock of {folder} for {_LOCK_SECONDS:g} s: "
+                        "written without it, what that process writes may be lost",
+                        stacklevel=3,
+                    )
+                    break
+                time.sleep(0.02)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _is_sound(cell: Cell | None, blocks: int) -> bool:

@@ -7,8 +7,8 @@ import pytest
 
 from benchmarks._common import RESULTS
 from benchmarks.netlab import NetlabError
-from benchmarks.network.__main__ import main
-from benchmarks.network._cells import Cells
+from benchmarks.network import __main__ as bench
+from benchmarks.network._cells import Cells, _alone
 from benchmarks.network._grid import Budget, Grid
 from benchmarks.network._group import compared, measure_group
 from benchmarks.network._hosts import Loopback
@@ -262,6 +262,52 @@ def test_again_keeps_what_it_does_not_measure(tmp_path):
     assert len(cells) == 8
 
 
+def test_two_grids_on_one_file_keep_each_others_cells(tmp_path, monkeypatch):
+    path = tmp_path / "network.json"
+    one, other = Cells(path), Cells(path)
+    here, there = (
+        list(
+            measure(FakeLaboratory(), tmp_path / f"{rate}.json", replace(GRID, rates=(rate,)))[
+                0
+            ].values()
+        )
+        for rate in (1e8, 3e8)
+    )
+    one.put(here[:2])
+    other.put(there)
+    one.put(here[2:])
+    assert json.loads(path.read_text()) == one.cells
+    assert len(one.cells) == 8
+    other.put([there[0] | {"error": "it broke"}])
+    assert [cell["error"] for cell in other.cells].count(None) == 7
+    path.unlink()  # by hand: what is known is written again
+    one.put(here[:1])
+    assert len(json.loads(path.read_text())) == 8
+    monkeypatch.setattr("benchmarks.network._cells._LOCK_SECONDS", 0.05)
+    with _alone(tmp_path), pytest.warns(UserWarning, match=r"has held the lock of .* for 0.05 s"):
+        one.put(here[:1])
+
+
+def test_cells_that_nobody_can_check_out_are_told(tmp_path, monkeypatch, capsys):
+    def refused(hosts):
+        raise NetlabError("run it as root")
+
+    monkeypatch.setattr(bench, "RESULTS", tmp_path)
+    monkeypatch.setattr(bench, "Shaped", refused)
+    for commit, out, told in (
+        ("1a15e407a3-dirty", "network.json", True),
+        ("1a15e407a3", "network.json", False),
+        ("1a15e407a3-dirty", "elsewhere/network.json", False),
+        (None, "network.json", False),
+    ):
+        monkeypatch.setattr(bench, "where", lambda commit=commit: {"commit": commit})
+        (tmp_path / out).parent.mkdir(exist_ok=True)
+        monkeypatch.setattr("sys.argv", ["network", "--out", str(tmp_path / out)])
+        assert bench.main() == 2
+        said = "the cells will name 1a15e407a3-dirty, a tree that nobody can check out"
+        assert (said in capsys.readouterr().err) is told
+
+
 def test_a_machine_that_others_use_is_marked_and_measured_anew(tmp_path):
     path, busy = tmp_path / "network.json", FakeLaboratory()
     busy.by_others = 0.25
@@ -335,7 +381,7 @@ def test_the_time_is_held_in_the_middle_of_a_rate(tmp_path):
 def test_no_time_at_all_is_refused(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["network", "--minutes", "0"])
     with pytest.raises(SystemExit):
-        main()
+        bench.main()
     assert "--minutes 0: leave it out for no limit" in capsys.readouterr().err
 
 
