@@ -2,9 +2,12 @@
 
 import threading
 import time
+from collections import Counter
+
+import pytest
 
 import gossipgrad as gg
-from gossipgrad.comm import Hub
+from gossipgrad.comm import Header, Hub
 from gossipgrad.decentralized import _in_turn
 from gossipgrad.decentralized._in_turn import RoundBefore
 from support.ranks import run_ranks
@@ -54,6 +57,46 @@ def test_a_partner_that_takes_nothing_holds_up_the_next_for_a_while_only(monkeyp
     assert not slept, "all of a round share one wait"
 
 
+class Turn:
+    """Counts the asking."""
+
+    def __init__(self):
+        self.asked = []
+
+    def __call__(self, seconds):
+        self.asked.append(seconds)
+
+
+def test_who_was_held_up_asks_for_some_rounds_and_nobody_else_does():
+    turn, before = Turn(), RoundBefore()
+    before.over(0.0)
+    assert before.then(None, turn) is None
+    before.over(0.02)
+    asked = 0
+    for _ in range(40):
+        before = RoundBefore(before=before)
+        before.over(0.0)
+        ready = before.then(None, turn)
+        if ready is None:
+            break
+        ready()
+        asked += 1
+    assert asked == len(turn.asked) == 15
+    assert 1.9 < min(turn.asked) <= max(turn.asked) <= 2.0
+    assert before.then(None, None) is None
+
+
+def test_patience_grows_with_what_a_round_takes_up_to_half_a_minute(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    for took, patience in [(0.5, 2.0), (5.0, 10.0), (500.0, 30.0)]:
+        turn, before = Turn(), RoundBefore()
+        now[0] += took
+        before.over(1.0)
+        before.then(None, turn)()
+        assert turn.asked == [pytest.approx(patience)]
+
+
 class SlowTransport:
     """Its messages leave when `depart` is called, and it says in which order they were given."""
 
@@ -93,3 +136,52 @@ def test_a_round_leaves_after_the_one_before():
         return len(transport.sent)
 
     assert run_ranks(3, main) == [7, 7, 7]
+
+
+class SharedLink:
+    """A part is on its way for a while; notes with which others it meets at its receiver."""
+
+    def __init__(self, inner, arriving, meetings):
+        self.rank, self.world_size = inner.rank, inner.world_size
+        self._inner, self._arriving, self._meetings = inner, arriving, meetings
+
+    def send(self, peer, header, payload=None):
+        if payload is None:
+            return self._inner.send(peer, header)
+        ticket, round = Ticket(), Header.unpack(header).round
+        self._meetings[round] += self._arriving[peer]
+        self._arriving[peer] += 1
+
+        def arrive():
+            self._arriving[peer] -= 1
+            self._inner.send(peer, header, payload)
+            ticket.done = True
+
+        threading.Timer(0.03, arrive).start()
+        return ticket
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_rounds_of_ranks_out_of_step_do_not_meet_at_a_receiver(asks, monkeypatch):
+    if not asks:
+        monkeypatch.setattr(RoundBefore, "over", lambda self, waited: None)
+    hub, arriving, meetings = Hub(4), Counter(), Counter()
+
+    def main(rank, group):
+        model = network()
+        optimizer = sgd(list(model.parameters()))
+        link = SharedLink(hub.transport(rank), arriving, meetings)
+        with gg.gossip(
+            model, optimizer, topology="hypercube", process_group=group, transport=lambda _: link
+        ):
+            for step in range(12):
+                time.sleep(0.02 * ((rank + step) % 3))
+                set_gradients(model, rank, step)
+                optimizer.step()
+
+    run_ranks(4, main)
+    later = sum(count for round, count in meetings.items() if round > 2)
+    assert later == 0 if asks else later > 0

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from torch import Tensor
 
 from gossipgrad.comm._exchange import Exchange, Outcome
+from gossipgrad.comm._grants import Grants
 from gossipgrad.comm._ledger import Ledger
 from gossipgrad.comm._news import News, Unheard
 from gossipgrad.comm._outbox import Outbox
@@ -83,6 +84,7 @@ class Channel:
             gone=lambda peer: self._ledgers[peer].gone is not None,
             known=lambda peer: self._ledgers[peer].knows(self.generation),
         )
+        self._grants = Grants(self._lock, self._ledgers, self._say)
         self._settlements = Settlements()
         self._last_round = self.heard = -1  # posted here; and the highest that a message told of
         self.closed = False
@@ -138,8 +140,10 @@ class Channel:
                 exchange.finish(Outcome.VOID)
                 return exchange
             self._last_round = max(self._last_round, at)
+            self._grants.answer(self.generation, self._last_round)
+            header = self._header(Kind.DATA, round=round, bucket=bucket)
             if recv_from is None:
-                self._send_part(exchange, payload, ready)
+                self._outbox.part(exchange, header, payload, ready)
                 exchange.finish(Outcome.DELIVERED)
                 return exchange
             ledger = self._ledgers[recv_from]
@@ -147,39 +151,65 @@ class Channel:
             exchange.known = ledger.knows(self.generation)
             ledger.prune(before=at)
             early = ledger.early.pop((at, bucket), None)
-            refusal = None
-            if early is None:
-                refusal = ledger.refusal(at, credits=self.credits)
-            if refusal is None:
-                if early is None:
-                    self._transport.open(recv_from)
-                    self._outbox.linked.add(recv_from)
-                self._send_part(exchange, payload, ready)
-                if early is None:
-                    ledger.open[at, bucket] = exchange
-                else:
-                    exchange.finish(Outcome.DELIVERED, early)
-                return exchange
-            exchange.finish(refusal)
-            if send_to != recv_from:
+            refusal = None if early is not None else ledger.refusal(at, credits=self.credits)
+            if refusal is not None:
+                exchange.finish(refusal)
+                if send_to == recv_from:
+                    if at not in ledger.voided:
+                        self.void(round, send_to)
+                    return exchange
                 ledger.cancelled.add(at)
-                self._send_part(exchange, payload, ready)
-            elif at not in ledger.voided:
-                self._give_up(send_to, round)
+            elif early is None:
+                self._transport.open(recv_from)
+                self._outbox.linked.add(recv_from)
+            self._outbox.part(exchange, header, payload, ready)
+            if early is not None:
+                exchange.finish(Outcome.DELIVERED, early)
+            elif refusal is None:
+                ledger.open[at, bucket] = exchange
         return exchange
+
+    def turn(self, round: int, send_to: int) -> Callable[[float], None]:
+        """What a part of a round calls in a background thread, not to come upon those before it.
+
+        It returns when the receiver's link is free, the round cannot be any more, or the seconds
+        are over that it is called with.
+        """
+        return self._grants.turn(send_to, place(self.generation, round))
 
     def take(self, exchange: Exchange, timeout_seconds: float) -> Outcome:
         """Waits for the partner's part, at most `timeout_seconds`; `LATE` leaves it open."""
         deadline = time.perf_counter() + timeout_seconds
         left = 0.0
         while exchange.open and left >= 0:
-            self._poll(min(left, _WAKE_SECONDS), exchange)
+            self.poll(min(left, _WAKE_SECONDS), exchange)
             left = deadline - time.perf_counter()
         return exchange.outcome
 
-    def poll(self, timeout_seconds: float = 0.0) -> None:
-        """Takes in what has come; waits for the first message at most `timeout_seconds`."""
-        self._poll(timeout_seconds)
+    def poll(self, timeout_seconds: float = 0.0, awaited: Exchange | None = None) -> None:
+        """Takes in what has come; waits for the first message at most `timeout_seconds`.
+
+        One thread at a time listens, and may serve those that wait beside it for what is `awaited`.
+        """
+
+        def served() -> bool:
+            return awaited is not None and not awaited.open
+
+        deadline = time.perf_counter() + timeout_seconds
+        with self._turn.take(served, timeout_seconds) as mine:
+            if not mine:
+                return
+            events = self._transport.receive(max(0.0, deadline - time.perf_counter()))
+            with self._lock:
+                for event in events:
+                    if isinstance(event, Lost):
+                        self._lose(event.peer, _LOST)
+                    else:
+                        self._accept(event)
+                for peer in self._news.expelled():
+                    if self._ledgers[peer].gone is None:
+                        self._lose(peer, _LOST)
+                self._grants.answer(self.generation, self._last_round)
 
     def cancel(self, exchange: Exchange) -> None:
         """Gives up an open exchange; the partner's part is dropped should it come."""
@@ -189,9 +219,14 @@ class Channel:
                 self._ledgers[exchange.recv_from].cancel(exchange)
 
     def void(self, round: int, send_to: int | None) -> None:
-        """Gives a round up before anything of it was sent, and tells `send_to`."""
+        """Gives a round up before any part of it was sent, and names it to `send_to` at once."""
+        if send_to is None:
+            return
         with self._lock:
-            self._give_up(send_to, round)
+            ledger, at = self._ledgers[send_to], place(self.generation, round)
+            if ledger.gone is None and at not in ledger.given_up:
+                ledger.give_up(at)
+                self._outbox.tell(self._header(Kind.NOTE, round=round), [send_to])
 
     def replan(self, plan: Sequence[Part]) -> None:
         """Goes on with other buckets; nothing may be open, and all ranks do it between rounds."""
@@ -270,39 +305,22 @@ class Channel:
         with self._lock:
             if self.closed:
                 return
-            self.closed = True
+            self.closed = self._grants.over = True
             for ledger in self._ledgers.values():
                 ledger.cancel_all()
         deadline = time.perf_counter() + linger_seconds
-        self._poll(0.0)
+        self.poll(0.0)
         while not self._outbox.empty and time.perf_counter() < deadline:
-            self._poll(0.005)
+            self.poll(0.005)
         self._outbox.drain(max(0.0, deadline - time.perf_counter()))
         with self._lock:
             self._announce(Kind.LEAVE, self._outbox.linked)
         if self._turn.end():
             self._transport.close(min(_LEAVE_SECONDS, linger_seconds))
 
-    def _poll(self, timeout_seconds: float, awaited: Exchange | None = None) -> None:
-        """Like `poll`; one thread at a time listens, and may serve those that wait beside it."""
-
-        def served() -> bool:
-            return awaited is not None and not awaited.open
-
-        deadline = time.perf_counter() + timeout_seconds
-        with self._turn.take(served, timeout_seconds) as mine:
-            if not mine:
-                return
-            events = self._transport.receive(max(0.0, deadline - time.perf_counter()))
-            with self._lock:
-                for event in events:
-                    if isinstance(event, Lost):
-                        self._lose(event.peer, _LOST)
-                    else:
-                        self._accept(event)
-                for peer in self._news.expelled():
-                    if self._ledgers[peer].gone is None:
-                        self._lose(peer, _LOST)
+    def _say(self, kind: Kind, peer: int, at: int) -> None:
+        header = self._header(kind, round=at - place(self.generation, 0))
+        self._outbox.tell_now(header, peer)
 
     def _header(self, kind: Kind, *, round: int, bucket: int = 0) -> Header:
         part = self.plan[bucket] if kind is Kind.DATA else None
@@ -318,23 +336,6 @@ class Channel:
             size_bytes=0 if part is None else part.size_bytes,
             voided=(round,) if kind is Kind.NOTE else (),
         )
-
-    def _send_part(
-        self, exchange: Exchange, payload: Tensor, ready: Callable[[], None] | None
-    ) -> None:
-        header = self._header(Kind.DATA, round=exchange.round, bucket=exchange.bucket)
-        self._outbox.part(exchange, header, payload, ready)
-
-    def _give_up(self, peer: int | None, round: int) -> None:
-        """Voids a round towards `peer`, before any part of it was sent, and names it at once."""
-        if peer is None:
-            return
-        ledger = self._ledgers[peer]
-        at = place(self.generation, round)
-        if ledger.gone is not None or at in ledger.given_up:
-            return
-        ledger.give_up(at)
-        self._outbox.tell(self._header(Kind.NOTE, round=round), [peer])
 
     def _announce(self, kind: Kind, peers: Iterable[int]) -> None:
         last = self._last_round - place(self.generation, 0)
@@ -359,8 +360,11 @@ class Channel:
                 ledger.parted = True
                 self._transport.send(peer, self._header(Kind.PART, round=-1).pack())
             return
-        ledger.hear(header.generation, header.known)
         at = place(header.generation, header.round)
+        if header.kind in (Kind.ASK, Kind.GO):
+            self._grants.hear(header.kind, peer, at)
+            return
+        ledger.hear(header.generation, header.known)
         if header.kind is Kind.LEAVE:
             self._lose(peer, _LEFT)
         elif header.kind is Kind.PART:
@@ -372,13 +376,8 @@ class Channel:
         elif header.kind is Kind.GO_ON:
             ledger.go_on(header.generation, header.epoch)
         else:
-            if at > ledger.settled_at:  # whatever became of the collective
-                ledger.go_on(header.generation, header.epoch)
-            ledger.passed(at)
-            if header.voided:
-                voided = {place(header.generation, round) for round in header.voided}
-                ledger.voided |= voided
-                ledger.resolve(lambda open_at: open_at in voided, Outcome.VOID)
+            voided = {place(header.generation, round) for round in header.voided}
+            ledger.move_on(header.generation, header.epoch, at, voided)
             if header.kind is not Kind.DATA:
                 return
             self.bytes_received += header.size_bytes

@@ -132,12 +132,13 @@ class Ledger:
         self.early[key] = values
         return True
 
-    def passed(self, round: int) -> None:
-        """The peer is at `round`: what is open before it can come no more."""
-        self.latest = max(self.latest, round)
-        self.resolve(lambda earlier: earlier < round, Outcome.VOID)
-        _discard(self.given_up, round)
-        _discard(self.cancelled, round)
+    def move_on(self, generation: int, number: int, at: int, voided: set[int]) -> None:
+        """The peer is at a place after so many collectives, and gave some rounds up on the way."""
+        if at > self.settled_at:  # whatever became of the collective
+            self.go_on(generation, number)
+        self._pass(at)
+        self.voided |= voided
+        self.resolve(lambda open_at: open_at in voided, Outcome.VOID)
 
     def give_up(self, round: int) -> None:
         """Voids a round before anything of it was sent."""
@@ -172,6 +173,13 @@ class Ledger:
         """Forgets what no round from `before` on asks for."""
         self._drop(lambda round: round < before)
         _discard(self.voided, before)
+
+    def _pass(self, round: int) -> None:
+        """What is open before `round` can come no more."""
+        self.latest = max(self.latest, round)
+        self.resolve(lambda earlier: earlier < round, Outcome.VOID)
+        _discard(self.given_up, round)
+        _discard(self.cancelled, round)
 
     def _drop(self, which: Callable[[int], bool]) -> None:
         for key in [key for key in self.early if which(key[0])]:

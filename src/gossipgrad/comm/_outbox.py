@@ -72,6 +72,11 @@ class Outbox:
                 self._sender.send(peer, told.pack(), None, None)
                 self.linked.add(peer)
 
+    def tell_now(self, header: Header, peer: int) -> None:
+        """Sends a message that orders nothing, past those that wait for their buffers."""
+        self._transmit(peer, header.pack(), None)
+        self.linked.add(peer)
+
     def drain(self, timeout_seconds: float) -> None:
         """Waits until all is handed to the transport, at most `timeout_seconds`."""
         self._sender.drain(timeout_seconds)

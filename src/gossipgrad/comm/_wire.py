@@ -9,7 +9,7 @@ import torch
 __all__ = ["DTYPES", "MAX_VOIDED", "Header", "Kind", "WireError"]
 
 _MAGIC = b"gossip"
-_VERSION = 2
+_VERSION = 3
 _FIXED = struct.Struct("!6sBBB16sIIqqIIQH")
 _ROUND = struct.Struct("!q")
 MAX_VOIDED = 1024
@@ -31,6 +31,8 @@ class Kind(enum.IntEnum):
     GO_ON = 6  # takes SETTLE back: the collective has failed
     PART = 7  # the sender has lost its link to the receiver, and takes nothing in any more
     ENTER = 5  # the sender lives in `generation`, and sends nothing of it before `round`
+    ASK = 8  # may the sender send its part of `round`?
+    GO = 9  # it may
 
 
 @dataclass(frozen=True, slots=True)

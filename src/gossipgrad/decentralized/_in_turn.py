@@ -8,38 +8,63 @@ from gossipgrad.comm import Ticket
 __all__ = ["RoundBefore"]
 
 _PATIENCE_SECONDS = 2.0
+_MOST_PATIENCE_SECONDS = 30.0
 _LOOK_SECONDS = 0.0005
+_HELD_UP_SECONDS = 0.005  # more than processors that are shared hold one up
+_ROUNDS = 16  # who is late does not wait itself, and would come upon those who do
 
 
 class RoundBefore:
     """What was sent in the round before, and leaves before this one does.
 
     Two rounds that leave at once share the link, the partner of the first waits longer, and soon
-    everyone waits for someone. What a partner does not take in holds up the next round, and the
-    words for other ranks behind it, for two seconds at most.
+    everyone waits for someone. So it is where two rounds arrive at once: one that was held up by
+    its links, in this round or a few before it, asks its next partner before it sends. What a
+    partner does not take in, or does not grant, holds up this round, and the words for other ranks
+    behind it, for two seconds at most, or for twice the round before if that took longer, and never
+    for more than thirty.
 
     Args:
         tickets: Of all messages of that round.
+        before: The one before it.
     """
 
-    def __init__(self, tickets: Sequence[Ticket] = ()) -> None:
+    def __init__(self, tickets: Sequence[Ticket] = (), before: "RoundBefore | None" = None) -> None:
         self._pending = list(tickets)
+        self._begun_seconds = time.perf_counter()
+        self._patience_seconds = _PATIENCE_SECONDS
         self._until_seconds: float | None = None
+        self._asks_rounds = 0 if before is None else before._asks_rounds
 
-    def then(self, filled: Callable[[], None] | None) -> Callable[[], None] | None:
-        """What a message of this round waits for: that round to leave, and its own buffer.
+    def over(self, waited_seconds: float) -> None:
+        """That round is over, and this rank has waited for it so long after its compute."""
+        took = time.perf_counter() - self._begun_seconds
+        self._patience_seconds = min(max(_PATIENCE_SECONDS, 2 * took), _MOST_PATIENCE_SECONDS)
+        held_up = waited_seconds > _HELD_UP_SECONDS
+        self._asks_rounds = _ROUNDS if held_up else max(0, self._asks_rounds - 1)
+
+    def then(
+        self,
+        filled: Callable[[], None] | None,
+        turn: Callable[[float], None] | None = None,
+    ) -> Callable[[], None] | None:
+        """What a message of this round waits for: that round to leave, its turn, and its buffer.
 
         Args:
             filled: Returns when the buffer is filled; None if it is.
+            turn: Returns when the partner's link is free, or after so many seconds.
         """
-        if self._left():
+        asks = turn is not None and self._asks_rounds > 0
+        if self._left() and not asks:
             return filled
 
         def ready() -> None:
             if self._until_seconds is None:  # all messages of a round share one wait
-                self._until_seconds = time.perf_counter() + _PATIENCE_SECONDS
+                self._until_seconds = time.perf_counter() + self._patience_seconds
             while not self._left() and time.perf_counter() < self._until_seconds:
                 time.sleep(_LOOK_SECONDS)
+            if turn is not None and asks:
+                turn(self._until_seconds - time.perf_counter())
             if filled is not None:
                 filled()
 

@@ -126,9 +126,7 @@ class Rounds:
         start = time.perf_counter()
         transfers, round = self.begin(sections, free_late=True), self.next_round
         self._send(transfers)
-        end = time.perf_counter()
-        self.mixing_seconds += end - start
-        self._span("snapshot", start, end, round=round)
+        self._spent("snapshot", start, round=round)
 
     def close(self) -> None:
         """Takes what the partner sent and mixes it; a round that sat out closes all the same."""
@@ -141,26 +139,25 @@ class Rounds:
         A bucket is copied as soon as the one before it is mixed, and sent when all are: earlier it
         would share the partner's link with what that one still awaits of this round.
 
-        Closed first and opened then if the next partner is one who is awaited, or no snapshot is
-        free for the next round.
+        Closed first and opened then if the next partner is awaited already, or no snapshot is free.
         """
         following = self._following(of_round(self.next_round))
+        exposed = self.exposed_seconds
         if following is None:
             self.close()
+            self._sent.over(self.exposed_seconds - exposed)
             self.open(of_round(self.next_round))
             return
-        round = self.next_round
         try:
             self.settle(following=following)
+            self._sent.over(self.exposed_seconds - exposed)
             start = time.perf_counter()
             self._send(list(following.values()))
         except BaseException:
             _release([t for t in following.values() if not t.exchanges])
             raise
         self.closed_rounds += 1
-        end = time.perf_counter()
-        self.mixing_seconds += end - start
-        self._span("snapshot", start, end, round=round)
+        self._spent("snapshot", start, round=self.next_round - 1)
 
     def stop(self, wait_seconds: float, linger_seconds: float) -> None:
         """Ends the rounds: mixes what comes within `wait_seconds`, then closes the channel."""
@@ -262,9 +259,7 @@ class Rounds:
         transfer.taken.add(bucket)
         transfer.section.mix(bucket, delta, weight)
         transfer.forget(bucket)
-        end = time.perf_counter()
-        self.mixing_seconds += end - start
-        self._span("mix", start, end, round=transfer.round, bucket=bucket)
+        self._spent("mix", start, round=transfer.round, bucket=bucket)
 
     def _finish(
         self,
@@ -367,7 +362,7 @@ class Rounds:
     def _take_on(self, transfers: Sequence[Transfer]) -> None:
         """Looks after transfers that were sent."""
         self._under_way.extend(transfers)
-        self._sent = RoundBefore([t for transfer in transfers for t in transfer.tickets])
+        self._sent = RoundBefore([t for tr in transfers for t in tr.tickets], self._sent)
         if not self.lagged:  # the authors' rule needs what was received as it came
             self._listener.expect(transfers)
 
@@ -389,6 +384,11 @@ class Rounds:
             transfer.round,
             transfer.peers.recv_from,
         )
+
+    def _spent(self, name: str, start: float, **attributes: object) -> None:
+        end = time.perf_counter()
+        self.mixing_seconds += end - start
+        self._span(name, start, end, **attributes)
 
     def _span(self, name: str, start: float, end: float, **attributes: object) -> None:
         if self._recorder is not None:

@@ -234,7 +234,9 @@ class Transfer:
         if bucket not in self._filled:
             self.fill(bucket)
         payload, filled = self._filled.pop(bucket)
-        ready = self.behind.then(filled)
+        to = self.peers.send_to
+        turn = None if to is None else self._channel.turn(self.round, to)
+        ready = self.behind.then(filled, turn)
         exchange = self._channel.post(
             self.round,
             self.section.first_bucket + bucket,

@@ -78,9 +78,7 @@ class StaleRounds(Rounds):
             return
         self._opened_at[round] = self._opened  # first: an interrupt may leave it under way
         self._send(transfers)
-        end = time.perf_counter()
-        self.mixing_seconds += end - start
-        self._span("snapshot", start, end, round=round)
+        self._spent("snapshot", start, round=round)
         self._take_in(transfers)
 
     def close(self) -> None:

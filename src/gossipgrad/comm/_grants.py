@@ -1,0 +1,96 @@
+"""Who asks before sending, and is told when the receiver's link is free."""
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from gossipgrad.comm._ledger import Ledger
+from gossipgrad.comm._place import generation_of
+from gossipgrad.comm._wire import Kind
+
+__all__ = ["Grants"]
+
+_LOOK_SECONDS = 0.1  # how often a wait looks whether it has become idle
+
+
+class Grants:
+    """Lets a part wait until its receiver has taken in the rounds before.
+
+    Where an exchange takes longer than the compute, ranks that are out of step send into links on
+    which the round before is still coming: both take longer, whoever awaits them sends later, and
+    nobody ever gets back into step. So one that was held up asks before it sends, and is told to go
+    when nothing is on its way to the receiver, or the receiver has come to that round itself.
+
+    Args:
+        lock: The channel's.
+        ledgers: What stands between this rank and each peer.
+        say: Tells a peer `ASK` or `GO` of the round at a place.
+
+    Attributes:
+        over: Nothing is sent any more.
+    """
+
+    def __init__(
+        self,
+        lock: threading.RLock,
+        ledgers: Mapping[int, Ledger],
+        say: Callable[[Kind, int, int], None],
+    ) -> None:
+        self.over = False
+        self._changed = threading.Condition(lock)
+        self._ledgers = ledgers
+        self._say = say
+        self._asked: dict[int, int] = {}
+        self._granted: defaultdict[int, int] = defaultdict(lambda: -1)
+        self._generation, self._last = 0, -1
+
+    def turn(self, peer: int, at: int) -> Callable[[float], None]:
+        """Asks and waits for leave to send, at most so many seconds; not for what is void."""
+        return partial(self._wait, peer, at)
+
+    def hear(self, kind: Kind, peer: int, at: int) -> None:
+        """A peer asks, or grants what was asked.
+
+        Who asks has come to that round itself: where the two send to each other, its grant would
+        come behind all that it sends.
+        """
+        if kind is Kind.ASK:
+            self._asked[peer] = at
+        self._granted[peer] = max(self._granted[peer], at)
+        self._changed.notify_all()
+
+    def answer(self, generation: int, last: int) -> None:
+        """Grants what may be: rounds up to `last`, and the next one unless a part is awaited.
+
+        Args:
+            generation: The membership this rank lives in; what was asked in an earlier one is void.
+            last: Place of the last round that was posted here.
+        """
+        self._generation, self._last = generation, last
+        for peer, at in list(self._asked.items()):
+            if at <= last or (at == last + 1 and not self._is_busy()):
+                del self._asked[peer]
+                if generation_of(at) == generation:
+                    self._say(Kind.GO, peer, at)
+
+    def _wait(self, peer: int, at: int, timeout_seconds: float) -> None:
+        deadline = time.perf_counter() + timeout_seconds
+        with self._changed:
+            if timeout_seconds > 0 and self._must_wait(peer, at):
+                self._say(Kind.ASK, peer, at)
+            while (left := deadline - time.perf_counter()) > 0 and self._must_wait(peer, at):
+                self._changed.wait(min(left, _LOOK_SECONDS))
+
+    def _must_wait(self, peer: int, at: int) -> bool:
+        to = self._ledgers[peer]
+        if self.over or to.gone is not None or generation_of(at) < self._generation:
+            return False
+        if at < self._last:  # this rank has given its own wait up: a later round goes first
+            return False
+        came = max(self._granted[peer], to.latest)  # it sends that round itself
+        return came < at and at not in to.voided and at not in to.cancelled
+
+    def _is_busy(self) -> bool:
+        return any(ledger.open for ledger in self._ledgers.values())
