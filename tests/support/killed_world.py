@@ -8,8 +8,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from gossipgrad.train import GossipConfig, TrainConfig, run
 from support.waiting import until
 
@@ -17,19 +15,14 @@ __all__ = ["train_with_a_death"]
 
 
 def train_with_a_death(
-    rank: int, store: Any, world_size: int, port: int, out: str, victim: int
-) -> tuple[int, dict | None]:
-    """Trains; `victim` is killed after a few steps. The exit code, and the summary if this rank
-    put the run together."""
-    dist.destroy_process_group()
-    os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # it is hosted by no rank
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
+    rank: int, store: Any, environs: list[dict[str, str]], out: str, victim: int
+) -> tuple[int, dict | None, str]:
+    """Trains; `victim` is killed after a few steps.
+
+    The environment of each rank says in which world it is. The exit code, the summary if this rank
+    put the run together, and what it said on stderr.
+    """
+    os.environ |= {**environs[rank], "GLOO_SOCKET_IFNAME": "lo"}
     if rank == victim:
         metrics = Path(out) / f"metrics-rank{rank}.jsonl"
 
@@ -38,7 +31,8 @@ def train_with_a_death(
             os.kill(os.getpid(), signal.SIGKILL)
 
         threading.Thread(target=die, daemon=True).start()
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+    told = io.StringIO()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(told):
         outcome = run(
             TrainConfig(
                 epochs=4,
@@ -48,4 +42,4 @@ def train_with_a_death(
                 gossip=GossipConfig(topology="matching"),
             )
         )
-    return outcome.exit_code, outcome.summary
+    return outcome.exit_code, outcome.summary, told.getvalue()

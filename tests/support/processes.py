@@ -16,22 +16,26 @@ def run_processes(
     *arguments: Any,
     timeout_seconds: float = 60,
     may_die: tuple[int, ...] = (),
+    grouped: bool = True,
 ) -> list[Any]:
     """Runs `function(rank, store, *arguments)` in a process a rank; what each returned, by rank.
 
     The store lives in the calling process. A rank in `may_die` may end without an answer (None);
-    another one that does is an error, and so is an exception anywhere.
+    another one that does is an error, and so is an exception anywhere. They are in the default
+    process group, unless not `grouped`: one that leaves it at once breaks those who still come.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("forkserver")
+    # What runs of the launcher need is there, too: the first to start the fork server decides.
     context.set_forkserver_preload(
-        ["torch", "torch.distributed.fsdp", "torch._dynamo", "gossipgrad"]
+        ["torch.distributed.fsdp", "torch._dynamo", "gossipgrad.train._worker", "sklearn.datasets"]
     )
     pipes, processes = [], []
     for rank in range(world_size):
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(
-            target=_main, args=(theirs, function, rank, world_size, store.port, arguments)
+            target=_main,
+            args=(theirs, function, rank, world_size, store.port, grouped, arguments),
         )
         process.start()
         theirs.close()
@@ -61,13 +65,14 @@ def run_processes(
             process.close()
 
 
-def _main(pipe, function, rank, world_size, port, arguments) -> None:
+def _main(pipe, function, rank, world_size, port, grouped, arguments) -> None:
     import torch
 
     torch.set_num_threads(1)
     try:
         store = dist.TCPStore("127.0.0.1", port, world_size, is_master=False)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        if grouped:
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
         answer = function(rank, store, *arguments)
         pipe.send((None, answer))
     except BaseException:

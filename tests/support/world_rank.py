@@ -9,8 +9,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from gossipgrad.train import TrainConfig, run
 from support.waiting import until
 
@@ -32,7 +30,6 @@ def stopped_by_signal(
 
     The exit code, the seconds from the first signal to the end, and the summary, on rank 0.
     """
-    dist.destroy_process_group()
     # Blocked in a fork server that a launch of workers has started, and so in what it forks.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
     os.environ |= {

@@ -24,8 +24,18 @@ def config(out, **options):
 def test_in_a_given_world_those_who_are_left_put_the_run_together(tmp_path):
     victim = 0
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environs = [
+        {
+            "RANK": str(rank),
+            "WORLD_SIZE": "3",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # it is hosted by no rank
+        }
+        for rank in range(3)
+    ]
     answers = run_processes(
-        3, train_with_a_death, 3, store.port, str(tmp_path), victim, may_die=(victim,)
+        3, train_with_a_death, environs, str(tmp_path), victim, may_die=(victim,), grouped=False
     )
     assert answers[victim] is None
     living = [rank for rank in range(3) if rank != victim]
