@@ -81,10 +81,15 @@ def test_gossip_repeats_by_seed_and_mixes(tmp_path):
 
 def test_a_worker_that_is_paused_costs_the_others_nothing(tmp_path):
     """In mode stale; it takes fewer steps, all of which count, and ends with the others."""
+    paused_seconds = []
 
     def stand_still():
+        begun_seconds = time.monotonic()
         with pause(1):  # until others have made steps: they wait for it in none
             wait_for_more(tmp_path, 0, "step", 80)
+            # Far longer than a step that a busy machine interrupts.
+            until(lambda: time.monotonic() > begun_seconds + 1, timeout_seconds=60)
+        paused_seconds.append(time.monotonic() - begun_seconds)
 
     options = GossipConfig(mode="stale", max_staleness=1)
     with after_steps(tmp_path, 20, stand_still):
@@ -97,9 +102,17 @@ def test_a_worker_that_is_paused_costs_the_others_nothing(tmp_path):
     assert summary["lost_ranks"] == []
     assert summary["model_is_consensus"]
     assert summary["accuracy"] > 0.8
+    for rank in (0, 2):
+        assert longest_step_seconds(tmp_path, rank) < paused_seconds[0] / 2
     assert summary["void_rounds_per_rank"][1] > 0.05 * most
     assert all(late >= 0 for late in summary["late_rounds_per_rank"])
     assert json.loads((tmp_path / "config.json").read_text())["gossip"]["topology"] == "matching"
+
+
+def longest_step_seconds(out, rank):
+    """The first ones, in which a process still loads what it needs, are left out."""
+    events = map(json.loads, (out / f"metrics-rank{rank}.jsonl").read_text().splitlines())
+    return max(e["step_seconds"] for e in events if e["event"] == "step" and e["step"] > 10)
 
 
 def test_gossip_goes_on_without_a_killed_worker(tmp_path, capfd):
