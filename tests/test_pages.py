@@ -171,7 +171,7 @@ def test_the_table_of_shaped_links_is_what_was_measured():
     cells = json.loads((ROOT / "benchmarks/results/network.json").read_text())
     shown = {"all-reduce layer by layer": "agd"}
     shown |= {f"DDP{hook}": f"ddp{hook}" for hook in ("", ", fp16 hook", ", PowerSGD")}
-    places = [*((p, 1e8) for p in (4, 8, 16)), *((p, 1e9) for p in (4, 8))]
+    places = [(p, rate) for rate in (1e8, 1e9) for p in (4, 8, 16)]
     found = {
         (cell["contestant"], cell["world_size"], cell["rate_bits_per_second"]): cell
         for cell in cells
