@@ -77,15 +77,30 @@ def test_a_peer_that_left_is_dead_and_later_rounds_say_so_at_once(channels):
     assert later.ticket.done
 
 
-def test_what_was_sent_before_leaving_still_counts(channels):
+def test_what_was_sent_before_leaving_counts_where_nothing_was_due_in_return(channels):
+    """Of a pair it would count on one end: the one that has left gets nothing any more."""
     a, b = channels()
-    post(b, 0, value=5)
+    for round in range(2):
+        b.post(round, 0, part(5), send_to=0, recv_from=None)
+    until(lambda: a.poll() or len(a._ledgers[1].early) == 2)
+    b.close()
+    until(lambda: a.poll() or a.gone == {1: "left"})
+    mine = post(a, 1)
+    assert mine.outcome is X
+    assert mine.received is None
+    takes = a.post(1, 0, part(0), send_to=None, recv_from=1)
+    assert a.take(takes, 3.0) is D
+    assert takes.received.tolist() == [5.0] * 4
+
+
+def test_what_was_posted_before_its_partner_left_counts(channels):
+    a, b = channels()
+    mine, theirs = post(a, 1, value=1), post(b, 0, value=5)
+    assert b.take(theirs, 3.0) is D
     until(lambda: b._outbox.empty)
     b.close()
-    mine = post(a, 1)
-    assert a.take(mine, 3.0) in (D, X)
-    if mine.outcome is D:
-        assert mine.received.tolist() == [5.0] * 4
+    assert a.take(mine, 3.0) is D
+    assert mine.received.tolist() == [5.0] * 4
 
 
 def test_a_peer_that_vanished_without_a_word_is_dead(channels):
@@ -130,6 +145,37 @@ def test_credits_void_a_further_round_and_name_it_to_the_partner(channels):
     assert [a.take(x, 3.0) for x in (first, second)] == [D, D]
     assert first.received.tolist() == [3.0] * 4
     assert second.received.tolist() == [5.0] * 4
+
+
+def test_a_partner_that_is_silent_is_told_of_ever_fewer_void_rounds_and_hears_of_all(channels):
+    a, b = channels()
+    told = []
+    tell = a._outbox.tell
+    a._outbox.tell = lambda header, peers: told.append(header.round) or tell(header, peers)
+    for round in range(5000):
+        a.void(round, 1)
+    assert told[:64] == [*range(64)]
+    assert len(told) < 100
+    assert told[-1] < 4999
+    mine = post(b, 0, round=4999)
+    assert b.take(mine, 0.0) is L, "b knows nothing of it"
+    until(lambda: a.poll() or told[-1] == 4999)
+    assert b.take(mine, 3.0) is V
+    a.void(5000, 1)
+    assert told[-1] == 5000
+    after = post(a, 1, round=5001, value=1), post(b, 0, round=5001, value=2)
+    assert (a.take(after[0], 3.0), b.take(after[1], 3.0)) == (D, D)
+
+
+def test_who_comes_to_a_collective_names_the_last_round_it_gave_up(channels):
+    """A partner may await it there, and is listened to no more."""
+    a, b, _ = channels(3)
+    for round in range(66):
+        a.void(round, 1)
+    post(a, 2, round=70)
+    mine = post(b, 0, round=65)
+    a.settle()
+    assert b.take(mine, 3.0) is V
 
 
 def test_a_round_voided_by_the_partner_ends_what_was_posted(channels):

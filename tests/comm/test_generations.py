@@ -90,6 +90,24 @@ def test_a_later_generation_is_told(channels):
     assert a._news.heard == [3]
 
 
+@pytest.mark.parametrize("kind", ["in-process"])
+def test_who_was_given_up_drives_nobodys_rounds(channels):
+    """It may train on, alone and fast, in a generation long past."""
+    a, b = channels()
+    a._news = Expelled(set())
+    a.enter(1, 5, [0, 1])
+    b.post(5000, 0, torch.zeros(4), send_to=0, recv_from=None)
+    until(lambda: a.poll() or a._ledgers[1].latest == 5000)
+    assert a.heard == -1
+    b.enter(1, 7, [0, 1])
+    until(lambda: a.poll() or a.heard == 7)
+    a._news.ranks = {1}
+    until(lambda: a.poll() or a.gone)
+    b.post(9000, 0, torch.zeros(4), send_to=0, recv_from=None)
+    until(lambda: a.poll() or a.refused)
+    assert a.heard == 7
+
+
 def test_a_settlement_of_an_older_generation_holds_up_no_later_one(channels):
     """A collective that failed on one end leaves counts that differ; a generation begins anew."""
     a, b = channels()

@@ -39,10 +39,27 @@ def spread(ranks):
     return (weights - weights.mean(0)).square().sum(1).mean().sqrt().item()
 
 
+def leave(ranks, rank):
+    """An exception ends a rank, with exchanges open; its last words arrive."""
+    for peer in range(len(ranks.sessions)):
+        ranks.deliver(peer, rank)
+    rounds = ranks.sessions[rank]._rounds
+    rounds.channel.poll()
+    rounds.settle(0.0)
+    ranks.sessions[rank].__exit__(RuntimeError, None, None)
+    for peer, session in enumerate(ranks.sessions):
+        ranks.deliver(rank, peer)
+        session._rounds.channel.poll()
+
+
+@pytest.mark.parametrize("leaves", [False, True])
 @settings(max_examples=6)
 @given(st.data())
-def test_the_mean_is_kept_and_memory_bounded_whatever_arrives_when(data):
-    """Ranks step as often as they like, links carry on or stall; then all that is sent arrives."""
+def test_the_mean_is_kept_and_memory_bounded_whatever_arrives_when(leaves, data):
+    """Ranks step as often as they like, links carry on or stall; then all that is sent arrives.
+
+    One of them may leave on the way.
+    """
     world_size = data.draw(st.integers(2, 6), "ranks")
     d = data.draw(st.integers(0, 4), "max_staleness")
     who = st.integers(0, world_size - 1)
@@ -52,11 +69,17 @@ def test_the_mean_is_kept_and_memory_bounded_whatever_arrives_when(data):
         make=doubles,
         mode=gg.Stale(max_staleness=d),
         bucket_bytes=data.draw(st.sampled_from([100, 1 << 20]), "bucket_bytes"),
+        **({"heartbeats": None} if leaves else {}),
     )
+    leaver = data.draw(who, "leaver") if leaves else None
+    leaves_at = data.draw(st.integers(10, 50), "leaves_at")
     moved = world_size * flat(ranks.models[0])
     payload = moved.nbytes
     try:
         for action in range(60):
+            if leaves and action == leaves_at:
+                leave(ranks, leaver)
+                who = who.filter(lambda rank: rank != leaver)
             if data.draw(st.booleans()):
                 rank = data.draw(who)
                 ranks.step(rank)
@@ -76,6 +99,80 @@ def test_the_mean_is_kept_and_memory_bounded_whatever_arrives_when(data):
         ranks.settle()
         total = sum(flat(model) for model in ranks.models)
         assert (total - moved).abs().max() < 1e-12
+    finally:
+        ranks.close()
+
+
+@pytest.mark.parametrize("d", [0, 2])
+def test_an_exchange_that_was_open_when_a_rank_left_counts_on_neither_end(d):
+    ranks = Scripted(
+        2,
+        optimizer=plain_sgd,
+        make=one_number,
+        topology="hypercube",
+        mode=gg.Stale(max_staleness=d),
+        heartbeats=None,
+    )
+    with torch.no_grad():
+        for value, model in enumerate(ranks.models):
+            model.weight.fill_(value)
+    for session in ranks.sessions:
+        session.accept_changes()
+    try:
+        for rank in (0, 1):
+            ranks.step(rank, no_gradients)
+        ranks.wires.deliver_all()
+        ranks.step(0, no_gradients)
+        ranks.deliver(0, 1)  # the part of a round that rank 1 has not come to
+        leave(ranks, 0)
+        for _ in range(4):
+            ranks.step(1, no_gradients)
+        assert sum(model.weight.item() for model in ranks.models) == pytest.approx(1.0)
+    finally:
+        ranks.close()
+
+
+def test_a_rank_that_was_given_up_drives_nobodys_position():
+    ranks = Scripted(3, mode="stale", heartbeats=None)
+    try:
+        for rank in (0, 1, 2):
+            ranks.step(rank)
+        ranks.wires.deliver_all()
+        for rank in (0, 1):
+            rounds = ranks.sessions[rank]._rounds
+            rounds.channel.enter(1, rounds.next_round, [0, 1])
+        for _ in range(50):
+            ranks.step(2)
+        ranks.wires.deliver_all()
+        for rank in (0, 1):
+            before = ranks.sessions[rank].position
+            ranks.step(rank, no_gradients)
+            assert ranks.sessions[rank].position == before + 1
+    finally:
+        ranks.close()
+
+
+def test_a_partner_that_is_silent_for_good_costs_no_memory():
+    ranks = Scripted(2, make=one_number, mode="stale", heartbeats=None)
+    try:
+        for _ in range(600):
+            ranks.step(0, no_gradients)
+        assert len(ranks.wires.under_way[0, 1]) < 100
+        ledger = ranks.sessions[0]._rounds.channel._ledgers[1]
+        kept = ledger.open, ledger.early, ledger.cancelled, ledger.voided
+        assert sum(map(len, kept)) <= 3
+        ranks.wires.deliver_all()
+        for _ in range(2):
+            for rank in (1, 0):
+                ranks.step(rank, no_gradients)
+                ranks.wires.deliver_all()
+        assert abs(ranks.sessions[0].position - ranks.sessions[1].position) <= 1
+        before = ranks.sessions[0].stats().outcomes["delivered"]
+        for _ in range(6):
+            for rank in (0, 1):
+                ranks.step(rank, no_gradients)
+                ranks.wires.deliver_all()
+        assert ranks.sessions[0].stats().outcomes["delivered"] > before
     finally:
         ranks.close()
 

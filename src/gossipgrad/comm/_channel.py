@@ -70,8 +70,7 @@ class Channel:
         self.plan = tuple(plan)
         self.credits = credits
         self.generation = generation
-        self.refused = 0
-        self.bytes_received = 0
+        self.refused = self.bytes_received = 0
         self._transport = transport
         self._run = run
         self._lock = threading.RLock()
@@ -150,7 +149,7 @@ class Channel:
             assert (at, bucket) not in ledger.open, f"round {round} is posted twice"
             exchange.known = ledger.knows(self.generation)
             ledger.prune(before=at)
-            early = ledger.early.pop((at, bucket), None)
+            early = ledger.take_early((at, bucket), mutual=send_to == recv_from)
             refusal = None if early is not None else ledger.refusal(at, credits=self.credits)
             if refusal is not None:
                 exchange.finish(refusal)
@@ -170,10 +169,9 @@ class Channel:
         return exchange
 
     def turn(self, round: int, send_to: int) -> Callable[[float], None]:
-        """What a part of a round calls in a background thread, not to come upon those before it.
+        """What a part calls in a background thread, not to come upon those of rounds before it.
 
-        It returns when the receiver's link is free, the round cannot be any more, or the seconds
-        are over that it is called with.
+        Returns when the receiver's link is free, the round void, or so many seconds are over.
         """
         return self._grants.turn(send_to, place(self.generation, round))
 
@@ -191,12 +189,10 @@ class Channel:
 
         One thread at a time listens, and may serve those that wait beside it for what is `awaited`.
         """
-
-        def served() -> bool:
-            return awaited is not None and not awaited.open
-
         deadline = time.perf_counter() + timeout_seconds
-        with self._turn.take(served, timeout_seconds) as mine:
+        with self._turn.take(
+            lambda: awaited is not None and not awaited.open, timeout_seconds
+        ) as mine:
             if not mine:
                 return
             events = self._transport.receive(max(0.0, deadline - time.perf_counter()))
@@ -219,14 +215,13 @@ class Channel:
                 self._ledgers[exchange.recv_from].cancel(exchange)
 
     def void(self, round: int, send_to: int | None) -> None:
-        """Gives a round up before any part of it was sent, and names it to `send_to` at once."""
+        """Gives a round up before any part of it was sent, and names it to `send_to`."""
         if send_to is None:
             return
         with self._lock:
             ledger, at = self._ledgers[send_to], place(self.generation, round)
-            if ledger.gone is None and at not in ledger.given_up:
-                ledger.give_up(at)
-                self._outbox.tell(self._header(Kind.NOTE, round=round), [send_to])
+            if ledger.gone is None and at > ledger.given_up and ledger.give_up(at):
+                self._say(Kind.NOTE, send_to, at)
 
     def replan(self, plan: Sequence[Part]) -> None:
         """Goes on with other buckets; nothing may be open, and all ranks do it between rounds."""
@@ -250,8 +245,9 @@ class Channel:
             peers = [ledger for peer, ledger in self._ledgers.items() if peer != self.rank]
             self._settlements.forget((to.era, to.heard) for to in peers if to.gone is None)
             number = self._settlements.add(self.generation, last)
-            for ledger in peers:
-                ledger.void_early(self.generation, past=last)
+            for peer in [*self._ledgers]:
+                self._ledgers[peer].void_early(self.generation, past=last)
+                self._catch_up(peer)  # it may await that round, and we listen to nobody now
             self._announce(Kind.SETTLE, range(self.world_size))
             return number, last
 
@@ -292,8 +288,7 @@ class Channel:
             if getattr(self._transport, "reopens", False):
                 for peer in [peer for peer in living if self._ledgers[peer].gone == _LOST]:
                     self._ledgers[peer] = Ledger()
-            header = self._header(Kind.ENTER, round=next_round)
-            self._outbox.tell(header, set(living) - {self.rank})
+            self._outbox.tell(self._header(Kind.ENTER, round=next_round), {*living} - {self.rank})
 
     def close(self, linger_seconds: float = 2.0) -> None:
         """Says LEAVE on every link and closes; open exchanges end as `VOID`; local.
@@ -313,14 +308,19 @@ class Channel:
         while not self._outbox.empty and time.perf_counter() < deadline:
             self.poll(0.005)
         self._outbox.drain(max(0.0, deadline - time.perf_counter()))
-        with self._lock:
-            self._announce(Kind.LEAVE, self._outbox.linked)
-        if self._turn.end():
-            self._transport.close(min(_LEAVE_SECONDS, linger_seconds))
+        try:
+            with self._lock:
+                self._announce(Kind.LEAVE, self._outbox.linked)
+        finally:
+            if self._turn.end():
+                self._transport.close(min(_LEAVE_SECONDS, linger_seconds))
+
+    def _catch_up(self, peer: int) -> None:
+        if (at := self._ledgers[peer].catch_up(self.generation)) is not None:
+            self._say(Kind.NOTE, peer, at)
 
     def _say(self, kind: Kind, peer: int, at: int) -> None:
-        header = self._header(kind, round=at - place(self.generation, 0))
-        self._outbox.tell_now(header, peer)
+        self._outbox.tell(self._header(kind, round=at - place(self.generation, 0)), [peer])
 
     def _header(self, kind: Kind, *, round: int, bucket: int = 0) -> Header:
         part = self.plan[bucket] if kind is Kind.DATA else None
@@ -348,7 +348,6 @@ class Channel:
             self.refused += 1
             logger.debug("rank %d dropped a message: %s", self.rank, error)
             return
-        self.heard = max(self.heard, header.round)
         ledger = self._ledgers[peer := header.sender]
         if header.generation > self.generation:
             self._news.ahead(header.generation)
@@ -360,6 +359,9 @@ class Channel:
                 ledger.parted = True
                 self._transport.send(peer, self._header(Kind.PART, round=-1).pack())
             return
+        if header.generation >= self.generation:  # of an older one it may be of a rank given up
+            self.heard = max(self.heard, header.round)
+        self._catch_up(peer)
         at = place(header.generation, header.round)
         if header.kind in (Kind.ASK, Kind.GO):
             self._grants.hear(header.kind, peer, at)

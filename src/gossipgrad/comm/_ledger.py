@@ -11,6 +11,7 @@ from gossipgrad.comm._place import generation_of
 __all__ = ["Ledger"]
 
 _EARLY_ROUNDS = 16  # how far ahead of us a partner's parts are kept
+_NAMED_ROUNDS = 64  # void rounds named one by one to a peer that is silent
 
 Key = tuple[int, int]  # place of the round, bucket
 
@@ -24,7 +25,10 @@ class Ledger:
     Attributes:
         open: Exchanges that await the peer's part.
         early: Parts that came before this rank posted the round.
-        given_up: Rounds this rank voided before sending its part, and named to the peer.
+        given_up: The last round this rank voided before sending its part. Its rounds rise, so it
+            posts nothing more of that one, nor of any before.
+        silent_rounds: How many it gave up since the peer was last heard.
+        named_rounds: How many of those there were when one was last named to the peer.
         cancelled: Rounds this rank awaits nothing of any more, though it sent its part.
         voided: Rounds the peer gave up, or sent in vain.
         era: The peer's latest generation, of which are `known`, `over` and `heard`.
@@ -40,7 +44,9 @@ class Ledger:
 
     open: dict[Key, Exchange] = field(default_factory=dict)
     early: dict[Key, Tensor] = field(default_factory=dict)
-    given_up: set[int] = field(default_factory=set)
+    given_up: int = -1
+    silent_rounds: int = 0
+    named_rounds: int = 0
     cancelled: set[int] = field(default_factory=set)
     voided: set[int] = field(default_factory=set)
     era: int = 0
@@ -66,7 +72,7 @@ class Ledger:
             return Outcome.VOID  # the peer is past it, or has not come to this generation yet
         if round in self.voided or (self.known > self.over and round > self.settled_at):
             return Outcome.VOID
-        if round in self.given_up or round in self.cancelled:
+        if round <= self.given_up or round in self.cancelled:
             return Outcome.VOID
         others = {other for other, _ in self.open} - {round}
         return Outcome.VOID if len(others) >= credits else None
@@ -125,7 +131,7 @@ class Ledger:
         if exchange is not None:
             exchange.finish(Outcome.DELIVERED, values)
             return True
-        if round in self.given_up or round in self.cancelled:
+        if round <= self.given_up or round in self.cancelled:
             return True
         if len({early for early, _ in self.early} - {round}) >= _EARLY_ROUNDS:
             return False
@@ -140,11 +146,31 @@ class Ledger:
         self.voided |= voided
         self.resolve(lambda open_at: open_at in voided, Outcome.VOID)
 
-    def give_up(self, round: int) -> None:
-        """Voids a round before anything of it was sent."""
+    def give_up(self, round: int) -> bool:
+        """Voids a round before anything of it was sent; whether the peer is to be told at once.
+
+        One that is silent for long is told of ever fewer: the last stands for those before it.
+        """
         _discard(self.voided, round)
-        self.given_up.add(round)
-        self._drop(lambda other: other == round)
+        self.given_up = round
+        self._drop(lambda other: other <= round)
+        self.silent_rounds += 1
+        few = self.silent_rounds <= _NAMED_ROUNDS
+        told = few or 4 * self.silent_rounds >= 5 * self.named_rounds
+        if told:
+            self.named_rounds = self.silent_rounds
+        return told
+
+    def catch_up(self, generation: int) -> int | None:
+        """The round of a generation to name to the peer now, if it was not told of the last."""
+        behind = self.named_rounds < self.silent_rounds
+        self.named_rounds = self.silent_rounds = 0
+        return self.given_up if behind and generation_of(self.given_up) == generation else None
+
+    def take_early(self, key: Key, *, mutual: bool) -> Tensor | None:
+        """The peer's part that came early; none of one that is gone, and gets no part in return."""
+        values = self.early.pop(key, None)
+        return None if mutual and self.gone is not None else values
 
     def cancel(self, exchange: Exchange) -> None:
         """Ends an open exchange; the peer's part is dropped should it come."""
@@ -158,7 +184,7 @@ class Ledger:
             self.cancel(exchange)
 
     def end(self, how: str, *, keep_early: bool) -> None:
-        """The peer is gone; what it gave in good time before it left may still be taken."""
+        """The peer is gone; what it gave before it left may be taken where it gets nothing back."""
         self.gone = how
         self.resolve(lambda at: True, Outcome.DEAD_PEER)
         if not keep_early:
@@ -178,7 +204,6 @@ class Ledger:
         """What is open before `round` can come no more."""
         self.latest = max(self.latest, round)
         self.resolve(lambda earlier: earlier < round, Outcome.VOID)
-        _discard(self.given_up, round)
         _discard(self.cancelled, round)
 
     def _drop(self, which: Callable[[int], bool]) -> None:

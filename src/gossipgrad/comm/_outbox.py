@@ -9,9 +9,11 @@ from torch import Tensor
 from gossipgrad.comm._exchange import Exchange
 from gossipgrad.comm._sender import DeferredSender
 from gossipgrad.comm._transport import Sent, Ticket, Transport
-from gossipgrad.comm._wire import Header
+from gossipgrad.comm._wire import Header, Kind
 
 __all__ = ["Outbox"]
+
+_OF_NO_ORDER = (Kind.ASK, Kind.GO)
 
 
 class Outbox:
@@ -65,17 +67,15 @@ class Outbox:
         self.bytes_sent += header.size_bytes
 
     def tell(self, header: Header, peers: Iterable[int]) -> None:
-        """Sends a message without payload."""
+        """Sends a message without payload; one of no order past those that wait for buffers."""
         for peer in peers:
             if not self._gone(peer):
-                told = replace(header, known=self._known(peer))
-                self._sender.send(peer, told.pack(), None, None)
+                told = replace(header, known=self._known(peer)).pack()
+                if header.kind in _OF_NO_ORDER:
+                    self._transmit(peer, told, None)
+                else:
+                    self._sender.send(peer, told, None, None)
                 self.linked.add(peer)
-
-    def tell_now(self, header: Header, peer: int) -> None:
-        """Sends a message that orders nothing, past those that wait for their buffers."""
-        self._transmit(peer, header.pack(), None)
-        self.linked.add(peer)
 
     def drain(self, timeout_seconds: float) -> None:
         """Waits until all is handed to the transport, at most `timeout_seconds`."""

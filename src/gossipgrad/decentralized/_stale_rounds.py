@@ -17,7 +17,7 @@ __all__ = ["StaleRounds"]
 _NO_STEP_WAITS = Deadlines(
     floor_seconds=TOGETHER_SECONDS, ceiling_seconds=TOGETHER_SECONDS, deviations=1.0
 )
-_MOST_TOLD = 1024  # of the rounds jumped over, the last are named one by one
+_MOST_TOLD = 1024  # of the rounds jumped over, the last are told
 
 
 class StaleRounds(Rounds):
@@ -172,8 +172,10 @@ class StaleRounds(Rounds):
         heard = self.channel.heard
         if heard <= self.next_round:
             return
-        for round in range(max(self.next_round, heard - _MOST_TOLD), heard):
-            self.channel.void(round, self.schedule.peers(round, self._rank).send_to)
+        rounds = range(max(self.next_round, heard - _MOST_TOLD), heard)
+        last = {self.schedule.peers(round, self._rank).send_to: round for round in rounds}
+        for partner, round in last.items():  # which stands for those before it
+            self.channel.void(round, partner)
         self.outcomes[Outcome.VOID] += heard - self.next_round
         self.void_rounds += heard - self.next_round
         self.next_round = heard
