@@ -140,3 +140,15 @@ def test_a_forked_copy_leaves_the_links_alone(channels):
     a.close()
     pair = post(a, 1), post(b, 0)
     assert a.take(pair[0], 3.0) is D
+
+
+def test_early_parts_of_a_peer_that_left_are_freed_with_its_generation(channels):
+    a, b = channels()
+    b.post(5, 0, part(1), send_to=0, recv_from=None)
+    until(lambda: a.poll() or a.early_bytes == 16)
+    b.close()
+    until(lambda: a.poll() or a.gone)
+    assert a.gone == {1: "left"}
+    assert a.early_bytes == 16  # a directed round may still want it
+    a.enter(1, 1, [0])
+    assert a.early_bytes == 0

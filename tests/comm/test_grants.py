@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from gossipgrad.comm import Channel, Hub, Outcome, Part
+from gossipgrad.comm import Channel, Hub, Outcome, Part, _grants
 from gossipgrad.comm._wire import Header, Kind
 from support.waiting import until
 
@@ -90,8 +90,13 @@ def test_who_has_come_to_the_round_grants_it_whatever_it_still_awaits(ranks):
     until(lambda: a.poll() or (Kind.DATA, 2, 1) in wire.said)
 
 
-@pytest.mark.parametrize("end", ["leaves", "voids", "sends", "closes", "enters", "goes on"])
-def test_it_ends_when_there_is_nothing_to_wait_for_any_more(ranks, end):
+@pytest.mark.parametrize(
+    "end",
+    ["leaves", "voids", "sends", "closes", "enters", "goes on", "gives up", "settles", "meets"],
+)
+def test_it_ends_when_there_is_nothing_to_wait_for_any_more(ranks, end, monkeypatch):
+    if end != "closes":  # it is woken, and does not find out by looking again
+        monkeypatch.setattr(_grants, "_LOOK_SECONDS", LONG)
     (a, _, c), _ = ranks
     post(c, 1, round=0)
     post(a, 2, round=1, asks=True)
@@ -110,9 +115,24 @@ def test_it_ends_when_there_is_nothing_to_wait_for_any_more(ranks, end):
             a.enter(1, 2, {0, 1, 2})
         case "goes on":
             post(a, 1, round=2)
+        case "gives up":
+            a.void(2, 1)
+        case "settles":  # here: what is told of it stands behind the part
+            a.settle()
+        case "meets":  # and there, where this round is no more
+            c.settle()
     until(lambda: a.closed or a.poll() or a._outbox._sender._queue.empty())
     until(lambda: a.closed or a._outbox.empty)
     assert time.perf_counter() - start < LONG / 2
+
+
+def test_a_part_for_one_that_has_come_to_a_collective_does_not_wait(ranks):
+    (a, _, c), (wire, _, _) = ranks
+    post(c, 1, round=0)
+    c.settle()
+    until(lambda: a.poll() or a._ledgers[2].known)
+    a.turn(1, 2)(LONG)  # nothing is awaited of it in return
+    assert wire.said == []
 
 
 def test_what_is_not_granted_is_sent_after_so_many_seconds(ranks):
@@ -144,3 +164,14 @@ def test_what_was_asked_in_another_generation_is_granted_when_both_live_in_it(ra
     c.poll()
     assert not c._grants._asked
     assert [kind for kind, peer, _ in answers.said if peer == 1 and kind is Kind.GO] == []
+
+
+def test_void_rounds_are_named_one_by_one_to_a_peer_that_gets_parts_between(ranks):
+    (a, b, _), _ = ranks
+    for number in range(200):
+        if number % 2:
+            a.void(number, 1)
+        else:
+            a.post(number, 0, torch.ones(2), send_to=1, recv_from=None)
+    until(lambda: b.poll() or b._ledgers[0].latest >= 199)
+    assert b._ledgers[0].voided >= set(range(1, 200, 2))

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 import gossipgrad as gg
-from gossipgrad.comm import Header, Hub
+from gossipgrad.comm import Header, Hub, Kind
 from gossipgrad.decentralized import _in_turn
 from gossipgrad.decentralized._in_turn import RoundBefore
 from support.ranks import run_ranks
@@ -162,6 +162,29 @@ class SharedLink:
 
     def __getattr__(self, name):
         return getattr(self._inner, name)
+
+
+@pytest.mark.parametrize("mode", ["overlap", "lagged", "sync"])
+def test_only_ranks_that_listen_while_they_compute_ask(mode):
+    hub, asked = Hub(3), []
+
+    class Told(SlowTransport):
+        def send(self, peer, header, payload=None):
+            asked.append(Header.unpack(header).kind is Kind.ASK)
+            return self._inner.send(peer, header, payload)
+
+    def main(rank, group):
+        model = network()
+        optimizer = sgd(list(model.parameters()))
+        link = Told(hub.transport(rank))
+        with gg.gossip(model, optimizer, mode=mode, process_group=group, transport=lambda _: link):
+            for step in range(8):
+                time.sleep(0.03 * (rank == 0))  # the others wait for it
+                set_gradients(model, rank, step)
+                optimizer.step()
+
+    run_ranks(3, main)
+    assert any(asked) == (mode == "overlap")
 
 
 @pytest.mark.parametrize("asks", [True, False])

@@ -36,7 +36,7 @@ class Workers:
     def __init__(self, monkeypatch, **options):
         self.config = TrainConfig(nproc=2, **options)
         self.seconds = 0.0
-        self.silent = set()
+        self.silent, self.stops = set(), Stops()
         self.killed = []
         self.befalls = {}
         clock = SimpleNamespace(monotonic=lambda: self.seconds, time=lambda: 1e9 + self.seconds)
@@ -55,11 +55,12 @@ class Workers:
     def end(self, rank, **lost):
         self.say(rank, "result", result=result(rank, **lost).to_json())
 
-    def supervise(self):
+    def supervise(self, *, heard=True):
         """Until it is over; gives what the clock says then."""
-        for rank in range(2):
-            self.say(rank, "ready", total_steps=1)
-        _launcher._supervise(self.handles, self.config, Progress(self.config, 2), Stops())
+        if heard:
+            for rank in range(2):
+                self.say(rank, "ready", total_steps=1)
+        _launcher._supervise(self.handles, self.config, Progress(self.config, 2), self.stops)
         return self.seconds
 
     def _pass(self, pipes, timeout):
@@ -188,6 +189,35 @@ def test_a_run_whose_workers_all_stand_still_for_good_ends(workers, three_minute
     run.befalls = {5.0: lambda: run.silent.update({0, 1})}
     assert 180 <= run.supervise() < 187
     assert sorted(run.killed) == [0, 1]
+
+
+def test_a_stop_does_not_wait_for_workers_that_stand_still(workers, three_minutes):
+    run = workers()
+    run.befalls = {
+        5.0: lambda: run.silent.update({0, 1}),
+        60.0: lambda: run.stops.caught.append(signal.SIGTERM),
+    }
+    assert 70 <= run.supervise() < 75
+    assert sorted(run.killed) == [0, 1]
+
+
+def test_workers_that_were_never_heard_are_awaited_as_long_as_a_start_is(workers, capfd):
+    run = workers(start_seconds=120.0)
+    run.silent.update({0, 1})
+    assert 120 <= run.supervise(heard=False) < 130
+    assert ALL_STAND_STILL not in capfd.readouterr().err
+
+
+def test_half_an_hour_counts_from_when_the_last_fell_silent(workers, three_minutes):
+    run = workers(strategy="local")
+    run.befalls = {
+        5.0: lambda: run.silent.add(1),
+        300.0: lambda: run.silent.add(0),
+        400.0: run.silent.clear,
+        410.0: lambda: [run.end(0), run.end(1)],
+    }
+    assert run.supervise() == 410
+    assert not run.killed
 
 
 @pytest.mark.parametrize("strategy", ["gossip", "local"])

@@ -65,14 +65,11 @@ class Channel:
             raise ValueError(f"run must be 16 bytes, got {len(run)}: use secrets.token_bytes(16)")
         if credits < 1:
             raise ValueError(f"credits must be at least 1, got {credits}")
-        self.rank = transport.rank
-        self.world_size = transport.world_size
+        self.rank, self.world_size = transport.rank, transport.world_size
         self.plan = tuple(plan)
-        self.credits = credits
-        self.generation = generation
+        self.credits, self.generation = credits, generation
         self.refused = self.bytes_received = 0
-        self._transport = transport
-        self._run = run
+        self._transport, self._run = transport, run
         self._lock = threading.RLock()
         self._news = Unheard() if news is None else news
         self._turn = Turn()
@@ -86,8 +83,7 @@ class Channel:
         self._grants = Grants(self._lock, self._ledgers, self._say)
         self._settlements = Settlements()
         self._last_round = self.heard = -1  # posted here; and the highest that a message told of
-        self.closed = False
-        self._process = os.getpid()
+        self.closed, self._process = False, os.getpid()
 
     @property
     def early_bytes(self) -> int:
@@ -141,6 +137,8 @@ class Channel:
             self._last_round = max(self._last_round, at)
             self._grants.answer(self.generation, self._last_round)
             header = self._header(Kind.DATA, round=round, bucket=bucket)
+            if send_to is not None:
+                self._ledgers[send_to].silent_rounds = 0  # the part tells what was given up
             if recv_from is None:
                 self._outbox.part(exchange, header, payload, ready)
                 exchange.finish(Outcome.DELIVERED)
@@ -177,8 +175,7 @@ class Channel:
 
     def take(self, exchange: Exchange, timeout_seconds: float) -> Outcome:
         """Waits for the partner's part, at most `timeout_seconds`; `LATE` leaves it open."""
-        deadline = time.perf_counter() + timeout_seconds
-        left = 0.0
+        deadline, left = time.perf_counter() + timeout_seconds, 0.0
         while exchange.open and left >= 0:
             self.poll(min(left, _WAKE_SECONDS), exchange)
             left = deadline - time.perf_counter()
@@ -221,6 +218,7 @@ class Channel:
         with self._lock:
             ledger, at = self._ledgers[send_to], place(self.generation, round)
             if ledger.gone is None and at > ledger.given_up and ledger.give_up(at):
+                self._grants.release(at)
                 self._say(Kind.NOTE, send_to, at)
 
     def replan(self, plan: Sequence[Part]) -> None:
@@ -242,6 +240,7 @@ class Channel:
         """
         with self._lock:
             last = self._last_round
+            self._grants.release(last)
             peers = [ledger for peer, ledger in self._ledgers.items() if peer != self.rank]
             self._settlements.forget((to.era, to.heard) for to in peers if to.gone is None)
             number = self._settlements.add(self.generation, last)
@@ -283,6 +282,7 @@ class Channel:
         with self._lock:
             assert generation > self.generation, f"generation {generation} is no later one"
             self.generation = generation
+            self._grants.release(self._last_round)
             for peer in self._ledgers.keys() - set(living):
                 self._ledgers[peer].early.clear()
             if getattr(self._transport, "reopens", False):

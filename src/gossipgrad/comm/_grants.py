@@ -45,6 +45,7 @@ class Grants:
         self._asked: dict[int, int] = {}
         self._granted: defaultdict[int, int] = defaultdict(lambda: -1)
         self._generation, self._last = 0, -1
+        self._free = -1  # up to this place nothing waits any more
 
     def turn(self, peer: int, at: int) -> Callable[[float], None]:
         """Asks and waits for leave to send, at most so many seconds; not for what is void."""
@@ -61,14 +62,22 @@ class Grants:
         self._granted[peer] = max(self._granted[peer], at)
         self._changed.notify_all()
 
+    def release(self, last: int) -> None:
+        """What was posted up to a place waits no more: a word for others stands behind it."""
+        self._free = max(self._free, last)
+        self._changed.notify_all()
+
     def answer(self, generation: int, last: int) -> None:
         """Grants what may be: rounds up to `last`, and the next one unless a part is awaited.
+
+        Called whenever messages have come; so those that wait look at what they have told.
 
         Args:
             generation: The membership this rank lives in; what was asked in an earlier one is void.
             last: Place of the last round that was posted here.
         """
         self._generation, self._last = generation, last
+        self._changed.notify_all()
         for peer, at in list(self._asked.items()):
             if at <= last or (at == last + 1 and not self._is_busy()):
                 del self._asked[peer]
@@ -87,7 +96,9 @@ class Grants:
         to = self._ledgers[peer]
         if self.over or to.gone is not None or generation_of(at) < self._generation:
             return False
-        if at < self._last:  # this rank has given its own wait up: a later round goes first
+        if at < self._last or at <= self._free:  # a later round, or a word, is behind it
+            return False
+        if to.known > to.over and at > to.settled_at:  # the peer has come to a collective
             return False
         came = max(self._granted[peer], to.latest)  # it sends that round itself
         return came < at and at not in to.voided and at not in to.cancelled

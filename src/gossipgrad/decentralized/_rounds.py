@@ -66,7 +66,7 @@ class Rounds:
         self.lagged = lagged
         self._recorder = recorder
         self._listener = Listener(channel)
-        self._sent = RoundBefore()
+        self._sent = RoundBefore(asks=not lagged)  # there nobody listens while it computes
         self._under_way: list[Transfer] = []
         self._late: list[Transfer] = []
         self.pair_distance = PairDistance()

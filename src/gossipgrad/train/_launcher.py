@@ -61,10 +61,11 @@ def launch(config: TrainConfig, run_dir: RunDir, progress: Progress) -> Launched
     other in a store that lives in this process, so that no worker is needed more than the others.
     When one is lost, gossip and local runs go on without it, and if it is killed or stands still
     before anybody trains, they start again; an all-reduce run ends. One that stands still is ended
-    if others can do nothing but wait for it: at the start, or when they are over. If all that are
-    left stand still, nobody waits for them: that is told, and they have half an hour to go on. The
-    first signal asks the workers to stop at the next step and keeps what was reached; the second
-    kills them. A signal before the first step ends the run. No worker outlives this call.
+    if others can do nothing but wait for it (at the start, or when they are over), or a signal asks
+    for the end. If all that are left stand still, nobody waits for them: that is told, and they
+    have half an hour to go on. The first signal asks the workers to stop at the next step and keeps
+    what was reached; the second kills them. A signal before the first step ends the run. No worker
+    outlives this call.
 
     Raises:
         RunFailedError: A worker could not start, one of an all-reduce was lost, or all were.
@@ -206,18 +207,21 @@ def _supervise(
     doomed_seconds = hopeless_seconds = None
     while running := [worker for worker in workers if not worker.over]:
         wait([worker.pipe for worker in running], timeout=_POLL_SECONDS)
-        awaited = {worker.rank: _is_awaited(worker, workers, config) for worker in running}
+        stopping = stops.first is not None
+        awaited = {
+            worker.rank: stopping or _is_awaited(worker, workers, config) for worker in running
+        }
         for worker in running:
             worker.listen(progress, awaited=awaited[worker.rank])
-        all_silent = _all_stand_still(workers, config)
-        if all_silent and not told_silent:
+        all_silent_seconds = _all_silent_seconds(workers, config)
+        if all_silent_seconds > 0 and not told_silent:
             progress.notice(
                 "all workers that are left stand still; they have "
                 f"{_ALL_SILENT_SECONDS / 60:g} min to go on"
             )
-        told_silent = all_silent
+        told_silent = all_silent_seconds > 0
         for worker in running:
-            if (limit := _outstayed_seconds(worker, config, all_silent=all_silent)) is not None:
+            if (limit := _outstayed_seconds(worker, config, all_silent_seconds)) is not None:
                 worker.give_up(f"stood still for {limit:g} s and was ended")
         for worker in running:
             if (lost := worker.failure) is None:
@@ -262,26 +266,29 @@ def _is_awaited(worker: WorkerHandle, workers: list[WorkerHandle], config: Train
     return any(other.result is not None for other in others)
 
 
-def _all_stand_still(workers: list[WorkerHandle], config: TrainConfig) -> bool:
-    """Whether no worker of a run shows signs of life, and none has come to its end."""
+def _all_silent_seconds(workers: list[WorkerHandle], config: TrainConfig) -> float:
+    """For how long all have stood still, 0 if one does not, or has come to its end."""
     living = [worker for worker in workers if worker.failure is None]
-    return bool(living) and all(
-        not worker.over and worker.silent_seconds > _silence_limit_seconds(worker, config)
+    if not living or not all(
+        worker.heard
+        and not worker.over
+        and worker.silent_seconds > _silence_limit_seconds(worker, config)
         for worker in living
-    )
+    ):
+        return 0.0
+    return min(worker.silent_seconds for worker in living)
 
 
 def _outstayed_seconds(
-    worker: WorkerHandle, config: TrainConfig, *, all_silent: bool
+    worker: WorkerHandle, config: TrainConfig, all_silent_seconds: float
 ) -> float | None:
     """How long one that stands still was waited for at most, None if it may still go on."""
     limit = _silence_limit_seconds(worker, config)
     if worker.over:
         return None
-    if worker.awaited_seconds > limit:
+    if worker.awaited_seconds > limit or (not worker.heard and worker.silent_seconds > limit):
         return limit
-    spared = not all_silent or worker.silent_seconds <= _ALL_SILENT_SECONDS
-    return None if spared else _ALL_SILENT_SECONDS
+    return _ALL_SILENT_SECONDS if all_silent_seconds > _ALL_SILENT_SECONDS else None
 
 
 def _silence_limit_seconds(worker: WorkerHandle, config: TrainConfig) -> float:
