@@ -9,7 +9,7 @@ from benchmarks._common import RESULTS
 def test_the_command_is_that_of_the_whole_table():
     results = json.loads((RESULTS / "stall.json").read_text())
     assert results["command"] == stall.command_of(results["cells"])
-    assert results["command"] == "python -m benchmarks.stall --repeats 2"
+    assert results["command"] == "python -m benchmarks.stall --repeats 3"
 
 
 def test_contestants_that_were_repeated_more_or_less_have_commands_of_their_own():
