@@ -95,7 +95,8 @@ class Runner:
         self._process.stdin.flush()
         hangs_at = _HANG_SECONDS + 2 * sum(fault.seconds for fault in script.faults)
         try:
-            found = json.loads(self._answers.get(timeout=hangs_at))
+            answer = self._answers.get(timeout=hangs_at)
+            found = json.loads(answer.replace(f"{folder}/", ""))  # paths as any machine has them
         except (queue.Empty, ValueError):
             found = self._hung(script, folder, hangs_at)
         events = Events(folder).read()

@@ -27,9 +27,7 @@ def envelope() -> Envelope:
     try:
         stored = json.loads(_path().read_text())
         if stored["machine"] == _machine():
-            return Envelope(
-                float(stored["bits_per_second"]), f"measured here on {stored['date']}, in {_path()}"
-            )
+            return Envelope(float(stored["bits_per_second"]), f"measured here on {stored['date']}")
     except (OSError, ValueError, KeyError, TypeError):
         pass
     return Envelope(

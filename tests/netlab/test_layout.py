@@ -81,7 +81,7 @@ def test_what_the_machine_cannot_carry(tmp_path, monkeypatch):
         _envelope.check_load(32e9, 32, None)
     _envelope.check_load(32e9, 32, 32e9)
     path = _envelope.store(4e9, "2026-01-02")
-    with pytest.raises(NetlabError, match=r"carries 4 Gbit/s \(measured here on 2026-01-02, in "):
+    with pytest.raises(NetlabError, match=r"carries 4 Gbit/s \(measured here on 2026-01-02\): "):
         _envelope.check_load(16e9, 16, None)
     stored = json.loads(path.read_text())
     stored["machine"]["cores"] += 1  # a home that is shared with another machine
