@@ -10,41 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.netlab import NetlabError, Network, _envelope, _record, _system
+from benchmarks.netlab import NetlabError, Network, _envelope, _system
 from benchmarks.netlab._attach import change_link
 from benchmarks.netlab._layout import PAYLOAD_SHARE
-from benchmarks.netlab._probe import probe
 from support import netlab_rank
+from support.netlabs import name_of, of, running, wait_until_gone
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.process
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _possible_here():
-    if lacks := _system.missing() or probe():
-        pytest.skip("; ".join(lacks))
-
-
-def of(name):
-    """Namespaces and record of a laboratory that are still there."""
-    left = [namespace for namespace in _system.namespaces() if namespace.startswith(name)]
-    return left + [record.name for record in _record.records() if record.name == name]
-
-
-def name_of(network):
-    return network.namespace(0).rpartition("-")[0]
-
-
-def wait_until_gone(is_left, timeout_seconds=20.0):
-    deadline = time.monotonic() + timeout_seconds
-    while left := is_left():
-        assert time.monotonic() < deadline, left
-        time.sleep(0.05)
-
-
-def running(pid):
-    return _record.started(pid) is not None
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("_possible_here")]
 
 
 def assert_carries(network, flow, rate, seconds=0.25):
@@ -269,136 +242,6 @@ def test_processes_inside():
     assert child.returncode == -9
     assert not running(grandchild)
     assert of(name) == []
-
-
-INSIDE = ["sh", "-c", "echo inside; exec sleep 1000"]
-
-
-def test_an_exception_ends_what_runs_inside():
-    network = Network(hosts=2, rate_bits_per_second=1e8)
-    children, names = [], []
-
-    def fail():
-        with network:
-            children.append(network.popen(0, INSIDE, stdout=subprocess.PIPE))
-            children[0].stdout.readline()
-            names.append(name_of(network))
-            # They may be on their way in still.
-            children.extend(network.popen(1, ["sleep", "1000"]) for _ in range(3))
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        fail()
-    children[0].stdout.close()
-    assert [child.returncode for child in children] == [-9] * 4
-    assert of(names[0]) == []
-    network.close()  # a second time: nothing
-
-
-_OWNER = """
-import os, signal, subprocess, sys
-from benchmarks.netlab import Network
-with Network(hosts=3, rate_bits_per_second=1e8) as network:
-    child = network.popen(2, sys.argv[2:], stdout=subprocess.PIPE)
-    child.stdout.readline()
-    print(network.namespace(0).rpartition("-")[0], child.pid, flush=True)
-    if sys.argv[1] == "both":
-        network._watchdog.kill()
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def killed(whom):
-    done = subprocess.run(
-        [sys.executable, "-c", _OWNER, whom, *INSIDE],
-        stdout=subprocess.PIPE,
-        cwd=ROOT,
-        timeout=60,
-    )
-    assert done.returncode == -9
-    name, child = done.stdout.split()
-    return name.decode(), int(child)
-
-
-def test_its_watchdog_cleans_up_after_kill_9():
-    name, child = killed("owner")
-    wait_until_gone(lambda: of(name))
-    assert not running(child)
-
-
-def test_the_next_start_cleans_up_after_a_dead_watchdog():
-    name, child = killed("both")
-    assert of(name)
-    assert running(child)
-    with pytest.raises(ValueError, match=f"no network '{name}': "):
-        change_link(name, "0", 1e7)
-    foreign = "gglab-foreign"
-    _system.run("ip", "netns", "add", foreign)
-    try:
-        with Network(hosts=1, rate_bits_per_second=1e8):
-            assert of(name) == []
-            assert not running(child)
-        assert foreign in _system.namespaces()
-        assert foreign in _record.unrecorded()
-    finally:
-        _system.run("ip", "netns", "del", foreign)
-
-
-def command(*words, **options):
-    return subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.netlab", *words],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **options,
-    )
-
-
-def test_the_command_runs_everywhere_and_tells_who_failed():
-    options = ["--no-verify", "--keep-going", "--hosts=3", "--rate=10Mbit", "--timeout=60"]
-    script = "echo {rank} of $WORLD_SIZE at {address}, $MASTER_ADDR; exit {rank}"
-    told = command("run", *options, "--", "sh", "-c", script)
-    out, err = told.communicate(timeout=60)
-    assert told.returncode in {1, 2}
-    lines = sorted(out.splitlines())
-    master = lines[0].rpartition(" ")[2]
-    network = master.rpartition(".")[0]
-    assert lines == [f"{i}| {i} of 3 at {network}.{i + 1}, {master}" for i in range(3)]
-    assert sorted(err.splitlines()) == ["host 1: exit status 1", "host 2: exit status 2"]
-
-
-def test_the_command_holds_a_network_until_it_is_ended():
-    held = command(*["up", "--no-verify", "--hosts", "2", "--rate", "10Mbit"])
-    try:
-        namespaces = [held.stdout.readline().split()[-2] for _ in range(3)]
-        name, _, switch = namespaces[2].rpartition("-")
-        assert switch == "switch"
-        told = held.stdout.readline()
-        assert told == f"up; Ctrl-C ends it; python -m benchmarks.netlab rate {name} HOST RATE\n"
-        assert _system.namespaces().issuperset(namespaces)
-        change_link(name, "1", 5e6)
-        shown = [
-            _system.run("tc", "-n", space, "class", "show", "dev", interface)
-            for space, interface in ((namespaces[1], "lab0"), (namespaces[2], "host1"))
-        ]
-        assert all(" rate 5Mbit ceil 5Mbit " in one for one in shown), shown
-        for wrong, said in (
-            (("nobody", "1", 5e6), rf"no network 'nobody': there are .*{name}"),
-            ((name, "7", 5e6), "host 7: there are 0 to 1"),
-            ((name, "rack0", 5e6), f"rack0: {name} has 0 racks"),
-            ((name, "one", 5e6), "write the number of a host, or rack0 for an uplink"),
-        ):
-            with pytest.raises(ValueError, match=said):
-                change_link(*wrong)
-        with pytest.raises(NetlabError, match="this machine carries"):
-            change_link(name, "1", 1e12)
-        held.terminate()
-        assert held.wait(30) == 130
-    finally:
-        held.kill()
-        held.communicate()
-    assert not _system.namespaces().intersection(namespaces)
 
 
 def test_gloo_and_gossip_over_the_links():
