@@ -137,8 +137,8 @@ class Channel:
             self._last_round = max(self._last_round, at)
             self._grants.answer(self.generation, self._last_round)
             header = self._header(Kind.DATA, round=round, bucket=bucket)
-            if send_to is not None:
-                self._ledgers[send_to].silent_rounds = 0  # the part tells what was given up
+            if send_to is not None and send_to != recv_from:  # it may never speak; the part tells
+                self._ledgers[send_to].silent_rounds = 0
             if recv_from is None:
                 self._outbox.part(exchange, header, payload, ready)
                 exchange.finish(Outcome.DELIVERED)
