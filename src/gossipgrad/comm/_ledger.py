@@ -27,7 +27,8 @@ class Ledger:
         early: Parts that came before this rank posted the round.
         given_up: The last round this rank voided before sending its part. Its rounds rise, so it
             posts nothing more of that one, nor of any before.
-        silent_rounds: How many it gave up since the peer was last heard.
+        silent_rounds: How many it gave up since the peer was last heard, or got a part that it need
+            not answer.
         named_rounds: How many of those there were when one was last named to the peer.
         cancelled: Rounds this rank awaits nothing of any more, though it sent its part.
         voided: Rounds the peer gave up, or sent in vain.

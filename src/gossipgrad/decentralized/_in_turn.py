@@ -20,9 +20,10 @@ class RoundBefore:
     Two rounds that leave at once share the link, the partner of the first waits longer, and soon
     everyone waits for someone. So it is where two rounds arrive at once: one that was held up by
     its links, in this round or a few before it, asks its next partner before it sends. What a
-    partner does not take in, or does not grant, holds up this round, and the words for other ranks
-    behind it, for two seconds at most, or for twice the round before if that took longer, and never
-    for more than thirty.
+    partner does not take in holds up this round, and the words for other ranks behind it; a leave
+    that it does not give holds up this round until a word stands behind it. Either does so for two
+    seconds at most, or for twice the round before if that took longer, and never for more than
+    thirty.
 
     Args:
         tickets: Of all messages of that round.
