@@ -8,7 +8,7 @@ many epochs, and where it falls short of the target once more with a quarter mor
 learning rate that falls to zero with the last epoch leaves a run that is a tenth of a point short
 nothing to catch up with.
 
-All of it takes 60 to 90 minutes on 2 cores. A seed of every task comes before the next seed, and
+All of it takes about two hours on 2 cores. A seed of every task comes before the next seed, and
 DistributedDataParallel against gossip before the longer runs; after every run the results are
 written, with what is missing named. Runs that are done are kept between calls, and one that failed
 is tried again by the next. Where more runs are published than are done in the folder, what is done
