@@ -21,6 +21,7 @@ MAIN = (
     "gossip, bf16",
     "local",
 )
+OWN = "local, mean of the replicas themselves"
 FOUR = ("allreduce", "gossip", "every-log-p", "local")
 # Strategy, and by how much rate, epochs and batch differ from the others'.
 TRIED = (
@@ -93,11 +94,19 @@ def _accuracy(row: dict | None) -> str:
     return f"{100 * fmean(row['accuracy']):.2f} ({len(row['accuracy'])})"
 
 
+def _own_accuracy(row: dict | None) -> str:
+    """Of the replicas themselves, where they have no consensus worth the name."""
+    if row is None:
+        return "-"
+    return f"{100 * row['replica_accuracy_mean']:.2f} ({len(row['accuracy'])})"
+
+
 def _accuracies(find: Find, model: str, strategies: Sequence[str]) -> str:
     rows = [
         [strategy, *(_accuracy(find(model, p, strategy)) for p in WORLDS)]
         for strategy in strategies
     ]
+    rows.append([OWN, *(_own_accuracy(find(model, p, "local")) for p in WORLDS)])
     return table([f"{model}: strategy", *map(_ranks, WORLDS)], rows)
 
 
@@ -136,10 +145,17 @@ def _distances(find: Find) -> str:
         figures = []
         for epoch in EPOCHS:
             held = [c[epoch - 1] for c in curves if len(c) >= epoch and c[epoch - 1] is not None]
-            figures.append(_length(fmean(held)) if held else "diverged")
+            figures.append(_distance(held, len(curves) - len(held)))
         rows.append([strategy, str(p), str(len(curves)), *figures])
     epochs = [f"epoch {epoch}" for epoch in EPOCHS]
     return table(["consensus distance of the mlp", "ranks", "seeds", *epochs], rows)
+
+
+def _distance(held: Sequence[float], diverged: int) -> str:
+    """The mean, and of how many seeds there is none any more."""
+    if not held:
+        return "diverged"
+    return _length(fmean(held)) + (f" ({diverged} diverged)" if diverged else "")
 
 
 def _length(value: float) -> str:

@@ -92,3 +92,21 @@ def test_seeds_that_diverge_at_different_epochs_make_a_row():
     assert row["consensus_distance_by_epoch"] == [[6.0, 14.0, 22.0], [6.0], [None, None]]
     assert row["loss"] == [0.5, None, None]
     assert "NaN" not in json.dumps(row)
+
+
+def test_local_replicas_have_their_own_accuracy_and_seeds_that_diverged_are_told():
+    whole, short = [0.5] * 20, [0.5] * 5
+    rows = rows_of(
+        [
+            result(0, whole, [1.0], world_size=128, replica_accuracy=[0.8, 0.9]),
+            result(1, short, [math.nan], world_size=128, replica_accuracy=[0.1, 0.2]),
+        ]
+    )
+    rows[0]["consensus_distance_by_epoch"][1][4] = None
+    accuracies, _, _, distances, _ = tables(rows)
+    assert "| local | - | - | - | 50.00 (2) |" in accuracies
+    assert "| local, mean of the replicas themselves | - | - | - | 50.00 (2) |" in accuracies
+    one = " | ".join(f"{2 * (4 * epoch - 1)} (1 diverged)" for epoch in (5, 10))
+    assert f"| local | 128 | 2 | 6 | 14 | {one} | " in distances
+    rows[0]["consensus_distance_by_epoch"][0][19] = None
+    assert " | diverged |" in tables(rows)[3]
