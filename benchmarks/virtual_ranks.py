@@ -4,9 +4,10 @@ Trains on Fashion-MNIST in one process with `gossipgrad.simulate.VirtualRanks`. 
 model see the same samples in the same steps: the global batch, the epochs and the learning rate are
 one for all strategies and world sizes, and each rank takes its share of the batch.
 
-A cell that is done is kept; one that was interrupted goes on from its last epoch. Figures of all
-cells that are done go into the results and into the tables of docs/simulate.md; what is published
-already, and of which fewer seeds are here, stays as it is:
+A cell that is done is kept; one that was interrupted goes on from its last epoch; what was trained
+with other settings is refused. Two processes on one folder share the cells. Figures of all cells
+that are done go into the results and into the tables of docs/simulate.md; what is published, and of
+which fewer seeds are here, stays as it is:
 
     python -m benchmarks.virtual_ranks
     python -m benchmarks.virtual_ranks --only mlp/128/gossip --seeds 1
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import _common, published
+from benchmarks._alone import BusyError, alone
 from benchmarks._virtual_ranks_page import fill_page
 from benchmarks._virtual_ranks_table import DISTANCES_PER_EPOCH, merged, table
 from gossipgrad import WeightsAndState, data, models
@@ -61,6 +63,10 @@ STRATEGIES: dict[str, dict] = {
 }
 
 
+class OtherSettingsError(ValueError):
+    """What was trained with other settings cannot stand beside what these bring."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
     """What all cells of one model share."""
@@ -94,7 +100,10 @@ class Cell:
 
     @property
     def setting(self) -> Setting:
-        setting = SETTINGS[self.model]
+        return self.of(SETTINGS[self.model])
+
+    def of(self, setting: Setting) -> Setting:
+        """Its own, where the model's is `setting`."""
         return replace(
             setting,
             peak_lr=setting.peak_lr * self.lr_factor,
@@ -217,18 +226,57 @@ def train_epoch(ranks: VirtualRanks, cell: Cell, train: Part, epoch: int) -> dic
     return {"loss": torch.stack(losses).mean().item(), "distances": distances}
 
 
+def kept(cell: Cell, folder: Path) -> dict | None:
+    """The figures of a cell that is done, None if it is not.
+
+    Raises:
+        OtherSettingsError: It was trained with others.
+    """
+    done = folder / f"{cell.name}.json"
+    if not done.exists():
+        return None
+    figures = json.loads(done.read_text())
+    _check(figures, cell, done)
+    return figures
+
+
+def _check(saved: dict, cell: Cell, path: Path) -> None:
+    """Cells that do not say what they were trained with are taken to be as those published."""
+    wanted = asdict(cell.setting)
+    results = _common.RESULTS / "virtual_ranks.json"
+    found = saved.get("setting")
+    if found is None and results.exists():
+        held = json.loads(results.read_text())["settings"].get(cell.model)
+        found = held and asdict(cell.of(Setting(**held)))
+    if found != wanted:
+        raise OtherSettingsError(
+            f"{path} was trained with {found or 'settings that it does not name'}, and now they "
+            f"are {wanted}: give another --folder, or move the file away"
+        )
+
+
 def run(cell: Cell, folder: Path, train: Part, test: Part) -> dict:
-    """The figures of one cell; from disk if it was done, from its last epoch if it was begun."""
+    """The figures of one cell; from disk if it was done, from its last epoch if it was begun.
+
+    Raises:
+        BusyError: Another process is at it.
+        OtherSettingsError: It was done or begun with others.
+    """
+    if (figures := kept(cell, folder)) is not None:
+        return figures
+    with alone(folder / f"{cell.name}.lock"):
+        return kept(cell, folder) or _trained(cell, folder, train, test)
+
+
+def _trained(cell: Cell, folder: Path, train: Part, test: Part) -> dict:
     done, begun = folder / f"{cell.name}.json", folder / f"{cell.name}.pt"
-    if done.exists():
-        return json.loads(done.read_text())
-    done.parent.mkdir(parents=True, exist_ok=True)
     device = str(train.y.device)
     ranks = make_ranks(cell, device)
     setting = cell.setting
     figures: dict = {"accuracy": [], "loss": [], "distances": [], "seconds": 0.0}
     if begun.exists():
         saved = torch.load(begun, map_location=device, weights_only=True)
+        _check(saved, cell, begun)
         ranks.load_state_dict(saved["ranks"])
         figures = saved["figures"]
     for epoch in range(len(figures["loss"]), setting.epochs):
@@ -241,11 +289,12 @@ def run(cell: Cell, folder: Path, train: Part, test: Part) -> dict:
         if not math.isfinite(found["loss"]):  # nothing brings it back
             break
         partial = begun.with_suffix(".partial")
-        torch.save({"ranks": ranks.state_dict(), "figures": figures}, partial)
+        held = {"setting": asdict(setting), "ranks": ranks.state_dict(), "figures": figures}
+        torch.save(held, partial)
         partial.replace(begun)
     some = np.unique(np.linspace(0, cell.world_size - 1, REPLICAS_EVALUATED).astype(int))
     figures["replica_accuracy"] = [accuracy(ranks.replica(int(r)), test) for r in some]
-    result = {**asdict(cell), **figures}
+    result = {**asdict(cell), "setting": asdict(setting), **figures}
     write_json(done, result)
     begun.unlink(missing_ok=True)
     return result
@@ -257,18 +306,18 @@ def report(chosen: list[Cell], folder: Path) -> Path:
     Rows that are published over more seeds than are here stay, and are told.
 
     Raises:
-        ValueError: What is published was trained with other settings.
+        OtherSettingsError: What is published, or what is here, was trained with others.
     """
-    done = [folder / f"{cell.name}.json" for cell in chosen]
+    done = [kept(cell, folder) for cell in chosen]
     path = _common.RESULTS / "virtual_ranks.json"
     settings = {name: asdict(setting) for name, setting in SETTINGS.items()}
     before = json.loads(path.read_text()) if path.exists() else {"rows": [], "settings": settings}
     if before["settings"] != settings:
-        raise ValueError(
+        raise OtherSettingsError(
             f"{path} was trained with other settings, {before['settings']}: its rows cannot stand "
             "beside these; remove it to publish what is here alone"
         )
-    found = table([json.loads(cell.read_text()) for cell in done if cell.exists()])
+    found = table([figures for figures in done if figures is not None])
     rows, stay = merged(found, before["rows"])
     if stay:
         print(f"{len(stay)} of {len(rows)} rows stay as published: over fewer seeds here, or none")
@@ -308,21 +357,31 @@ def main() -> int:
     chosen = [cell for cell in cells(options.seeds) if cell.name.startswith(starts)]
     if options.quick:
         chosen = [c for c in chosen if (c.model, c.world_size, c.seed) == ("mlp", 8, 0)]
-    if not options.report:
-        train, test = load(options.device)
-        for cell in chosen:
-            result = run(cell, options.folder, train, test)
-            print(
-                f"{cell.name:48s} accuracy {100 * result['accuracy'][-1]:.2f} % "
-                f"distance {result['distances'][-1][1]:.4f} {result['seconds']:.0f} s",
-                flush=True,
-            )
     try:
+        if not options.report:
+            _run_all(chosen, options)
         print(report(cells(max(options.seeds, SEEDS)), options.folder))
-    except ValueError as error:
+    except OtherSettingsError as error:
         print(error, file=sys.stderr)
         return 2
     return 0
+
+
+def _run_all(chosen: list[Cell], options: argparse.Namespace) -> None:
+    for cell in chosen:  # rather now than hours later
+        kept(cell, options.folder)
+    train, test = load(options.device)
+    for cell in chosen:
+        try:
+            result = run(cell, options.folder, train, test)
+        except BusyError as error:
+            print(f"{cell.name:48s} left out: {error}", flush=True)
+            continue
+        print(
+            f"{cell.name:48s} accuracy {100 * result['accuracy'][-1]:.2f} % "
+            f"distance {result['distances'][-1][1]:.4f} {result['seconds']:.0f} s",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 """What a killed run goes on from, and that what is published is never published away."""
 
 import json
+import os
 from dataclasses import asdict
 
 import pytest
 import torch
 
 from benchmarks import virtual_ranks as bench
+from benchmarks._alone import BusyError, alone
 
 CELL = bench.Cell("mlp", 4, "gossip", 0)
 
@@ -67,6 +69,7 @@ def publish(tmp_path, monkeypatch):
         figures |= {"replica_accuracy": [0.5], "distances": [[i, 0.1] for i in range(4)]}
         path = folder / f"{cell.name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
+        figures["setting"] = asdict(cell.setting)
         path.write_text(json.dumps({**asdict(cell), **figures}))
         return figures
 
@@ -107,10 +110,94 @@ def test_what_is_published_stays_where_fewer_seeds_are_here(publish, tmp_path, c
     assert len(publish("alone", "--report")["mlp", 8, "gossip"]["minus_allreduce_points"]) == 3
 
 
-def test_rows_of_other_settings_do_not_stand_beside_these(publish, parts, capsys):
+OTHER = bench.Setting(global_batch=32, epochs=3, peak_lr=0.1, momentum=0.9, warmup_epochs=1)
+
+
+def test_rows_of_other_settings_do_not_stand_beside_these(
+    publish, parts, tmp_path, monkeypatch, capsys
+):
     publish("first", "--only", "mlp/8/gossip/")
-    bench.SETTINGS["mlp"] = bench.Setting(
-        global_batch=32, epochs=3, peak_lr=0.1, momentum=0.9, warmup_epochs=1
-    )
+    bench.SETTINGS["mlp"] = OTHER
+    trained = []
+    monkeypatch.setattr(bench, "run", lambda cell, *others: trained.append(cell.name))
+    for arguments in (["--only", "mlp/8"], ["--report"]):  # before anything is trained
+        monkeypatch.setattr("sys.argv", ["bench", *arguments, "--folder", str(tmp_path / "first")])
+        assert bench.main() == 2
+        assert "0.json was trained with {'global_batch': 16, " in capsys.readouterr().err
+    assert trained == []
+    monkeypatch.setattr("sys.argv", ["bench", "--report", "--folder", str(tmp_path / "fresh")])
     assert bench.main() == 2
-    assert "was trained with other settings" in capsys.readouterr().err
+    assert "was trained with other settings, {" in capsys.readouterr().err
+
+
+def test_what_was_done_or_begun_with_other_settings_is_refused(parts, tmp_path, monkeypatch):
+    train_epoch = bench.train_epoch
+
+    def killed(ranks, cell, train, epoch):
+        if epoch == 1:
+            raise KeyboardInterrupt
+        return train_epoch(ranks, cell, train, epoch)
+
+    monkeypatch.setattr(bench, "train_epoch", killed)
+    with pytest.raises(KeyboardInterrupt):
+        bench.run(CELL, tmp_path, *parts)
+    begun = tmp_path / f"{CELL.name}.pt"
+    held = begun.read_bytes()
+    bench.SETTINGS["mlp"] = OTHER
+    refused = r"0\.pt was trained with .*'global_batch': 16.* now they are .*'global_batch': 32"
+    with pytest.raises(bench.OtherSettingsError, match=refused):
+        bench.run(CELL, tmp_path, *parts)
+    assert begun.read_bytes() == held
+
+
+def test_cells_that_name_no_settings_are_of_those_published(publish, parts, tmp_path):
+    publish("first", "--only", "mlp/8/gossip/")
+    done = tmp_path / "first" / "mlp/8/gossip/0.json"
+    content = json.loads(done.read_text())
+    del content["setting"]
+    done.write_text(json.dumps(content))
+    short = bench.Cell("mlp", 8, "gossip", 0)
+    assert bench.kept(short, tmp_path / "first") == content
+    bench.SETTINGS["mlp"] = OTHER
+    with pytest.raises(bench.OtherSettingsError, match=r"was trained with \{'global_batch': 16"):
+        bench.kept(short, tmp_path / "first")
+    (tmp_path / "results" / "virtual_ranks.json").unlink()
+    with pytest.raises(bench.OtherSettingsError, match="with settings that it does not name"):
+        bench.kept(short, tmp_path / "first")
+
+
+def test_two_at_once_share_the_cells(parts, tmp_path, monkeypatch, capsys):
+    lock = tmp_path / f"{CELL.name}.lock"
+    with alone(lock):
+        with pytest.raises(BusyError, match=r"another process holds .*/0\.lock: wait until it is"):
+            bench.run(CELL, tmp_path, *parts)
+        assert list(lock.parent.iterdir()) == [lock]
+        monkeypatch.setattr(bench, "load", lambda device: parts)
+        monkeypatch.setattr(bench, "report", lambda chosen, folder: "told")
+        monkeypatch.setattr(bench, "cells", lambda seeds: [CELL, bench.Cell("mlp", 2, "local", 0)])
+        monkeypatch.setattr("sys.argv", ["bench", "--folder", str(tmp_path)])
+        assert bench.main() == 0
+        busy, trained, _ = capsys.readouterr().out.splitlines()
+        assert "left out: another process holds" in busy
+        assert trained.startswith("mlp/2/local/0 ")
+    assert not lock.exists()
+    assert bench.run(CELL, tmp_path, *parts)["accuracy"]
+
+
+def test_a_lock_that_its_owner_has_removed_is_none(tmp_path, monkeypatch):
+    """Between opening the file and locking it, whoever had it may have removed it."""
+    lock, there = tmp_path / "lock", []
+    samestat = os.path.samestat
+
+    def late(one, other):
+        there.append(samestat(one, other))
+        if len(there) == 1:
+            lock.unlink()
+            return False
+        return there[-1]
+
+    monkeypatch.setattr("os.path.samestat", late)
+    with alone(lock), pytest.raises(BusyError), alone(lock):
+        pass
+    assert there == [True, True]
+    assert not lock.exists()
