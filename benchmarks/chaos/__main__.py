@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._common import RESULTS
+from benchmarks._ends import ends_as_ctrl_c
 from benchmarks.netlab._probe import probe
 from benchmarks.netlab._system import missing
 from gossipgrad.train._summary import machine, versions, write_json
@@ -212,7 +213,8 @@ def main() -> int:
                 results.add(_left_out(script))
         scripts = [script for script in scripts if not script.of_links]
     try:
-        run_all(scripts, results, options.at_once, tell=options.seed is not None)
+        with ends_as_ctrl_c():
+            run_all(scripts, results, options.at_once, tell=options.seed is not None)
     except KeyboardInterrupt:
         print("\nstopped; the same command goes on from here", file=sys.stderr)
         return 130

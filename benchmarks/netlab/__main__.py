@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+from benchmarks._ends import ends_as_ctrl_c
+
 from ._attach import change_link
 from ._envelope import envelope, store
 from ._errors import NetlabError
@@ -215,15 +217,8 @@ def _table(options: argparse.Namespace) -> int:
     return 0
 
 
-def _interrupted(number: int, _frame: object) -> None:
-    raise KeyboardInterrupt(signal.Signals(number).name)
-
-
 def main() -> int:
     options = _parser().parse_args()
-    # A polite end from outside takes the network down, too.
-    signal.signal(signal.SIGTERM, _interrupted)
-    signal.signal(signal.SIGHUP, _interrupted)
     commands = {
         "up": _up,
         "run": _run,
@@ -234,7 +229,8 @@ def main() -> int:
         "table": _table,
     }
     try:
-        return commands[options.command](options)
+        with ends_as_ctrl_c():
+            return commands[options.command](options)
     except (NetlabError, ValueError, FileNotFoundError) as error:
         print(f"{Path(__file__).parent.name}: {error}", file=sys.stderr)
         return 2

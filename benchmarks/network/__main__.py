@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 from benchmarks._common import RESULTS
+from benchmarks._ends import ends_as_ctrl_c
 from benchmarks.netlab import NetlabError
 from gossipgrad.train._summary import machine, versions, write_json
 
@@ -42,10 +43,18 @@ def main() -> int:
     options = parser.parse_args()
     if options.minutes is not None and options.minutes <= 0:
         parser.error(f"--minutes {options.minutes:g}: leave it out for no limit")
-    cells = Cells(options.out, again=options.again)
+    try:
+        cells = Cells(options.out, again=options.again)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
     if not options.page:
         try:
-            _measure(options, cells)
+            with ends_as_ctrl_c():
+                _measure(options, cells)
+        except KeyboardInterrupt:
+            print("\nstopped; the same command goes on from here", file=sys.stderr)
+            return 130
         except NetlabError as error:
             print(f"no laboratory here: {error}", file=sys.stderr)
             return 2

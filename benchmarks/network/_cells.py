@@ -22,6 +22,35 @@ ANYONE = "any"  # of a place that is refused whoever comes
 
 Cell = dict[str, Any]
 
+_PLACE = ("world_size", "rate_bits_per_second", "profile", "time_factor", "size_factor")
+# What every cell says, and what more is needed to show it.
+SAYS = ("contestant", *_PLACE, "step_seconds_median", "marked")
+_SHOWS = (*SAYS, "step_seconds", "compute_seconds", "bare_seconds", "exchange_bound_seconds")
+_SHOWS += ("efficiency", "bytes_on_wire", "mixes_every_step", "error", "where")
+
+
+def read(path: Path, needed: Iterable[str] = SAYS) -> list[Cell]:
+    """The cells of a file.
+
+    Raises:
+        ValueError: It holds something else.
+    """
+    try:
+        cells = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise _no_cells(path, str(error)) from error
+    if not isinstance(cells, list):
+        raise _no_cells(path, "no list")
+    for number, cell in enumerate(cells):
+        lacks = [key for key in needed if not isinstance(cell, dict) or key not in cell]
+        if lacks:
+            raise _no_cells(path, f"entry {number} lacks {lacks[0]!r}")
+    return cells
+
+
+def _no_cells(path: Path, why: str) -> ValueError:
+    return ValueError(f"{path} holds no cells of `python -m benchmarks.network`: {why}")
+
 
 class Cells:
     """Cells in a file that is whole at any time; two grids may add to it.
@@ -29,6 +58,9 @@ class Cells:
     Args:
         path: Read if it is there.
         again: Take none of what is there for measured; it stays until it is measured anew.
+
+    Raises:
+        ValueError: The file holds something else.
     """
 
     def __init__(self, path: Path, *, again: bool = False) -> None:
@@ -79,7 +111,7 @@ class Cells:
     def _read(self) -> None:
         """Takes what is there, unless the file is gone."""
         if self._path.exists():
-            self.cells = json.loads(self._path.read_text(encoding="utf-8"))
+            self.cells = read(self._path, _SHOWS)
 
 
 @contextmanager
@@ -121,10 +153,7 @@ def _key(world_size: int, rate: float, budget: Budget) -> tuple:
 
 
 def _place(cell: Cell) -> tuple:
-    return (
-        *(cell["world_size"], cell["rate_bits_per_second"], cell["profile"]),
-        *(cell["time_factor"], cell["size_factor"]),
-    )
+    return tuple(cell[key] for key in _PLACE)
 
 
 def _identity(cell: Cell) -> tuple:

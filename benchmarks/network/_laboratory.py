@@ -11,7 +11,7 @@ import time
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Self
 
 from benchmarks.netlab._measure import idle
 
@@ -42,9 +42,10 @@ class Laboratory:
     def __init__(self, network: Hosts, hosts: int) -> None:
         self.network = network
         self._hosts = hosts
-        self._folder = tempfile.TemporaryDirectory(prefix="gossipgrad-")
         self._joined = 0
         self._workers: list[subprocess.Popen] = []
+        self._said: list[IO[bytes]] = []
+        self._files = contextlib.ExitStack()
         self._orders: dict[int, Connection] = {}
         self._ports = 0
         try:
@@ -179,7 +180,6 @@ class Laboratory:
     def close(self) -> None:
         """Ends the workers, whatever they are at."""
         self._end()
-        self._folder.cleanup()
 
     def _end(self) -> None:
         for orders in self._orders.values():
@@ -187,28 +187,32 @@ class Laboratory:
         for worker in self._workers:
             worker.kill()
             worker.wait()
-        self._workers, self._orders = [], {}
+        self._files.close()
+        self._workers, self._orders, self._said = [], {}, []
 
     def _start(self) -> None:
         hosts = self._hosts
-        path = str(Path(self._folder.name) / "orders")
-        with Listener(path, family="AF_UNIX", backlog=hosts) as listener:
+        # What has a name is gone once all have connected: a process that is killed leaves nothing.
+        with (
+            contextlib.ExitStack() as files,
+            tempfile.TemporaryDirectory(prefix="gossipgrad-") as folder,
+            Listener(f"{folder}/orders", family="AF_UNIX", backlog=hosts) as listener,
+        ):
             for host in range(hosts):
-                log = Path(self._folder.name) / f"worker{host}.log"
-                with log.open("wb") as errors:
-                    self._workers.append(
-                        self.network.popen(
-                            host,
-                            [
-                                *(sys.executable, "-m", "benchmarks.network._worker"),
-                                *("--socket", path, "--host", str(host)),
-                            ],
-                            env=self._environment(host),
-                            stdout=errors,
-                            stderr=errors,
-                            cwd=ROOT,
-                        )
+                self._said.append(files.enter_context(tempfile.TemporaryFile()))
+                self._workers.append(
+                    self.network.popen(
+                        host,
+                        [
+                            *(sys.executable, "-m", "benchmarks.network._worker"),
+                            *("--socket", f"{folder}/orders", "--host", str(host)),
+                        ],
+                        env=self._environment(host),
+                        stdout=self._said[-1],
+                        stderr=self._said[-1],
+                        cwd=ROOT,
                     )
+                )
             listener._listener._socket.settimeout(1.0)  # type: ignore[attr-defined]
             deadline = time.monotonic() + _START_SECONDS
             while len(self._orders) < hosts:
@@ -223,6 +227,7 @@ class Laboratory:
                         ) from None
                     continue
                 self._orders[orders.recv()] = orders
+            self._files = files.pop_all()
 
     def _environment(self, host: int) -> dict[str, str]:
         return {
@@ -271,8 +276,9 @@ class Laboratory:
     def _last_words(self, rank: int) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._workers[rank].wait(5.0)
-        log = Path(self._folder.name) / f"worker{rank}.log"
-        lines = log.read_text(errors="replace").strip().splitlines() or ["no word"]
+        said = self._said[rank].fileno()
+        text = os.pread(said, os.fstat(said).st_size, 0).decode(errors="replace")
+        lines = text.strip().splitlines() or ["no word"]
         return f"worker {rank} ended with {self._workers[rank].returncode}: {lines[-1][:300]}"
 
     def _drain(self) -> int:

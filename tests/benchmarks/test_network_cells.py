@@ -1,11 +1,15 @@
 """The comparison's book-keeping: which cells are measured, what they hold, and a few for real."""
 
 import json
+import os
+import signal
+import tempfile
 from dataclasses import replace
 
 import pytest
 
 from benchmarks._common import RESULTS
+from benchmarks._ends import ends_as_ctrl_c
 from benchmarks.netlab import NetlabError
 from benchmarks.network import __main__ as bench
 from benchmarks.network._cells import Cells, _alone
@@ -199,6 +203,41 @@ def test_two_grids_on_one_file_keep_each_others_cells(tmp_path, monkeypatch):
         one.put(here[:1])
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_polite_end_leaves_the_blocks(tmp_path, monkeypatch, capsys, number):
+    left = []
+
+    class Block:
+        def __init__(self, *_):
+            pass
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, kind, *_):
+            left.append(kind)
+
+    before = signal.getsignal(number)
+    monkeypatch.setattr(bench, "Shaped", Block)
+    monkeypatch.setattr(bench, "Laboratory", Block)
+    monkeypatch.setattr(bench, "measure_group", lambda *_, **__: os.kill(os.getpid(), number))
+    monkeypatch.setattr("sys.argv", ["network", "--out", str(tmp_path / "network.json")])
+    assert bench.main() == 130
+    assert left == [KeyboardInterrupt] * 2
+    assert capsys.readouterr().err.endswith("\nstopped; the same command goes on from here\n")
+    assert signal.getsignal(number) == before
+
+
+def test_a_hang_up_that_is_ignored_stays_so():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with ends_as_ctrl_c():
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_cells_that_nobody_can_check_out_are_told(tmp_path, monkeypatch, capsys):
     def refused(hosts):
         raise NetlabError("run it as root")
@@ -297,10 +336,13 @@ def test_no_time_at_all_is_refused(monkeypatch, capsys):
 
 
 @pytest.mark.process
-def test_a_cell_of_two_processes_on_loopback(tmp_path):
+def test_a_cell_of_two_processes_on_loopback(tmp_path, tmp_path_factory, monkeypatch):
+    scratch = tmp_path_factory.mktemp("t")  # a socket's path is to be short
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     names = ("exchange", "exchange, state", "no communication", "gossip", "gossip, state", "ddp")
     grid = replace(GRID, rates=(1e8,), contestants=(*names, "local SGD, period 8"), hurried=True)
     with Laboratory(Loopback(), 2) as laboratory:
+        assert list(scratch.iterdir()) == []  # so nothing stays, whatever ends this process
         cells, _ = measure(laboratory, tmp_path / "network.json", grid)
         laboratory.join(2)
         with pytest.raises(WorkerError, match=r"^on rank \d: KeyError: 'nobody'"):
