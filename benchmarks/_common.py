@@ -9,10 +9,17 @@ from gossipgrad.train._summary import machine, versions, write_json
 RESULTS = Path(__file__).parent / "results"
 
 
-def write(name: str, figures: dict) -> Path:
-    """Writes `results/NAME.json` with machine, versions and command; whole or not at all."""
-    command = f"python -m benchmarks.{name} {shlex.join(sys.argv[1:])}".strip()
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
+def write(name: str, figures: dict, *, module: str | None = None, path: Path | None = None) -> Path:
+    """Writes a benchmark's figures with machine, versions and command; whole or not at all.
+
+    Args:
+        name: Of the results, and of the benchmark.
+        figures: What was found.
+        module: The benchmark, where its results are called otherwise.
+        path: Where to; `results/NAME.json` by default.
+    """
+    command = f"python -m benchmarks.{module or name} {shlex.join(sys.argv[1:])}".strip()
+    path = path or RESULTS / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, {"command": command, "machine": machine(), "versions": versions(), **figures})
     return path

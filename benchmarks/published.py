@@ -6,6 +6,7 @@ Measures nothing: fills the page's tables from the results that are there.
 """
 
 import json
+from collections import Counter
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -95,13 +96,15 @@ def _listed(numbers: tuple[int, ...]) -> str:
 
 
 def _of_one_scale(cells: list[dict]) -> list[dict]:
-    """Those of the profile that are scaled as the one measured last."""
+    """Those of the profile that are scaled as most of them; of as many, the smaller ones."""
 
     def scale(cell: dict) -> tuple[float, float]:
-        return cell.get("time_factor", 1.0), cell.get("size_factor", 1.0)
+        return cell.get("size_factor", 1.0), cell.get("time_factor", 1.0)
 
     own = [cell for cell in cells if cell["profile"] == _PROFILE]
-    return [cell for cell in own if scale(cell) == scale(own[-1])]
+    counts = Counter(scale(cell) for cell in own if cell.get("step_seconds_median"))
+    most = min(counts, key=lambda one: (-counts[one], one), default=None)
+    return [cell for cell in own if scale(cell) == most]
 
 
 def _behind(cells: list[dict], rate: float) -> str:

@@ -1,5 +1,6 @@
 """The figures beside published ones are those of the results."""
 
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -32,9 +33,22 @@ def test_cells_that_are_marked_or_missing_are_told(tmp_path):
     assert accuracy.count("| not measured |") == 3
     cells = [one | {"time_factor": 3.0, "size_factor": 0.03} for one in cells]
     (tmp_path / "network.json").write_text(json.dumps(cells))
-    speed, _ = published.tables(tmp_path)
-    assert "100 Mbit/s, as 10 Gbit/s unscaled |" in speed
-    assert "1000 Mbit/s, as 100 Gbit/s unscaled |" in speed
+    larger = [one | {"size_factor": 0.15, "step_seconds_median": 9.0} for one in cells]
+    for others in ([], larger[:-1], larger):  # the most cells count, not those sorted last
+        (tmp_path / "network.json").write_text(json.dumps(cells + others))
+        speed, _ = published.tables(tmp_path)
+        assert "| 50 % less; not measured; 75 % less (marked) |" in speed
+        assert "100 Mbit/s, as 10 Gbit/s unscaled |" in speed
+        assert "1000 Mbit/s, as 100 Gbit/s unscaled |" in speed
+
+
+def test_results_name_commands_that_there_are():
+    held = {file.name: json.loads(file.read_text()) for file in RESULTS.glob("*.json")}
+    commands = {name: one["command"].split() for name, one in held.items() if isinstance(one, dict)}
+    assert len(commands) > 10
+    for name, words in commands.items():
+        assert words[:2] == ["python", "-m"], name
+        assert importlib.util.find_spec(words[2]) is not None, (name, words[2])
 
 
 def test_results_name_no_place_of_the_machine():
