@@ -9,13 +9,18 @@ from torch.optim import Optimizer
 from ._plan import Plan
 
 
-def kind_of(strategy: str, plan: Plan, optimizer: Optimizer) -> dict[str, Any]:
-    """What must be alike: it says what can be under way, and what state the optimizer has."""
+def kind_of(strategy: str, plan: Plan, optimizer: Optimizer, world_size: int) -> dict[str, Any]:
+    """What must be alike, so that the run that goes on is the one that was saved."""
     return {
+        "world_size": world_size,
         "strategy": strategy,
         "mode": type(plan.mode).__name__,
         "delay": plan.delay,
         "payload": str(plan.payload),
+        "topology": None if plan.schedule is None else plan.schedule.describe(),
+        "average_every": plan.average_every,
+        "wire_dtype": None if plan.wire_dtype is None else str(plan.wire_dtype),
+        "post_local_after": plan.reduced_steps,
         "optimizer": type(optimizer).__name__,
     }
 
@@ -24,7 +29,6 @@ def check_state(
     state: Mapping[str, Any],
     kind: Mapping[str, Any],
     tensors: Mapping[str, Mapping[str, Tensor]],
-    world_size: int,
 ) -> None:
     """Raise unless the state was saved by ranks of that kind, with tensors of these shapes.
 
@@ -44,7 +48,6 @@ def check_state(
         if saved != shapes:
             name = min(n for n in saved | shapes if saved.get(n) != shapes.get(n))
             raise ValueError(
-                f"{part}: {name} was saved by {state['world_size']} ranks with shape "
-                f"{saved.get(name)}, but the {world_size} ranks here have {shapes.get(name)}: "
-                "build them of the same model, with the same world size"
+                f"{part}: {name} was saved with shape {saved.get(name)}, but has "
+                f"{shapes.get(name)} here: build the ranks of the same model"
             )

@@ -151,7 +151,7 @@ class VirtualRanks:
         )
         self._weights = [p.detach() for p in self._replicas.parameters.values()]
         self.optimizer = _checked_optimizer(optimizer, self._replicas)
-        self._kind = kind_of(strategy, self._plan, self.optimizer)
+        self._kind = kind_of(strategy, self._plan, self.optimizer, world_size)
         self._exchange = self._new_exchange()
         self.steps = 0
         self.clamps = 0
@@ -246,11 +246,12 @@ class VirtualRanks:
         """Goes on where `state_dict` was taken.
 
         Raises:
-            ValueError: It is of another model, world size, strategy, mode, delay, payload or
-                optimizer; nothing is changed.
+            ValueError: It is of another model, world size, strategy, topology or seed of it, mode,
+                delay, payload, average_every, wire_dtype, post_local_after or optimizer; nothing
+                is changed.
         """
         own = {"weights": self._replicas.parameters, "buffers": self._replicas.buffers}
-        check_state(state, self._kind, own, self.world_size)
+        check_state(state, self._kind, own)
         self.optimizer.load_state_dict(state["optimizer"])
         for part, tensors in own.items():
             for name, value in tensors.items():
