@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float
 
 from ._dealing import by_layer, by_size
-from ._setting import Setting, Steps, Strategy, together
+from ._setting import Setting, Steps, Strategy, check_counts, together
 from ._workers import Pace
 
 __all__ = ["AllReduce", "Local", "PeriodicAverage"]
@@ -44,10 +44,7 @@ class AllReduce(Strategy):
     def __post_init__(self) -> None:
         if self.buckets not in ("size", "layer"):
             raise ValueError(f"no buckets by {self.buckets!r}: choose size or layer")
-        if self.bucket_bytes < 1:
-            raise ValueError(f"bucket_bytes is {self.bucket_bytes}: it must be 1 or more")
-        if self.at_once < 1:
-            raise ValueError(f"at_once is {self.at_once}: 1 all-reduce or more is under way")
+        check_counts(self, "bucket_bytes", "first_bucket_bytes", "element_bytes", "at_once")
 
     def begin(self, setting: Setting) -> "AllReduceSteps":
         """See `Strategy.begin`."""
@@ -122,12 +119,10 @@ class PeriodicAverage(Strategy):
         if isinstance(self.every, str):
             if self.every != "log_p":
                 raise ValueError(f"every is {self.every!r}: give a number of steps, or 'log_p'")
-        elif self.every < 1:
-            raise ValueError(f"every is {self.every}: give 1 step or more between averages")
-        if self.state_copies is not None and self.state_copies < 0:
-            raise ValueError(f"state_copies is {self.state_copies}: give 0 or more")
-        if self.bucket_bytes < 1:
-            raise ValueError(f"bucket_bytes is {self.bucket_bytes}: it must be 1 or more")
+        else:
+            check_counts(self, "every")
+        check_counts(self, "state_copies", least=0)
+        check_counts(self, "bucket_bytes")
 
     def begin(self, setting: Setting) -> "PeriodicAverageSteps":
         """See `Strategy.begin`."""

@@ -1,5 +1,6 @@
 """When steps end under gossip: each rank waits for one partner."""
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ from jaxtyping import Float
 from gossipgrad.topology import RoundPeers, by_name
 
 from ._dealing import pieces
-from ._setting import Setting, Steps, Strategy, together
+from ._setting import Setting, Steps, Strategy, check_counts, together
 from ._sharing import shared_finish
 from ._workers import Pace
 
@@ -17,6 +18,7 @@ __all__ = ["Gossip"]
 
 Times = Float[np.ndarray, " rank"]
 _NOBODY = -1
+_LONGEST_APART = 128  # steps between averages that are stepped through
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,12 +58,10 @@ class Gossip(Strategy):
     def __post_init__(self) -> None:
         if self.mode not in ("overlap", "sync"):
             raise ValueError(f"mode {self.mode!r} is not modelled: choose overlap or sync")
-        for name in ("every", "state_copies", "bucket_bytes"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}: it must be 1 or more")
-        if self.state_every < 0:
-            raise ValueError(f"state_every is {self.state_every}: 0 for never, or 1 or more")
+        check_counts(
+            self, "every", "average_every", "state_copies", "element_bytes", "bucket_bytes"
+        )
+        check_counts(self, "state_every", "seed", least=0)
 
     def begin(self, setting: Setting) -> "GossipSteps":
         """See `Strategy.begin`."""
@@ -87,6 +87,10 @@ class GossipSteps(Steps):
         self._setting = setting
         self._schedule = by_name(options.topology, p, seed=options.seed)
         self.cycle = options.every * max(1, options.state_every)
+        apart = options.average_every
+        self._averages = apart is not None and apart <= _LONGEST_APART
+        if apart is not None and self._averages:
+            self.cycle = math.lcm(self.cycle, apart)
         self.rotation = self._schedule.period
         profile = setting.profile
         given = options.state_copies
@@ -118,10 +122,19 @@ class GossipSteps(Steps):
             if not overlaps:
                 end = self._open(end)
             end = self._close(end)
-        if options.average_every is not None and (number + 1) % options.average_every == 0:
+        apart = options.average_every
+        if apart is not None and self._averages and (number + 1) % apart == 0:
             end = together(end, self._average_seconds)
             self.bytes_sent += self._average_bytes
         return end
+
+    def seldom(self, end: Times) -> tuple[float, float]:
+        """See `Steps.seldom`: averages that are far apart, by what one after that step costs."""
+        apart = self._options.average_every
+        if apart is None or self._averages:
+            return 0.0, 0.0
+        seconds = float((together(end, self._average_seconds) - end).mean())
+        return seconds / apart, self._average_bytes / apart
 
     def _open(self, now: Times) -> Times:
         """Copies and sends a round's snapshot; when each rank has copied all of it."""

@@ -109,7 +109,8 @@ def predict(
         workers: Jitter and stragglers; None: every rank computes as the profile says.
         steps: How many to step through; None: as many as take a second or a few. Rounded up, so
             that as much is sent as in the long run, and, unless that takes too many, every rank
-            meets every partner equally often.
+            meets every partner equally often. Averages more than 128 steps apart are not stepped
+            through: each step gets its share of one.
 
     Returns:
         The means.
@@ -147,7 +148,9 @@ def predict(
         whole = running.cycle
         if whole * running.rotation <= max(counted, fitting):
             whole *= running.rotation
-        counted, warm_up = (math.ceil(number / whole) * whole for number in (counted, warm_up))
+        if whole <= counted:  # a long cycle may begin anywhere
+            warm_up = math.ceil(warm_up / whole) * whole
+        counted = math.ceil(counted / whole) * whole
         constant = workers.constant(world_size)
         time = np.zeros(world_size)
         began, compute, bytes_before = 0.0, 0.0, 0.0
@@ -158,7 +161,8 @@ def predict(
             if number >= warm_up:
                 compute += float(pace.after(np.zeros(world_size), profile.compute_seconds).mean())
             time = running.step(number, time, pace)
-        step_seconds = (float(time.mean()) - began) / counted
+        seldom_seconds, seldom_bytes = running.seldom(time)
+        step_seconds = (float(time.mean()) - began) / counted + seldom_seconds
     if not math.isfinite(step_seconds):
         raise ValueError(
             f"a step of {strategy.name} on {world_size:,} ranks takes more seconds than can be "
@@ -170,7 +174,7 @@ def predict(
         world_size=world_size,
         step_seconds=step_seconds,
         compute_seconds=compute / counted,
-        bytes_sent_per_step=(running.bytes_sent - bytes_before) / counted,
+        bytes_sent_per_step=(running.bytes_sent - bytes_before) / counted + seldom_bytes,
         samples_per_second=world_size * profile.batch_size / step_seconds,
         steps=counted,
     )

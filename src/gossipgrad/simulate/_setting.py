@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import numpy as np
 from jaxtyping import Float
@@ -12,7 +13,7 @@ from gossipgrad.planning import Profile
 from ._network import Network
 from ._workers import Pace
 
-__all__ = ["Setting", "Steps", "Strategy", "together"]
+__all__ = ["Setting", "Steps", "Strategy", "check_counts", "together"]
 
 Times = Float[np.ndarray, " rank"]
 
@@ -44,6 +45,14 @@ def together(end: Times, seconds: float) -> Times:
     return np.full_like(end, end.max() + seconds)
 
 
+def check_counts(strategy: "Strategy", *names: str, least: int = 1) -> None:
+    """Raise unless these settings are whole numbers from `least` on, or None."""
+    for name in names:
+        value = getattr(strategy, name)
+        if value is not None and not (isinstance(value, Integral) and int(value) >= least):
+            raise ValueError(f"{name} is {value}: it must be {least} or more, a whole number")
+
+
 class Steps(ABC):
     """The steps of all ranks under one strategy, and whatever is under way between them.
 
@@ -67,6 +76,17 @@ class Steps(ABC):
             start: When each rank begins it, shape `(world_size,)`.
             pace: How fast each rank computes in it.
         """
+
+    def seldom(self, end: Times) -> tuple[float, float]:
+        """What comes so seldom that it is in no cycle: its share of each step, none by default.
+
+        Args:
+            end: When each rank ended the last step, shape `(world_size,)`.
+
+        Returns:
+            Seconds, and bytes sent by each rank, in the mean.
+        """
+        return 0.0, 0.0
 
 
 class Strategy(ABC):
