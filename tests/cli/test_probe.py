@@ -7,6 +7,8 @@ import pytest
 
 from gossipgrad import cli
 from gossipgrad.cli import _probe
+from gossipgrad.planning import AffineCost
+from gossipgrad.simulate import Measured, Network, Probe
 
 
 @pytest.mark.process
@@ -24,6 +26,25 @@ def test_two_workers_here_measure_what_simulate_reads(tmp_path, capfd):
     arguments = ["--network", str(out), "--world-size", "2,8", "--steps", "10"]
     assert cli.main(["simulate", *arguments, "--strategy", "gossip,allreduce"]) == 0
     assert str(out) in capfd.readouterr().out.replace("\n", "")
+
+
+def test_what_the_figures_do_not_tell_is_said(capsys):
+    cost = AffineCost(alpha_seconds=3e-3, beta_seconds_per_byte=8e-8)
+    network = Network(exchange=cost, hop=cost, world_size=4)
+    measured = (Measured("exchange", (0, 1), 4096, 3e-3), Measured("all_reduce", (0, 1), 8192, 0.1))
+    found = Probe(
+        network,
+        {(0, 1): cost},
+        cost,
+        measured,
+        untold=("exchange",),
+        left_out={"exchange": (65536,), "all_reduce": (1048576,)},
+    )
+    _probe._tell(found, _probe.ProbeOptions(), None)
+    *_, untold, left_out = capsys.readouterr().out.splitlines()
+    assert untold.startswith("Exchanges of up to 4,096 bytes take less than 5 times their start-up")
+    assert untold.endswith("give more time (65,536 bytes were left out).")
+    assert left_out == "There was no time for all-reduces of 1,048,576 bytes."
 
 
 @pytest.mark.parametrize(

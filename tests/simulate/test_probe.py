@@ -9,10 +9,11 @@ import torch.distributed as dist
 
 from gossipgrad.comm import Group, Hub, InProcessTransport, Sent
 from gossipgrad.errors import GossipError
-from gossipgrad.simulate import Measured, Network, probe
-from gossipgrad.simulate._probe import _fitted
+from gossipgrad.simulate import Network, probe
 from support.ranks import run_ranks
 
+# Links inside one process are so fast, or so slow, that messages this small may tell no rate.
+pytestmark = pytest.mark.filterwarnings("ignore:a network not fully told")
 SIZES = (1 << 10, 1 << 16, 1 << 18)
 
 
@@ -132,20 +133,3 @@ def test_what_cannot_be_measured_is_refused():
     ]:
         with pytest.raises(ValueError, match=message):
             probe(two, **options)
-
-
-def test_pairs_near_the_usual_one_are_taken_to_be_like_it():
-    def measured(pair, factor):
-        return [Measured("exchange", pair, n, factor * (1e-3 + n * 1e-8)) for n in SIZES]
-
-    reduces = [Measured("all_reduce", (0, 1, 2), n, 1e-3 + n * 1e-8) for n in SIZES]
-    found = _fitted(
-        3,
-        measured((0, 1), 1.0) + measured((0, 2), 1.05) + measured((1, 2), 4.0) + reduces,
-        snapshot_seconds_per_byte=0.0,
-        mix_seconds_per_byte=0.0,
-    )
-    assert found.network.exchange.alpha_seconds == pytest.approx(1.05e-3)
-    assert list(found.network.links) == [(1, 2)]
-    assert list(found.pairs) == [(0, 1), (0, 2), (1, 2)]
-    assert found.network.hop == found.all_reduce.hop_of_ring(3)

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +55,8 @@ class ProbeOptions:
     sizes: str | None = None
     """Bytes of the messages, with commas, rising; None: 4096 to 16777216 in five."""
     seconds: float = 20.0
-    """Roughly how long to measure; where it is short, large messages are left out."""
+    """Roughly how long to measure; where it is short, large messages are left out, and it says
+    so."""
     timeout: float = 30.0
     """Seconds to wait for one message before the worker is taken for late."""
     out: Path | None = None
@@ -123,12 +125,14 @@ def _take_part(options: ProbeOptions, world: World) -> int:
         world.world_size,
         timeout_seconds=timeout_seconds,
     )
-    found = probe(
-        group,
-        sizes_bytes=sizes_of(options),
-        budget_seconds=options.seconds,
-        timeout_seconds=options.timeout,
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # _tell says it: stderr is shown on failures
+        found = probe(
+            group,
+            sizes_bytes=sizes_of(options),
+            budget_seconds=options.seconds,
+            timeout_seconds=options.timeout,
+        )
     hosts = group.all_gather_object(socket.gethostname()) if options.host_names else None
     if world.rank == 0:
         _tell(found, options, hosts)
@@ -145,6 +149,8 @@ def _tell(found: Probe, options: ProbeOptions, hosts: list[str] | None) -> None:
         f"a snapshot takes {shown[0]:.3g} ns a byte, mixing {shown[1]:.3g} ns a byte",
         highlight=False,
     )
+    for doubt in found.doubts():
+        console.print(f"{doubt[0].upper()}{doubt[1:]}.", soft_wrap=True, highlight=False)
     if options.out is not None:
         held = found.to_json() | ({} if hosts is None else {"hosts": hosts})
         try:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,12 +16,23 @@ from gossipgrad.comm import Channel, Group, Outcome
 from gossipgrad.errors import GossipError
 from gossipgrad.topology import complete
 
+from ._fitting import tells
+
 __all__ = ["Exchanges", "Measured", "measure_all_reduce", "measure_memory"]
 
 _MEMORY_BYTES = 32 << 20  # past any cache of a core
 _MEMORY_REPEATS = 5
 _FIRST_CHAIN, _LONGEST_CHAIN = 3, 16
 _CHAINS = 3
+_FIRST_PARTNERS = 2
+_SHARE_OF_FIRST = 0.6  # of the time, where there are others
+
+
+class _Chains(NamedTuple):
+    """How many chains, and of how many exchanges; no chains where not one exchange fits."""
+
+    count: int
+    length: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,45 +61,68 @@ class Exchanges:
         self._timeout_seconds = timeout_seconds
         self._flats = [torch.zeros(part.numel, dtype=part.dtype) for part in channel.plan]
         self._round = 0
+        self._found: list[Measured] = []
+        self._usual: list[tuple[int, float]] = []  # of the pairs at each size: the median
+        self._slowest: list[tuple[int, float]] = []  # and the longest
 
     def measure(self, sizes_bytes: tuple[int, ...], budget_seconds: float) -> list[Measured]:
-        """The median of a few chains for each partner and size, as long as there is time."""
+        """The median of a few chains for partners and sizes, as long as there is time.
+
+        First all sizes with a few partners, past their share of the time if no size tells a rate
+        before. Each further partner then gets the smallest size and the largest that tells a rate
+        and for which there is time with all of them.
+        """
         schedule = complete(self._group.world_size, rotate=False)
-        deadline = time.perf_counter() + budget_seconds
-        found: list[Measured] = []
-        for turn in range(schedule.period):
-            partner = schedule.peers(turn, self._group.rank).send_to
-            # All leave a share of the time to the partners to come, but meet the first two sizes.
-            until = time.perf_counter() + (deadline - time.perf_counter()) / (
-                schedule.period - turn
-            )
-            slowest: list[tuple[int, float]] = []
-            for place, size in enumerate(sizes_bytes):
-                length = self._chain_length(_expected(slowest, size), until)
-                if place >= 2 and length == 0:
-                    break
-                length = max(1, length)
-                mine = 0.0
-                if partner is None:
-                    self._round += _CHAINS * (1 + length)  # rounds count alike on all ranks
-                else:
-                    mine = median(self._chain(partner, place + 1, length) for _ in range(_CHAINS))
-                    pair = min(partner, self._group.rank), max(partner, self._group.rank)
-                    found.append(Measured("exchange", pair, size, mine))
-                slowest.append((size, max(self._group.all_gather_object(mine))))
-            if not self._all_have_time(deadline):
+        met = [schedule.peers(n, self._group.rank).send_to for n in range(schedule.period)]
+        first, others = met[:_FIRST_PARTNERS], met[_FIRST_PARTNERS:]
+        start = time.perf_counter()
+        deadline = start + budget_seconds
+        until = start + budget_seconds * (_SHARE_OF_FIRST if others else 1.0)
+        self._found, self._usual, self._slowest = [], [], []
+        for place, size in enumerate(sizes_bytes):
+            enough = place >= 2 and tells(self._usual)
+            left = self._left(until if enough else deadline) / len(first)
+            expected = _expected(self._slowest, size)
+            chains = _fitting(expected, left)
+            late = expected is not None and expected > self._timeout_seconds / 2
+            if place >= 2 and (late or chains.count == 0):
                 break
-        return found
+            seconds = [one for partner in first for one in self._meet(partner, place, size, chains)]
+            self._usual.append((size, median(seconds)))
+            self._slowest.append((size, max(seconds)))
+        self._meet_others(others, deadline)
+        return self._found
 
-    def _chain_length(self, expected_seconds: float | None, until: float) -> int:
-        """How many exchanges of so many seconds fit, the same on all ranks; 0 for none."""
-        if expected_seconds is None:
-            return _FIRST_CHAIN
-        left = max(self._group.all_gather_object(until - time.perf_counter()))
-        return _fitting(expected_seconds, left)
+    def _meet_others(self, partners: list[int | None], deadline: float) -> None:
+        if not partners:
+            return
+        told = [n for n in range(1, len(self._usual)) if tells(self._usual[: n + 1])]
+        left = self._left(deadline) / len(partners)
+        fitting = [n for n in told if self._slowest[n][1] * _CHAINS <= left]
+        largest = max(fitting, default=min(told, default=len(self._usual) - 1))
+        for turn, partner in enumerate(partners):
+            left = self._left(deadline)
+            if left <= 0:
+                return
+            for place in (0, largest):
+                size, expected = self._slowest[place]
+                self._meet(partner, place, size, _fitting(expected, left / (len(partners) - turn)))
 
-    def _all_have_time(self, deadline: float) -> bool:
-        return max(self._group.all_gather_object(deadline - time.perf_counter())) > 0
+    def _left(self, until: float) -> float:
+        """Seconds until then, the same on all ranks."""
+        return max(self._group.all_gather_object(until - time.perf_counter()))
+
+    def _meet(self, partner: int | None, place: int, size: int, chains: _Chains) -> list[float]:
+        """One turn of all ranks at one size: what an exchange took each that had a partner."""
+        count, length = max(1, chains.count), max(1, chains.length)
+        mine = None
+        if partner is None:
+            self._round += count * (1 + length)  # rounds count alike on all ranks
+        else:
+            mine = median(self._chain(partner, place + 1, length) for _ in range(count))
+            pair = min(partner, self._group.rank), max(partner, self._group.rank)
+            self._found.append(Measured("exchange", pair, size, mine))
+        return [one for one in self._group.all_gather_object(mine) if one is not None]
 
     def _chain(self, partner: int, bucket: int, length: int) -> float:
         """Seconds of one exchange in a chain, after a short one in which the two meet."""
@@ -127,23 +161,27 @@ def measure_all_reduce(
     deadline = time.perf_counter() + budget_seconds
     try:
         gloo: Any = dist.ProcessGroupGloo(prefix, group.rank, group.world_size, timeout)
+        flat = torch.zeros(sizes_bytes[0] // 4)
+        gloo.allreduce([flat]).wait()  # makes connections
+        start = time.perf_counter()
+        gloo.allreduce([flat]).wait()
+        first = max(group.all_gather_object(time.perf_counter() - start))
         slowest: list[tuple[int, float]] = []
         for place, size in enumerate(sizes_bytes):
-            expected = _expected(slowest, size)
             left = max(group.all_gather_object(deadline - time.perf_counter()))
-            length = _FIRST_CHAIN if expected is None else _fitting(expected, left)
-            if place >= 2 and length == 0:
+            chains = _fitting(_expected(slowest, size) if slowest else first, left)
+            if place >= 2 and chains.count == 0:
                 break
-            length = max(1, length)
+            length = max(1, chains.length)
             flat = torch.zeros(size // 4)
             times = []
-            for _ in range(_CHAINS + 1):  # the first makes connections
+            for _ in range(max(1, chains.count)):
                 gloo.allreduce([torch.zeros(1)]).wait()
                 start = time.perf_counter()
                 for _ in range(length):
                     gloo.allreduce([flat]).wait()
                 times.append((time.perf_counter() - start) / length)
-            seconds = median(group.all_gather_object(median(times[1:])))
+            seconds = median(group.all_gather_object(median(times)))
             found.append(Measured("all_reduce", everyone, size, seconds))
             slowest.append((size, seconds))
     except RuntimeError as error:
@@ -168,12 +206,14 @@ def _expected(slowest: list[tuple[int, float]], size_bytes: int) -> float | None
     return seconds + slope * (size_bytes - latest)
 
 
-def _fitting(expected_seconds: float, left_seconds: float) -> int:
-    """The length of chains for which a quarter of the time is enough; 0 if none fits at all."""
-    if expected_seconds * _CHAINS > left_seconds:
-        return 0
-    fitting = int(left_seconds / 4 / _CHAINS / max(expected_seconds, 1e-6))
-    return max(1, min(_LONGEST_CHAIN, fitting))
+def _fitting(expected_seconds: float | None, left_seconds: float) -> _Chains:
+    """Chains for which a quarter of the time is enough; where it is short, fewer of one link."""
+    if expected_seconds is None:
+        return _Chains(_CHAINS, _FIRST_CHAIN)
+    expected_seconds = max(expected_seconds, 1e-6)
+    count = min(_CHAINS, max(0, int(left_seconds / expected_seconds)))
+    length = int(left_seconds / 4 / _CHAINS / expected_seconds)
+    return _Chains(count, max(1, min(_LONGEST_CHAIN, length)))
 
 
 def measure_memory() -> tuple[float, float]:

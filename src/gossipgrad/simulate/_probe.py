@@ -1,8 +1,9 @@
 """Measuring a network between live workers, and the costs that follow."""
 
 import secrets
+import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from gossipgrad.comm import Channel, Group, Part, Transport, ZeroMQTransport
 from gossipgrad.planning import AffineCost, PiecewiseCost
 
+from ._fitting import OUTWEIGHS, fit_exchange, fit_pair, fit_ring, tells
 from ._measuring import Exchanges, Measured, measure_all_reduce, measure_memory
 from ._network import Network
 
@@ -20,7 +22,15 @@ SIZES_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24)
 """Of the messages that `probe` sends, unless it is told others."""
 
 _NOISE = 0.1
+_NAMES = {"exchange": "exchanges", "all_reduce": "all-reduces"}
+_INSTEAD = {
+    "exchange": "is taken to be no more than any message reached",
+    "all_reduce": "is taken to be that of exchanges",
+}
 _SHARE_OF_EXCHANGES = 0.6  # of the time, all-reduce gets the rest
+
+
+Points = list[tuple[int, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,20 +43,45 @@ class Probe:
         pairs: Cost of each pair that was measured.
         all_reduce: Cost of an all-reduce over all ranks, as one line.
         measured: The figures behind them.
+        untold: Of `"exchange"` and `"all_reduce"` those whose largest message was not much longer
+            than its start-up, so that no rate could be told from it. Exchanges then have no rate
+            above what a message reached, hops of all-reduce that of exchanges.
+        left_out: Of either the sizes for which there was no time.
     """
 
     network: Network
     pairs: dict[tuple[int, int], AffineCost]
     all_reduce: AffineCost
     measured: tuple[Measured, ...]
+    untold: tuple[str, ...] = ()
+    left_out: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """What `Network.from_json` reads, and the figures beside it."""
         return self.network.to_json() | {
             "measured": [
                 [one.what, list(one.ranks), one.size_bytes, one.seconds] for one in self.measured
-            ]
+            ],
+            "untold": list(self.untold),
+            "left_out": {what: list(sizes) for what, sizes in self.left_out.items()},
         }
+
+    def doubts(self) -> list[str]:
+        """What the figures do not tell, a sentence each, and how to learn it."""
+        said = []
+        for what, name in _NAMES.items():
+            sizes = self.left_out.get(what, ())
+            listed = ", ".join(f"{size:,}" for size in sizes)
+            if what in self.untold:
+                longest = max(one.size_bytes for one in self.measured if one.what == what)
+                said.append(
+                    f"{name} of up to {longest:,} bytes take less than {OUTWEIGHS} times their "
+                    f"start-up and tell no rate, which {_INSTEAD[what]}: give "
+                    + (f"more time ({listed} bytes were left out)" if sizes else "larger sizes")
+                )
+            elif sizes:
+                said.append(f"there was no time for {name} of {listed} bytes")
+        return said
 
 
 def probe(
@@ -60,10 +95,13 @@ def probe(
     """Measures what exchanges and all-reduces cost between the workers of a group.
 
     A collective: all ranks call it alike. Pairs exchange equal messages as gossip does, all
-    disjoint pairs at once, then meet other partners until all have met or 0.6 of the time is over;
-    the rest goes to ring all-reduces over Gloo. Each figure is the median of a few chains, in
-    which an exchange begins when the one before it has come. Where time is short, large messages
-    are left out. Nothing of torch's default group is touched.
+    disjoint pairs at once: all sizes with two partners, then the smallest and a large one with
+    others, until all have met or 0.6 of the time is over. The rest goes to ring all-reduces over
+    Gloo. Each figure is the median of a few chains, in which an exchange begins when the one before
+    it has come. Nothing of torch's default group is touched.
+
+    Where time is short, large messages are left out. Where those that were sent are then too short
+    to tell a rate from, rank 0 warns, and the costs have no rate above what a message reached.
 
     When a worker is late by `timeout_seconds` or dies, this raises on the others, and so does
     every later collective of `group`.
@@ -84,10 +122,15 @@ def probe(
     """
     _check(group.world_size, sizes_bytes, budget_seconds, timeout_seconds)
     try:
-        return _probe(group, sizes_bytes, budget_seconds, timeout_seconds, transport)
+        found = _probe(group, sizes_bytes, budget_seconds, timeout_seconds, transport)
     except BaseException:
         group.close()  # the others must not wait for this one
         raise
+    # Rings of many ranks are mostly start-up whatever the size: exchanges tell their rate as well.
+    lacking = "exchange" in found.untold or any(found.left_out[what] for what in found.untold)
+    if lacking and group.rank == 0:
+        warnings.warn(f"a network not fully told: {'; '.join(found.doubts())}", stacklevel=2)
+    return found
 
 
 def _probe(
@@ -115,6 +158,7 @@ def _probe(
     found = [Measured(w, tuple(r), n, s) for each, *_ in everywhere for w, r, n, s in each]
     return _fitted(
         group.world_size,
+        sizes_bytes,
         _merged(found) + reduces,
         snapshot_seconds_per_byte=median(each[1] for each in everywhere),
         mix_seconds_per_byte=median(each[2] for each in everywhere),
@@ -134,45 +178,65 @@ def _merged(found: list[Measured]) -> list[Measured]:
 
 def _fitted(
     world_size: int,
+    sizes_bytes: tuple[int, ...],
     measured: list[Measured],
     *,
     snapshot_seconds_per_byte: float,
     mix_seconds_per_byte: float,
 ) -> Probe:
     exchanges = [one for one in measured if one.what == "exchange"]
-    reduces = [one for one in measured if one.what == "all_reduce"]
-    pairs: dict[tuple[int, int], AffineCost] = {}
-    for ranks in dict.fromkeys(one.ranks for one in exchanges):
-        of_pair = [one for one in exchanges if one.ranks == ranks]
-        pairs[ranks[0], ranks[1]] = AffineCost.fit(
-            [one.size_bytes for one in of_pair], [one.seconds for one in of_pair]
-        )
-    # The usual link: the median over pairs at each size, so that one bad link spoils nothing.
-    sizes = sorted({one.size_bytes for one in exchanges})
-    usual = [median(one.seconds for one in exchanges if one.size_bytes == n) for n in sizes]
-    exchange = AffineCost.fit(sizes, usual)
-    reduced = [one.size_bytes for one in reduces], [one.seconds for one in reduces]
-    all_reduce = AffineCost.fit(*reduced)
+    by_pair: dict[tuple[int, int], Points] = {}
+    for one in exchanges:
+        by_pair.setdefault((one.ranks[0], one.ranks[1]), []).append((one.size_bytes, one.seconds))
+    points = {
+        "exchange": _usual(exchanges),
+        "all_reduce": [(m.size_bytes, m.seconds) for m in measured if m.what == "all_reduce"],
+    }
+    exchange = fit_exchange(points["exchange"], points["all_reduce"], world_size)
+    all_reduce = fit_ring(points["all_reduce"], world_size, exchange)
+    pairs = {pair: fit_pair(of_pair, exchange) for pair, of_pair in by_pair.items()}
+    sizes, seconds = zip(*points["all_reduce"], strict=True)
     network = Network(
         exchange=exchange,
         hop=all_reduce.hop_of_ring(world_size),
-        all_reduce=PiecewiseCost.fit(*reduced),
-        links={
-            pair: cost
-            for pair, cost in pairs.items()
-            if _differs(cost, exchange, [m for m in exchanges if m.ranks == pair])
-        },
+        all_reduce=PiecewiseCost.fit(sizes, seconds),
+        links={pair: pairs[pair] for pair in _unlike(by_pair, points["exchange"])},
         snapshot_seconds_per_byte=snapshot_seconds_per_byte,
         mix_seconds_per_byte=mix_seconds_per_byte,
         world_size=world_size,
     )
-    return Probe(network, pairs, all_reduce, tuple(measured))
+    return Probe(
+        network,
+        pairs,
+        all_reduce,
+        tuple(measured),
+        untold=tuple(what for what, of_kind in points.items() if not tells(of_kind)),
+        left_out={
+            what: tuple(size for size in sizes_bytes if size not in dict(of_kind))
+            for what, of_kind in points.items()
+        },
+    )
 
 
-def _differs(cost: AffineCost, usual: AffineCost, of_pair: list[Measured]) -> bool:
-    """Whether a pair is another kind of link, by its largest message; the rest is noise."""
-    largest = max(one.size_bytes for one in of_pair)
-    return abs(cost(largest) / usual(largest) - 1) > _NOISE
+def _usual(exchanges: list[Measured]) -> Points:
+    """The usual link: the median over pairs at each size, so that one bad link spoils nothing."""
+    by_size: dict[int, list[float]] = {}
+    for one in exchanges:
+        by_size.setdefault(one.size_bytes, []).append(one.seconds)
+    return [(size, median(seconds)) for size, seconds in sorted(by_size.items())]
+
+
+def _unlike(by_pair: dict[tuple[int, int], Points], usual: Points) -> list[tuple[int, int]]:
+    """Pairs of another kind of link, by their largest message if it tells; the rest is noise."""
+    telling = {
+        size: seconds for n, (size, seconds) in enumerate(usual) if n and tells(usual[: n + 1])
+    }
+    found = []
+    for pair, of_pair in by_pair.items():
+        size, seconds = max(of_pair)
+        if size in telling and abs(seconds / telling[size] - 1) > _NOISE:
+            found.append(pair)
+    return found
 
 
 def _check(
