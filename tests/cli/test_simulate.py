@@ -58,6 +58,13 @@ def test_options_reach_the_model(tmp_path):
     reduce = step_seconds(strategy="allreduce")
     slow = step_seconds("--latency", "10ms", strategy="allreduce")
     halved = step_seconds("--latency", "10ms", "--collective", "halving", strategy="allreduce")
+    hops = step_seconds("--latency", "50us", "--hop-latency", "10ms", strategy="allreduce")
+    assert hops == pytest.approx(slow)
+    plain, hopping = (
+        step_seconds("--latency", "50us", *more, strategy="gossip")
+        for more in ([], ["--hop-latency", "10ms"])
+    )
+    assert hopping == plain
     assert reduce < halved < slow
 
 
@@ -228,7 +235,9 @@ def test_a_figure_is_drawn(tmp_path):
         (["--curves", "none.json", "--accuracy", "87"], "0.87 is 87 %"),
         (["--curves", "none.json"], "no curves 'none.json' (No such file or directory)"),
         (["--network", "none.json"], "`gossipgrad probe --out none.json` measures one"),
-        (["--network", "none.json", "--latency", "1ms"], "leave out --bandwidth and --latency"),
+        (["--network", "none.json", "--latency", "1ms"], "leave out --bandwidth, --latency and"),
+        (["--network", "none.json", "--hop-latency", "1ms"], "and --hop-latency, or --network"),
+        (["--hop-latency", "50"], "'50' is no time: write 50us, 1.5ms or 2s"),
         (["--figure", "figure.gif"], "--figure figure.gif must end in .png, .svg, .pdf"),
         (["--figure", "nowhere/figure.png"], "there is no folder nowhere"),
         (["--out", "nowhere/figures.json"], "there is no folder nowhere"),

@@ -148,7 +148,11 @@ def _networks(options: SimulateOptions) -> list[tuple[str, float | None, Network
     networks: list[tuple[str, float | None, Network]] = []
     for text in list_of(options.bandwidth or "100Mbit,1Gbit,10Gbit", "--bandwidth"):
         rate = rate_of(text)
-        cost = AffineCost.from_rate(rate_bits_per_second=rate, latency_seconds=seconds_of(latency))
-        network = Network(exchange=cost, racks=racks, collective=collective)
-        networks.append((f"{rate_text(rate)}, {latency}{behind}", rate, network))
+        cost, hop = (
+            AffineCost.from_rate(rate_bits_per_second=rate, latency_seconds=seconds_of(each))
+            for each in (latency, options.hop_latency or latency)
+        )
+        network = Network(exchange=cost, hop=hop, racks=racks, collective=collective)
+        hops = "" if options.hop_latency is None else f", hops {options.hop_latency}"
+        networks.append((f"{rate_text(rate)}, {latency}{hops}{behind}", rate, network))
     return networks

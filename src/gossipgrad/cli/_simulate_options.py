@@ -27,8 +27,11 @@ class SimulateOptions:
     """Rates of each host's link, each way, with commas; None: 100Mbit,1Gbit,10Gbit."""
     latency: str | None = None
     """What an empty message takes; None: 50us."""
+    hop_latency: str | None = None
+    """What an empty hop of a ring all-reduce takes, which wakes more threads; None: as
+    --latency."""
     network: Path | None = None
-    """A file that `gossipgrad probe` wrote, in place of --bandwidth and --latency."""
+    """A file that `gossipgrad probe` wrote, in place of --bandwidth and the latencies."""
     collective: Literal["ring", "halving"] | None = None
     """How all-reduce goes: ring as Gloo does it, halving (recursive halving and doubling) as good
     MPI libraries do it for many ranks; None: as --network says, else ring."""
@@ -80,9 +83,11 @@ def check(options: SimulateOptions) -> None:
     Raises:
         ValueError: They do not.
     """
-    if options.network is not None and (options.bandwidth, options.latency) != (None, None):
+    links = (options.bandwidth, options.latency, options.hop_latency)
+    if options.network is not None and links != (None, None, None):
         raise ValueError(
-            "--network says what links cost: leave out --bandwidth and --latency, or --network"
+            "--network says what links cost: leave out --bandwidth, --latency and --hop-latency, "
+            "or --network"
         )
     if (options.rack_size is None) != (options.uplink is None):
         raise ValueError("racks need both --rack-size and --uplink")
