@@ -98,8 +98,9 @@ def predict(
 
     A model of time alone: nothing is trained and nothing sent. All ranks are stepped through their
     schedule of computing, sending and waiting, as arrays, in memory of a few numbers a rank; the
-    first steps, until ranks wait for each other as they go on to do, do not count. Equal arguments
-    give equal figures.
+    first steps, until ranks wait for each other as they go on to do, do not count. The flows on a
+    shared uplink are gone through one after another: racks of thousands take their time. Equal
+    arguments give equal figures.
 
     Args:
         profile: What a step computes, and the tensors that travel.
