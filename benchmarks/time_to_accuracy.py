@@ -4,9 +4,9 @@ Every worker is a host of its own behind a link of the laboratory, and computes 
 share this machine's cores, so a step takes longer the more of them there are, and the processors
 are busy throughout: every run says how busy, and how much of that other programs took.
 The target of a seed is the final accuracy that DistributedDataParallel has with it. Gossip runs as
-many epochs, and where it falls short of the target once more with a quarter more of them, because a
-learning rate that falls to zero with the last epoch leaves a run that is a tenth of a point short
-nothing to catch up with.
+many epochs, and where it falls short of the target once more with a quarter more of them, and if
+need be with twice as many, because a learning rate that falls to zero with the last epoch leaves a
+run that is a tenth of a point short nothing to catch up with.
 
 All of it takes about two hours on 2 cores. A seed of every task comes before the next seed, and
 DistributedDataParallel against gossip before the longer runs; after every run the results are
@@ -32,20 +32,26 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import _common
+from benchmarks._alone import BusyError, alone
+from benchmarks._ends import ends_as_ctrl_c
+from benchmarks._time_to_accuracy_page import fill_page
 from benchmarks.netlab import NetlabError, Network, format_rate
 from benchmarks.network._busy import CpuBusy
 from benchmarks.network._marks import MOST_BUSY_BY_OTHERS
 from gossipgrad.train._summary import write_json
 
-DDP, GOSSIP, LONGER = "ddp", "gossip", "gossip, a quarter more epochs"
+DDP, GOSSIP = "ddp", "gossip"
+LONGER = ["gossip, a quarter more epochs", "gossip, twice the epochs"]
 CONTESTANTS = {
     DDP: ("allreduce", 1.0),
     GOSSIP: ("gossip", 1.0),
-    LONGER: ("gossip", 1.25),
+    LONGER[0]: ("gossip", 1.25),
+    LONGER[1]: ("gossip", 2.0),
 }
 
 SEEDS = 3
@@ -114,7 +120,7 @@ def order(tasks: list[Task], seeds: int) -> list[Run]:
     return [
         Run(task, contestant, seed)
         for seed in range(seeds)
-        for contestants in ((DDP, GOSSIP), (LONGER,))
+        for contestants in ((DDP, GOSSIP), *((longer,) for longer in LONGER))
         for task in tasks
         for contestant in contestants
     ]
@@ -202,12 +208,15 @@ def seconds_to(points: list[tuple[float, float]], target: float) -> float | None
 
 
 def is_needed(run: Run, folder: Path) -> bool:
-    """Whether a run tells anything: a longer one does unless the shorter reached the target."""
-    shorter = folder / run.task.slug(GOSSIP, run.seed)
-    if run.contestant != LONGER or not shorter.exists():
+    """Whether a run tells anything: a longer one if no shorter came to the target that there is."""
+    if run.contestant not in LONGER:
         return True
+    shorter = [GOSSIP, *LONGER[: LONGER.index(run.contestant)]]
+    outs = [folder / run.task.slug(name, run.seed) for name in shorter]
     target = _target(run.task, run.seed, folder)
-    return target is None or seconds_to(curve(shorter), target) is None
+    return target is not None and not any(
+        out.exists() and seconds_to(curve(out), target) is not None for out in outs
+    )
 
 
 def _target(task: Task, seed: int, folder: Path) -> float | None:
@@ -239,36 +248,49 @@ def row(task: Task, seeds: int, folder: Path) -> dict:
                 }
             )
         found[name] = runs
+    of_seeds = shares([run for name in (GOSSIP, *LONGER) for run in found[name]], found[DDP])
     return {
         "task": task.name,
         "world_size": task.world_size,
         "rate_bits_per_second": task.rate_bits_per_second,
         "commands": {name: "gossipgrad " + " ".join(task.command(name, 0)) for name in CONTESTANTS},
         "runs": found,
-        "ratio_of_times_to_ddp": ratio([*found[GOSSIP], *found[LONGER]], found[DDP]),
+        "shares_of_ddp_time": of_seeds,
+        "ratio_of_times_to_ddp": ratio(list(of_seeds.values())),
     }
 
 
-def ratio(runs: list[dict], ddp: list[dict]) -> float | None:
-    """Median over seeds of gossip's time to the target against DDP's.
+def shares(runs: list[dict], ddp: list[dict]) -> dict[str, float | None]:
+    """By seed, gossip's time to the target as a share of DDP's; None where it missed it.
 
-    A seed's time is that of its first run to reach the target. None where there is no seed that
-    both have, or one of them missed the target in all its runs.
+    A seed's time is that of its first run to reach the target. Seeds that both have.
+
+    Example:
+        >>> ddp = [{"seed": 0, "seconds_to_ddp_accuracy": 40.0}]
+        >>> missed = {"seed": 0, "seconds_to_ddp_accuracy": None}
+        >>> reached = {"seed": 0, "seconds_to_ddp_accuracy": 30.0}
+        >>> shares([missed, reached], ddp)
+        {'0': 0.75}
     """
     times = {run["seed"]: run["seconds_to_ddp_accuracy"] for run in ddp}
-    reached: dict[int, float | None] = {}
+    found: dict[str, float | None] = {}
     for run in runs:
-        if reached.get(run["seed"]) is None:
-            reached[run["seed"]] = run["seconds_to_ddp_accuracy"]
-    ratios = [own and own / times[seed] for seed, own in reached.items() if times.get(seed)]
-    found = [one for one in ratios if one is not None]
-    return round(statistics.median(found), 3) if found and len(found) == len(ratios) else None
+        seed, own = run["seed"], run["seconds_to_ddp_accuracy"]
+        if times.get(seed) and found.get(str(seed)) is None:
+            found[str(seed)] = None if own is None else round(own / times[seed], 3)
+    return found
+
+
+def ratio(of_seeds: Sequence[float | None]) -> float | None:
+    """Median over seeds; None where there is none, or one missed the target in all its runs."""
+    found = [share for share in of_seeds if share is not None]
+    return round(statistics.median(found), 3) if found and len(found) == len(of_seeds) else None
 
 
 def report(seeds: int, folder: Path, failed: dict[str, str]) -> Path:
     """Writes what is there of all tasks, and names what is not.
 
-    Into the results, or, where more is published than is there, into the folder.
+    Into the results and the page, or, where more is published than is there, into the folder.
     """
     missing = [
         run
@@ -285,6 +307,7 @@ def report(seeds: int, folder: Path, failed: dict[str, str]) -> Path:
     lost = _runs(json.loads(path.read_text())["rows"]) if path.exists() else set()
     lost -= _runs(figures["rows"])
     if not lost:
+        fill_page(figures["rows"])
         return _common.write(path.stem, figures)
     print(
         f"{path} stays as it is: {len(lost)} of its runs are not in {folder}; remove it to publish "
@@ -331,20 +354,31 @@ def main() -> int:
         parser.error(f"--seeds must be 1 or more; --only and --world-size choose among {named}")
     if options.minutes is not None and options.minutes <= 0:
         parser.error(f"--minutes {options.minutes:g}: leave it out for no limit")
-    options.folder.mkdir(parents=True, exist_ok=True)
     folder = options.folder.resolve()
-    seeds = max(options.seeds, SEEDS)  # of what is done and told, whatever is to be done now
+    try:
+        with alone(folder / "lock"), ends_as_ctrl_c():
+            return _train_missing(tasks, options.seeds, folder, options.timeout, options.minutes)
+    except BusyError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def _train_missing(
+    tasks: list[Task], seeds: int, folder: Path, timeout_seconds: float, minutes: float | None
+) -> int:
+    """Runs what is missing and writes the table after each; the exit status."""
+    told = max(seeds, SEEDS)  # of what is done, whatever is to be done now
     failed: dict[str, str] = {}
     begun = time.monotonic()
-    for run in order(tasks, options.seeds):
+    for run in order(tasks, seeds):
         out = _folder(run, folder)
         if out.exists() or not is_needed(run, folder):
             continue
-        if options.minutes is not None and time.monotonic() - begun > 60 * options.minutes:
-            print(f"stopped after {options.minutes:g} minutes: the rest is for next time")
+        if minutes is not None and time.monotonic() - begun > 60 * minutes:
+            print(f"stopped after {minutes:g} minutes: the rest is for next time")
             break
         try:
-            train(run, out, options.timeout)
+            train(run, out, timeout_seconds)
         except FailedRunError as error:
             failed[run.name] = str(error)
             print(f"{run.name}: failed: {error}", flush=True)
@@ -354,8 +388,8 @@ def main() -> int:
         else:
             seconds, accuracy = curve(out)[-1]
             print(f"{run.name}: {100 * accuracy:.2f} % after {seconds:.1f} s", flush=True)
-        report(seeds, folder, failed)
-    print(report(seeds, folder, failed))
+        report(told, folder, failed)
+    print(report(told, folder, failed))
     return 1 if failed else 0
 
 
