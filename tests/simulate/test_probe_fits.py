@@ -94,6 +94,23 @@ def test_pairs_near_the_usual_one_are_taken_to_be_like_it():
     assert found.network.hop == found.all_reduce.hop_of_ring(3)
 
 
+def test_what_pairs_differ_by_anyway_tells_no_link():
+    usual = {size: 1 + size * 1e-5 for size in SIZES_BYTES}
+    factors = [0.85, 0.93, 0.98, 1.0, 1.02, 1.09, 1.2, 2.5]
+    pairs = {
+        (0, n + 1): {size: factor * ms for size, ms in usual.items()}
+        for n, factor in enumerate(factors)
+    }
+    assert list(fitted(9, pairs, usual).network.links) == [(0, 8)]
+    # Of two racks the pairs across are the more, and those within are told from them.
+    across = {(a, b): 1 + (a // 4 != b // 4) for b in range(8) for a in range(b)}
+    racks = {
+        pair: {size: slow * ms * (1 + 0.01 * (pair[1] % 3)) for size, ms in usual.items()}
+        for pair, slow in across.items()
+    }
+    assert set(fitted(8, racks, usual).network.links) == {p for p, n in across.items() if n == 1}
+
+
 def test_links_are_told_by_sizes_whose_bytes_outweigh_the_start_up():
     usual = {4096: 3.0, 65536: 8.0, 1 << 20: 87.0}
     noise = {4096: 1.2, 65536: 13.9}
@@ -130,7 +147,8 @@ def test_published_probes_tell_of_other_numbers_of_ranks():
                     predict(profile, net, strategy, world_size=p, steps=8).step_seconds
                     for net in (alone, true)
                 )
-                assert said == pytest.approx(fact, rel=0.1), (one["world_size"], wire, strategy, p)
+                # Two cores that move what 16 hosts send at 1 Gbit/s do it slower than the wire.
+                assert 0.9 < said / fact < 1.25, (one["world_size"], wire, strategy, p)
 
 
 class Clock:

@@ -21,7 +21,8 @@ __all__ = ["SIZES_BYTES", "Probe", "check_sizes", "probe"]
 SIZES_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24)
 """Of the messages that `probe` sends, unless it is told others."""
 
-_NOISE = 0.1
+_NOISE, _MOST_NOISE = 0.1, 0.5
+_DEVIATIONS = 4.5  # median absolute ones: three standard deviations of what is normal
 _NAMES = {"exchange": "exchanges", "all_reduce": "all-reduces"}
 _INSTEAD = {
     "exchange": "is taken to be no more than any message reached",
@@ -38,8 +39,9 @@ class Probe:
     """What `probe` found, the same on all ranks.
 
     Attributes:
-        network: The costs fitted to it. Pairs within a tenth of the usual one are taken to be like
-            it; only others are among its `links`.
+        network: The costs fitted to it. Pairs within a tenth of the usual one, or within what
+            pairs differ among each other, are taken to be like it; only others are among its
+            `links`.
         pairs: Cost of each pair that was measured.
         all_reduce: Cost of an all-reduce over all ranks, as one line.
         measured: The figures behind them.
@@ -228,15 +230,18 @@ def _usual(exchanges: list[Measured]) -> Points:
 
 def _unlike(by_pair: dict[tuple[int, int], Points], usual: Points) -> list[tuple[int, int]]:
     """Pairs of another kind of link, by their largest message if it tells; the rest is noise."""
-    telling = {
-        size: seconds for n, (size, seconds) in enumerate(usual) if n and tells(usual[: n + 1])
-    }
-    found = []
+    telling = {size for n, (size, _) in enumerate(usual) if n and tells(usual[: n + 1])}
+    off: dict[int, dict[tuple[int, int], float]] = {}
     for pair, of_pair in by_pair.items():
         size, seconds = max(of_pair)
-        if size in telling and abs(seconds / telling[size] - 1) > _NOISE:
-            found.append(pair)
-    return found
+        if size in telling:
+            off.setdefault(size, {})[pair] = abs(seconds / dict(usual)[size] - 1)
+    found = set()
+    for by_one in off.values():
+        # Where pairs differ much among each other, as on busy hosts, a tenth tells nothing.
+        noise = min(_MOST_NOISE, max(_NOISE, _DEVIATIONS * median(by_one.values())))
+        found |= {pair for pair, apart in by_one.items() if apart > noise}
+    return [pair for pair in by_pair if pair in found]
 
 
 def _check(
