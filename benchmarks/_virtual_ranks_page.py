@@ -68,8 +68,8 @@ def tables(rows: Sequence[dict]) -> list[str]:
         return by_key.get((model, p, strategy, *factors))
 
     return [
-        _accuracies(find, "mlp", MAIN),
-        _accuracies(find, "lenet", FOUR),
+        _accuracies(find, "mlp", MAIN, _accuracy),
+        _accuracies(find, "lenet", FOUR, _accuracies_by_seed),
         _behind(find),
         _distances(find),
         _tried(find),
@@ -94,6 +94,11 @@ def _accuracy(row: dict | None) -> str:
     return f"{100 * fmean(row['accuracy']):.2f} ({len(row['accuracy'])})"
 
 
+def _accuracies_by_seed(row: dict | None) -> str:
+    """For a model of which some runs never leave chance: a mean would tell nothing."""
+    return "-" if row is None else ", ".join(f"{100 * one:.2f}" for one in row["accuracy"])
+
+
 def _own_accuracy(row: dict | None) -> str:
     """Of the replicas themselves, where they have no consensus worth the name."""
     if row is None:
@@ -101,10 +106,11 @@ def _own_accuracy(row: dict | None) -> str:
     return f"{100 * row['replica_accuracy_mean']:.2f} ({len(row['accuracy'])})"
 
 
-def _accuracies(find: Find, model: str, strategies: Sequence[str]) -> str:
+def _accuracies(
+    find: Find, model: str, strategies: Sequence[str], told: Callable[[dict | None], str]
+) -> str:
     rows = [
-        [strategy, *(_accuracy(find(model, p, strategy)) for p in WORLDS)]
-        for strategy in strategies
+        [strategy, *(told(find(model, p, strategy)) for p in WORLDS)] for strategy in strategies
     ]
     rows.append([OWN, *(_own_accuracy(find(model, p, "local")) for p in WORLDS)])
     return table([f"{model}: strategy", *map(_ranks, WORLDS)], rows)
