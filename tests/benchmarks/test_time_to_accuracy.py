@@ -198,12 +198,23 @@ def test_one_seed_that_never_gets_there_leaves_no_ratio():
     assert bench.shares(runs(5.0, None, 7.0), runs(10.0, 10.0)) == {"0": 0.5, "1": None}
 
 
+def published():
+    return json.loads((RESULTS / "time_to_accuracy.json").read_text())["rows"]
+
+
 def test_the_page_has_the_table_of_what_is_published(tmp_path):
-    held = json.loads((RESULTS / "time_to_accuracy.json").read_text())
     page = tmp_path / "page.md"
     page.write_text(PAGE.read_text())
-    fill_page(held["rows"], page)
+    fill_page(published(), page)
     assert page.read_text() == PAGE.read_text(), "run python -m benchmarks.time_to_accuracy"
+
+
+def test_readme_has_the_shares_of_time_that_are_published():
+    readme = (PAGE.parents[1] / "README.md").read_text()
+    last = [line.rsplit("|", 2)[1].strip() for line in told(published()).splitlines()[2:]]
+    fashion, cifar = (f"| {last[at]} | {last[at + 2]} |" for at in (0, 1))
+    assert f"| Fashion-MNIST, LeNet, 50 Mbit/s {fashion}" in readme
+    assert f"| CIFAR-10 small, ResNet-20, 25 Mbit/s {cifar}" in readme
 
 
 def test_the_table_tells_spreads_what_is_missing_and_what_was_disturbed():
