@@ -1,0 +1,16 @@
+"""A rank's state as files: saved without waiting for anyone, loaded only if nothing is amiss."""
+
+from ._consensus import consensus as consensus
+from ._consensus import export_safetensors as export_safetensors
+from ._layout import latest as latest
+from ._layout import manifest as manifest
+from ._layout import steps as steps
+from ._load import load as load
+from ._manifest import Manifest as Manifest
+from ._removing import rewind as rewind
+from ._save import save as save
+from ._saver import Saver as Saver
+from ._saver import SaverStats as SaverStats
+from ._trusted import export_dcp as export_dcp
+from ._trusted import import_dcp as import_dcp
+from ._trusted import import_torch as import_torch

@@ -1,0 +1,107 @@
+"""A tree of state put together again; never more than plain values, arrays and tensors."""
+
+import base64
+import binascii
+import struct
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ._encode import permuted_densely
+
+__all__ = ["decode"]
+
+_DTYPES = {
+    str(kind).removeprefix("torch."): kind
+    for kind in vars(torch).values()
+    if isinstance(kind, torch.dtype) and not str(kind).startswith("torch.q")
+}
+
+
+def decode(tree: Any, tensor: Callable[[str], Tensor]) -> Any:
+    """Put a tree together.
+
+    Args:
+        tree: As `encode` made it, and JSON brought it back.
+        tensor: Gives the tensor of a name, in memory that is the caller's, contiguous.
+
+    Raises:
+        ValueError: The tree is none that `encode` makes, or names a tensor that is not there.
+    """
+    try:
+        return _Walk(tensor).value(tree)
+    except (KeyError, TypeError, IndexError, AttributeError, OverflowError, RuntimeError) as error:
+        raise ValueError(f"it is no tree of state ({type(error).__name__}: {error})") from error
+
+
+class _Walk:
+    """Through one tree."""
+
+    def __init__(self, tensor: Callable[[str], Tensor]) -> None:
+        self._tensor = tensor
+        self._found: dict[tuple[Any, ...], Tensor] = {}
+        self._tags: dict[str, Callable[[Any], Any]] = {
+            "$int": lambda told: int(told["$int"], 16),
+            "$float": lambda told: struct.unpack(">d", bytes.fromhex(told["$float"]))[0],
+            "$text": lambda told: _bytes(told["$text"]).decode("utf-8", "surrogatepass"),
+            "$bytes": lambda told: _bytes(told["$bytes"]),
+            "$bytearray": lambda told: bytearray(_bytes(told["$bytearray"])),
+            "$tuple": lambda told: tuple(map(self.value, told["$tuple"])),
+            "$dict": lambda told: dict(self._pairs(told["$dict"])),
+            "$counter": lambda told: Counter(dict(self._pairs(told["$counter"]))),
+            "$ordered": self._ordered,
+            "$tensor": self._placed,
+            "$array": lambda told: self._array("$array", told),
+            "$scalar": lambda told: self._array("$scalar", told)[()],
+        }
+
+    def value(self, tree: Any) -> Any:
+        if type(tree) is list:
+            return [self.value(item) for item in tree]
+        if type(tree) is not dict:
+            return tree
+        tag = next(iter(tree), "")
+        if tag[:1] == "$":
+            return self._tags[tag](tree)
+        return {key: self.value(item) for key, item in tree.items()}
+
+    def _pairs(self, pairs: list[Any]) -> list[tuple[Any, Any]]:
+        return [(self.value(key), self.value(item)) for key, item in pairs]
+
+    def _ordered(self, told: dict[str, Any]) -> OrderedDict[Any, Any]:
+        ordered = OrderedDict(self._pairs(told["$ordered"]))
+        if "metadata" in told:
+            ordered._metadata = self.value(told["metadata"])  # pyrefly: ignore[missing-attribute]
+        return ordered
+
+    def _placed(self, told: dict[str, Any]) -> Tensor:
+        name, stride, kind = told["$tensor"], told.get("stride"), told.get("dtype")
+        same = (name, *(stride or ()), kind)
+        if same not in self._found:
+            tensor = self._tensor(name)
+            if kind is not None:
+                tensor = tensor.view(_DTYPES[kind]).reshape(told["shape"])
+            if stride is not None:
+                if not permuted_densely(tuple(tensor.shape), tuple(stride)):
+                    raise ValueError(f"tensor {name!r} has no stride {stride}")
+                placed = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype)
+                tensor = placed.copy_(tensor)
+            self._found[same] = tensor
+        return self._found[same]
+
+    def _array(self, tag: str, told: dict[str, Any]) -> Any:
+        kind = np.dtype(str(told["dtype"]))
+        if kind.hasobject:
+            raise ValueError(f"array {told[tag]!r} is of objects")
+        return self._tensor(told[tag]).numpy().view(kind).reshape(told["shape"])
+
+
+def _bytes(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except binascii.Error as error:
+        raise ValueError(f"it is no tree of state ({error})") from error

@@ -1,0 +1,153 @@
+"""Files that are on the disk when it says so, with the digest of what was to be in them."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ._encode import DTYPE_NAMES
+
+__all__ = [
+    "FileEntry",
+    "StoppedError",
+    "check_file",
+    "open_tensors",
+    "sync_folder",
+    "tensor_chunks",
+    "write_file",
+]
+
+_CHUNK_BYTES = 4 * 2**20
+
+
+class StoppedError(Exception):
+    """Writing was given up, because nobody waits for it any more."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileEntry:
+    """What a manifest says of a file."""
+
+    size_bytes: int
+    sha256: str
+
+
+def write_file(
+    path: Path, chunks: Iterable[bytes | memoryview], stop: Callable[[], bool] | None = None
+) -> FileEntry:
+    """Write a new file in one pass, and wait until it is on the disk.
+
+    The digest is of what was meant to be written, taken on the way.
+
+    Raises:
+        OSError: The disk is full, or whatever else keeps the file from being written.
+        StoppedError: `stop` said so, between two chunks.
+    """
+    digest, size_bytes = hashlib.sha256(), 0
+    with path.open("xb", buffering=0) as file:
+        for chunk in chunks:
+            if stop is not None and stop():
+                raise StoppedError(f"writing {path} was given up")
+            left = memoryview(chunk)
+            digest.update(left)
+            size_bytes += len(left)
+            while left:
+                left = left[file.write(left) :]
+        os.fsync(file.fileno())
+    return FileEntry(size_bytes=size_bytes, sha256=digest.hexdigest())
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk, too."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def tensor_chunks(
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> Iterator[bytes | memoryview]:
+    """The content of a safetensors file, piece by piece.
+
+    The library would write it, too: but to its own temporary file, which a kill leaves behind,
+    without a digest, a way to stop, or the number of the error. Tensors are copied only where they
+    are not contiguous on the CPU, one at a time.
+    """
+    # Wide types first, so that every tensor is aligned.
+    names = sorted(tensors, key=lambda name: (-_element_bytes(tensors[name]), name))
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name in names:
+        tensor = tensors[name]
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        known = tensor.dtype in DTYPE_NAMES
+        header[name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype] if known else "U8",
+            "shape": list(tensor.shape) if known else [end - start],
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode("ascii")
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for name in names:
+        flat = tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        data = flat.numpy().data
+        for start in range(0, len(data), _CHUNK_BYTES):
+            yield data[start : start + _CHUNK_BYTES]
+
+
+def _element_bytes(tensor: Tensor) -> int:
+    return tensor.element_size() if tensor.dtype in DTYPE_NAMES else 1
+
+
+def check_file(path: Path, entry: FileEntry) -> None:
+    """Refuse a file that is not the one that was written.
+
+    Raises:
+        ValueError: It is missing, has another size or another digest; its size is looked at first.
+    """
+    try:
+        found = path.stat().st_size
+        if found < entry.size_bytes:
+            raise ValueError(
+                f"{path} is truncated: it has {found:,} bytes, {entry.size_bytes:,} were written"
+            )
+        if found > entry.size_bytes:
+            raise ValueError(f"{path} has {found:,} bytes, {entry.size_bytes:,} were written")
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
+    if digest != entry.sha256:
+        raise ValueError(
+            f"{path} was changed or damaged: it has SHA-256 {digest}, written was {entry.sha256}"
+        )
+
+
+def open_tensors(path: Path) -> Callable[[str], Tensor]:
+    """The tensors of a safetensors file, each in memory of its own when it is asked for.
+
+    Raises:
+        ValueError: It is none.
+    """
+    try:
+        file = safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is no safetensors file: {error}") from error
+
+    def tensor(name: str) -> Tensor:
+        try:
+            # What is read is mapped memory, which fails when the file goes away on its server.
+            return file.get_tensor(name).clone()
+        except SafetensorError as error:
+            raise ValueError(f"{path} has no tensor {name!r}: {error}") from error
+
+    return tensor

@@ -1,0 +1,203 @@
+"""Where checkpoints lie, and which of them are complete."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+
+from ._manifest import MANIFEST, Manifest, read_manifest
+
+__all__ = ["Found", "all_steps", "folder_of", "latest", "manifest", "newest", "own_steps", "steps"]
+
+_STEP = re.compile(r"step-(\d{9}|[1-9]\d{9,})")
+_RANK = re.compile(r"rank-(\d{4}|[1-9]\d{4,})")
+
+
+def folder_of(directory: Path, step: int, rank: int) -> Path:
+    """Of one rank's part of a checkpoint."""
+    return directory / f"step-{step:09d}" / f"rank-{rank:04d}"
+
+
+def latest(directory: str | PathLike[str], *, run: str | None = None) -> int | None:
+    """The newest step that all its ranks have committed; local, reads manifests only.
+
+    Args:
+        directory: Where checkpoints lie, on a file system that all ranks share.
+        run: Of this run only; None: of any.
+
+    Returns:
+        The step; None if no step is complete, or the directory is not there.
+
+    Example:
+        >>> latest("nowhere") is None
+        True
+    """
+    return max(steps(directory, run=run), default=None)
+
+
+def steps(
+    directory: str | PathLike[str], *, run: str | None = None, rank: int | None = None
+) -> list[int]:
+    """Steps of which there is a checkpoint; local, reads manifests only.
+
+    Args:
+        directory: Where checkpoints lie.
+        run: Of this run only; None: of any.
+        rank: None: steps that all their ranks have committed, which takes a file system that they
+            share. A rank: what that one has committed, whatever others did. Ranks that share
+            nothing agree on the newest step that each of them has.
+
+    Returns:
+        In order, the newest last.
+    """
+    directory = Path(directory)
+    if rank is not None:
+        own = own_steps(directory, rank)
+        return [s for s, m in own.items() if isinstance(m, Manifest) and run in (None, m.run)]
+    return [
+        found.step
+        for found in all_steps(directory)
+        if any(run in (None, whole.run) for whole in found.complete())
+    ]
+
+
+def manifest(
+    directory: str | PathLike[str], *, rank: int, step: int | None = None, run: str | None = None
+) -> Manifest:
+    """What a rank has committed, without reading its state.
+
+    Args:
+        directory: Where checkpoints lie.
+        rank: Whose part.
+        step: Which; None: the newest that is complete.
+        run: Of this run only; None: of any.
+
+    Raises:
+        ValueError: There is none, or it is damaged or foreign; the message names the file.
+    """
+    directory = Path(directory)
+    if step is None:
+        step = newest(directory, run)
+    path = folder_of(directory, step, rank) / MANIFEST
+    try:
+        read = read_manifest(path)
+    except FileNotFoundError:
+        there = steps(directory, rank=rank)
+        has = f"has {', '.join(map(str, there[-5:]))}" if there else "has none at all"
+        raise ValueError(
+            f"{path} is not there: rank {rank} has not committed step {step}; it {has}"
+        ) from None
+    if (read.rank, read.step) != (rank, step):
+        raise ValueError(
+            f"{path} is foreign: it was written by rank {read.rank} at step {read.step}; files "
+            "cannot be handed from one rank or step to another"
+        )
+    if run not in (None, read.run):
+        raise ValueError(
+            f"{path} is of another run, {read.run!r}, not of {run!r}: name the directory of the "
+            "run that you mean"
+        )
+    return read
+
+
+def newest(directory: Path, run: str | None) -> int:
+    """`latest`, or why there is none."""
+    step = latest(directory, run=run)
+    if step is not None:
+        return step
+    found = all_steps(directory)
+    if not found:
+        raise ValueError(f"there is no checkpoint in {directory}: name a directory that has one")
+    raise ValueError(
+        f"no checkpoint in {directory} is complete: step {found[-1].step} {found[-1].lacks(run)}; "
+        "where ranks do not share the directory, name a step that all of them have"
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class Found:
+    """What there is of one step."""
+
+    step: int
+    manifests: dict[int, Manifest] = field(default_factory=dict)
+    damaged: dict[int, str] = field(default_factory=dict)
+    """Why, by rank."""
+
+    def complete(self) -> list[Manifest]:
+        """One manifest of each whole that all its members have committed; mostly one or none."""
+        return [m for m in self._wholes() if not self._missing(m)]
+
+    def lacks(self, run: str | None = None) -> str:
+        """Why it is not complete: `lacks rank 1 and 3`."""
+        wholes = [m for m in self._wholes() if run in (None, m.run)]
+        if not wholes:
+            other = next(iter(self.manifests.values()), None)
+            named = "has no readable manifest" if other is None else f"is of run {other.run!r}"
+            return "; ".join([named, *self.damaged.values()])
+        fullest = min(wholes, key=lambda m: len(self._missing(m)))
+        missing = self._missing(fullest)
+        foreign = [rank for rank in missing if rank in self.manifests]
+        names = " and ".join(filter(None, [", ".join(map(str, missing[:-1])), str(missing[-1])]))
+        reasons = [f"lacks rank {names}"]
+        if foreign:
+            reasons.append(f"the part of rank {foreign[0]} is of another start or other members")
+        return "; ".join([*reasons, *self.damaged.values()])
+
+    def _wholes(self) -> Iterator[Manifest]:
+        return iter({m.whole: m for m in self.manifests.values()}.values())
+
+    def _missing(self, one: Manifest) -> list[int]:
+        there = self.manifests
+        return [r for r in one.members if r not in there or there[r].whole != one.whole]
+
+
+def all_steps(directory: Path) -> list[Found]:
+    """Every step of which any rank has something, in order."""
+    found = []
+    for step, folder in _numbered(directory, _STEP):
+        one = Found(step=step)
+        for rank, part in _numbered(folder, _RANK):
+            try:
+                read = read_manifest(part / MANIFEST)
+            except FileNotFoundError:
+                continue
+            except ValueError as error:
+                one.damaged[rank] = str(error)
+                continue
+            if (read.rank, read.step) == (rank, step):
+                one.manifests[rank] = read
+            else:
+                one.damaged[rank] = f"{part / MANIFEST} is of rank {read.rank}, step {read.step}"
+        if one.manifests or one.damaged:
+            found.append(one)
+    return found
+
+
+def own_steps(directory: Path, rank: int) -> dict[int, Manifest | str | None]:
+    """Steps of which a rank has a folder, in order; None where it has not committed.
+
+    Where its manifest cannot be read, why: that is to be left alone.
+    """
+    own: dict[int, Manifest | str | None] = {}
+    for step, _ in _numbered(directory, _STEP):
+        folder = folder_of(directory, step, rank)
+        if not folder.is_dir():
+            continue
+        try:
+            read = read_manifest(folder / MANIFEST)
+        except FileNotFoundError:
+            own[step] = None
+        except ValueError as error:
+            own[step] = str(error)
+        else:
+            own[step] = read if (read.rank, read.step) == (rank, step) else "of another place"
+    return own
+
+
+def _numbered(folder: Path, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
+    try:
+        names = list(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted((int(m[1]), path) for path in names if (m := pattern.fullmatch(path.name)))

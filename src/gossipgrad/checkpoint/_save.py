@@ -1,0 +1,173 @@
+"""Saves what a rank has; the manifest, renamed last, is the commit."""
+
+import contextlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from os import PathLike
+from pathlib import Path
+
+from ._encode import Encoded, encode
+from ._files import sync_folder, tensor_chunks, write_file
+from ._layout import folder_of
+from ._manifest import MANIFEST, PARTIAL, Manifest, file_names
+from ._removing import clean, make_way, prune, refuse_foreign
+
+__all__ = ["Written", "check_keep", "commit", "part_of", "save"]
+
+
+def save(
+    directory: str | PathLike[str],
+    state: object,
+    *,
+    rank: int,
+    world_size: int,
+    step: int,
+    run: str = "",
+    attempt: str = "",
+    members: Sequence[int] | None = None,
+    keep: int | None = None,
+    shared: bool = True,
+) -> Path:
+    """Save the state of one rank; returns when it is on the disk.
+
+    Local: ranks do not wait for each other. What a rank saves lies in a folder of its own, so that
+    replicas that differ all stay, and is committed as a whole: killed at any instant, `save` leaves
+    what was committed before as it was, and what it has begun is removed by the rank's next one.
+    A step is complete when all `members` have committed it. Nothing is pickled.
+
+    What a rank knows of the others is what it sees in `directory`. Where all share it, with `keep`
+    a rank removes its own part of a step once `keep` newer ones are complete on all ranks, so the
+    last complete one stays, whoever dies or fails to save. Where they do not (`shared=False`), a
+    rank sees its own parts alone, and keeps the last `keep` of those: if another one fails to save
+    as often in a row, there may be no step that both still have. Files of a rank that is no member
+    any more are never removed.
+
+    Args:
+        directory: Where checkpoints lie; made if it is not there.
+        state: Dicts (keys of type str or int; also `OrderedDict` and `Counter`), lists, tuples,
+            tensors, numpy arrays, int, float, bool, None, str and bytes, nested. Every bit of it
+            comes back, as these types. Tensors of the same memory are written once, and share it
+            again when loaded.
+        rank: This rank.
+        world_size: How many ranks there were at the start.
+        step: Steps done, the same on all ranks for what belongs together.
+        run: Names the run, the same for all ranks and starts: a directory holds those of one.
+        attempt: Names this start of the run, the same on all ranks, such as a number drawn by one
+            and told to all: parts that were saved before and after a resume never make one
+            checkpoint. Empty: the caller takes care, with `rewind`.
+        members: Ranks that live, ascending; None: all of `range(world_size)`. Ranks that name
+            other members (one is given up meanwhile) make no complete checkpoint in that step.
+        keep: How many complete ones stay, 1 or more; None: all.
+        shared: Whether all ranks share `directory`.
+
+    Returns:
+        The folder of this rank.
+
+    Raises:
+        ValueError: `state` holds something that cannot be written, with its place in the tree;
+            an argument cannot be; or `directory` holds checkpoints of another run, or newer
+            complete ones. Nothing is written.
+        OSError: The disk is full, or what else keeps files from being written. What was committed
+            before stays.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from gossipgrad import checkpoint
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     state = {"model": {"w": torch.ones(2)}, "epoch": 3}
+        ...     path = checkpoint.save(directory, state, rank=0, world_size=1, step=120)
+        ...     checkpoint.load(directory, rank=0)
+        {'model': {'w': tensor([1., 1.])}, 'epoch': 3}
+    """
+    check_keep(keep)
+    part = part_of(rank, world_size, step, run=run, attempt=attempt, members=members)
+    return commit(Path(directory), encode(state), part, keep=keep, shared=shared).folder
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Written:
+    """What became of a save."""
+
+    folder: Path
+    waiting: list[int]
+    """Own steps that cannot be removed, for other ranks have not committed them or a newer one."""
+    size_bytes: int
+
+
+def part_of(
+    rank: int,
+    world_size: int,
+    step: int,
+    *,
+    run: str,
+    attempt: str,
+    members: Sequence[int] | None,
+) -> Manifest:
+    """A manifest that has no files yet."""
+    return Manifest(
+        run=run,
+        attempt=attempt,
+        rank=rank,
+        world_size=world_size,
+        members=tuple(range(world_size) if members is None else members),
+        step=step,
+        files={},
+    )
+
+
+def check_keep(keep: int | None) -> None:
+    """Refuses what would keep nothing."""
+    if keep is not None and keep < 1:
+        raise ValueError(
+            f"keep={keep} would keep no checkpoint: give 1 or more, or None to keep all"
+        )
+
+
+def commit(
+    directory: Path,
+    encoded: Encoded,
+    part: Manifest,
+    *,
+    keep: int | None,
+    shared: bool,
+    stop: Callable[[], bool] | None = None,
+) -> Written:
+    """Write, commit, remove what is old; all but the encoding of `save`."""
+    refuse_foreign(directory, part.rank, part.run)
+    make_way(directory, part, shared=shared)
+    clean(directory, part.rank)
+    folder = folder_of(directory, part.step, part.rank)
+    _make(folder)
+    taken = {path.name for path in folder.iterdir()}
+    tensors, tree = file_names(taken)
+    try:
+        text = json.dumps(encoded.tree, separators=(",", ":"), allow_nan=False).encode("ascii")
+        told = {"gossipgrad": "read it by gossipgrad.checkpoint.load"}
+        files = {
+            tensors: write_file(folder / tensors, tensor_chunks(encoded.tensors, told), stop),
+            tree: write_file(folder / tree, [text], stop),
+        }
+        done = replace(part, files=files)
+        write_file(folder / PARTIAL, [done.text().encode("ascii")], stop)
+        (folder / PARTIAL).replace(folder / MANIFEST)
+    except BaseException:
+        for name in (tensors, tree, PARTIAL):
+            with contextlib.suppress(OSError):
+                (folder / name).unlink(missing_ok=True)
+        raise
+    for path in (folder, folder.parent, directory):
+        sync_folder(path)
+    clean(directory, part.rank)
+    waiting = [] if keep is None else prune(directory, part, keep=keep, shared=shared)
+    size_bytes = sum(entry.size_bytes for entry in files.values())
+    return Written(folder=folder, waiting=waiting, size_bytes=size_bytes)
+
+
+def _make(folder: Path) -> None:
+    """A rank that removes its part of a step may remove the folder of the step meanwhile."""
+    for _ in range(10):
+        with contextlib.suppress(FileNotFoundError):
+            folder.mkdir(parents=True, exist_ok=True)
+            return
+    folder.mkdir(parents=True, exist_ok=True)
