@@ -14,6 +14,7 @@ BENCHMARKS = (
     "virtual_ranks",
     "staleness",
     "stall",
+    "checkpoint",
 )
 
 

@@ -25,7 +25,10 @@ from gossipgrad.train import GossipConfig, TrainConfig
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-ROOMS = ("", ".topology", ".planning", ".comm", ".data", ".models", ".simulate", ".trace", ".train")
+ROOMS = (
+    *("", ".topology", ".planning", ".comm", ".data", ".models", ".checkpoint", ".simulate"),
+    *(".trace", ".train"),
+)
 NUMBER = re.compile(r"[-+]?\d[\d,.e+-]*")
 
 

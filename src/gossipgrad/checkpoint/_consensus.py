@@ -166,11 +166,7 @@ def _mean(directory: Path, whole: Manifest, key: str, owed: str) -> dict[str, Te
 
 def _weights(folder: Path, state: Any, key: str) -> dict[str, Tensor]:
     if not isinstance(state, Mapping) or key not in state:
-        there = ", ".join(map(repr, state)) if isinstance(state, Mapping) else type(state).__name__
-        raise ValueError(
-            f"{folder} has no weights under {key!r} (there is {there or 'nothing else asked for'}):"
-            " say where they lie"
-        )
+        raise ValueError(f"{folder} has nothing under {key!r}: say where the weights lie")
     weights = state[key]
     if not isinstance(weights, Mapping):
         raise ValueError(f"{folder} has a {type(weights).__name__} under {key!r}, no dict")

@@ -22,6 +22,13 @@ _DTYPES = {
 }
 
 
+# What comes of putting together what nobody has taken apart.
+_ODD = (
+    *(KeyError, TypeError, IndexError, AttributeError, OverflowError, RuntimeError),
+    struct.error,
+)
+
+
 def decode(tree: Any, tensor: Callable[[str], Tensor]) -> Any:
     """Put a tree together.
 
@@ -34,7 +41,7 @@ def decode(tree: Any, tensor: Callable[[str], Tensor]) -> Any:
     """
     try:
         return _Walk(tensor).value(tree)
-    except (KeyError, TypeError, IndexError, AttributeError, OverflowError, RuntimeError) as error:
+    except _ODD as error:
         raise ValueError(f"it is no tree of state ({type(error).__name__}: {error})") from error
 
 
@@ -83,13 +90,17 @@ class _Walk:
         same = (name, *(stride or ()), kind)
         if same not in self._found:
             tensor = self._tensor(name)
-            if kind is not None:
-                tensor = tensor.view(_DTYPES[kind]).reshape(told["shape"])
+            if kind == "complex128":
+                tensor = torch.view_as_complex(tensor)
             if stride is not None:
                 if not permuted_densely(tuple(tensor.shape), tuple(stride)):
                     raise ValueError(f"tensor {name!r} has no stride {stride}")
                 placed = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype)
                 tensor = placed.copy_(tensor)
+            if kind is not None:
+                if _DTYPES[kind].itemsize != tensor.element_size():
+                    raise ValueError(f"tensor {name!r} is of no {kind}")
+                tensor = tensor.view(_DTYPES[kind])
             self._found[same] = tensor
         return self._found[same]
 

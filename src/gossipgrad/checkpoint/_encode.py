@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 __all__ = ["DTYPE_NAMES", "MAX_DEPTH", "Encoded", "encode", "permuted_densely"]
 
-# As safetensors writes them; tensors of other types are kept as bytes, their type beside them.
+# As safetensors writes them; others are kept as integers of their size, with their type beside.
 DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -32,6 +32,7 @@ DTYPE_NAMES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 MAX_DEPTH = 100
 # Python refuses to read longer ones in decimal.
 _MOST_BITS = 4096
@@ -136,12 +137,12 @@ class _Walk:
         if name is None:
             name = self._new_name(path)
             self._names[same] = name
-            self.tensors[name] = tensor
+            self.tensors[name] = _carried(tensor)
         told: dict[str, Any] = {"$tensor": name}
         if not tensor.is_contiguous() and permuted_densely(shape, stride):
             told["stride"] = list(stride)
         if tensor.dtype not in DTYPE_NAMES:
-            told |= {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(shape)}
+            told["dtype"] = str(tensor.dtype).removeprefix("torch.")
         return told
 
     def _array(self, array: Any, path: tuple[str | int, ...]) -> dict[str, Any]:
@@ -188,6 +189,15 @@ def _plain_tensor(tensor: Tensor, path: tuple[str | int, ...]) -> Tensor:
             "first, by to_empty() and an initialisation"
         )
     return tensor.detach().resolve_conj().resolve_neg()
+
+
+def _carried(tensor: Tensor) -> Tensor:
+    """The same memory, seen as a type that can be copied and written."""
+    if tensor.dtype in DTYPE_NAMES:
+        return tensor
+    if tensor.dtype is torch.complex128:
+        return torch.view_as_real(tensor)
+    return tensor.view(_INTEGERS[tensor.element_size()])
 
 
 def _text(text: str) -> Any:

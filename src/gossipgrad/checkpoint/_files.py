@@ -78,20 +78,19 @@ def tensor_chunks(
     """The content of a safetensors file, piece by piece.
 
     The library would write it, too: but to its own temporary file, which a kill leaves behind,
-    without a digest, a way to stop, or the number of the error. Tensors are copied only where they
-    are not contiguous on the CPU, one at a time.
+    without a digest, a way to stop, or the number of the error. Tensors, of types in `DTYPE_NAMES`,
+    are copied only where they are not contiguous on the CPU, one at a time.
     """
     # Wide types first, so that every tensor is aligned.
-    names = sorted(tensors, key=lambda name: (-_element_bytes(tensors[name]), name))
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name in names:
         tensor = tensors[name]
         start, end = end, end + tensor.numel() * tensor.element_size()
-        known = tensor.dtype in DTYPE_NAMES
         header[name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype] if known else "U8",
-            "shape": list(tensor.shape) if known else [end - start],
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
             "data_offsets": [start, end],
         }
     text = json.dumps(header, separators=(",", ":")).encode("ascii")
@@ -102,10 +101,6 @@ def tensor_chunks(
         data = flat.numpy().data
         for start in range(0, len(data), _CHUNK_BYTES):
             yield data[start : start + _CHUNK_BYTES]
-
-
-def _element_bytes(tensor: Tensor) -> int:
-    return tensor.element_size() if tensor.dtype in DTYPE_NAMES else 1
 
 
 def check_file(path: Path, entry: FileEntry) -> None:

@@ -8,7 +8,17 @@ from pathlib import Path
 
 from ._manifest import MANIFEST, Manifest, read_manifest
 
-__all__ = ["Found", "all_steps", "folder_of", "latest", "manifest", "newest", "own_steps", "steps"]
+__all__ = [
+    "Found",
+    "all_steps",
+    "folder_of",
+    "latest",
+    "manifest",
+    "newest",
+    "own_steps",
+    "step_folders",
+    "steps",
+]
 
 _STEP = re.compile(r"step-(\d{9}|[1-9]\d{9,})")
 _RANK = re.compile(r"rank-(\d{4}|[1-9]\d{4,})")
@@ -193,6 +203,11 @@ def own_steps(directory: Path, rank: int) -> dict[int, Manifest | str | None]:
         else:
             own[step] = read if (read.rank, read.step) == (rank, step) else "of another place"
     return own
+
+
+def step_folders(directory: Path) -> list[Path]:
+    """Of all steps, whatever is in them."""
+    return [folder for _, folder in _numbered(directory, _STEP)]
 
 
 def _numbered(folder: Path, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:

@@ -5,7 +5,7 @@ from os import PathLike
 from pathlib import Path
 
 from ._files import sync_folder
-from ._layout import all_steps, folder_of, own_steps
+from ._layout import all_steps, folder_of, own_steps, step_folders
 from ._manifest import MANIFEST, Manifest, is_own_file
 
 __all__ = ["clean", "make_way", "prune", "refuse_foreign", "rewind"]
@@ -54,7 +54,7 @@ def make_way(directory: Path, part: Manifest, *, shared: bool) -> None:
     own = own_steps(directory, part.rank)
     later = [step for step, found in own.items() if step >= part.step and found is not None]
     complete = set(later)
-    if shared:
+    if shared and later:
         complete = {found.step for found in all_steps(directory) if found.complete()}
     for step in later[::-1]:
         if step in complete or isinstance(own[step], str):
@@ -79,6 +79,10 @@ def clean(directory: Path, rank: int) -> None:
             for path in folder.iterdir():
                 if path.name != MANIFEST and path.name not in found.files:
                     _unlink(path)
+    for folder in step_folders(directory):
+        # Of one killed before it made its own in it; any other is not empty.
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 def prune(directory: Path, part: Manifest, *, keep: int, shared: bool) -> list[int]:

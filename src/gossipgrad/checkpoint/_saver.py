@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Self
 
 from torch import Tensor
 
@@ -215,7 +214,7 @@ class Saver:
         held = sum(buffer.nbytes for buffer in self._buffers.values())
         return replace(self._stats, buffer_bytes=held)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Saver":
         return self
 
     def __exit__(

@@ -18,6 +18,7 @@ _COMMANDS = {
     "probe": "measure what messages cost between live workers",
     "simulate": "predict step time and efficiency at any scale",
     "report": "write report.html of a run anew, or compare several runs",
+    "export": "write the consensus of a checkpoint as a safetensors file",
 }
 _USAGE = """\
 usage: gossipgrad [-h] [--version] COMMAND ...
@@ -72,6 +73,8 @@ def _run(command: str, arguments: list[str]) -> int:
             from ._simulate import main as run
         elif command == "report":
             from ._report import main as run
+        elif command == "export":
+            from ._export import main as run
         else:
             run = _topology
         return run(arguments)

@@ -1,0 +1,55 @@
+"""`gossipgrad export`: one model of a checkpoint, as a file that others read."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportOptions:
+    """Write the consensus of a checkpoint, the mean of all ranks' replicas, as safetensors file."""
+
+    directory: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="DIR")]]
+    """Folder of a run, or of its checkpoints."""
+    out: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="FILE")]]
+    """File to write."""
+    step: int | None = None
+    """Of this step; None: of the newest that all ranks have committed."""
+    rank: int | None = None
+    """The replica of this rank alone, as it was; None: the consensus."""
+    key: str = "model"
+    """Where a state of your own has the weights."""
+    force: bool = False
+    """Replace the file if it exists."""
+
+
+def main(arguments: list[str]) -> int:
+    """Write the file and say where it is; returns the exit code."""
+    options = tyro.cli(
+        ExportOptions,
+        args=arguments,
+        prog="gossipgrad export",
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
+    if options.out.exists() and not options.force:
+        raise ValueError(f"{options.out} exists: give --force to replace it, or another file")
+    try:
+        from gossipgrad.checkpoint import export_safetensors
+    except ModuleNotFoundError as error:
+        raise ValueError(f"this needs {error.name}: pip install 'gossipgrad[export]'") from error
+    inside = options.directory / "checkpoints"
+    try:
+        written = export_safetensors(
+            inside if inside.is_dir() else options.directory,
+            options.out,
+            step=options.step,
+            rank=options.rank,
+            key=options.key,
+            overwrite=options.force,
+        )
+    except OSError as error:
+        raise ValueError(f"cannot write {options.out}: {error.strerror or error}") from error
+    print(written)
+    return 0

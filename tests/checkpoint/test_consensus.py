@@ -1,0 +1,210 @@
+"""One model of a checkpoint: the mean in 64 bits, written for others; and the door for torch's."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from gossipgrad import checkpoint
+from support.trees import assert_same
+
+
+def save(directory, rank, model, *, step=1, world_size=3, **more):
+    state = {"model": model, "optimizer": {"m": torch.ones(3)}, **more}
+    checkpoint.save(directory, state, rank=rank, world_size=world_size, step=step)
+
+
+def replicas():
+    torch.manual_seed(0)
+    return [
+        {
+            "w": torch.randn(5, 4) * 10.0 ** torch.arange(-3, 1),
+            "narrow": torch.randn(100).bfloat16(),
+            "wide": torch.randn(3, dtype=torch.float64),
+            "complex": torch.randn(2, dtype=torch.complex64),
+            "count": torch.tensor(7 + rank),
+            "mask": torch.tensor([rank == 0]),
+        }
+        for rank in range(3)
+    ]
+
+
+@pytest.fixture
+def saved(tmp_path):
+    for rank, model in enumerate(replicas()):
+        save(tmp_path / "run", rank, model)
+    return tmp_path / "run"
+
+
+def test_the_mean_is_rounded_once(saved):
+    found = checkpoint.consensus(saved)
+    models = replicas()
+    for name in ("w", "narrow", "wide", "complex"):
+        kind = torch.complex128 if name == "complex" else torch.float64
+        wanted = sum(model[name].to(kind) for model in models) / 3
+        assert_same(found[name], wanted.to(models[0][name].dtype))
+    assert found["count"].item() == 7
+    assert found["mask"].item() is True
+    assert list(found) == list(models[0])
+
+
+def test_what_replicas_are_owed_is_added_before_rounding(tmp_path):
+    one = torch.ones(2, dtype=torch.bfloat16)
+    tiny = torch.tensor([2.0**-10, 0.0])
+    save(tmp_path, 0, {"w": one}, world_size=2, outstanding={"w": 3 * tiny})
+    save(tmp_path, 1, {"w": one}, world_size=2, outstanding={"w": 7 * tiny})
+    wanted = torch.tensor([1 + 2.0**-7, 1.0], dtype=torch.bfloat16)
+    assert_same(checkpoint.consensus(tmp_path), {"w": wanted})
+
+
+def test_one_step_or_the_newest(saved):
+    for rank in range(3):
+        save(saved, rank, {"w": torch.full((2,), float(rank))}, step=2)
+    save(saved, 0, {"w": torch.zeros(2)}, step=3)
+    assert_same(checkpoint.consensus(saved), {"w": torch.ones(2)})
+    assert_same(checkpoint.consensus(saved, step=1)["w"], checkpoint.consensus(saved, step=1)["w"])
+    assert checkpoint.consensus(saved, step=1)["w"].shape == (5, 4)
+
+
+def test_missing_and_mixed_ranks_are_refused_by_their_numbers(tmp_path):
+    for rank in (1, 4):
+        save(tmp_path, rank, {"w": torch.zeros(2)}, world_size=5)
+    message = "checkpoint of step 1 in .* is not complete, it lacks rank 0, 2 and 3: name a step"
+    with pytest.raises(ValueError, match=message):
+        checkpoint.consensus(tmp_path, step=1)
+    with pytest.raises(
+        ValueError, match=r"no checkpoint in .* is complete: step 1 lacks rank 0, 2 a"
+    ):
+        checkpoint.consensus(tmp_path)
+    with pytest.raises(ValueError, match=r"there is no checkpoint of step 9 in .*; there are 1"):
+        checkpoint.consensus(tmp_path, step=9)
+    with pytest.raises(
+        ValueError, match=r"there is no checkpoint of step 9 in .*; there is none at"
+    ):
+        checkpoint.consensus(tmp_path / "nowhere", step=9)
+    save(tmp_path, 0, {"w": torch.zeros(2)}, world_size=2, step=2)
+    save(tmp_path, 1, {"w": torch.zeros(2)}, world_size=3, step=2)
+    with pytest.raises(
+        ValueError, match=r"the part of rank [01] is of another start or other membe"
+    ):
+        checkpoint.consensus(tmp_path, step=2)
+
+
+@pytest.mark.parametrize(
+    ("models", "message"),
+    [
+        (
+            ({"w": torch.ones(2)}, {"w": torch.ones(3)}),
+            r"'w' is \(3,\) of torch.float32, not \(2,\)",
+        ),
+        (
+            ({"w": torch.ones(2)}, {"v": torch.ones(2)}),
+            "another model than the lowest .* 'v' is of",
+        ),
+        (({"w": 3}, {"w": 3}), "has 'w' of type int under 'model': weights are tensors by name"),
+        (([1], [1]), "has a list under 'model', no dict"),
+    ],
+)
+def test_models_that_have_no_mean(models, message, tmp_path):
+    for rank, model in enumerate(models):
+        save(tmp_path, rank, model, world_size=2)
+    with pytest.raises(ValueError, match=message):
+        checkpoint.consensus(tmp_path)
+
+
+def test_weights_lie_where_it_is_said(saved):
+    with pytest.raises(
+        ValueError, match=r"rank-0000 has nothing under 'net': say where the weights l"
+    ):
+        checkpoint.consensus(saved, key="net")
+    assert_same(checkpoint.consensus(saved, key="optimizer"), {"m": torch.ones(3)})
+
+
+def test_damage_is_told_by_file(saved):
+    path = saved / "step-000000001" / "rank-0002" / "state.safetensors"
+    os.truncate(path, 100)
+    with pytest.raises(ValueError, match=r"rank-0002/state.safetensors is truncated"):
+        checkpoint.consensus(saved)
+
+
+def plain(tmp_path):
+    for rank in range(2):
+        weights = {"w": torch.tensor([1.0, 4.0]) * rank, "b": torch.ones(2).bfloat16()}
+        save(tmp_path / "run", rank, weights, step=120, world_size=2)
+    return tmp_path / "run"
+
+
+def test_a_file_for_others(tmp_path):
+    run, out = plain(tmp_path), tmp_path / "model.safetensors"
+    assert checkpoint.export_safetensors(run, out) == out
+    wanted = {"b": torch.ones(2).bfloat16(), "w": torch.tensor([0.5, 2.0])}
+    assert_same(dict(sorted(load_file(out).items())), wanted)
+    with safe_open(out, framework="pt") as file:
+        told = file.metadata()
+    assert told == {"format": "pt", "replica": "consensus of ranks 0, 1", "run": "", "step": "120"}
+    with pytest.raises(
+        ValueError, match=r"model.safetensors exists: name another one, or allow to"
+    ):
+        checkpoint.export_safetensors(run, out)
+    checkpoint.export_safetensors(run, out, rank=1, overwrite=True)
+    assert_same(load_file(out)["w"], torch.tensor([1.0, 4.0]))
+    with pytest.raises(ValueError, match=r"there is no folder .*nowhere to write into: make it"):
+        checkpoint.export_safetensors(run, tmp_path / "nowhere" / "model.safetensors")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.safetensors", "run"]
+
+
+def test_types_that_the_file_cannot_hold(saved, tmp_path):
+    with pytest.raises(
+        ValueError, match=r"'complex' is of torch.complex64, which safetensors file"
+    ):
+        checkpoint.export_safetensors(saved, tmp_path / "model.safetensors")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_torch_reads_the_consensus_and_we_read_what_torch_wrote(tmp_path):
+    run = plain(tmp_path)
+    assert checkpoint.export_dcp(run, tmp_path / "dcp") == tmp_path / "dcp"
+    wanted = {"b": torch.ones(2).bfloat16(), "w": torch.tensor([0.5, 2.0])}
+    state = {"model": {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}}
+    dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert_same(state["model"], wanted)
+    with pytest.raises(ValueError, match=r"dcp exists and is no empty folder: name another one"):
+        checkpoint.export_dcp(run, tmp_path / "dcp")
+
+    found = checkpoint.import_dcp(tmp_path / "dcp", trusted=True)
+    assert_same(dict(sorted(found.items())), {f"model.{name}": t for name, t in wanted.items()})
+    with pytest.raises(ValueError, match=r"holds a pickle, which runs code as it is read: import_"):
+        checkpoint.import_dcp(tmp_path / "dcp", trusted=False)
+    with pytest.raises(ValueError, match=r"is no folder of torch.distributed.checkpoint: no .meta"):
+        checkpoint.import_dcp(run, trusted=True)
+
+
+class Opens:
+    """What a pickle may do."""
+
+    def __reduce__(self):
+        return os.mkdir, ("ran",)
+
+
+def test_files_of_torch_save_run_nothing_unless_trusted(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    state = {"w": torch.ones(2), "n": 3}
+    torch.save(state, "plain.pt")
+    assert_same(checkpoint.import_torch("plain.pt"), state)
+    torch.save({"w": Opens()}, "code.pt")
+    with pytest.raises(
+        ValueError, match=r"code.pt holds more than tensors and plain values, .*tru"
+    ):
+        checkpoint.import_torch("code.pt")
+    assert not (tmp_path / "ran").exists()
+    checkpoint.import_torch("code.pt", trusted=True)
+    assert (tmp_path / "ran").exists()
+    (tmp_path / "none.pt").write_bytes(b"PK\x03\x04 nothing")
+    (tmp_path / "empty.pt").write_bytes(b"")
+    for name in ("none.pt", "empty.pt", "nowhere.pt"):
+        with pytest.raises(ValueError, match=name):
+            checkpoint.import_torch(name)

@@ -1,0 +1,128 @@
+"""Whatever a kill or a full disk leaves, the checkpoint before is whole."""
+
+import os
+import resource
+import shutil
+import signal
+import threading
+import warnings
+from itertools import count
+
+import pytest
+
+from gossipgrad import checkpoint
+from support.processes import run_processes
+from support.trees import assert_same, replica
+
+
+def instants(directory, monkeypatch, act):
+    """Copies of a directory as it was before each thing that `act()` did to it."""
+    copies, busy = [], []
+
+    def spied(name):
+        original = getattr(os, name)
+
+        def called(*arguments, **settings):
+            if not busy:
+                busy.append(name)
+                copies.append(directory.with_name(f"instant-{len(copies)}"))
+                shutil.copytree(directory, copies[-1])
+                busy.pop()
+            return original(*arguments, **settings)
+
+        monkeypatch.setattr(os, name, called)
+
+    with monkeypatch.context():
+        for name in ("mkdir", "fsync", "replace", "rename", "unlink", "rmdir"):
+            spied(name)
+        act()
+        monkeypatch.undo()
+    return copies
+
+
+def test_killed_at_any_instant_a_save_leaves_a_whole_checkpoint(tmp_path, monkeypatch):
+    """Every state of the directory that a kill can leave, with uncommitted files torn as well."""
+    directory = tmp_path / "there"
+
+    def save(step, where=directory):
+        checkpoint.save(where, replica(step), rank=0, world_size=1, step=step, keep=1)
+
+    save(1)
+    save(2)
+    copies = instants(directory, monkeypatch, lambda: save(3))
+    assert len(copies) > 12
+    for copy in copies:
+        for torn in (False, True):
+            if torn:
+                tear(copy)
+            found = checkpoint.load(copy, rank=0)
+            assert found["epoch"] in (2, 3)
+            assert_same(found, replica(found["epoch"]))
+        save(4, copy)
+        assert checkpoint.steps(copy) == [4]
+        assert sorted(path.name for path in copy.rglob("*")) == [
+            *("manifest.json", "rank-0000", "state.json", "state.safetensors", "step-000000004"),
+        ]
+
+
+def tear(directory):
+    for part in directory.glob("step-*/rank-*"):
+        if not (part / "manifest.json").exists():
+            for path in part.iterdir():
+                os.truncate(path, path.stat().st_size // 2)
+
+
+def save_until_killed(rank, store, directory):
+    """Saves as fast as it can, and is killed after some milliseconds that nobody knows before."""
+    checkpoint.save(directory, replica(0, 100_000), rank=rank, world_size=6, step=0)
+    seconds = int.from_bytes(os.urandom(2)) / 2**16 * 0.2
+    threading.Timer(seconds, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+    for step in count(1):
+        state = replica(step, 100_000)
+        checkpoint.save(directory, state, rank=rank, world_size=6, step=step, keep=2, shared=False)
+
+
+@pytest.mark.process
+def test_processes_killed_while_they_save(tmp_path):
+    ranks = 6
+    run_processes(
+        ranks, save_until_killed, str(tmp_path), grouped=False, may_die=tuple(range(ranks))
+    )
+    for rank in range(ranks):
+        there = checkpoint.steps(tmp_path, rank=rank)
+        assert there
+        for step in there:
+            found = checkpoint.load(tmp_path, rank=rank, step=step)
+            assert_same(found, replica(step, 100_000))
+        checkpoint.save(tmp_path, {}, rank=rank, world_size=6, step=10**6, keep=1, shared=False)
+    assert len(list(tmp_path.rglob("*.*"))) == 3 * ranks, "what was half-written is gone"
+
+
+def on_a_disk_that_is_full(rank, store, directory):
+    """The kernel itself refuses to write on: a limit on the size of files."""
+    checkpoint.save(directory, replica(1, 50_000), rank=0, world_size=1, step=1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    try:
+        checkpoint.save(directory, replica(2, 50_000), rank=0, world_size=1, step=2)
+    except OSError as error:
+        refused = error.strerror
+    with (
+        warnings.catch_warnings(record=True) as warned,
+        checkpoint.Saver(directory, rank=0, world_size=1) as saver,
+    ):
+        taken = saver.save(replica(3, 50_000), step=3)
+        done, error = saver.wait(30.0), type(saver.error)
+        small = saver.save(replica(4), step=4)
+        small = small and saver.wait(30.0) and saver.error is None
+    return refused, taken, done, error, small, saver.stats().failed, str(warned[0].message)
+
+
+@pytest.mark.process
+def test_a_disk_that_is_full_leaves_what_was_there(tmp_path):
+    (answer,) = run_processes(1, on_a_disk_that_is_full, str(tmp_path), grouped=False)
+    *found, warned = answer
+    assert found == ["File too large", True, True, OSError, True, 1]
+    assert warned.startswith("a checkpoint could not be saved into")
+    assert checkpoint.steps(tmp_path) == [1, 4]
+    assert_same(checkpoint.load(tmp_path, rank=0, step=1), replica(1, 50_000))
+    assert len(list(tmp_path.rglob("*.*"))) == 6, "nothing half-written takes room"

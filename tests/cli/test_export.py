@@ -1,0 +1,48 @@
+"""`gossipgrad export`: the model of a checkpoint, without a worker."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from gossipgrad import checkpoint, cli
+from support.trees import assert_same
+
+
+@pytest.fixture
+def run(tmp_path):
+    for step in (10, 20):
+        for rank in range(2):
+            state = {"model": {"w": torch.tensor([1.0, 3.0]) * rank * step}}
+            checkpoint.save(
+                tmp_path / "run" / "checkpoints", state, rank=rank, world_size=2, step=step
+            )
+    return tmp_path / "run"
+
+
+def test_the_consensus_of_the_newest_step(run, tmp_path, capsys):
+    out = tmp_path / "model.safetensors"
+    assert cli.main(["export", str(run), str(out)]) == 0
+    assert capsys.readouterr().out == f"{out}\n"
+    assert_same(load_file(out), {"w": torch.tensor([10.0, 30.0])})
+    assert cli.main(["export", str(run), str(out)]) == 2
+    assert f"{out} exists: give --force to replace it, or another file" in capsys.readouterr().err
+    assert cli.main(["export", str(run / "checkpoints"), str(out), "--force", "--step", "10"]) == 0
+    assert_same(load_file(out), {"w": torch.tensor([5.0, 15.0])})
+    assert cli.main(["export", str(run), str(out), "--force", "--rank", "1"]) == 0
+    assert_same(load_file(out), {"w": torch.tensor([20.0, 60.0])})
+
+
+def test_what_cannot_be_written(run, tmp_path, capsys):
+    out = str(tmp_path / "model.safetensors")
+    (run / "checkpoints" / "step-000000020" / "rank-0001" / "manifest.json").unlink()
+    assert cli.main(["export", str(run), out, "--step", "20"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("gossipgrad: error: the checkpoint of step 20 in ")
+    assert "is not complete, it lacks rank 1: name a step that is, or one rank" in told
+    assert cli.main(["export", str(tmp_path / "nowhere"), out]) == 2
+    assert "there is no checkpoint in " in capsys.readouterr().err
+    assert cli.main(["export", str(run), out, "--key", "net"]) == 2
+    assert "has nothing under 'net': say where the weights lie" in capsys.readouterr().err
+    assert cli.main(["export", str(run), str(tmp_path / "no" / "m")]) == 2
+    assert "there is no folder " in capsys.readouterr().err
+    assert not list(tmp_path.glob("*.safetensors*"))
