@@ -64,6 +64,10 @@ def test_those_who_live_make_it_complete(tmp_path):
     save(tmp_path, 0, 2, world_size=3, members=(0, 2))
     save(tmp_path, 2, 2, world_size=3, members=(0, 2))
     assert checkpoint.latest(tmp_path) == 2
+    with pytest.raises(
+        ValueError, match=r"rank 1 has no part in the newest .* step 2 of ranks 0, 2"
+    ):
+        checkpoint.load(tmp_path, rank=1)
 
 
 def test_parts_of_unlike_starts_make_no_checkpoint(tmp_path):

@@ -124,7 +124,7 @@ def target_of(path: str | PathLike[str], overwrite: bool) -> Path:
 def _whole(directory: Path, step: int | None, run: str | None) -> Manifest:
     """One manifest of a complete checkpoint."""
     if step is None:
-        step = newest(directory, run)
+        return newest(directory, run)
     steps = {found.step: found for found in all_steps(directory)}
     if step not in steps:
         there = f"there are {', '.join(map(str, steps))}" if steps else "there is none at all"

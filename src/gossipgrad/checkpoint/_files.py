@@ -1,5 +1,6 @@
 """Files that are on the disk when it says so, with the digest of what was to be in them."""
 
+import errno
 import hashlib
 import json
 import os
@@ -8,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ._encode import DTYPE_NAMES
@@ -22,6 +22,13 @@ __all__ = [
     "tensor_chunks",
     "write_file",
 ]
+
+try:
+    from safetensors import SafetensorError, safe_open
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "checkpoints need safetensors: pip install 'gossipgrad[export]'", name="safetensors"
+    ) from error
 
 _CHUNK_BYTES = 4 * 2**20
 
@@ -64,10 +71,13 @@ def write_file(
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk, too."""
+    """Wait until the names in a folder are on the disk, too, where the file system can say so."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(handle)
 

@@ -88,7 +88,13 @@ def manifest(
     """
     directory = Path(directory)
     if step is None:
-        step = newest(directory, run)
+        whole = newest(directory, run)
+        step = whole.step
+        if rank not in whole.members:
+            raise ValueError(
+                f"rank {rank} has no part in the newest checkpoint in {directory}, step {step} of "
+                f"ranks {', '.join(map(str, whole.members))}: load one of those, or name a step"
+            )
     path = folder_of(directory, step, rank) / MANIFEST
     try:
         read = read_manifest(path)
@@ -111,12 +117,13 @@ def manifest(
     return read
 
 
-def newest(directory: Path, run: str | None) -> int:
-    """`latest`, or why there is none."""
-    step = latest(directory, run=run)
-    if step is not None:
-        return step
+def newest(directory: Path, run: str | None) -> Manifest:
+    """One manifest of the newest complete checkpoint, or why there is none."""
     found = all_steps(directory)
+    for one in reversed(found):
+        for whole in one.complete():
+            if run in (None, whole.run):
+                return whole
     if not found:
         raise ValueError(f"there is no checkpoint in {directory}: name a directory that has one")
     raise ValueError(

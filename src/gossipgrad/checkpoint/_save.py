@@ -138,6 +138,9 @@ def commit(
     make_way(directory, part, shared=shared)
     clean(directory, part.rank)
     folder = folder_of(directory, part.step, part.rank)
+    named = [folder, folder.parent, directory]
+    if not directory.exists():
+        named.append(directory.parent)
     _make(folder)
     taken = {path.name for path in folder.iterdir()}
     tensors, tree = file_names(taken)
@@ -156,7 +159,7 @@ def commit(
             with contextlib.suppress(OSError):
                 (folder / name).unlink(missing_ok=True)
         raise
-    for path in (folder, folder.parent, directory):
+    for path in named:
         sync_folder(path)
     clean(directory, part.rank)
     waiting = [] if keep is None else prune(directory, part, keep=keep, shared=shared)

@@ -188,18 +188,19 @@ class Saver:
         """
         self._closed = True
         done = self.wait(timeout_seconds)
+        self._buffers = {}
         if self._write is not None:
             self._write.stop.set()
             atexit.unregister(self._write.at_exit)
             self._error = TimeoutError(f"not on the disk after {timeout_seconds:g} s")
             self._stats = replace(self._stats, failed=self._stats.failed + 1)
             step, self._write = self._write.part.step, None
+            self._said.add("error")
             warnings.warn(
                 f"the checkpoint of step {step} was not on the disk {timeout_seconds:g} s after "
                 "the end, and is given up; the one before stays",
                 stacklevel=2,
             )
-        self._buffers = {}
         return done and self._error is None
 
     @property

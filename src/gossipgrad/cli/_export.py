@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> int:
     try:
         from gossipgrad.checkpoint import export_safetensors
     except ModuleNotFoundError as error:
-        raise ValueError(f"this needs {error.name}: pip install 'gossipgrad[export]'") from error
+        raise ValueError(str(error)) from error
     inside = options.directory / "checkpoints"
     try:
         written = export_safetensors(
