@@ -5,10 +5,13 @@ are saved. Measured are the call that the training loop waits for, how long the 
 it, and what a step takes meanwhile. `torch.save` neither waits for the disk nor takes digests, nor
 is a file of it whole or not there; it is timed as it is used, and with fsync.
 
+Fills the table of `docs/checkpoint.md`, too.
+
     python -m benchmarks.checkpoint
 """
 
 import argparse
+import json
 import os
 import shutil
 import statistics
@@ -21,11 +24,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks._common import write
+from benchmarks._common import RESULTS, write
+from benchmarks._pages import DOCS, fill, table
 from gossipgrad import checkpoint
 
 PARAMETERS = (1_000_000, 10_000_000, 25_000_000)
 TENSORS = 100
+BYTES_PER_PARAMETER = 12
+COLUMNS = {
+    "`Saver.save`": "held_seconds",
+    "the first one": "held_first_seconds",
+    "written behind in": "write_seconds",
+    "`checkpoint.save`": "save_seconds",
+    "`torch.save`": "torch_save_seconds",
+    "`torch.save` and fsync": "torch_save_fsync_seconds",
+}
 ALONE_STEPS = 60
 
 
@@ -154,6 +167,29 @@ def row(parameters: int, repeats: int, folder: Path) -> dict[str, Any]:
     return found
 
 
+def fill_page(page: Path = DOCS / "checkpoint.md", results: Path = RESULTS) -> None:
+    """Writes the table of the page anew, of what was measured last."""
+    path = results / "checkpoint.json"
+    measured = json.loads(path.read_text())["rows"] if path.exists() else []
+    lines = [
+        [
+            f"{BYTES_PER_PARAMETER * parameters / 1e6:.0f} MB",
+            *(_cell(measured, parameters, key) for key in COLUMNS.values()),
+        ]
+        for parameters in PARAMETERS
+    ]
+    page.write_text(fill(page.read_text(), table(["state", *COLUMNS], lines)))
+
+
+def _cell(measured: list[dict], parameters: int, key: str) -> str:
+    for one in measured:
+        if one["parameters"] == parameters:
+            seconds = one[key] if isinstance(one[key], list) else [one[key]]
+            found = 1e3 * statistics.median(seconds)
+            return f"{found:,.0f} ms" if found >= 100 else f"{found:.3g} ms"
+    return "not measured"
+
+
 def main() -> None:
     """Measures every size, and writes down what was found."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -172,6 +208,7 @@ def main() -> None:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     write("checkpoint", {"repeats": options.repeats, "threads": 1, "rows": rows})
+    fill_page()
 
 
 if __name__ == "__main__":

@@ -228,6 +228,6 @@ def test_what_is_not_there(tmp_path):
     with pytest.raises(ValueError, match="rank 0 has not committed step 7; it has 1, 2"):
         checkpoint.load(tmp_path, rank=0, step=7)
     with pytest.raises(ValueError, match="rank 5 has not committed step 2; it has none at all"):
-        checkpoint.load(tmp_path, rank=5)
+        checkpoint.load(tmp_path, rank=5, step=2)
     with pytest.raises(ValueError, match=r"is of a run of 2 ranks, not of 3: start as many ranks"):
         checkpoint.load(tmp_path, rank=0, world_size=3)

@@ -172,7 +172,8 @@ class Found:
 def all_steps(directory: Path) -> list[Found]:
     """Every step of which any rank has something, in order."""
     found = []
-    for step, folder in _numbered(directory, _STEP):
+    # The newest first: once that is seen to be complete, nothing is added to older ones any more.
+    for step, folder in reversed(step_folders(directory)):
         one = Found(step=step)
         for rank, part in _numbered(folder, _RANK):
             try:
@@ -188,7 +189,7 @@ def all_steps(directory: Path) -> list[Found]:
                 one.damaged[rank] = f"{part / MANIFEST} is of rank {read.rank}, step {read.step}"
         if one.manifests or one.damaged:
             found.append(one)
-    return found
+    return found[::-1]
 
 
 def own_steps(directory: Path, rank: int) -> dict[int, Manifest | str | None]:
@@ -197,7 +198,7 @@ def own_steps(directory: Path, rank: int) -> dict[int, Manifest | str | None]:
     Where its manifest cannot be read, why: that is to be left alone.
     """
     own: dict[int, Manifest | str | None] = {}
-    for step, _ in _numbered(directory, _STEP):
+    for step, _ in step_folders(directory):
         folder = folder_of(directory, step, rank)
         if not folder.is_dir():
             continue
@@ -212,9 +213,9 @@ def own_steps(directory: Path, rank: int) -> dict[int, Manifest | str | None]:
     return own
 
 
-def step_folders(directory: Path) -> list[Path]:
-    """Of all steps, whatever is in them."""
-    return [folder for _, folder in _numbered(directory, _STEP)]
+def step_folders(directory: Path) -> list[tuple[int, Path]]:
+    """Of all steps in order, whatever is in them."""
+    return _numbered(directory, _STEP)
 
 
 def _numbered(folder: Path, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:

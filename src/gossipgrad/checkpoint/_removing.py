@@ -69,8 +69,8 @@ def make_way(directory: Path, part: Manifest, *, shared: bool) -> None:
             _remove(folder_of(directory, step, part.rank))
 
 
-def clean(directory: Path, rank: int) -> None:
-    """Removes what this rank's killed or failed saves left."""
+def clean(directory: Path, rank: int, *, before: int) -> None:
+    """Removes what this rank's killed or failed saves left, and empty folders of steps `before`."""
     for step, found in own_steps(directory, rank).items():
         folder = folder_of(directory, step, rank)
         if found is None:
@@ -79,10 +79,11 @@ def clean(directory: Path, rank: int) -> None:
             for path in folder.iterdir():
                 if path.name != MANIFEST and path.name not in found.files:
                     _unlink(path)
-    for folder in step_folders(directory):
-        # Of one killed before it made its own in it; any other is not empty.
-        with contextlib.suppress(OSError):
-            folder.rmdir()
+    for step, folder in step_folders(directory):
+        # Of somebody killed before there was more; who makes a newer one may be about to fill it.
+        if step < before:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
 
 
 def prune(directory: Path, part: Manifest, *, keep: int, shared: bool) -> list[int]:

@@ -136,7 +136,7 @@ def commit(
     """Write, commit, remove what is old; all but the encoding of `save`."""
     refuse_foreign(directory, part.rank, part.run)
     make_way(directory, part, shared=shared)
-    clean(directory, part.rank)
+    clean(directory, part.rank, before=part.step)
     folder = folder_of(directory, part.step, part.rank)
     named = [folder, folder.parent, directory]
     if not directory.exists():
@@ -161,16 +161,16 @@ def commit(
         raise
     for path in named:
         sync_folder(path)
-    clean(directory, part.rank)
+    clean(directory, part.rank, before=part.step)
     waiting = [] if keep is None else prune(directory, part, keep=keep, shared=shared)
     size_bytes = sum(entry.size_bytes for entry in files.values())
     return Written(folder=folder, waiting=waiting, size_bytes=size_bytes)
 
 
 def _make(folder: Path) -> None:
-    """A rank that removes its part of a step may remove the folder of the step meanwhile."""
+    """Another rank that removes its part of the step may remove that folder meanwhile."""
     for _ in range(10):
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, FileExistsError):
             folder.mkdir(parents=True, exist_ok=True)
             return
     folder.mkdir(parents=True, exist_ok=True)
