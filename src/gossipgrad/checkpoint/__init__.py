@@ -2,6 +2,7 @@
 
 from ._consensus import consensus as consensus
 from ._consensus import export_safetensors as export_safetensors
+from ._files import FileEntry as FileEntry
 from ._layout import latest as latest
 from ._layout import manifest as manifest
 from ._layout import steps as steps

@@ -42,7 +42,9 @@ class FileEntry:
     """What a manifest says of a file."""
 
     size_bytes: int
+    """How much was written."""
     sha256: str
+    """Of what was written, in hexadecimal."""
 
 
 def write_file(
