@@ -16,6 +16,7 @@ import tyro
 
 import gossipgrad
 from gossipgrad.cli import main
+from gossipgrad.cli._export import ExportOptions
 from gossipgrad.cli._probe import ProbeOptions
 from gossipgrad.cli._profile import ProfileOptions
 from gossipgrad.cli._simulate import SimulateOptions
@@ -135,7 +136,12 @@ COMMANDS = [
 ]
 
 
-PARSED = {"profile": ProfileOptions, "simulate": SimulateOptions, "probe": ProbeOptions}
+PARSED = {
+    "export": ExportOptions,
+    "probe": ProbeOptions,
+    "profile": ProfileOptions,
+    "simulate": SimulateOptions,
+}
 
 
 @pytest.mark.parametrize(("page", "command"), COMMANDS)

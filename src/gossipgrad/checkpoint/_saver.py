@@ -57,7 +57,8 @@ class Saver:
     step incomplete, which is removed once a newer one is complete.
 
     Not for several threads at once. A process that ends without `close` still waits for the write
-    under way, up to a minute; one that is killed leaves the checkpoint before.
+    under way, up to a minute, unless `multiprocessing` has started it; one that is killed leaves
+    the checkpoint before.
 
     Args:
         directory: Where checkpoints lie; made at the first write.
