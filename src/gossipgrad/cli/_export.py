@@ -9,7 +9,7 @@ import tyro
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportOptions:
-    """Write the consensus of a checkpoint, the mean of all ranks' replicas, as a safetensors file."""
+    """Write the consensus of a checkpoint, the mean of all replicas, as a safetensors file."""
 
     directory: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="DIR")]]
     """Folder of a run, or of its checkpoints."""
