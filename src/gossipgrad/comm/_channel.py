@@ -11,10 +11,11 @@ from torch import Tensor
 
 from gossipgrad.comm._exchange import Exchange, Outcome
 from gossipgrad.comm._grants import Grants
+from gossipgrad.comm._hand_over import Severed, WithoutRun
 from gossipgrad.comm._ledger import Ledger
 from gossipgrad.comm._news import News, Unheard
 from gossipgrad.comm._outbox import Outbox
-from gossipgrad.comm._part import Part, check_planned, read, values_of
+from gossipgrad.comm._part import Part, check_planned, check_run, header_of, read, values_of
 from gossipgrad.comm._place import place
 from gossipgrad.comm._settlements import Settlements
 from gossipgrad.comm._transport import Arrival, Lost, Transport
@@ -61,10 +62,7 @@ class Channel:
         generation: int = 0,
         news: News | None = None,
     ) -> None:
-        if len(run) != 16:
-            raise ValueError(f"run must be 16 bytes, got {len(run)}: use secrets.token_bytes(16)")
-        if credits < 1:
-            raise ValueError(f"credits must be at least 1, got {credits}")
+        check_run(run, credits)
         self.rank, self.world_size = transport.rank, transport.world_size
         self.plan = tuple(plan)
         self.credits, self.generation = credits, generation
@@ -315,6 +313,13 @@ class Channel:
             if self._turn.end():
                 self._transport.close(min(_LEAVE_SECONDS, linger_seconds))
 
+    def hand_over(self) -> Transport:
+        """Ends without a word, as on all ranks; its links are free for a channel of another run."""
+        transport, self._transport = self._transport, Severed(self._transport)
+        self._outbox.linked.clear()
+        self.close(0.0)
+        return WithoutRun(transport, self._run)
+
     def _catch_up(self, peer: int) -> None:
         if (at := self._ledgers[peer].catch_up(self.generation)) is not None:
             self._say(Kind.NOTE, peer, at)
@@ -323,19 +328,9 @@ class Channel:
         self._outbox.tell(self._header(kind, round=at - place(self.generation, 0)), [peer])
 
     def _header(self, kind: Kind, *, round: int, bucket: int = 0) -> Header:
-        part = self.plan[bucket] if kind is Kind.DATA else None
-        return Header(
-            kind=kind,
-            run=self._run,
-            sender=self.rank,
-            generation=self.generation,
-            round=round,
-            epoch=self._settlements.number(self.generation),
-            bucket=bucket,
-            dtype=None if part is None else part.dtype,
-            size_bytes=0 if part is None else part.size_bytes,
-            voided=(round,) if kind is Kind.NOTE else (),
-        )
+        generation, epoch = self.generation, self._settlements.number(self.generation)
+        bare = Header(kind, self._run, self.rank, generation, round, epoch, bucket=bucket)
+        return header_of(bare, self.plan)
 
     def _announce(self, kind: Kind, peers: Iterable[int]) -> None:
         last = self._last_round - place(self.generation, 0)

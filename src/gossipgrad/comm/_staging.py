@@ -48,14 +48,22 @@ class Snapshot:
     ) -> tuple[Tensor, Callable[[], None] | None]:
         """Copies a bucket's tensors; returns what to send, and what to wait for before."""
         self.buffers.fill(bucket, tensors)
-        if self._hosts is None:
-            return self.flats[bucket], None
-        return self._bring(bucket, self._hosts[bucket])
+        return self._ready(bucket)
+
+    def put(self, bucket: int, flat: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
+        """Copies what another snapshot held of a bucket; returns the same as `take`."""
+        self.flats[bucket].copy_(flat)
+        return self._ready(bucket)
 
     def hold(self, ticket: Ticket) -> None:
         """Keeps the snapshot from being written again before `ticket` is done."""
         self._tickets = [held for held in self._tickets if not held.done]
         self._tickets.append(ticket)
+
+    def _ready(self, bucket: int) -> tuple[Tensor, Callable[[], None] | None]:
+        if self._hosts is None:
+            return self.flats[bucket], None
+        return self._bring(bucket, self._hosts[bucket])
 
     def _bring(self, bucket: int, host: Tensor) -> tuple[Tensor, Callable[[], None]]:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))

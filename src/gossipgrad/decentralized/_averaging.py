@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gossipgrad.comm import Group, Recorder
 from gossipgrad.decentralized._members import Members
-from gossipgrad.decentralized._rounds import Rounds
+from gossipgrad.decentralized._rounds import TOGETHER_SECONDS, Rounds
 from gossipgrad.decentralized._section import Section
 from gossipgrad.decentralized._sections import Sections
 from gossipgrad.errors import EvictedError, GossipError, ReplicaChangedError
@@ -21,7 +21,7 @@ __all__ = ["Averaging"]
 
 logger = logging.getLogger(__name__)
 
-Kind = Literal["consensus", "average", "distance", "broadcast", "periodic"]
+Kind = Literal["consensus", "average", "distance", "broadcast", "periodic", "settle", "load"]
 
 
 class Averaging:
@@ -161,7 +161,7 @@ class Averaging:
         averaged = [*sections.weights, *sections.state]
         with self.together():
             if self._rounds is not None:
-                self._rounds.settle_all()
+                self._rounds.settle(TOGETHER_SECONDS)  # what is late, too
             means = [self._mean(section.totals()) for section in averaged]
             self._measure(sections.weights, means[: len(sections.weights)])
         for section, flats in zip(averaged, means, strict=True):
@@ -196,7 +196,7 @@ class Averaging:
         for transfer in self._rounds.under_way if self._rounds is not None else ():
             if transfer.section is not section or self._rounds is None:
                 continue
-            self._rounds.await_parts(transfer)
+            transfer.await_parts(time.perf_counter() + TOGETHER_SECONDS)
             for bucket in transfer.exchanges:
                 if bucket not in transfer.taken:
                     delta = transfer.delta(bucket, keep=self._rounds.lagged)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 __all__ = ["PairDistance"]
@@ -17,6 +18,15 @@ class PairDistance:
         """Takes in the parts of a round's square, if there are any; a period has so many rounds."""
         if squares:
             self._rounds = [*self._rounds, squares][-period:]
+
+    def state(self) -> list[list[float]]:
+        """The squares as numbers, a list a round."""
+        return [[float(square) for square in round] for round in self._rounds]
+
+    def load(self, state: Sequence[Sequence[float]]) -> None:
+        """Takes up what `state` gave."""
+        rounds = [[torch.tensor(square, dtype=torch.float64) for square in r] for r in state]
+        self._rounds = [*rounds]
 
     @property
     def mean_square(self) -> float | None:

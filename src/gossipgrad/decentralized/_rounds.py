@@ -2,17 +2,17 @@
 
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
-from gossipgrad.comm import Channel, Outcome, Recorder
+from gossipgrad.comm import Channel, Outcome, Recorder, Transport
 from gossipgrad.decentralized._deadlines import Deadlines, Patience
 from gossipgrad.decentralized._in_turn import RoundBefore
 from gossipgrad.decentralized._listener import Listener
 from gossipgrad.decentralized._pair_distance import PairDistance
-from gossipgrad.decentralized._section import Delta, Section, Transfer
+from gossipgrad.decentralized._section import Delta, Section, Transfer, release
 from gossipgrad.topology import Peers, Schedule
 
 __all__ = ["Rounds"]
@@ -20,6 +20,7 @@ __all__ = ["Rounds"]
 logger = logging.getLogger(__name__)
 
 TOGETHER_SECONDS = 300.0  # in a collective, to which all have come: for what is on its way
+_REMEMBERED = 64  # rounds: by these it is told at a resume whose end has mixed what
 
 
 class Rounds:
@@ -40,6 +41,7 @@ class Rounds:
         late_rounds: Rounds whose parts had not come when they were due.
         pair_distance: To the partners of the last period.
         void_rounds: Rounds that one of the two ends gave up before it sent its part.
+        mixed: The last rounds of which something was mixed, and whose part that was.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Rounds:
         self.void_rounds = 0
         self.patience = Patience()
         self.outcomes: Counter[Outcome] = Counter()
+        self.mixed: deque[tuple[int, int | None]] = deque(maxlen=_REMEMBERED)
         self.exposed_seconds = 0.0
         self.mixing_seconds = 0.0
         self._rank = channel.rank
@@ -154,7 +157,7 @@ class Rounds:
             start = time.perf_counter()
             self._send(list(following.values()))
         except BaseException:
-            _release([t for t in following.values() if not t.exchanges])
+            release([t for t in following.values() if not t.exchanges])
             raise
         self.closed_rounds += 1
         self._spent("snapshot", start, round=self.next_round - 1)
@@ -195,21 +198,34 @@ class Rounds:
             del self._under_way[0]
         self.pair_distance.note(squares, self.schedule.period)
 
-    def settle_all(self) -> None:
-        """Settles also what is late: for collectives, to which all ranks have come."""
-        self.settle(TOGETHER_SECONDS)
+    def catch_up(self) -> None:
+        """Mixes what is late, and waits for it as a step would; the open round stays open."""
+        waits = [self.deadline(transfer) for transfer in self._late]
+        squares: list[Tensor] = []
+        self._settle_late(squares, max(waits, default=0.0))
+        self.pair_distance.note(squares, self.schedule.period)
+
+    def take_on(self, transfers: Sequence[Transfer], *, late: bool = False) -> None:
+        """Looks after transfers that were sent, of the open round or of one that is late."""
+        if late:
+            self._late.extend(transfers)
+            return
+        self._under_way.extend(transfers)
+        self._sent = RoundBefore([t for tr in transfers for t in tr.tickets], self._sent)
+        if not self.lagged:  # the authors' rule needs what was received as it came
+            self._listener.expect(transfers)
+
+    def hand_over(self) -> Transport:
+        """Gives up what is outstanding, and the links to the rounds of another run."""
+        self.cancel()
+        self._listener.close()
+        return self.channel.hand_over()
 
     def cancel(self) -> None:
         """Gives up whatever is outstanding, waiting for nothing."""
         for transfer in self.under_way:
             transfer.cancel()
         self._under_way, self._late = [], []
-
-    def await_parts(self, transfer: Transfer) -> None:
-        """Waits for the partner's parts of a transfer, in a collective, and mixes nothing."""
-        deadline = time.perf_counter() + TOGETHER_SECONDS
-        for bucket in transfer.exchanges:
-            transfer.take(bucket, deadline)
 
     def weight(self, transfer: Transfer) -> float:
         """How much of the delta this rank takes."""
@@ -230,17 +246,8 @@ class Rounds:
             self.outcomes[outcome] += 1
             if outcome is Outcome.VOID:
                 self.note_void(transfer.round)
-            self._span(
-                "exchange",
-                exchange.posted_seconds,
-                exchange.finished_seconds or end,
-                round=transfer.round,
-                bucket=exchange.bucket,
-                send_to=exchange.send_to,
-                recv_from=exchange.recv_from,
-                bytes=transfer.section.plan.parts[bucket].size_bytes,
-                outcome=outcome.value,
-            )
+            times = exchange.posted_seconds, exchange.finished_seconds or end
+            self._span("exchange", *times, **transfer.told(bucket))
         return outcome
 
     def note_void(self, round: int) -> None:
@@ -250,9 +257,12 @@ class Rounds:
 
     def mix(self, transfer: Transfer, bucket: int, delta: Delta | None) -> None:
         """Mixes a delta into its bucket, if there is one; the bucket is dealt with then."""
+        transfer.tell(bucket, delta)
         if delta is None:
             transfer.taken.add(bucket)
             return
+        if (met := (transfer.round, transfer.peers.recv_from)) not in self.mixed:
+            self.mixed.append(met)
         start = time.perf_counter()
         weight = self.weight(transfer)
         # Right before: an interrupt that comes while torch adds is raised when it has added.
@@ -317,12 +327,12 @@ class Rounds:
                 transfer = section.begin(self.channel, self.next_round, peers, wait)
                 if transfer is None:
                     self.patience.spend(time.perf_counter() - start)
-                    _release(transfers)
+                    release(transfers)
                     return None
                 transfer.behind = self._sent
                 transfers.append(transfer)
         except BaseException:
-            _release(transfers)
+            release(transfers)
             raise
         return transfers
 
@@ -350,21 +360,14 @@ class Rounds:
             raise
         finally:
             self.next_round += 1
-            _release([transfer for transfer in transfers if not transfer.exchanges])
-            self._take_on([transfer for transfer in transfers if transfer.exchanges])
+            release([transfer for transfer in transfers if not transfer.exchanges])
+            self.take_on([transfer for transfer in transfers if transfer.exchanges])
 
     def _void(self, round: int, peers: Peers) -> None:
         """Gives a round up before anything of it was sent, and tells the partner."""
         self.channel.void(round, peers.send_to)
         self.outcomes[Outcome.VOID] += 1
         self.note_void(round)
-
-    def _take_on(self, transfers: Sequence[Transfer]) -> None:
-        """Looks after transfers that were sent."""
-        self._under_way.extend(transfers)
-        self._sent = RoundBefore([t for tr in transfers for t in tr.tickets], self._sent)
-        if not self.lagged:  # the authors' rule needs what was received as it came
-            self._listener.expect(transfers)
 
     def _settle_late(self, squares: list[Tensor], deadline: float) -> None:
         """Mixes what has come of late transfers since, or comes until `deadline`."""
@@ -393,8 +396,3 @@ class Rounds:
     def _span(self, name: str, start: float, end: float, **attributes: object) -> None:
         if self._recorder is not None:
             self._recorder.span(name, start, end, **attributes)
-
-
-def _release(transfers: Sequence[Transfer]) -> None:
-    for transfer in transfers:
-        transfer.release()

@@ -25,7 +25,7 @@ from gossipgrad.decentralized._mixing import delta_of, mix, replace, widened
 from gossipgrad.decentralized._tensors import Entry
 from gossipgrad.topology import Peers
 
-__all__ = ["Delta", "Section", "Transfer"]
+__all__ = ["Delta", "Section", "Transfer", "release"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -206,6 +206,7 @@ class Transfer:
         self.counted: set[int] = set()  # buckets of which it is known how they ended
         self.taken: set[int] = set()  # those that are dealt with: mixed, or nothing came
         self.behind = RoundBefore()
+        self.told_of: list[Callable[[int, Delta | None], None]] = []
         self._channel = channel
         self._deltas: dict[int, Delta] = {}
         self._versions: dict[int, int] = {}
@@ -228,6 +229,10 @@ class Transfer:
     def fill(self, bucket: int) -> None:
         """Copies a bucket into the snapshot."""
         self._filled[bucket] = self.snapshot.take(bucket, self.section.tensors(bucket))
+
+    def refill(self, bucket: int, flat: Tensor) -> None:
+        """Lays what an earlier snapshot held into this one."""
+        self._filled[bucket] = self.snapshot.put(bucket, flat)
 
     def post(self, bucket: int) -> None:
         """Sends a bucket, and copies it into the snapshot before if that was not done."""
@@ -261,6 +266,11 @@ class Transfer:
     def take(self, bucket: int, deadline: float) -> Outcome:
         """Waits for a bucket until `deadline` (`time.perf_counter`)."""
         return self._channel.take(self.exchanges[bucket], max(0.0, deadline - time.perf_counter()))
+
+    def await_parts(self, deadline: float) -> None:
+        """Waits for all buckets until `deadline`, and mixes nothing."""
+        for bucket in self.exchanges:
+            self.take(bucket, deadline)
 
     def holds_live(self) -> bool:
         """Whether the live tensors are, bit for bit, what was sent."""
@@ -322,6 +332,31 @@ class Transfer:
         received = to_device(exchange.received, live).to(live.dtype)
         return self.section.delta(bucket, torch.sub(received, live, out=live))
 
+    def bring(self, bucket: int, flat: Tensor) -> None:
+        """Takes a delta that came before, with nothing sent for it now."""
+        at = self.section.first_bucket + bucket
+        exchange = Exchange(self.round, at, None, self.peers.recv_from)
+        exchange.finish(Outcome.DELIVERED)
+        self.exchanges[bucket] = exchange
+        self._deltas[bucket] = self.section.delta(bucket, flat.to(self.section.device, copy=True))
+
+    def tell(self, bucket: int, delta: Delta | None) -> None:
+        """Says to who wants to know what a bucket came to, right before it is mixed."""
+        for tell in self.told_of:
+            tell(bucket, delta)
+
+    def told(self, bucket: int) -> dict[str, object]:
+        """What a trace tells of an exchange that is over."""
+        exchange = self.exchanges[bucket]
+        return {
+            "round": self.round,
+            "bucket": exchange.bucket,
+            "send_to": exchange.send_to,
+            "recv_from": exchange.recv_from,
+            "bytes": self.section.plan.parts[bucket].size_bytes,
+            "outcome": exchange.outcome.value,
+        }
+
     def forget(self, bucket: int) -> None:
         """Lets go of what was received, once it is mixed."""
         self.exchanges[bucket].received = None
@@ -339,3 +374,9 @@ class Transfer:
         for exchange in self.exchanges.values():
             self._channel.cancel(exchange)
         self.release()
+
+
+def release(transfers: Sequence[Transfer]) -> None:
+    """Gives the snapshots of transfers back."""
+    for transfer in transfers:
+        transfer.release()

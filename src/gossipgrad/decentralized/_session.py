@@ -17,9 +17,11 @@ from gossipgrad.decentralized._gradients import GradientExchange
 from gossipgrad.decentralized._hooks import StepHooks
 from gossipgrad.decentralized._making import make_rounds
 from gossipgrad.decentralized._members import Members
+from gossipgrad.decentralized._resumable import Resumable
 from gossipgrad.decentralized._rounds import Rounds
 from gossipgrad.decentralized._saving import warn_of_lone_replicas
 from gossipgrad.decentralized._sections import Sections
+from gossipgrad.decentralized._session_state import Carried
 from gossipgrad.decentralized._settings import Settings
 from gossipgrad.decentralized._sharding import reshard
 from gossipgrad.decentralized._start import broadcast_replica
@@ -33,7 +35,7 @@ _CLOSE_SECONDS = 10.0  # how long a normal close waits for what is outstanding
 _LINGER_SECONDS = 30.0  # and then for what it has sent to leave, on a slow network
 
 
-class GossipSession:
+class GossipSession(Resumable):
     """What `gossip()` returns: mixes replicas behind the user's own training loop.
 
     Use it as a context manager or call `close()`. Leaving the context by an exception closes
@@ -69,6 +71,7 @@ class GossipSession:
         self._syncing = True
         self._in_consensus = False
         self._closed = False
+        self._carried = Carried()
         self._rounds: Rounds | None = None
         self._gradients: GradientExchange | None = None
         self._sections = self._deal()
@@ -250,8 +253,8 @@ class GossipSession:
 
     def stats(self) -> Stats:
         """What this rank has done so far; no communication."""
-        p, steps = self.world_size, self._steps
-        return collect(self._rounds, self._sections, self._averaging, world_size=p, steps=steps)
+        at, carried = (self.world_size, self._steps), self._carried
+        return collect(self._rounds, self._sections, self._averaging, carried, *at)
 
     def close(self) -> None:
         """Ends the session: mixes what is outstanding, says LEAVE, takes all hooks off; local.
@@ -292,7 +295,7 @@ class GossipSession:
             agree(self.group, fingerprint(self._model, self._optimizers, settings))
         return sections
 
-    def _begin(self) -> None:
+    def _begin(self, *, sends: bool = True) -> None:
         """Sends the first snapshot, or arms the gradients, at the beginning of a round."""
         rounds = self._rounds
         if rounds is None:
@@ -300,7 +303,7 @@ class GossipSession:
         if self._sections.gradients and self._gradients is None:
             self._gradients = GradientExchange(self._sections.gradients, rounds, self)
         rounds.patience.renew()
-        if self._settings.sends_early and self._steps % self._settings.every == 0:
+        if sends and self._settings.sends_early and self._steps % self._settings.every == 0:
             rounds.open(self._sections.of_round(rounds.next_round))
         self._arm()
         self._watch.note()

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -49,6 +50,21 @@ class StaleRounds(Rounds):
     def position(self, steps: int, every: int) -> int:
         """Rounds behind this rank, those jumped over too, in steps."""
         return max(0, self.next_round - self._starts) * every + steps % every
+
+    def place(self) -> dict[str, Any]:
+        """Where this rank is, as plain values."""
+        return {
+            "starts": self._starts,
+            "opened": self._opened,
+            "opened_at": dict(self._opened_at),
+            "late": sorted(self._late_ones),
+        }
+
+    def go_to(self, place: Mapping[str, Any]) -> None:
+        """Takes up what `place` gave."""
+        self._starts, self._opened = place["starts"], place["opened"]
+        self._opened_at = dict(place["opened_at"])
+        self._late_ones = set(place["late"])
 
     def weight(self, transfer: Transfer) -> float:
         """How much of the delta this rank takes: of a matrix, at most what is stable."""
@@ -103,12 +119,13 @@ class StaleRounds(Rounds):
         wait = TOGETHER_SECONDS if wait_seconds is None else wait_seconds
         deadline = time.perf_counter() + wait
         for transfer in list(self._under_way):
-            for bucket in transfer.exchanges:
-                transfer.take(bucket, deadline)
+            transfer.await_parts(deadline)
         self._take_in(list(self._under_way))
 
-    def _take_on(self, transfers: Sequence[Transfer]) -> None:
-        """Looks after transfers that were sent."""
+    def take_on(self, transfers: Sequence[Transfer], *, late: bool = False) -> None:
+        """Looks after transfers that were sent; none is late here."""
+        for transfer in transfers:
+            self._opened_at.setdefault(transfer.round, self._opened)
         self._under_way.extend(transfers)
 
     def _owes(self, partner: int) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from gossipgrad.decentralized._averaging import Averaging
 from gossipgrad.decentralized._rounds import Rounds
 from gossipgrad.decentralized._sections import Sections
+from gossipgrad.decentralized._session_state import Carried
 
 __all__ = ["Stats", "collect"]
 
@@ -34,6 +35,8 @@ class Stats:
             stuck may find those of `max_staleness + 1` rounds of each other rank, mostly of one.
         clamps: Elements of non-negative optimizer state that mixing would have left below zero.
         refused_messages: Messages dropped because they did not fit the plan.
+        torn_rounds: Rounds that a resumption found mixed at one end alone; the mean over ranks has
+            shifted by them. None if the states were taken as they should be.
         consensus_distance_estimate: From the differences to this rank's own partners in the last
             period; None before the first round and where no weights travel. It costs no traffic.
             Partners that met recently are closer than any two ranks, so it tends to read low.
@@ -59,6 +62,7 @@ class Stats:
     snapshot_limit_bytes: int
     clamps: int
     refused_messages: int
+    torn_rounds: int
     consensus_distance_estimate: float | None
     consensus_distance: float | None
     averages: int
@@ -94,7 +98,7 @@ def collect(
     rounds: Rounds | None,
     sections: Sections,
     averaging: Averaging,
-    *,
+    carried: Carried,
     world_size: int,
     steps: int,
 ) -> Stats:
@@ -104,8 +108,9 @@ def collect(
     p = world_size
     return Stats(
         rounds=0 if rounds is None else rounds.closed_rounds,
-        bytes_sent=0 if rounds is None else rounds.channel.bytes_sent,
-        bytes_received=0 if rounds is None else rounds.channel.bytes_received,
+        bytes_sent=carried.bytes_sent + (0 if rounds is None else rounds.channel.bytes_sent),
+        bytes_received=carried.bytes_received
+        + (0 if rounds is None else rounds.channel.bytes_received),
         exposed_seconds=0.0 if rounds is None else rounds.exposed_seconds,
         mixing_seconds=0.0 if rounds is None else rounds.mixing_seconds,
         outcomes={"delivered": 0, "late": 0, "dead_peer": 0, "void": 0, **counted},
@@ -116,7 +121,9 @@ def collect(
         + (0 if rounds is None else rounds.channel.early_bytes)
         + sum(t.received_bytes for t in (() if rounds is None else rounds.under_way)),
         clamps=int(sum(int(section.clamped) for section in sections.all)),
-        refused_messages=0 if rounds is None else rounds.channel.refused,
+        refused_messages=carried.refused_messages
+        + (0 if rounds is None else rounds.channel.refused),
+        torn_rounds=carried.torn_rounds,
         consensus_distance_estimate=(
             None if squared is None else math.sqrt(squared * (p - 1) / (2 * p))
         ),

@@ -1,0 +1,268 @@
+"""Saving a session, and going on from what was saved."""
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gossipgrad.comm import Group, Recorder
+from gossipgrad.decentralized._averaging import Averaging
+from gossipgrad.decentralized._gradients import GradientExchange
+from gossipgrad.decentralized._making import make_rounds
+from gossipgrad.decentralized._members import Members
+from gossipgrad.decentralized._outstanding import capture, is_complete, owe, restore, view_of
+from gossipgrad.decentralized._replica_state import load_replica, misfit, replica_state
+from gossipgrad.decentralized._rounds import TOGETHER_SECONDS, Rounds
+from gossipgrad.decentralized._sections import Sections
+from gossipgrad.decentralized._session_state import (
+    VERSION,
+    Carried,
+    averages_of,
+    load_averages,
+    load_residuals,
+    load_rounds,
+    must_fit,
+    residuals_of,
+    rounds_of,
+)
+from gossipgrad.decentralized._settings import Settings
+from gossipgrad.decentralized._watch import ReplicaWatch
+from gossipgrad.errors import GossipError
+
+__all__ = ["Resumable"]
+
+
+class Resumable:
+    """What a session adds to itself to be saved: each rank its own state, all load together."""
+
+    group: Group
+    _model: nn.Module
+    _optimizers: list[Optimizer]
+    _settings: Settings
+    _recorder: Recorder | None
+    _sections: Sections
+    _members: Members
+    _watch: ReplicaWatch
+    _averaging: Averaging
+    _rounds: Rounds | None
+    _gradients: GradientExchange | None
+    _carried: Carried
+    _steps: int
+    _equal_at_step: int
+    _mid_step: bool
+    _check_ready: Callable[[str], None]
+    _pending_change: Callable[[], str | None]
+    _is_as_sent: Callable[[], bool]
+    _begin: Callable[..., None]
+    _close: Callable[..., None]
+
+    def state_dict(self, *, settle: bool = False) -> dict[str, Any]:
+        """All that this rank needs to go on as if it had never stopped; local.
+
+        To be taken between two steps, by every rank after equally many, and saved by each under
+        its own name. Holds copies in host memory: the model's parameters and buffers, the
+        optimizers' state, and the session's own, with the snapshots that are under way. Not the
+        state of schedulers, scalers, samplers and random numbers, which are the user's.
+
+        In the modes that wait, what is late is awaited as in a step, and mixed. In mode stale
+        nothing is awaited; an exchange that was under way, and that the partner may have mixed
+        already, is written into the state when it comes (`is_complete`). There ranks take their
+        states as they come to the same round, each in its own step: see `Stale.cut_every`.
+
+        Args:
+            settle: Mix first what is under way, as `average_()` does: for ranks that end after
+                unequal steps. A collective then.
+
+        Returns:
+            Tensors, numbers, text, lists and dicts: `"model"` by name; `"outstanding"`, what has to
+            be added to it to get this replica's part in the mean of all; `"optimizers"`;
+            `"session"`.
+
+        Raises:
+            GossipError: In the middle of a step, or inside `consensus()`.
+            ReplicaChangedError: If weights were changed since the last step.
+        """
+        self._check_ready("state_dict")
+        if self._mid_step:
+            raise GossipError(
+                "state_dict() in the middle of a step: not all optimizers have stepped; call it "
+                "when the last one has"
+            )
+        rounds = self._rounds
+        if rounds is not None:
+            self._watch.check(self._is_as_sent)
+            if settle:
+                self._averaging.meet("settle")
+                with self._averaging.together():
+                    rounds.settle(TOGETHER_SECONDS)  # what is late, too
+            else:
+                rounds.catch_up()
+            self._watch.note()
+        state = self._state(opened=not settle)
+        if settle:
+            self._begin()
+        return state
+
+    @staticmethod
+    def is_complete(state: Mapping[str, Any]) -> bool:
+        """Whether a state lacks nothing that may still come; always, but in mode stale.
+
+        One that lacks something can be loaded, too. What it lacks is sent again by its partner, or,
+        if that had mixed it already, is lost to this rank, and told.
+        """
+        rounds = state["session"]["rounds"]
+        return rounds is None or rounds["stale"] is None or is_complete(rounds["under_way"])
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where `state_dict` was taken; a collective.
+
+        Every rank loads its own, in a session of the same model, optimizers and settings, among as
+        many ranks. What both ends had under way is sent again. In the modes that wait training then
+        goes on bit for bit as it would have, if the states were taken after equally many steps.
+
+        Raises:
+            ValueError: On every rank, if one's state does not fit; nothing is changed then.
+            GossipError: If a rank dies meanwhile. The session is closed then; make a new one, and
+                load again.
+        """
+        self._check_ready("load_state_dict")
+        rounds = self._rounds
+        if rounds is not None:
+            self._averaging.meet("load")
+        views = self._agree_on(state)
+        if rounds is None:
+            self._take_over(state["session"], state)
+            return
+        try:
+            with self._averaging.together():
+                self._go_on(rounds, state, views)
+        except BaseException:
+            self._close(wait_seconds=0.0)
+            raise
+
+    def _state(self, *, opened: bool) -> dict[str, Any]:
+        rounds, sections = self._rounds, self._sections
+        owed: dict[str, Tensor] = {}
+        for section in sections.weights:
+            _owe_residuals(owed, section)
+        of_rounds = None
+        if rounds is not None:
+            entries = capture(rounds, sections, early=self._settings.sends_early, owed=owed)
+            of_rounds = {**rounds_of(rounds, self._carried), "under_way": entries}
+        members = self._members.current
+        return {
+            **replica_state(self._model, self._optimizers),
+            "outstanding": owed,
+            "session": {
+                "version": VERSION,
+                "rank": self.group.rank,
+                "world_size": self.group.world_size,
+                "settings": must_fit(self._settings),
+                "generation": members.generation,
+                "living": list(members.living),
+                "steps": self._steps,
+                "equal_at_step": self._equal_at_step,
+                "opened": opened,
+                "residuals": residuals_of(sections),
+                "clamps": [int(section.clamped) for section in sections.all],
+                "averaging": averages_of(self._averaging),
+                "rounds": of_rounds,
+            },
+        }
+
+    def _agree_on(self, state: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
+        """What all ranks are about to load, if it fits everywhere; a collective."""
+        problem, mine = self._misfit(state), None
+        if problem is None and (rounds := state["session"]["rounds"]) is not None:
+            mine = view_of(rounds["next_round"], rounds["under_way"], rounds["mixed"])
+        told = self.group.all_gather_object([problem, mine])
+        for rank, (why, _) in zip(self.group.members, told, strict=True):
+            if why is not None:
+                raise ValueError(f"the state cannot be loaded on rank {rank}: {why}")
+        return {
+            rank: {
+                **view,
+                "awaits": {tuple(met) for met in view["awaits"]},
+                "mixed": {tuple(met) for met in view["mixed"]},
+            }
+            for rank, (_, view) in zip(self.group.members, told, strict=True)
+            if view is not None
+        }
+
+    def _misfit(self, state: Mapping[str, Any]) -> str | None:
+        missing = {"model", "optimizers", "session"} - set(state)
+        if missing or state["session"].get("version") != VERSION:
+            return f"it is no state that state_dict() of a session gives (version {VERSION})"
+        session = state["session"]
+        if session["world_size"] != self.group.world_size:
+            return (
+                f"it was saved by {session['world_size']} ranks, here are "
+                f"{self.group.world_size}: begin a session from the consensus of all "
+                "(gossipgrad.decentralized.average_states)"
+            )
+        if session["rank"] != self.group.rank:
+            return f"it is the state of rank {session['rank']}: load each rank's own"
+        settings = must_fit(self._settings)
+        for name, value in session["settings"].items():
+            if settings.get(name) != value:
+                return f"{name} was {value}, here it is {settings.get(name)}: use the same"
+        if self._members.current.generation > 0:
+            return "ranks were lost since the session began: make a new one, and load there"
+        return misfit(self._model, self._optimizers, state)
+
+    def _go_on(
+        self, rounds: Rounds, state: Mapping[str, Any], views: Mapping[int, Mapping[str, Any]]
+    ) -> None:
+        """New rounds over the same links, in the places and with the snapshots of the state."""
+        if self._gradients is not None:
+            self._gradients.remove()
+            self._gradients = None
+        transport = rounds.hand_over()
+        self._farewell.detach()
+        of, session = self._settings, state["session"]
+        saved = session["rounds"]
+        news, recorder = self._members.watch, self._recorder
+        fresh = make_rounds(self.group, lambda _: transport, self._sections, of, recorder, news)
+        self._farewell = weakref.finalize(self, self._members.farewell, fresh)
+        self._rounds = fresh
+        self._members.seat(fresh)
+        self._averaging = Averaging(self.group, self._members, fresh)
+        self._take_over(session, state)
+        load_rounds(fresh, saved)
+        self.group.barrier()  # nobody sends before all listen for the new run
+        torn = restore(fresh, self._sections, saved["under_way"], views)
+        told = Carried(**saved["carried"])
+        self._carried = replace(
+            told,
+            bytes_sent=told.bytes_sent - fresh.channel.bytes_sent,
+            torn_rounds=told.torn_rounds + torn,
+        )
+        self._begin(sends=not session["opened"])
+        self._watch.note()
+
+    def _take_over(self, session: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+        load_replica(self._model, self._optimizers, state)
+        load_residuals(self._sections, session["residuals"])
+        for section, clamps in zip(self._sections.all, session["clamps"], strict=True):
+            section.clamped.fill_(clamps)
+        load_averages(self._averaging, session["averaging"])
+        self._steps, self._equal_at_step = session["steps"], session["equal_at_step"]
+        self._mid_step = False
+        self._watch.accept()
+
+
+def _owe_residuals(owed: dict[str, Tensor], section: Any) -> None:
+    for bucket, layout in enumerate(section.plan.buckets):
+        residuals: Sequence[Tensor | None] = section.residuals(bucket)
+        if any(residual is not None for residual in residuals):
+            flat = torch.cat(
+                [
+                    torch.zeros(section.plan.specs[i].numel) if e is None else e.flatten().cpu()
+                    for i, e in zip(layout.indices, residuals, strict=True)
+                ]
+            )
+            owe(owed, section, bucket, flat, 1.0)

@@ -1,0 +1,35 @@
+"""A session that is saved and gone on with does what it would have done, bit for bit."""
+
+import pytest
+import torch
+
+import gossipgrad as gg
+from support.replicas import adam, set_gradients, sgd
+from support.resuming import run_on, stop_and_resume
+
+SETTINGS = {
+    "overlap": {},
+    "overlap, matching, three ranks": {"world_size": 3, "topology": "matching"},
+    "overlap, five ranks": {"world_size": 5},
+    "overlap, every 2, in a round": {"every": 2, "stop": 5},
+    "overlap, in its first round": {"every": 4, "stop": 2},
+    "overlap, before a step": {"stop": 0},
+    "overlap, averages": {"average_every": 3, "stop": 5},
+    "sync": {"mode": "sync"},
+    "sync, averages": {"mode": "sync", "average_every": 2},
+    "lagged": {"mode": "lagged"},
+    "state": {"payload": "weights+state", "optimizer": adam},
+    "state every 2": {"payload": gg.WeightsAndState(every=2), "optimizer": adam, "stop": 5},
+    "bf16 wire": {"wire_dtype": torch.bfloat16},
+    "bf16 weights": {"dtype": torch.bfloat16, "gradients": set_gradients},
+    "gradients and weights": {"payload": "gradients+weights"},
+    "one rank": {"world_size": 1},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_goes_on_bit_for_bit(name):
+    settings = {"world_size": 4, "stop": 6, "end": 11, "optimizer": sgd, **SETTINGS[name]}
+    stop_and_resume(
+        settings.pop("world_size"), settings.pop("stop"), settings.pop("end"), **settings
+    )
