@@ -5,7 +5,7 @@ import torch
 
 import gossipgrad as gg
 from support.replicas import adam, set_gradients, sgd
-from support.resuming import run_on, stop_and_resume
+from support.resuming import stop_and_resume
 
 SETTINGS = {
     "overlap": {},

@@ -10,7 +10,14 @@ from typing import Annotated
 
 import tyro
 
-from gossipgrad.train import DEFAULT_LR, Outcome, TrainConfig, find_world, run
+from gossipgrad.train import (
+    DEFAULT_LR,
+    Outcome,
+    TrainConfig,
+    config_of_run,
+    find_world,
+    run,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,6 +25,7 @@ class TrainOptions:
     """Train a model on several workers.
 
     Starts the workers on this machine, or, inside torchrun or Slurm, takes part as one of them.
+    With --checkpoint-every a run that was stopped, or died, goes on with --resume DIR.
     The run leaves in its folder config.json, metrics-rank*.jsonl, summary.json,
     model.safetensors, trace.json and report.html.
     """
@@ -44,14 +52,22 @@ def parse(arguments: list[str]) -> TrainConfig:
     where the world is given.
 
     Raises:
-        ValueError: A value is not allowed, or `--config` names no configuration.
+        ValueError: A value is not allowed, or `--config` or `--resume` names no configuration.
     """
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--config", type=Path)
+    for name in ("--config", "--resume"):
+        first.add_argument(name, type=Path)
     for name in ("--optimizer", "--lr"):
         first.add_argument(name)
     given = first.parse_known_args(arguments)[0]
+    if given.config is not None and given.resume is not None:
+        raise ValueError(
+            f"--config {given.config} begins a run anew, and --resume {given.resume} goes on with "
+            "one, with its own options: leave --config out."
+        )
     saved = TrainConfig() if given.config is None else TrainConfig.from_file(given.config)
+    if given.resume is not None:
+        saved = config_of_run(given.resume)
     if given.optimizer not in (None, saved.optimizer) and given.lr is None:
         if saved.lr not in (None, DEFAULT_LR[saved.optimizer]):
             warnings.warn(

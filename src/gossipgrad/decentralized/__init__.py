@@ -1,6 +1,8 @@
 """Gossip: every step mixes each replica with that of one rotating partner."""
 
+from gossipgrad.decentralized._average_states import average_states as average_states
 from gossipgrad.decentralized._data_parallel import GossipDataParallel as GossipDataParallel
+from gossipgrad.decentralized._delivery_log import DeliveryLog as DeliveryLog
 from gossipgrad.decentralized._gossip import check_settings as check_settings
 from gossipgrad.decentralized._gossip import gossip as gossip
 from gossipgrad.decentralized._gossip import resolve_group as resolve_group
@@ -11,6 +13,9 @@ from gossipgrad.decentralized._modes import Stale as Stale
 from gossipgrad.decentralized._modes import Sync as Sync
 from gossipgrad.decentralized._modes import check_never_waits as check_never_waits
 from gossipgrad.decentralized._modes import resolve_mode as resolve_mode
+from gossipgrad.decentralized._replica_state import load_replica as load_replica
+from gossipgrad.decentralized._replica_state import misfit as misfit
+from gossipgrad.decentralized._replica_state import replica_state as replica_state
 from gossipgrad.decentralized._session import GossipSession as GossipSession
 from gossipgrad.decentralized._settings import Gradients as Gradients
 from gossipgrad.decentralized._settings import GradientsAndWeights as GradientsAndWeights

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from gossipgrad.comm import Channel, Group, News, Recorder, Transport
 from gossipgrad.decentralized._deadlines import Deadlines
 from gossipgrad.decentralized._modes import Lagged, Stale
+from gossipgrad.decentralized._replayed_rounds import ReplayedRounds
 from gossipgrad.decentralized._rounds import Rounds
 from gossipgrad.decentralized._sections import Sections
 from gossipgrad.decentralized._settings import Settings
@@ -28,7 +29,8 @@ def make_rounds(
     credits = mode.snapshots if isinstance(mode, Stale) else 1
     channel = Channel(transport(group), run=run, plan=sections.parts, credits=credits, news=news)
     if isinstance(mode, Stale):
-        return StaleRounds(channel, settings.schedule, mode=mode, recorder=recorder)
+        kind = StaleRounds if mode.replay is None else ReplayedRounds
+        return kind(channel, settings.schedule, mode=mode, recorder=recorder)
     return Rounds(
         channel,
         settings.schedule,

@@ -23,9 +23,9 @@ Views = Mapping[int, Mapping[str, Any]]
 
 
 def capture(
-    rounds: Rounds, sections: Sections, *, early: bool, owed: dict[str, Tensor]
+    rounds: Rounds, sections: Sections, *, early: bool, owed: dict[str, Tensor], copy: bool = True
 ) -> list[Entry]:
-    """Copies of the snapshots that are under way: of each round and section one entry.
+    """The snapshots that are under way: of each round and section one entry.
 
     An exchange counts iff both ends had sent it when their states were taken. In the modes that
     wait both send their snapshots again. In mode stale one end may have mixed it already: what the
@@ -36,6 +36,7 @@ def capture(
         sections: What travels.
         early: Whether a round's weights leave as it begins.
         owed: Deltas that came, by name of the parameter; added to.
+        copy: False: snapshots in host memory themselves, which hold until their round is over.
     """
     entries = []
     for transfer in rounds.under_way:
@@ -46,7 +47,7 @@ def capture(
             "recv_from": transfer.peers.recv_from,
             "late": transfer.round < rounds.next_round - 1 or not early,
             "sent": {
-                bucket: transfer.snapshot.flats[bucket].to("cpu", copy=True)
+                bucket: transfer.snapshot.flats[bucket].to("cpu", copy=copy)
                 for bucket in sorted(transfer.exchanges)
                 if bucket not in transfer.taken
             },

@@ -14,11 +14,13 @@ from gossipgrad.errors import GossipError
 __all__ = ["load_replica", "misfit", "replica_state"]
 
 
-def replica_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-    """Copies of all that training changes in a replica, in host memory; local.
+def replica_state(
+    model: nn.Module, optimizers: Sequence[Optimizer], *, copy: bool = True
+) -> dict[str, Any]:
+    """All that training changes in a replica, in host memory; local.
 
     Buffers are among it, those that a model's own state leaves out, too. Of sharded tensors it is
-    this rank's part.
+    this rank's part. With `copy` False tensors that lie there already are no copies.
 
     Returns:
         `"model"`: tensors by name. `"optimizers"`: of each its kind, hyper-parameters and state.
@@ -27,8 +29,8 @@ def replica_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str
         GossipError: An optimizer keeps something that is no plain value.
     """
     return {
-        "model": {name: _to_host(tensor) for name, tensor in _named(model, optimizers).items()},
-        "optimizers": [_optimizer_state(number, o) for number, o in enumerate(optimizers)],
+        "model": {n: _to_host(tensor, copy) for n, tensor in _named(model, optimizers).items()},
+        "optimizers": [_optimizer_state(number, o, copy) for number, o in enumerate(optimizers)],
     }
 
 
@@ -85,27 +87,27 @@ def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _to_host(tensor: Tensor) -> Tensor:
-    return local(tensor.detach()).to("cpu", copy=True)
+def _to_host(tensor: Tensor, copy: bool) -> Tensor:
+    return local(tensor.detach()).to("cpu", copy=copy)
 
 
-def _plain(value: Any, what: str) -> Any:
-    """A copy of a value that is made of tensors, numbers, text and None."""
+def _plain(value: Any, what: str, copy: bool) -> Any:
+    """A value that is made of tensors, numbers, text and None, with its tensors in host memory."""
     if isinstance(value, Tensor):
-        return _to_host(value)
+        return _to_host(value, copy)
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
-        return {key: _plain(each, what) for key, each in value.items()}
+        return {key: _plain(each, what, copy) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)([_plain(each, what) for each in value])
+        return type(value)([_plain(each, what, copy) for each in value])
     raise GossipError(
         f"{what} is a {type(value).__name__}, which is no plain value: a state holds tensors, "
         "numbers, text, None, and lists and dicts of these"
     )
 
 
-def _optimizer_state(number: int, optimizer: Optimizer) -> dict[str, Any]:
+def _optimizer_state(number: int, optimizer: Optimizer, copy: bool) -> dict[str, Any]:
     what = f"of optimizer {number} ({type(optimizer).__name__}) "
     kept: list[list[Any]] = []
     for place, parameter in enumerate(_parameters(optimizer)):
@@ -114,10 +116,10 @@ def _optimizer_state(number: int, optimizer: Optimizer) -> dict[str, Any]:
             continue
         # Where a tensor was tells nothing that can be known before the first step.
         on_host = [k for k, v in held.items() if isinstance(v, Tensor) and v.device.type == "cpu"]
-        values = {key: _plain(value, what + f"state {key!r}") for key, value in held.items()}
+        values = {k: _plain(value, what + f"state {k!r}", copy) for k, value in held.items()}
         kept.append([place, values, on_host])
     groups = [
-        {key: _plain(value, what + repr(key)) for key, value in group.items() if key != "params"}
+        {k: _plain(value, what + repr(k), copy) for k, value in group.items() if k != "params"}
         for group in optimizer.param_groups
     ]
     return {

@@ -1,7 +1,8 @@
 """Saving a session, and going on from what was saved."""
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +12,11 @@ from torch.optim import Optimizer
 
 from gossipgrad.comm import Group, Recorder
 from gossipgrad.decentralized._averaging import Averaging
+from gossipgrad.decentralized._delivery_log import DeliveryLog
 from gossipgrad.decentralized._gradients import GradientExchange
 from gossipgrad.decentralized._making import make_rounds
 from gossipgrad.decentralized._members import Members
+from gossipgrad.decentralized._modes import Mode
 from gossipgrad.decentralized._outstanding import capture, is_complete, owe, restore, view_of
 from gossipgrad.decentralized._replica_state import load_replica, misfit, replica_state
 from gossipgrad.decentralized._rounds import TOGETHER_SECONDS, Rounds
@@ -30,13 +33,14 @@ from gossipgrad.decentralized._session_state import (
     rounds_of,
 )
 from gossipgrad.decentralized._settings import Settings
+from gossipgrad.decentralized._stale_rounds import StaleRounds
 from gossipgrad.decentralized._watch import ReplicaWatch
 from gossipgrad.errors import GossipError
 
 __all__ = ["Resumable"]
 
 
-class Resumable:
+class Resumable(ABC):
     """What a session adds to itself to be saved: each rank its own state, all load together."""
 
     group: Group
@@ -54,13 +58,20 @@ class Resumable:
     _steps: int
     _equal_at_step: int
     _mid_step: bool
-    _check_ready: Callable[[str], None]
-    _pending_change: Callable[[], str | None]
-    _is_as_sent: Callable[[], bool]
-    _begin: Callable[..., None]
-    _close: Callable[..., None]
 
-    def state_dict(self, *, settle: bool = False) -> dict[str, Any]:
+    @abstractmethod
+    def _check_ready(self, method: str) -> None: ...
+
+    @abstractmethod
+    def _is_as_sent(self) -> bool: ...
+
+    @abstractmethod
+    def _begin(self, *, sends: bool = True) -> None: ...
+
+    @abstractmethod
+    def _close(self, wait_seconds: float) -> None: ...
+
+    def state_dict(self, *, settle: bool = False, copy: bool = True) -> dict[str, Any]:
         """All that this rank needs to go on as if it had never stopped; local.
 
         To be taken between two steps, by every rank after equally many, and saved by each under
@@ -76,6 +87,8 @@ class Resumable:
         Args:
             settle: Mix first what is under way, as `average_()` does: for ranks that end after
                 unequal steps. A collective then.
+            copy: False: of what lies in host memory the state holds the tensors themselves, and is
+                right until the next step begins. For who copies them at once.
 
         Returns:
             Tensors, numbers, text, lists and dicts: `"model"` by name; `"outstanding"`, what has to
@@ -102,10 +115,25 @@ class Resumable:
             else:
                 rounds.catch_up()
             self._watch.note()
-        state = self._state(opened=not settle)
+        state = self._state(opened=not settle, copy=copy)
         if settle:
             self._begin()
         return state
+
+    @property
+    def mode(self) -> Mode:
+        """When snapshots travel and are mixed."""
+        return self._settings.mode
+
+    @property
+    def cuts(self) -> int:
+        """How many rounds this rank has passed at which states are taken; see `Stale.cut_every`."""
+        return self._rounds.cuts if isinstance(self._rounds, StaleRounds) else 0
+
+    @property
+    def delivery_log(self) -> DeliveryLog | None:
+        """What this rank has opened and mixed so far, in mode stale with `record`; not a copy."""
+        return self._rounds.log if isinstance(self._rounds, StaleRounds) else None
 
     @staticmethod
     def is_complete(state: Mapping[str, Any]) -> bool:
@@ -144,18 +172,19 @@ class Resumable:
             self._close(wait_seconds=0.0)
             raise
 
-    def _state(self, *, opened: bool) -> dict[str, Any]:
+    def _state(self, *, opened: bool, copy: bool) -> dict[str, Any]:
         rounds, sections = self._rounds, self._sections
         owed: dict[str, Tensor] = {}
         for section in sections.weights:
             _owe_residuals(owed, section)
         of_rounds = None
         if rounds is not None:
-            entries = capture(rounds, sections, early=self._settings.sends_early, owed=owed)
+            early = self._settings.sends_early
+            entries = capture(rounds, sections, early=early, owed=owed, copy=copy)
             of_rounds = {**rounds_of(rounds, self._carried), "under_way": entries}
         members = self._members.current
         return {
-            **replica_state(self._model, self._optimizers),
+            **replica_state(self._model, self._optimizers, copy=copy),
             "outstanding": owed,
             "session": {
                 "version": VERSION,
@@ -167,7 +196,7 @@ class Resumable:
                 "steps": self._steps,
                 "equal_at_step": self._equal_at_step,
                 "opened": opened,
-                "residuals": residuals_of(sections),
+                "residuals": residuals_of(sections, copy=copy),
                 "clamps": [int(section.clamped) for section in sections.all],
                 "averaging": averages_of(self._averaging),
                 "rounds": of_rounds,

@@ -8,6 +8,7 @@ import torch
 
 from gossipgrad.comm import Outcome
 from gossipgrad.decentralized._averaging import Averaging
+from gossipgrad.decentralized._modes import Stale
 from gossipgrad.decentralized._rounds import Rounds
 from gossipgrad.decentralized._sections import Sections
 from gossipgrad.decentralized._settings import Settings
@@ -48,8 +49,9 @@ class Carried:
 def must_fit(settings: Settings) -> dict[str, str]:
     """What must be the same where a state is loaded; how long steps wait may be another."""
     described = settings.describe()
-    mode = described["mode"]
-    described["mode"] = type(mode).__name__ if settings.waits else mode
+    mode = settings.mode
+    staleness = f", max_staleness {mode.max_staleness}" if isinstance(mode, Stale) else ""
+    described["mode"] = f"{type(mode).__name__.lower()}{staleness}"
     return {name: str(value) for name, value in described.items()}
 
 
@@ -110,10 +112,10 @@ def load_averages(averaging: Averaging, state: Mapping[str, Any]) -> None:
         setattr(averaging, name, value)
 
 
-def residuals_of(sections: Sections) -> list[list[Any]]:
-    """Copies of what rounding took away from narrow weights: a list a bucket, None for others."""
+def residuals_of(sections: Sections, *, copy: bool = True) -> list[list[Any]]:
+    """What rounding took away from narrow weights: a list a bucket, None for others."""
     return [
-        [None if e is None else e.to("cpu", copy=True) for e in section.residuals(bucket)]
+        [None if e is None else e.to("cpu", copy=copy) for e in section.residuals(bucket)]
         for section in sections.all
         for bucket in range(len(section.plan.buckets))
     ]

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from gossipgrad.comm import Channel, Outcome, Recorder
 from gossipgrad.decentralized._deadlines import Deadlines
+from gossipgrad.decentralized._delivery_log import DeliveryLog, Mixed, Opening
 from gossipgrad.decentralized._modes import Stale
 from gossipgrad.decentralized._rounds import TOGETHER_SECONDS, Rounds
-from gossipgrad.decentralized._section import Section, Transfer
+from gossipgrad.decentralized._section import Delta, Section, Transfer
 from gossipgrad.topology import Peers, Schedule
 
 __all__ = ["StaleRounds"]
@@ -35,6 +36,10 @@ class StaleRounds(Rounds):
         schedule: Who meets whom in which round.
         mode: The staleness, and the weight that follows from it.
         recorder: Gets the spans, if there is one.
+
+    Attributes:
+        openings: Rounds that were opened or given up, one after the other, not jumped over.
+        log: What was opened and mixed, if the mode records.
     """
 
     def __init__(
@@ -46,10 +51,19 @@ class StaleRounds(Rounds):
         self._opened = 0  # rounds that were this rank's, whether or not it sent its part
         self._opened_at: dict[int, int] = {}  # of the rounds under way
         self._late_ones: set[int] = set()
+        self._last_opened = -1
+        self.log = DeliveryLog() if mode.record or mode.replay is not None else None
+        self.openings = 0
+        self._mixed: Mixed = []
 
     def position(self, steps: int, every: int) -> int:
         """Rounds behind this rank, those jumped over too, in steps."""
         return max(0, self.next_round - self._starts) * every + steps % every
+
+    @property
+    def cuts(self) -> int:
+        """How many rounds this rank has passed at which states are taken."""
+        return 0 if self._mode.cut_every is None else (self.next_round - 1) // self._mode.cut_every
 
     def place(self) -> dict[str, Any]:
         """Where this rank is, as plain values."""
@@ -58,6 +72,9 @@ class StaleRounds(Rounds):
             "opened": self._opened,
             "opened_at": dict(self._opened_at),
             "late": sorted(self._late_ones),
+            "last_opened": self._last_opened,
+            "openings": self.openings,
+            "log": None if self.log is None else self.log.tensor(),
         }
 
     def go_to(self, place: Mapping[str, Any]) -> None:
@@ -65,6 +82,9 @@ class StaleRounds(Rounds):
         self._starts, self._opened = place["starts"], place["opened"]
         self._opened_at = dict(place["opened_at"])
         self._late_ones = set(place["late"])
+        self._last_opened, self.openings = place["last_opened"], place["openings"]
+        if self.log is not None and place["log"] is not None:
+            self.log = DeliveryLog(place["log"])
 
     def weight(self, transfer: Transfer) -> float:
         """How much of the delta this rank takes: of a matrix, at most what is stable."""
@@ -83,7 +103,7 @@ class StaleRounds(Rounds):
         """Sends the next round's snapshots, or voids the round; what has come already is mixed."""
         start = time.perf_counter()
         round, peers = self.next_round, self.partners
-        self._opened += 1
+        cuts = self._begin_opening()
         transfers: list[Transfer] = []
         if peers.send_to is not None and not self._owes(peers.send_to):
             transfers = self._snapshots(sections, round, peers)
@@ -91,11 +111,16 @@ class StaleRounds(Rounds):
             self.next_round += 1
             if peers.send_to is not None:
                 self._void(round, peers)
+            self._record(Opening(round, sent=False))
             return
         self._opened_at[round] = self._opened  # first: an interrupt may leave it under way
         self._send(transfers)
         self._spent("snapshot", start, round=round)
-        self._take_in(transfers)
+        sent = any(e.open or e.received is not None for e in transfers[0].exchanges.values())
+        mixed = self._mixed_now()
+        if not cuts:  # else the partner may have sent it after its own state was taken
+            self._take_in(transfers)
+        self._record(Opening(round, sent=sent, closed=mixed, taken=self._mixed_now()))
 
     def close(self) -> None:
         """Mixes what has come, and goes on to the highest round heard of."""
@@ -128,6 +153,31 @@ class StaleRounds(Rounds):
             self._opened_at.setdefault(transfer.round, self._opened)
         self._under_way.extend(transfers)
 
+    def mix(self, transfer: Transfer, bucket: int, delta: Delta | None) -> None:
+        """Mixes a delta, and keeps in mind that it was now."""
+        super().mix(transfer, bucket, delta)
+        if delta is not None and self.log is not None:
+            self._mixed.append((transfer.round, transfer.section.first_bucket + bucket))
+
+    def _begin_opening(self) -> bool:
+        """Counts the next round as opened; whether ranks take their states here."""
+        round, every = self.next_round, self._mode.cut_every
+        cuts = every is not None and round // every > self._last_opened // every
+        self._last_opened = round
+        self._opened += 1
+        return cuts
+
+    def _mixed_now(self) -> Mixed:
+        mixed, self._mixed = self._mixed, []
+        return mixed
+
+    def _record(self, opening: Opening) -> None:
+        self.openings += 1
+        if self.log is not None:
+            opening.closed = opening.closed or self._mixed_now()
+            self._mixed = []
+            self.log.add(opening)
+
     def _owes(self, partner: int) -> bool:
         """Whether the partner has not answered for longer than the mode foresees."""
         return any(
@@ -153,25 +203,37 @@ class StaleRounds(Rounds):
                     begun.release()
         return transfers
 
-    def _take_in(self, transfers: Sequence[Transfer]) -> None:
-        """Mixes what has come of some transfers; those that are complete are under way no more."""
+    def _take_in(self, transfers: Sequence[Transfer], *, mixes: bool = True) -> None:
+        """Mixes what has come of some transfers; those that are complete are under way no more.
+
+        With `mixes` False only what is void is dealt with.
+        """
         squares: list[Tensor] = []
         for transfer in transfers:
             for bucket, exchange in sorted(transfer.exchanges.items()):
                 if bucket in transfer.taken or exchange.open:
                     continue
-                self.take(transfer, bucket, 0.0)
-                delta = transfer.delta(bucket)
-                if delta is not None and delta.square is not None:
-                    squares.append(delta.square)
-                self.mix(transfer, bucket, delta)
+                if mixes or transfer.delta(bucket) is None:
+                    self._take_one(transfer, bucket, squares)
+        self._let_go(transfers)
+        self.pair_distance.note(squares, self.schedule.period)
+
+    def _take_one(self, transfer: Transfer, bucket: int, squares: list[Tensor]) -> None:
+        self.take(transfer, bucket, 0.0)
+        delta = transfer.delta(bucket)
+        if delta is not None and delta.square is not None:
+            squares.append(delta.square)
+        self.mix(transfer, bucket, delta)
+
+    def _let_go(self, transfers: Sequence[Transfer]) -> None:
+        """Those that are complete are under way no more."""
+        for transfer in transfers:
             if len(transfer.taken) == len(transfer.exchanges):
                 transfer.release()
                 self._under_way.remove(transfer)
                 if all(other.round != transfer.round for other in self._under_way):
                     del self._opened_at[transfer.round]
                     self._late_ones.discard(transfer.round)
-        self.pair_distance.note(squares, self.schedule.period)
 
     def _note_late(self) -> None:
         """Counts, once each, the rounds whose partners are later than the mode foresees."""
@@ -186,7 +248,9 @@ class StaleRounds(Rounds):
 
     def _jump(self) -> None:
         """Voids the rounds between this rank's and the highest heard of."""
-        heard = self.channel.heard
+        self._jump_to(self.channel.heard)
+
+    def _jump_to(self, heard: int) -> None:
         if heard <= self.next_round:
             return
         rounds = range(max(self.next_round, heard - _MOST_TOLD), heard)

@@ -7,4 +7,5 @@ from ._config import TrainConfig as TrainConfig
 from ._given_world import find_world as find_world
 from ._outcome import Outcome as Outcome
 from ._result import RunFailedError as RunFailedError
+from ._resume import config_of_run as config_of_run
 from ._run import run as run

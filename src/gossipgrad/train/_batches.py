@@ -1,9 +1,9 @@
 """Which samples a rank trains on: all of them in turn, its own shard, or one that moves on."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -30,6 +30,12 @@ Groups = Callable[[str], Group]
 
 Batch = tuple[Shaped[Tensor, "batch ..."], Int[Tensor, "batch ..."]]
 
+# What a ring shuffle counts from its start.
+_COUNTED = (
+    *("steps", "rows_sent", "rows_received", "rows_lost", "rows_stale", "late_rounds"),
+    *("bytes_sent", "bytes_received", "exposed_seconds", "moving_seconds", "refused_messages"),
+)
+
 # Sets the draw of the shards apart from those of an epoch's order.
 _STREAM = 2
 
@@ -42,8 +48,8 @@ class Batches(Protocol):
         """Batches an epoch, equally many on every rank."""
         ...
 
-    def epoch(self, epoch: int) -> Iterator[Batch]:
-        """The batches of an epoch."""
+    def epoch(self, epoch: int, *, start_batch: int = 0) -> Iterator[Batch]:
+        """The batches of an epoch, from batch `start_batch` on."""
         ...
 
 
@@ -62,11 +68,11 @@ class ShardBatches:
         """Batches an epoch."""
         return num_batches(len(self.shard), self.batch_size)
 
-    def epoch(self, epoch: int) -> Iterator[Batch]:
-        """The batches of an epoch."""
+    def epoch(self, epoch: int, *, start_batch: int = 0) -> Iterator[Batch]:
+        """The batches of an epoch, from batch `start_batch` on."""
         rng = np.random.default_rng((self.seed, epoch, self.rank))
         order = torch.from_numpy(rng.permutation(self.shard))
-        chosen = split_batches(order, self.batch_size)
+        chosen = split_batches(order, self.batch_size)[start_batch:]
         make = partial(self.samples.batch, augment=(self.seed, epoch))
         return made_ahead(make, chosen, threads=self.threads)
 
@@ -88,6 +94,7 @@ class RingBatches:
         group: Group | None = None,
     ) -> None:
         index = torch.from_numpy(shard)
+        self._carried: dict[str, Any] = {}
         self.rows_dealt = len(shard)
         self._samples = samples
         self._seed = seed
@@ -105,15 +112,36 @@ class RingBatches:
         """Batches an epoch."""
         return len(self._shuffle)
 
-    def epoch(self, epoch: int) -> Iterator[Batch]:
-        """The batches of an epoch."""
+    def epoch(self, epoch: int, *, start_batch: int = 0) -> Iterator[Batch]:
+        """The batches of an epoch; of one that is resumed, those that the state left."""
         self._shuffle.set_epoch(epoch)
         for x, y, index in self._shuffle:
             yield self._samples.inputs(x, index, augment=(self._seed, epoch)), y
 
+    def settle(self, timeout_seconds: float) -> None:
+        """Wait until no rows are on their way; every rank does it, as often.
+
+        Raises:
+            GossipError: A neighbour did not come in time.
+        """
+        self._shuffle.settle(timeout_seconds)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's rows and where it stands, right after `settle`."""
+        stats = self.stats()
+        carried = {name: getattr(stats, name) for name in _COUNTED}
+        return {"shuffle": self._shuffle.state_dict(), "carried": carried}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was called; before the first batch."""
+        self._shuffle.load_state_dict(state["shuffle"])
+        self._carried = dict(state["carried"])
+
     def stats(self) -> RingShuffleStats:
-        """What the shuffle has done."""
-        return self._shuffle.stats()
+        """What the shuffle has done, before it was resumed, too."""
+        stats = self._shuffle.stats()
+        sums = {name: getattr(stats, name) + more for name, more in self._carried.items()}
+        return replace(stats, **sums)
 
     def figures(self) -> dict[str, int | float]:
         """What the shuffle has cost so far, by the names of the metrics."""

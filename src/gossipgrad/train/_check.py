@@ -68,6 +68,13 @@ def check(config: TrainConfig, world_size: int) -> None:
 
 
 def _check_waits(config: TrainConfig) -> None:
+    is_stale = config.strategy == "gossip" and config.gossip.mode == "stale"
+    if config.checkpoint_every is not None and config.shuffle == "ring" and is_stale:
+        raise ValueError(
+            "checkpoints of shuffle ring wait for the rows that are on their way to neighbours, "
+            "and in mode stale no step waits: leave --checkpoint-every out, or use --shuffle "
+            "global."
+        )
     waits = config.shuffle == "ring" and config.shuffle_deadline_seconds > 0
     if waits and config.gossip.mode == "stale":
         raise ValueError(

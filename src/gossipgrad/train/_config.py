@@ -8,92 +8,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from gossipgrad.comm import Faults
-
 from ._learning_rate import LearningRate, LrRule, LrSchedule
 from ._options import check_at_least, check_fields, from_plain, make_plain
+from ._strategy_config import GossipConfig, PostLocalConfig
 
 # Of each optimizer, where none is given.
 DEFAULT_LR = {"sgd": 0.1, "adamw": 1e-3, "muon": 1e-3}
 _MOST_THREADS = 1024
 # What config.json holds beside the options.
 _NOTES = ("lr_formula", "versions")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GossipConfig:
-    """How replicas gossip; used by `strategy` gossip alone."""
-
-    topology: Literal["dissemination", "hypercube", "matching", "ring", "complete"] | None = None
-    """Who meets whom; None: dissemination, or matching in mode stale, which dissemination does not
-    suit. hypercube needs a power of two of processes; the others take any number."""
-    mode: Literal["overlap", "sync", "stale", "lagged"] = "overlap"
-    """overlap: exchange behind the step's compute. sync: exchange after the update and wait.
-    stale: mix what has come and wait for nobody; the run then counts rounds, and a slow rank takes
-    fewer steps. lagged: the published rule, one step late, for comparison."""
-    max_staleness: int = 2
-    """Rounds by which exchanges of mode stale may be late, 0 to 15: the more, the less weight."""
-    payload: Literal["weights", "weights+state", "gradients", "gradients+weights"] = "weights"
-    """What is sent: weights, weights with the optimizer's moments, or (for study) gradients."""
-    every: int = 1
-    """Exchange every so many steps."""
-    average_every: int | Literal["log_p"] | None = None
-    """Average all replicas exactly every so many steps; log_p: every ceil(log2 p); None: never
-    while training."""
-    wire_dtype: Literal["float32", "bfloat16"] | None = None
-    """Number type on the wire; None: that of the parameters."""
-    deadline_seconds: float = 300.0
-    """How long a step waits at most for a partner that is alive but late. Less where the link's
-    recent arrivals were prompt."""
-    deadline_floor_seconds: float = 10.0
-    """How long it waits at least, if deadline_seconds is not less."""
-    lost_after_seconds: float = 10.0
-    """How long a rank may show no sign of life before the others go on without it for good."""
-    faults: str | None = None
-    """Faults to try the run with, by rank and round: "delay rank=1 rounds=20-29 seconds=0.05",
-    "drop rank=1 round=20" or "kill rank=1 round=20", several with ; between."""
-
-    def __post_init__(self) -> None:
-        make_plain(self)
-        check_fields(self)
-        check_at_least(self, 1, "every")
-        for name in ("deadline_seconds", "deadline_floor_seconds", "lost_after_seconds"):
-            value = getattr(self, name)
-            if not value > 0:
-                raise ValueError(f"{name} is {value}, but must be above 0.")
-            if value == math.inf:
-                raise ValueError(f"{name} is inf, but must be finite: a partner may never come.")
-        if not 0 <= self.max_staleness <= 15:
-            raise ValueError(f"max_staleness is {self.max_staleness}, but must be from 0 to 15.")
-        if self.faults is not None and not Faults.parse(self.faults).ranks:
-            object.__setattr__(self, "faults", None)
-        if self.average_every != "log_p":
-            check_at_least(self, 1, "average_every")
-
-    @property
-    def default_topology(self) -> Literal["dissemination", "matching"]:
-        """Who meets whom where nothing is said, symmetric pairs where rounds can be void."""
-        return "matching" if self.mode == "stale" else "dissemination"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PostLocalConfig:
-    """When and how often replicas are averaged; used by `strategy` post-local-sgd alone."""
-
-    post_local_after: float = 0.5
-    """Share of the run, from 0 to 1, in which gradients are all-reduced before local steps."""
-    local_steps: int = 16
-    """Local steps between two averages."""
-
-    def __post_init__(self) -> None:
-        make_plain(self)
-        check_fields(self)
-        check_at_least(self, 1, "local_steps")
-        if not 0 <= self.post_local_after <= 1:
-            raise ValueError(
-                f"post_local_after is {self.post_local_after}, but is a share of the run: from 0 "
-                "to 1."
-            )
+_PATHS = ("out", "data_dir", "resume")
+# Of a start, and not of the run.
+_OF_A_START = ("out", "overwrite", "resume", "resume_step")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,6 +106,16 @@ class TrainConfig:
     """How replicas gossip."""
     post_local: PostLocalConfig = field(default_factory=PostLocalConfig)
     """How post-local-sgd goes."""
+    checkpoint_every: int | None = None
+    """Steps between checkpoints, in DIR/checkpoints, and one at the end or the stop: a run that has
+    them can be resumed. None: none are saved."""
+    keep_checkpoints: int = 2
+    """How many checkpoints stay, of those that all ranks have saved."""
+    resume: Path | None = None
+    """Go on with the run of this folder, from its newest checkpoint and with its options. Others
+    may be given for how far it goes, and for what changes no figure."""
+    resume_step: int | None = None
+    """Resume from the checkpoint of this step, and remove those after it; None: the newest."""
     log_every: int = 10
     """Steps between two lines of the metrics files."""
     trace: int = 50
@@ -199,7 +135,7 @@ class TrainConfig:
             self,
             1,
             *("epochs", "batch_size", "nproc", "log_every", "image_size", "lr_step_epochs"),
-            "threads",
+            *("threads", "checkpoint_every", "keep_checkpoints"),
         )
         check_at_least(self, 0, "seed", "weight_decay", "trace", "data_threads", "warmup_epochs")
         for name in ("threads", "data_threads"):
@@ -227,6 +163,11 @@ class TrainConfig:
         for name in ("weight_decay", "shuffle_deadline_seconds", "start_seconds"):
             if getattr(self, name) == math.inf:
                 raise ValueError(f"{name} is inf, but must be finite.")
+        if self.resume_step is not None and self.resume is None:
+            raise ValueError(
+                f"resume_step is {self.resume_step}, but no run is resumed: name its folder with "
+                "--resume."
+            )
         if self.wandb == "":
             raise ValueError("wandb is empty, but must name a project.")
         if not 0 <= self.momentum < 1:
@@ -305,6 +246,8 @@ class TrainConfig:
             unused.append((self, "data_dir", "data is digits, which scikit-learn brings along"))
         if self.optimizer != "sgd":
             unused.append((self, "momentum", f"optimizer is {self.optimizer}"))
+        if self.checkpoint_every is None:
+            unused.append((self, "keep_checkpoints", "there are none without checkpoint_every"))
         if self.lr_schedule != "step":
             unused += [(self, name, schedule) for name in ("lr_step_epochs", "lr_gamma")]
         if self.shuffle == "global":
@@ -330,7 +273,7 @@ class TrainConfig:
     def to_json(self) -> dict[str, Any]:
         """Plain values, as `config.json` holds them."""
         values = dataclasses.asdict(self)
-        for name in ("out", "data_dir"):
+        for name in _PATHS:
             if values[name] is not None:
                 values[name] = str(values[name])
         return values
@@ -347,7 +290,7 @@ class TrainConfig:
         gossip = GossipConfig(**told)
         told = from_plain(PostLocalConfig, values.pop("post_local", {}), "post_local")
         post_local = PostLocalConfig(**told)
-        for name in ("out", "data_dir"):
+        for name in _PATHS:
             if isinstance(value := values.get(name), str):
                 values[name] = Path(value)
         told = from_plain(cls, values, "the configuration")
@@ -370,7 +313,7 @@ class TrainConfig:
             raise ValueError(f"{path} is not JSON: {error}.") from error
         if not isinstance(values, dict):
             raise ValueError(f"{path} is no config.json of a run: it holds no options.")
-        for note in (*_NOTES, "out", "overwrite"):
+        for note in (*_NOTES, *_OF_A_START):
             values.pop(note, None)
         try:
             config = cls.from_json(values)

@@ -36,6 +36,11 @@ class RunDir:
         """What ranks leave for the one that puts the run together; removed at the end."""
         return self.path / "partial"
 
+    @property
+    def checkpoints(self) -> Path:
+        """Checkpoints of all ranks."""
+        return self.path / "checkpoints"
+
     def metrics(self, rank: int) -> Path:
         """Metrics of a rank, one JSON object a line."""
         return self.path / f"metrics-rank{rank}.jsonl"
@@ -91,6 +96,18 @@ class RunDir:
         ):
             for file in self.path.glob(pattern):
                 file.unlink()
+        for folder in self.checkpoints.glob("step-*"):
+            shutil.rmtree(folder)
+
+    def reopen(self) -> None:
+        """Remove what the end of a run leaves, so that it can go on, and make room for it."""
+        self.remove_partial()
+        for file in (self.summary, self.model, self.trace, self.path / "report.html"):
+            file.unlink(missing_ok=True)
+        for pattern in ("errors-rank*.txt", "evicted-rank*.safetensors"):
+            for file in self.path.glob(pattern):
+                file.unlink()
+        self.partial.mkdir()
 
 
 def claim(out: Path | None, *, name: str, overwrite: bool) -> RunDir:

@@ -4,6 +4,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ._batches import Batches, RingBatches
+from ._checkpoints import Checkpoints, Place
 from ._evaluate import Evaluation, TestPart
 from ._metrics import Event, Metrics
 from ._result import DivergedError, RunStopped
@@ -43,6 +45,8 @@ class Loop:
         spans: Where spans of time go.
         stop: Set from outside to end at the next step boundary, or the one that ranks agree on.
         emit: Takes "progress" and "epoch" events for whoever watches.
+        checkpoints: Saves what it takes to go on.
+        place: Where the run goes on, if it is resumed.
     """
 
     strategy: Strategy
@@ -57,23 +61,33 @@ class Loop:
     spans: StepSpans
     stop: threading.Event
     emit: Callable[[Event], None]
+    checkpoints: Checkpoints
+    place: Place | None = None
+    _batch: int = 0
     _last_progress: float = 0.0
 
     def run(self) -> Evaluation:
         """Train to the end or the stop; returns the last evaluation."""
-        for epoch in range(self.epochs):
-            finished = self._train_epoch(epoch)
+        first, batch = (0, 0) if self.place is None else (self.place.epoch, self.place.batch)
+        for epoch in range(first, self.epochs):
+            finished = self._train_epoch(epoch, batch if epoch == first else 0)
+            place = self._place(epoch)  # before an evaluation that a resumed run has not come to
             evaluation = self._evaluate(epoch, final=not finished or epoch + 1 == self.epochs)
             if finished:
                 self.metrics.epochs += 1
+                self._batch = 0
+                place = self._place(epoch + 1)
             if evaluation.final:
+                self._save_last(place, evaluation)
                 return evaluation
-        raise AssertionError("the last epoch's evaluation is final")
+        return self._evaluate(self.epochs - 1, final=True)  # it was at its end when it was resumed
 
-    def _train_epoch(self, epoch: int) -> bool:
-        """Whether the epoch was finished."""
-        self.metrics.begin_epoch()
-        batches = self.batches.epoch(epoch)
+    def _train_epoch(self, epoch: int, batch: int) -> bool:
+        """Train on what is left of an epoch; whether it was finished."""
+        if batch == 0:
+            self.metrics.begin_epoch()
+        self._batch = batch
+        batches = self.batches.epoch(epoch, start_batch=batch)
         end = (epoch + 1) * len(self.batches)
         while self.strategy.position(self.metrics.steps) < end:
             step = self.metrics.steps + 1
@@ -90,7 +104,21 @@ class Loop:
             step_seconds = perf_counter() - start_seconds
             self.metrics.count_step(loss, len(y), step_seconds)
             self._log(epoch, loss, step_seconds)
+            self._batch += 1
+            self.checkpoints.after_step(self.metrics.steps, partial(self._place, epoch))
         return True
+
+    def _place(self, epoch: int) -> Place:
+        metrics = self.metrics.state(epoch_batches=len(self.batches))
+        return Place(epoch=epoch, batch=self._batch, metrics=metrics)
+
+    def _save_last(self, place: Place, evaluation: Evaluation) -> None:
+        if evaluation.is_consensus or not self.strategy.meets:
+            why = self.checkpoints.end(self.metrics.steps, place)
+        else:
+            why = "the ranks did not come together for it" if self.checkpoints.saves else None
+        if why is not None:
+            self.strategy.notes.append(f"no checkpoint at the end: {why}")
 
     def _step(
         self, x: Shaped[Tensor, "batch ..."], y: Int[Tensor, "batch ..."], step: int

@@ -2,11 +2,11 @@
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 from ._loggers import Loggers, scalars_of
 
@@ -18,6 +18,7 @@ class Metrics:
 
     Args:
         path: The file; replaced.
+        resumed: What `state` gave; the file goes on behind what was written by then.
         loggers: Get the figures of each event, too; closed with the file.
         now: The clock, in seconds.
 
@@ -33,6 +34,7 @@ class Metrics:
         self,
         path: Path,
         *,
+        resumed: Mapping[str, Any] | None = None,
         loggers: Loggers | None = None,
         now: Callable[[], float] = perf_counter,
     ) -> None:
@@ -45,7 +47,9 @@ class Metrics:
         self._loss_sum = 0.0
         self.epoch_samples = 0
         self._epoch_seconds = 0.0
-        self._file = path.open("w", buffering=1)
+        if resumed is not None:
+            self._take_up(resumed)
+        self._file = _opened(path, None if resumed is None else resumed["offset"])
         self._loggers = loggers or Loggers({})
 
     def __enter__(self) -> "Metrics":
@@ -74,6 +78,28 @@ class Metrics:
         self.epoch_samples += samples
         self._epoch_seconds += step_seconds
 
+    def state(self, *, epoch_batches: int) -> dict[str, Any]:
+        """What was counted and written so far; an epoch has `epoch_batches` batches."""
+        return {
+            "steps": self.steps,
+            "samples": self.samples,
+            "epochs": self.epochs,
+            "train_seconds": self.train_seconds,
+            "seconds": self.seconds,
+            "loss_sum": self._loss_sum,
+            "epoch_samples": self.epoch_samples,
+            "epoch_seconds": self._epoch_seconds,
+            "epoch_batches": epoch_batches,
+            "offset": self._file.tell(),
+        }
+
+    def _take_up(self, state: Mapping[str, Any]) -> None:
+        self.steps, self.samples = state["steps"], state["samples"]
+        self.epochs, self.train_seconds = state["epochs"], state["train_seconds"]
+        self._start = self._now() - state["seconds"]
+        self._loss_sum, self.epoch_samples = state["loss_sum"], state["epoch_samples"]
+        self._epoch_seconds = state["epoch_seconds"]
+
     def begin_epoch(self) -> None:
         """Forget the sums of the epoch before."""
         self._loss_sum = self._epoch_seconds = 0.0
@@ -95,6 +121,16 @@ class Metrics:
         self._file.write(json.dumps(record) + "\n")
         self._loggers.log(self.steps, scalars_of(record))
         return record
+
+
+def _opened(path: Path, offset: int | None) -> TextIO:
+    """A new file, or the old one cut off where it goes on."""
+    if offset is None or not path.exists():
+        return path.open("w", buffering=1)
+    file = path.open("r+", buffering=1)
+    file.truncate(min(offset, path.stat().st_size))
+    file.seek(0, 2)
+    return file
 
 
 def _plain(value: Any) -> Any:

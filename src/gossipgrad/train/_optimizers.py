@@ -103,3 +103,17 @@ def make_schedulers(
         return rate.factor(step, steps_per_epoch=steps_per_epoch, epochs=epochs)
 
     return [LambdaLR(optimizer, factor) for optimizer in optimizers]
+
+
+def go_to_step(schedulers: Sequence[LRScheduler], step: int) -> None:
+    """Set the rates of a step, counted from 0, as if the schedulers had made all before it."""
+    for scheduler in schedulers:
+        assert isinstance(scheduler, LambdaLR)
+        scheduler.last_epoch = step
+        for group, base, factor in zip(
+            scheduler.optimizer.param_groups,
+            scheduler.base_lrs,
+            scheduler.lr_lambdas,
+            strict=True,
+        ):
+            group["lr"] = base * factor(step)

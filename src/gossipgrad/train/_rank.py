@@ -15,6 +15,7 @@ from gossipgrad.data import Dataset
 from gossipgrad.errors import EvictedError
 
 from ._batches import Groups, RingBatches, make_batches, notes_on
+from ._checkpoints import Checkpoints, other_ranks, start_from_consensus
 from ._config import TrainConfig
 from ._device import find_device
 from ._evaluate import TestPart, copy_of
@@ -22,7 +23,7 @@ from ._layout import RunDir
 from ._loggers import open_loggers
 from ._loop import Loop
 from ._metrics import Event, Metrics
-from ._optimizers import make_optimizers, make_schedulers, notes_on_muon
+from ._optimizers import go_to_step, make_optimizers, make_schedulers, notes_on_muon
 from ._result import RankResult
 from ._spans import StepSpans
 from ._store_news import store_news
@@ -82,7 +83,24 @@ def train_rank(
         if isinstance(batches, RingBatches):
             unstarted.callback(batches.close)
         total_steps = config.epochs * len(batches)
-        spans = StepSpans(rank, num_steps=config.trace, total_steps=total_steps)
+        place = None
+        if (others := other_ranks(config, run_dir, world_size)) is not None:
+            place = start_from_consensus(
+                config,
+                run_dir,
+                others,
+                model,
+                optimizers,
+                rank=rank,
+                world_size=world_size,
+                epoch_batches=len(batches),
+            )
+        spans = StepSpans(
+            rank,
+            num_steps=config.trace,
+            total_steps=total_steps,
+            after_step=config.resume_step or 0,
+        )
         test = TestPart.of(
             dataset, rank=rank, world_size=world_size, threads=threads, device=device
         )
@@ -96,9 +114,32 @@ def train_rank(
             groups=groups,
         )
         unstarted.callback(strategy.close)
+        schedulers = make_schedulers(
+            config.learning_rate, optimizers, steps_per_epoch=len(batches), epochs=config.epochs
+        )
+        checkpoints = Checkpoints(
+            config,
+            run_dir,
+            rank=rank,
+            world_size=world_size,
+            model=model,
+            optimizers=optimizers,
+            strategy=strategy,
+            batches=batches,
+            device=device,
+        )
+        if place is not None:
+            strategy.start_at(place.metrics["steps"])
+        elif config.resume is not None:
+            place = checkpoints.resume()
+        checkpoints.begin(place)
+        resumed = None if place is None else place.metrics
+        if resumed is not None:
+            go_to_step(schedulers, strategy.position(resumed["steps"]))
+            strategy.notes.append(f"resumed from the checkpoint of step {config.resume_step}")
         loggers = open_loggers(config, run_dir, rank)
         with (
-            Metrics(run_dir.metrics(rank), loggers=loggers) as metrics,
+            Metrics(run_dir.metrics(rank), resumed=resumed, loggers=loggers) as metrics,
             _saved_if_evicted(model, run_dir.evicted_model(rank)),
             store_news(emit) as store_losses,
         ):
@@ -107,12 +148,7 @@ def train_rank(
             final = Loop(
                 strategy=strategy,
                 optimizers=optimizers,
-                schedulers=make_schedulers(
-                    config.learning_rate,
-                    optimizers,
-                    steps_per_epoch=len(batches),
-                    epochs=config.epochs,
-                ),
+                schedulers=schedulers,
                 batches=batches,
                 test=test,
                 device=device,
@@ -122,11 +158,14 @@ def train_rank(
                 spans=spans,
                 stop=stop,
                 emit=emit,
+                checkpoints=checkpoints,
+                place=place,
             ).run()
             seconds = metrics.seconds
     traffic, lost_ranks = strategy.traffic(), strategy.lost_ranks()
     own_accuracy = test.accuracy(model) if strategy.replicas_differ else final.accuracy
     strategy.close()
+    checkpoints.close()
     shuffle = None
     if isinstance(batches, RingBatches):
         batches.close()

@@ -10,6 +10,7 @@ from ._layout import claim
 from ._losses import stands_for_most
 from ._outcome import Outcome, exit_code_of
 from ._progress import make_progress
+from ._resume import reopen
 from ._summary import compose, finish, versions
 from ._world import run_in_world
 
@@ -45,7 +46,10 @@ def run(config: TrainConfig, *, show_config: bool = False) -> Outcome:
         return run_in_world(config, world, show_config=show_config)
     nproc = config.nproc or _DEFAULT_NPROC
     check(config, nproc)
-    run_dir = claim(config.out, name=config.label, overwrite=config.overwrite)
+    if config.resume is None:
+        run_dir = claim(config.out, name=config.label, overwrite=config.overwrite)
+    else:
+        config, run_dir = reopen(config)
     config = config.resolved(nproc=nproc, out=run_dir.path)
     config.write(run_dir.config, versions())
     if show_config:

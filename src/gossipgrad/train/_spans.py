@@ -18,11 +18,13 @@ class StepSpans:
         rank: Whose spans.
         num_steps: Steps to keep; 0 records nothing.
         total_steps: Steps of the run. The first five are left out where that many remain.
+        after_step: How many were made before the run was resumed.
     """
 
-    def __init__(self, rank: int, *, num_steps: int, total_steps: int) -> None:
+    def __init__(self, rank: int, *, num_steps: int, total_steps: int, after_step: int = 0) -> None:
         self._trace = Trace(rank) if num_steps else None
-        self._first = min(_WARM_UP_STEPS, max(total_steps - num_steps, 0))
+        left = total_steps - after_step - num_steps
+        self._first = after_step + min(_WARM_UP_STEPS, max(left, 0))
         self._end = self._first + num_steps
         self._recording = False
 

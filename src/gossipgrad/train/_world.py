@@ -27,6 +27,7 @@ from ._metrics import Event
 from ._outcome import Outcome, exit_code_of
 from ._progress import make_progress
 from ._result import RunFailedError
+from ._resume import reopen
 from ._signals import Stops, end_at_once, hear_stops
 from ._summary import compose, finish, versions
 from ._worker import short_cause
@@ -160,7 +161,10 @@ def _open(
     """Check the run and make its folder, or take over the one of a rank that died over this."""
     check(config, world.world_size)
     claimed = again and mailbox.check(["claimed"])
-    run_dir = claim(config.out, name=config.label, overwrite=config.overwrite or claimed)
+    if config.resume is None:
+        run_dir = claim(config.out, name=config.label, overwrite=config.overwrite or claimed)
+    else:
+        config, run_dir = reopen(config)
     mailbox.set("claimed", "")
     config = config.resolved(nproc=world.world_size, out=run_dir.path.absolute())
     config.write(run_dir.config, versions())

@@ -1,8 +1,9 @@
 """Layer-wise asynchronous all-reduce: the baseline that GossipGraD's authors call AGD."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from time import perf_counter
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -73,6 +74,15 @@ class LayerwiseAllReduce(Lockstep):
             exposed_seconds=self._exposed_seconds,
             extra_memory_bytes=sum(layer.flat.nbytes for layer in self._layers),
         )
+
+    def place(self) -> dict[str, Any]:
+        """What was counted."""
+        return {"bytes_sent": self._bytes_sent, "exposed_seconds": self._exposed_seconds}
+
+    def go_to(self, place: Mapping[str, Any]) -> None:
+        """Take up what `place` gave."""
+        self._bytes_sent = place["bytes_sent"]
+        self._exposed_seconds = place["exposed_seconds"]
 
     def close(self) -> None:
         """Take the hooks off."""

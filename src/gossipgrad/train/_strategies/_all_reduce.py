@@ -1,6 +1,8 @@
 """Gradients averaged in every step by DistributedDataParallel."""
 
 import threading
+from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -36,6 +38,16 @@ class AllReduce(Lockstep):
         return Traffic(
             bytes_sent=self._clock.bytes_sent, exposed_seconds=self._clock.exposed_seconds
         )
+
+    def place(self) -> dict[str, Any]:
+        """What was counted."""
+        clock = self._clock
+        return {"bytes_sent": clock.bytes_sent, "exposed_seconds": clock.exposed_seconds}
+
+    def go_to(self, place: Mapping[str, Any]) -> None:
+        """Take up what `place` gave."""
+        self._clock.bytes_sent = place["bytes_sent"]
+        self._clock.exposed_seconds = place["exposed_seconds"]
 
     def close(self) -> None:
         """Nothing to let go of: the process group is not this object's."""

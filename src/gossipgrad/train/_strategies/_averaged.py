@@ -5,7 +5,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 from torch.optim import Optimizer
@@ -69,6 +69,15 @@ class Averaged(Strategy):
             recorder=spans,
             heartbeats=None,  # every average needs every rank
         )
+
+    @property
+    def session(self) -> gg.GossipSession:
+        """The session that averages."""
+        return self._session
+
+    def agree(self, value: Any) -> list[Any]:
+        """What every rank has; see `Strategy.agree`."""
+        return self._session.group.all_gather_object(value)
 
     def begin_step(self) -> None:
         """End the run if a peer is gone; see `Strategy.begin_step`."""

@@ -1,6 +1,6 @@
 """Gossip, as a strategy of the loop."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -16,6 +16,7 @@ from gossipgrad.train._evaluate import Evaluation, TestPart
 from gossipgrad.train._spans import StepSpans
 
 from ._consensus import MissedError, consensus_evaluation, session_traffic
+from ._stop_together import StopTogether
 from ._strategy import Strategy, Traffic, alone
 
 _TRIES = 3  # one that dies in the middle of each is not to be expected
@@ -42,15 +43,20 @@ class Gossip(Strategy):
         seed: int,
         spans: StepSpans,
         group: gg.Group | None = None,
+        checkpoint_every: int | None = None,
     ) -> None:
         super().__init__()
         self.model = model
-        self._evaluations = 0
+        self._evaluations = self._ahead = 0
+        self._every = options.every
+        self._accord: StopTogether | None = None
+        cut_every = None if checkpoint_every is None else max(1, checkpoint_every // options.every)
+        self._cut_every = cut_every
         self._session = gg.gossip(
             model,
             optimizers,
             topology=options.topology,
-            mode=_mode(options),
+            mode=_mode(options, cut_every),
             payload=options.payload,
             every=options.every,
             average_every=options.average_every,
@@ -61,6 +67,12 @@ class Gossip(Strategy):
             transport="zeromq" if options.faults is None else _with_faults(options.faults),
             recorder=spans,
         )
+        if checkpoint_every is not None and not self.is_stale:
+            self._accord = StopTogether(
+                self._session.group,
+                lambda: self._session.membership.living,
+                lead_steps=options.every * _most_lead(self._session.schedule),
+            )
         if options.faults is not None:
             self.notes.append(f"faults by script: {options.faults}")
 
@@ -83,9 +95,51 @@ class Gossip(Strategy):
         self.notes.append(f"no consensus: {told}")
         return alone(self.model, test, final=final, is_consensus=False)
 
+    @property
+    def session(self) -> gg.GossipSession:
+        """The session."""
+        return self._session
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the mode is stale."""
+        return isinstance(self._session.mode, gg.Stale)
+
+    @property
+    def living(self) -> tuple[int, ...]:
+        """The members of this rank's generation."""
+        return self._session.membership.living
+
+    def agree(self, value: Any) -> list[Any]:
+        """What every member has; see `Strategy.agree`."""
+        return self._session.group.all_gather_object(value)
+
+    def checkpoint_due(self, steps: int, every: int) -> int | None:
+        """By steps, or in mode stale as this rank passes a round at which all take their states."""
+        if not self.is_stale:
+            return super().checkpoint_due(steps, every)
+        assert self._cut_every is not None
+        return self._session.cuts * self._cut_every * self._every or None
+
+    def place(self) -> dict[str, Any]:
+        """How many evaluations there were."""
+        return {"evaluations": self._evaluations, "ahead": self._ahead}
+
+    def go_to(self, place: Mapping[str, Any]) -> None:
+        """Take up what `place` gave."""
+        self._evaluations, self._ahead = place["evaluations"], place["ahead"]
+
+    def start_at(self, steps: int) -> None:
+        """Count the steps that were made before this session."""
+        self._ahead = steps
+
+    def stops_before(self, step: int) -> bool:
+        """At once, or where there are checkpoints after as many steps as the others."""
+        return self._accord is None or self._accord.stops_before(step)
+
     def position(self, steps: int) -> int:
         """In mode stale the rounds of the session; see `Strategy.position`."""
-        return self._session.position
+        return self._ahead + self._session.position
 
     def lost_ranks(self) -> dict[str, dict[str, Any]]:
         """Who was lost, by the membership, or by this rank's own links if that is frozen."""
@@ -103,12 +157,21 @@ class Gossip(Strategy):
 
     def close(self) -> None:
         """Leave the session; partners skip this rank from now on."""
+        if self._accord is not None:
+            self._accord.close()
         self._session.close()
 
 
-def _mode(options: GossipConfig) -> gg.Stale | gg.Overlap | gg.Sync | gg.Lagged:
+def _most_lead(schedule: gg.topology.Schedule) -> int:
+    """Rounds by which a rank may be ahead of another where each waits for its partners."""
+    return max(schedule.period, schedule.world_size // 2)
+
+
+def _mode(
+    options: GossipConfig, cut_every: int | None
+) -> gg.Stale | gg.Overlap | gg.Sync | gg.Lagged:
     if options.mode == "stale":
-        return gg.Stale(max_staleness=options.max_staleness)
+        return gg.Stale(max_staleness=options.max_staleness, cut_every=cut_every)
     return _WAITING[options.mode](
         deadline_seconds=options.deadline_seconds, floor_seconds=options.deadline_floor_seconds
     )

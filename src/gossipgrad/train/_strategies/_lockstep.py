@@ -5,12 +5,14 @@ import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
+from gossipgrad.errors import GossipError
 from gossipgrad.train._evaluate import Evaluation, TestPart, copy_of
 from gossipgrad.train._result import RunStopped
 
@@ -50,6 +52,14 @@ class Lockstep(Strategy):
         self._accord = StopAccord(
             group.get_group_store(), group.rank(), group.size(), partial(_break, group)
         )
+
+    def agree(self, value: Any) -> list[Any]:
+        """What every rank has; see `Strategy.agree`."""
+        if self._accord.apart:
+            raise GossipError("the ranks stopped apart")
+        told: list[Any] = [None] * self._world_size
+        dist.all_gather_object(told, value)
+        return told
 
     def stops_before(self, step: int) -> bool:
         """Whether the step is the one agreed on; see `Strategy.stops_before`."""

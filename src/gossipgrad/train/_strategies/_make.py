@@ -40,7 +40,15 @@ def make_strategy(
         return LayerwiseAllReduce(model, stop, spans)
     if config.strategy == "gossip":
         group = None if groups is None else groups("gossip")
-        return Gossip(model, optimizers, config.gossip, seed=config.seed, spans=spans, group=group)
+        return Gossip(
+            model,
+            optimizers,
+            config.gossip,
+            seed=config.seed,
+            spans=spans,
+            group=group,
+            checkpoint_every=config.checkpoint_every,
+        )
     assert dist.group.WORLD is not None
     group = gg.Group.from_process_group(dist.group.WORLD)
     if config.strategy == "every-log-p":

@@ -1,8 +1,9 @@
 """Post-local SGD: all-reduce first, local steps with averages later."""
 
 import threading
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
 
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
@@ -66,6 +67,37 @@ class PostLocal(Strategy):
         self._part: Strategy = self._first
         self._before = Traffic()
         self.model = self._part.model
+
+    @property
+    def session(self) -> gg.GossipSession | None:
+        """That of the second part."""
+        return self._part.session
+
+    def agree(self, value: Any) -> list[Any]:
+        """What every rank has; see `Strategy.agree`."""
+        return self._part.agree(value)
+
+    def place(self) -> dict[str, Any]:
+        """Which part this is, and what was counted."""
+        return {
+            "steps_left": self._steps_left,
+            "first": self._first.place(),
+            "before": asdict(self._before),
+        }
+
+    def go_to(self, place: Mapping[str, Any]) -> None:
+        """Take up what `place` gave; a collective where it is in the second part."""
+        self._steps_left = place["steps_left"]
+        self._first.go_to(place["first"])
+        if self._steps_left < 0:
+            self._begin_local_steps()
+            self._before = Traffic(**place["before"])
+
+    def start_at(self, steps: int) -> None:
+        """Count the steps that were made before, and go over to local steps if it is past time."""
+        self._steps_left -= steps
+        if self._steps_left < 0:
+            self._begin_local_steps()
 
     def begin_step(self) -> None:
         """Go over to local steps when it is time; see `Strategy.begin_step`."""

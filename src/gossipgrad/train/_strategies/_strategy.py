@@ -1,12 +1,14 @@
 """What keeps replicas together, as the loop sees it."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
+from gossipgrad.decentralized import GossipSession
 from gossipgrad.models import training_loss
 from gossipgrad.train._evaluate import Evaluation, TestPart, copy_of
 
@@ -32,13 +34,48 @@ class Strategy(ABC):
         model: What the loop calls in the forward pass.
         notes: What the user should know, in words.
         replicas_differ: Whether a replica is another model than the one that stands for all.
+        meets: Whether ranks ever come together.
     """
 
     model: nn.Module
     replicas_differ = False
+    meets = True
 
     def __init__(self) -> None:
         self.notes: list[str] = []
+
+    @property
+    def session(self) -> GossipSession | None:
+        """The session that keeps the replicas together, if one does."""
+        return None
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether ranks take steps of their own, and nobody waits."""
+        return False
+
+    @property
+    def living(self) -> tuple[int, ...] | None:
+        """The ranks that take part, None for all."""
+        return None
+
+    def agree(self, value: Any) -> list[Any]:
+        """What every rank has, values of JSON; a collective, but for those who never meet."""
+        return [value]
+
+    def checkpoint_due(self, steps: int, every: int) -> int | None:
+        """What a checkpoint after this rank's `steps` is called, the same on all ranks, or None."""
+        return steps if steps % every == 0 else None
+
+    def place(self) -> dict[str, Any]:
+        """What this object needs to go on, beside the replica and the session."""
+        return {}
+
+    def go_to(self, place: Mapping[str, Any]) -> None:  # noqa: B027  (most have nothing to take up)
+        """Take up what `place` gave; a collective, before the state of replica and session is."""
+
+    def start_at(self, steps: int) -> None:  # noqa: B027  (most do not ask how far they are)
+        """Go on behind so many steps of a run that had another number of ranks; a collective."""
 
     def lost_ranks(self) -> dict[str, dict[str, Any]]:
         """Ranks that are taken for dead, and when and why, where others can go on; local."""

@@ -1,0 +1,89 @@
+"""One replica made of the states of several: their mean."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["average_states"]
+
+
+@torch.no_grad()
+def average_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The consensus of saved replicas, to begin with on any number of ranks; local.
+
+    Not what any of them would have gone on with, bit for bit: it is their mean, in float64. With
+    `load_replica` it is put into a model and optimizers, before `gossip()` is called.
+
+    Args:
+        states: What `GossipSession.state_dict()` or `replica_state` gave, of every rank.
+
+    Returns:
+        `"model"`: the mean of the weights and floating buffers, with what each is still owed;
+        others are those of the first. `"optimizers"`: the mean of each floating state of a
+        parameter's shape (momentum, moments), over those that have it; all else, step counters and
+        hyper-parameters among it, is that of the first.
+
+    Raises:
+        ValueError: There are none, or they are of unlike models or optimizers.
+    """
+    if not states:
+        raise ValueError("no states: give those of all ranks that were saved")
+    for number, state in enumerate(states):
+        if state["model"].keys() != states[0]["model"].keys():
+            raise ValueError(f"state {number} is of another model than state 0")
+        if [o["sizes"] for o in state["optimizers"]] != [
+            o["sizes"] for o in states[0]["optimizers"]
+        ]:
+            raise ValueError(f"state {number} is of other optimizers than state 0")
+    first = states[0]
+    return {
+        "model": {
+            name: _mean(
+                [state["model"][name] for state in states],
+                [state.get("outstanding", {}).get(name) for state in states],
+            )
+            for name in first["model"]
+        },
+        "optimizers": [
+            {**one, "state": _mean_state([state["optimizers"][number] for state in states])}
+            for number, one in enumerate(first["optimizers"])
+        ],
+    }
+
+
+def _mean(values: Sequence[Tensor], owed: Sequence[Tensor | None]) -> Tensor:
+    if not values[0].is_floating_point():
+        return values[0].clone()
+    total = torch.zeros(values[0].shape, dtype=torch.float64)
+    for value, more in zip(values, owed, strict=True):
+        total += value
+        if more is not None:
+            total += more
+    return (total / len(values)).to(values[0].dtype)
+
+
+def _mean_state(optimizers: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+    held: dict[int, list[list[Any]]] = {}
+    for optimizer in optimizers:
+        for entry in optimizer["state"]:
+            held.setdefault(entry[0], []).append(entry)
+    mean = []
+    for place, entries in sorted(held.items()):
+        _, values, on_host = entries[0]
+        merged = {
+            key: _mean(tensors, [None] * len(tensors)) if tensors is not None else value
+            for key, value in values.items()
+            for tensors in [_alike(key, entries)]
+        }
+        mean.append([place, merged, on_host])
+    return mean
+
+
+def _alike(key: str, entries: Sequence[Sequence[Any]]) -> list[Tensor] | None:
+    """What the replicas keep as `key`, if it is something to average; counters are not."""
+    found = [values[key] for _, values, _ in entries if key in values]
+    if key == "step" or not all(isinstance(v, Tensor) and v.ndim for v in found):
+        return None
+    return found if len({v.shape for v in found}) == 1 else None

@@ -1,0 +1,27 @@
+"""Random numbers of this process: where their generators are."""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """Where the generators of torch, Python and numpy are, and that of `device` if it has one."""
+    return {
+        "torch": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        "python": random.getstate(),
+        "numpy": np.random.get_state(legacy=True),  # noqa: NPY002  (whatever user code draws from)
+    }
+
+
+def load_random_state(state: dict[str, Any], device: torch.device) -> None:
+    """Bring them where `random_state` found them."""
+    torch.set_rng_state(state["torch"])
+    if state["device"] is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(state["device"], device)
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    np.random.set_state(tuple(state["numpy"]))  # noqa: NPY002

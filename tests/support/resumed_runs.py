@@ -1,0 +1,54 @@
+"""Runs of the command that are cut short and resumed, beside some that are not."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from gossipgrad import checkpoint
+from support.resuming import assert_same
+
+__all__ = ["assert_same_runs", "metrics_of", "state_of"]
+
+TIMES = (
+    *("seconds", "exposed_seconds", "mixing_seconds", "train_seconds", "step_seconds"),
+    *("samples_per_second", "shuffle_exposed_seconds"),
+)
+
+
+def metrics_of(folder: Path, rank: int) -> list[dict[str, Any]]:
+    """What a rank wrote, less times."""
+    lines = (folder / f"metrics-rank{rank}.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in lines]
+
+
+def state_of(folder: Path, rank: int, step: int | None = None) -> dict[str, Any]:
+    """What a rank saved last, or at a step, less times and what has just come."""
+    state = checkpoint.load(folder / "checkpoints", rank=rank, step=step)
+    loop = state["loop"]
+    metrics = {k: v for k, v in loop["metrics"].items() if "seconds" not in k and k != "offset"}
+    session = state.get("session")
+    if session is not None:
+        rounds = session["rounds"] or {}
+        left_out = ("exposed_seconds", "mixing_seconds", "carried")
+        rounds = {name: value for name, value in rounds.items() if name not in left_out}
+        averaging = {k: v for k, v in session["averaging"].items() if k != "seconds"}
+        session = {**session, "rounds": rounds, "averaging": averaging}
+    strategy = {k: v for k, v in state["strategy"].items() if "seconds" not in k}
+    strategy = {k: v for k, v in strategy.items() if k not in ("first", "before")}
+    batches = state["batches"] and state["batches"]["shuffle"]
+    return {
+        **state,
+        "loop": {**loop, "metrics": metrics},
+        "session": session,
+        "strategy": strategy,
+        "batches": batches,
+    }
+
+
+def assert_same_runs(ours: Path, theirs: Path, ranks: int) -> None:
+    """All metrics but times, and all that the last checkpoints hold, bit for bit."""
+    for rank in range(ranks):
+        mine, other = metrics_of(ours, rank), metrics_of(theirs, rank)
+        assert [line["event"] for line in mine] == [line["event"] for line in other]
+        assert_same(mine, other, f"metrics of rank {rank}")
+        assert_same(state_of(ours, rank), state_of(theirs, rank), f"state of rank {rank}")
