@@ -82,16 +82,16 @@ def test_a_step_can_be_chosen_and_what_came_after_it_is_removed(alone, tmp_path)
 def test_resuming_is_refused_with_the_reason(alone, tmp_path):
     alone("run", epochs=1)
     saved = config_of_run(tmp_path / "run")
-    with pytest.raises(ValueError, match="batch_size is 8, but the run in .* has batch_size=64"):
+    with pytest.raises(ValueError, match=r"batch_size is 8, but the run in .* has batch_size=64"):
         reopen(dataclasses.replace(saved, batch_size=8))
     with pytest.raises(ValueError, match="leave --out out, or copy the folder"):
         reopen(dataclasses.replace(saved, out=tmp_path / "other"))
-    with pytest.raises(ValueError, match="resume_step is 8, but .* are of steps 21, 22"):
+    with pytest.raises(ValueError, match=r"resume_step is 8, but .* are of steps 21, 22"):
         reopen(dataclasses.replace(saved, resume_step=8))
     with pytest.raises(ValueError, match=r"cannot read .*config.json.*; name the config.json"):
         config_of_run(tmp_path / "nowhere")
     alone("bare", epochs=1, checkpoint_every=None)
-    with pytest.raises(ValueError, match="bare has no checkpoint .*: a run saves them with --chec"):
+    with pytest.raises(ValueError, match=r"bare has no checkpoint .*: a run saves them with --chec"):
         reopen(config_of_run(tmp_path / "bare"))
     with pytest.raises(ValueError, match="resume_step is 3, but no run is resumed"):
         TrainConfig(resume_step=3)

@@ -32,20 +32,20 @@ class _Waits:
     deviations: float = 6.0
 
     def __post_init__(self) -> None:
-        for field, rule in (
+        for name, rule in (
             ("deadline_seconds", "it is how long a step waits for a late partner"),
             ("floor_seconds", "it is how long a step waits for a late partner in any case"),
             ("deviations", "it is how far from its median an arrival may be"),
         ):
-            number = getattr(self, field)
+            number = getattr(self, name)
             if (
                 isinstance(number, bool)
                 or not isinstance(number, Real)
                 or not 0 < float(number) < math.inf
             ):
-                raise ValueError(f"{field} must be positive and finite, got {number!r}: {rule}")
+                raise ValueError(f"{name} must be positive and finite, got {number!r}: {rule}")
             plain = int(number) if isinstance(number, Integral) else float(number)
-            object.__setattr__(self, field, plain)
+            object.__setattr__(self, name, plain)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

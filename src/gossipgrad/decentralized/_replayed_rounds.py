@@ -85,9 +85,9 @@ class ReplayedRounds(StaleRounds):
         """A transfer a section, when as much is over as was over then."""
         deadline = time.perf_counter() + _AWAITED_SECONDS
         while True:
-            if not self._is_full(peers.send_to):
-                if transfers := self._snapshots(sections, round, peers):
-                    return transfers
+            full = self._is_full(peers.send_to)
+            if not full and (transfers := self._snapshots(sections, round, peers)):
+                return transfers
             if time.perf_counter() > deadline:
                 raise GossipError(
                     f"rank {self._rank} waited {_AWAITED_SECONDS:g} s in vain for what was over "
