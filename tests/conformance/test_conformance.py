@@ -1,46 +1,13 @@
-"""What every family must pass. A new family is one more entry in `FAMILIES`.
-
-A family is a function `attach(model, optimizer, group, **settings)` that returns a session: hooks
-on the user's own objects, `consensus()`, `consensus_distance()`, `broadcast_()` and `close()`.
-"""
-
-from collections.abc import Callable
-from functools import partial
+"""What every family must pass: see `support/families.py`."""
 
 import pytest
 import torch
 from torch import nn
 
 import gossipgrad as gg
-from gossipgrad.comm import Group, Hub
-from support.ranks import run_ranks
+from support.families import DISTANCES, FAMILIES, on_ranks, train
 from support.regression import batches
 from support.replicas import network
-
-
-def gossip(model, optimizer, group: Group, *, hub: Hub, **settings):
-    settings.setdefault("transport", lambda group: hub.transport(group.rank))
-    return gg.gossip(model, optimizer, process_group=group, **settings)
-
-
-def data_parallel(model, optimizer, group: Group, *, hub: Hub, scaler=None, **settings):
-    settings.setdefault("transport", lambda group: hub.transport(group.rank))
-    wrapper = gg.GossipDataParallel(model, process_group=group, **settings)
-    return wrapper.attach(optimizer, scaler=scaler).session
-
-
-FAMILIES: dict[str, Callable] = {
-    "gossip": gossip,
-    "gossip, sync": partial(gossip, mode="sync"),
-    "gossip, stale": partial(gossip, mode="stale"),
-    "gossip, state": partial(gossip, payload="weights+state"),
-    "gossip, data parallel": data_parallel,
-    "gossip, bf16 wire": partial(gossip, wire_dtype=torch.bfloat16),
-}
-# Ranks that wait for nobody are a few steps apart, and so are their replicas.
-DISTANCES = {"gossip, stale": 0.3}
-
-WORLD_SIZE = 4
 
 
 @pytest.fixture(params=FAMILIES)
@@ -51,30 +18,6 @@ def family(request):
 @pytest.fixture
 def most_distance(request, family):
     return DISTANCES.get(request.node.callspec.params["family"], 0.03)
-
-
-def on_ranks(family, rank_main, world_size=WORLD_SIZE):
-    """Runs `rank_main(rank, attach)` on all ranks; `attach(model, optimizer, **settings)`."""
-    hub = Hub(world_size)
-
-    def start(rank, group):
-        return rank_main(rank, lambda m, o, **kw: family(m, o, group, hub=hub, **kw))
-
-    return run_ranks(world_size, start)
-
-
-def train(model, optimizer, rank, *, count=24, after_backward=None, scheduler=None):
-    loss = torch.tensor(0.0)
-    for x, y in batches(rank, count):
-        loss = (model(x) - y).square().mean()
-        loss.backward()
-        if after_backward is not None:
-            after_backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if scheduler is not None:
-            scheduler.step()
-    return loss.item()
 
 
 def test_converges_on_a_quadratic(family, most_distance):

@@ -91,7 +91,7 @@ def test_resuming_is_refused_with_the_reason(alone, tmp_path):
     with pytest.raises(ValueError, match=r"cannot read .*config.json.*; name the config.json"):
         config_of_run(tmp_path / "nowhere")
     alone("bare", epochs=1, checkpoint_every=None)
-    with pytest.raises(ValueError, match=r"bare has no checkpoint .*: a run saves them with --chec"):
+    with pytest.raises(ValueError, match=r"bare has no checkpoint .*with --checkpoint-every"):
         reopen(config_of_run(tmp_path / "bare"))
     with pytest.raises(ValueError, match="resume_step is 3, but no run is resumed"):
         TrainConfig(resume_step=3)

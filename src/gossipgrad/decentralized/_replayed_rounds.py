@@ -72,6 +72,7 @@ class ReplayedRounds(StaleRounds):
             self._opened_at[round] = self._opened
             self._send(transfers)
             self._mix_exactly(opening.taken)
+        self._mixed_now()  # it is what the opening says
         self._record(opening)
 
     def _take_next(self) -> Opening | None:

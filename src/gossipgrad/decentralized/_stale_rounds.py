@@ -111,7 +111,7 @@ class StaleRounds(Rounds):
             self.next_round += 1
             if peers.send_to is not None:
                 self._void(round, peers)
-            self._record(Opening(round, sent=False))
+            self._record(Opening(round, sent=False, closed=self._mixed_now()))
             return
         self._opened_at[round] = self._opened  # first: an interrupt may leave it under way
         self._send(transfers)
@@ -174,8 +174,6 @@ class StaleRounds(Rounds):
     def _record(self, opening: Opening) -> None:
         self.openings += 1
         if self.log is not None:
-            opening.closed = opening.closed or self._mixed_now()
-            self._mixed = []
             self.log.add(opening)
 
     def _owes(self, partner: int) -> bool:

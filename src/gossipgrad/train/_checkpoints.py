@@ -216,8 +216,13 @@ class Checkpoints:
 
     def _save(self, state: dict[str, Any], label: int, wait_seconds: float = 0.0) -> None:
         assert self._saver is not None
-        living = self._strategy.living
-        self._saver.save(state, step=label, members=living, wait_seconds=wait_seconds)
+        self._saver.save(
+            state,
+            step=label,
+            members=self._strategy.living,
+            wait_seconds=wait_seconds,
+            copy=not self._strategy.is_stale,  # whose states hold copies
+        )
 
     def _settle_rows(self) -> bool:
         if not isinstance(self._batches, RingBatches):

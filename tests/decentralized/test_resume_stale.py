@@ -1,0 +1,130 @@
+"""Mode stale: a recorded run repeats bit for bit, also from states that were saved on its way."""
+
+import random
+import threading
+import time
+
+import pytest
+import torch
+
+import gossipgrad as gg
+from gossipgrad.comm import Hub
+from gossipgrad.decentralized import DeliveryLog, average_states
+from support.ranks import run_ranks
+from support.replicas import flat, network, set_gradients, sgd
+from support.resuming import assert_same
+
+WORLD_SIZE = 4
+ROUNDS = 24
+
+
+def run_stale(*, seed, modes, states=None, cut=None, rounds=ROUNDS, slow=(0.0, 0.0)):
+    """What ranks that are now fast, now slow come to, their logs, and the states of a cut."""
+    hub = Hub(WORLD_SIZE)
+    together = threading.Barrier(WORLD_SIZE)
+
+    def main(rank, group):
+        pace = random.Random(100 * seed + rank)
+        model = network(dtype=torch.float64)
+        optimizer = sgd(list(model.parameters()))
+        session = gg.gossip(
+            model,
+            optimizer,
+            process_group=group,
+            transport=lambda group: hub.transport(group.rank),
+            mode=modes[rank],
+            payload="weights+state",
+            bucket_bytes=200,
+        )
+        state, step = None, 0
+        with session:
+            if states is not None:
+                session.load_state_dict(states[rank])
+                step = states[rank]["session"]["steps"]
+            together.wait()
+            while session.position < rounds:
+                time.sleep(pace.uniform(*slow) * (4 if rank == 1 else 1))
+                set_gradients(model, rank, step)
+                optimizer.step()
+                step += 1
+                if state is None and cut is not None and session.cuts >= cut:
+                    state = session.state_dict()
+            moments = [s["momentum_buffer"].clone() for s in optimizer.state.values()]
+            came_to = [flat(model), *moments]
+            stats = session.stats()
+            session.group.barrier()
+            log = session.delivery_log
+        return came_to, log, state, stats, step
+
+    return run_ranks(WORLD_SIZE, main)
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    modes = [gg.Stale(max_staleness=2, cut_every=8, record=True)] * WORLD_SIZE
+    return run_stale(seed=1, modes=modes, cut=1, slow=(0.0, 0.002))
+
+
+def replaying(recorded):
+    return [gg.Stale(max_staleness=2, cut_every=8, replay=log) for _, log, *_ in recorded]
+
+
+def test_a_replay_comes_to_the_same_bits_however_slow_the_ranks_are(recorded):
+    again = run_stale(seed=7, modes=replaying(recorded), slow=(0.0, 0.001))
+    for rank, (mine, theirs) in enumerate(zip(again, recorded, strict=True)):
+        assert_same(mine[0], theirs[0], f"rank {rank}")
+        assert mine[4] == theirs[4]
+        distances = [stats.consensus_distance_estimate for stats in (mine[3], theirs[3])]
+        assert distances[0] == distances[1]
+        assert torch.equal(mine[1].tensor(), theirs[1].tensor())
+
+
+def test_resumed_from_a_cut_a_replay_comes_to_the_same_bits(recorded):
+    states = [state for _, _, state, _, _ in recorded]
+    assert all(state is not None for state in states)
+    assert all(gg.GossipSession.is_complete(state) for state in states)
+    resumed = run_stale(seed=8, modes=replaying(recorded), states=states)
+    for rank, (mine, theirs) in enumerate(zip(resumed, recorded, strict=True)):
+        assert_same(mine[0], theirs[0], f"rank {rank}")
+        assert mine[3].torn_rounds == 0
+
+
+def test_a_cut_keeps_the_mean_over_ranks_whatever_was_under_way(recorded):
+    """What is saved and owed has the mean that all have once what was under way is mixed."""
+    states = [state for _, _, state, _, _ in recorded]
+    mean = average_states(states)["model"]
+    hub = Hub(WORLD_SIZE)
+
+    def main(rank, group):
+        model = network(dtype=torch.float64)
+        optimizer = sgd(list(model.parameters()))
+        with gg.gossip(
+            model,
+            optimizer,
+            process_group=group,
+            transport=lambda group: hub.transport(group.rank),
+            mode=gg.Stale(max_staleness=2),
+            payload="weights+state",
+            bucket_bytes=200,
+        ) as session:
+            session.load_state_dict(states[rank])
+            session.average_()
+            return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    for weights in run_ranks(WORLD_SIZE, main):
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, mean[name], rtol=0, atol=1e-12)
+
+
+def test_a_log_of_another_rank_is_refused(recorded):
+    modes = replaying(recorded)
+    logs = [DeliveryLog(log.tensor()) for _, log, *_ in recorded]
+    assert [len(log) for log in logs] == [len(log) for _, log, *_ in recorded]
+    modes[0], modes[1] = modes[1], modes[0]
+    with pytest.raises(gg.GossipError, match=r"of another rank|replay the logs of all ranks"):
+        run_stale(seed=9, modes=modes)
+
+
+def test_cut_every_counts_rounds():
+    with pytest.raises(ValueError, match=r"cut_every counts rounds between states, .* got 0"):
+        gg.Stale(cut_every=0)
