@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 import gossipgrad as gg
@@ -30,6 +31,8 @@ def assert_same(ours: Any, theirs: Any, where: str = "") -> None:
         assert isinstance(theirs, torch.Tensor), where
         assert ours.dtype == theirs.dtype, where
         assert torch.equal(ours, theirs), f"{where}: {(ours - theirs).abs().max():.3g} apart"
+    elif isinstance(ours, np.ndarray):
+        assert np.array_equal(ours, theirs), where
     elif isinstance(ours, dict):
         assert ours.keys() == theirs.keys(), where
         for key in ours:

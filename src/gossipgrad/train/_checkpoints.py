@@ -27,7 +27,10 @@ from ._random_state import load_random_state, random_state
 from ._resume import saved_ranks
 from ._strategies import Strategy
 
-_LAST_SECONDS = 60.0  # how long the write before the last one is awaited
+# How long the write of the checkpoint before is awaited. Where the disk is slower than that, ranks
+# would leave out one here and another there, and few would be complete.
+_WRITE_SECONDS = 2.0
+_LAST_SECONDS = 60.0  # the same, for the last one
 _SETTLE_SECONDS = 60.0  # how long rows on their way to neighbours are awaited
 _MOST_PENDING_STEPS = 64  # that a state of mode stale is kept back for what it lacks
 
@@ -214,7 +217,7 @@ class Checkpoints:
             self._pending = None
             self._save(state, label)
 
-    def _save(self, state: dict[str, Any], label: int, wait_seconds: float = 0.0) -> None:
+    def _save(self, state: dict[str, Any], label: int, wait_seconds: float = _WRITE_SECONDS) -> None:
         assert self._saver is not None
         self._saver.save(
             state,
