@@ -8,6 +8,7 @@ from gossipgrad.comm import Heartbeats as Heartbeats
 from gossipgrad.comm import Membership as Membership
 from gossipgrad.comm import Outcome as Outcome
 from gossipgrad.data import RingShuffle as RingShuffle
+from gossipgrad.decentralized import DeliveryLog as DeliveryLog
 from gossipgrad.decentralized import GossipDataParallel as GossipDataParallel
 from gossipgrad.decentralized import GossipSession as GossipSession
 from gossipgrad.decentralized import Gradients as Gradients
@@ -19,7 +20,9 @@ from gossipgrad.decentralized import Stats as Stats
 from gossipgrad.decentralized import Sync as Sync
 from gossipgrad.decentralized import Weights as Weights
 from gossipgrad.decentralized import WeightsAndState as WeightsAndState
+from gossipgrad.decentralized import average_states as average_states
 from gossipgrad.decentralized import gossip as gossip
+from gossipgrad.decentralized import load_replica as load_replica
 from gossipgrad.errors import AgreementError as AgreementError
 from gossipgrad.errors import EvictedError as EvictedError
 from gossipgrad.errors import GossipError as GossipError

@@ -231,7 +231,7 @@ class Resumable(ABC):
             return (
                 f"it was saved by {session['world_size']} ranks, here are "
                 f"{self.group.world_size}: begin a session from the consensus of all "
-                "(gossipgrad.decentralized.average_states)"
+                "(gg.average_states)"
             )
         if session["rank"] != self.group.rank:
             return f"it is the state of rank {session['rank']}: load each rank's own"

@@ -217,7 +217,9 @@ class Checkpoints:
             self._pending = None
             self._save(state, label)
 
-    def _save(self, state: dict[str, Any], label: int, wait_seconds: float = _WRITE_SECONDS) -> None:
+    def _save(
+        self, state: dict[str, Any], label: int, wait_seconds: float = _WRITE_SECONDS
+    ) -> None:
         assert self._saver is not None
         self._saver.save(
             state,

@@ -3,10 +3,11 @@
 import json
 import math
 from collections.abc import Callable, Mapping
+from io import TextIOWrapper
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any
 
 from ._loggers import Loggers, scalars_of
 
@@ -123,7 +124,7 @@ class Metrics:
         return record
 
 
-def _opened(path: Path, offset: int | None) -> TextIO:
+def _opened(path: Path, offset: int | None) -> TextIOWrapper:
     """A new file, or the old one cut off where it goes on."""
     if offset is None or not path.exists():
         return path.open("w", buffering=1)
