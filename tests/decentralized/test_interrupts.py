@@ -155,16 +155,16 @@ def test_an_interrupt_in_mode_stale_moves_no_mean_and_holds_no_snapshot(alarm, p
 def test_an_interrupt_as_a_round_of_mode_stale_is_taken_on_breaks_no_later_step():
     ranks = Scripted(2, mode="stale", heartbeats=None)
     rounds = ranks.sessions[0]._rounds
-    take_on = rounds._take_on
+    take_on = rounds.take_on
 
-    def interrupted(transfers):
-        take_on(transfers)
+    def interrupted(transfers, **how):
+        take_on(transfers, **how)
         raise KeyboardInterrupt
 
-    rounds._take_on = interrupted
+    rounds.take_on = interrupted
     with contextlib.suppress(KeyboardInterrupt):
         ranks.step(0)
-    rounds._take_on = take_on
+    rounds.take_on = take_on
     for _ in range(3):
         ranks.step(0)
         ranks.step(1)

@@ -34,7 +34,9 @@ def state_of(folder: Path, rank: int, step: int | None = None) -> dict[str, Any]
         averaging = {k: v for k, v in session["averaging"].items() if k != "seconds"}
         session = {**session, "rounds": rounds, "averaging": averaging}
     strategy = {k: v for k, v in state["strategy"].items() if "seconds" not in k}
-    strategy = {k: v for k, v in strategy.items() if k not in ("first", "before")}
+    # A stop takes an evaluation more; in the others are times.
+    left_out = ("first", "before", "evaluations")
+    strategy = {k: v for k, v in strategy.items() if k not in left_out}
     batches = state["batches"] and state["batches"]["shuffle"]
     return {
         **state,

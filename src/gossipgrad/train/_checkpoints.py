@@ -119,17 +119,18 @@ class Checkpoints:
         if isinstance(self._batches, RingBatches):
             self._batches.load_state_dict(state["batches"])
         load_random_state(state["random"], self._device)
-        checkpoint.rewind(self._directory, rank=self._rank, step=step)
-        self._last = step
         return Place(**state["loop"])
 
     def begin(self, place: Place | None) -> None:
         """Gets ready to save, if that is asked for; a collective."""
+        if place is not None:
+            self._last = self._config.resume_step or 0
+            checkpoint.rewind(self._directory, rank=self._rank, step=self._last)
         if self._config.checkpoint_every is None:
             return
         if place is not None:  # labels rise, also where ranks of another number make fewer steps
-            self._last = self._config.resume_step or 0
-            self._base = max(0, self._last - place.metrics["steps"])
+            label = self._strategy.checkpoint_label(place.metrics["steps"])
+            self._base = max(0, self._last - label)
         self._saver = checkpoint.Saver(
             self._directory,
             rank=self._rank,
@@ -150,12 +151,12 @@ class Checkpoints:
         if self._saver is None or every is None:
             return
         self._send_pending(steps)
-        label = self._strategy.checkpoint_due(steps, every)
-        if label is None or label + self._base <= self._last:
+        label = self._strategy.checkpoint_label(steps) + self._base
+        if label <= self._last or not self._strategy.checkpoint_due(steps, every):
             return
         if not self._settle_rows():
             return
-        self._last = label + self._base
+        self._last = label
         state = self._state(place())
         if self._is_complete(state):
             self._save(state, self._last)
@@ -169,20 +170,20 @@ class Checkpoints:
             return None
         self._send_pending(steps, always=True)
         try:
-            position = self._strategy.position(steps)
-            told = self._strategy.agree([steps, position, self._last])
+            label = self._strategy.checkpoint_label(steps) + self._base
+            told = self._strategy.agree([steps, label, self._last])
             alike = len({one[0] for one in told}) == 1 and not self._strategy.is_stale
-            if alike and all(one[2] == steps + self._base for one in told):
+            if alike and all(last == label for _, _, last in told):
                 return None
-            label = max(one[1] for one in told) + self._base
-            if not alike or any(one[2] >= label for one in told):
-                label = max(label, *(one[2] + 1 for one in told))
+            label = max(one for _, one, _ in told)
+            if not alike or any(last >= label for _, _, last in told):
+                label = max(label, *(last + 1 for _, _, last in told))
             if not self._settle_rows():
                 return "rows of the ring shuffle did not arrive"
             state = self._state(place, settle=not alike)
             self._last = label
             self._save(state, label, wait_seconds=_LAST_SECONDS)
-        except (GossipError, RuntimeError) as error:
+        except (GossipError, RuntimeError, ValueError) as error:
             return str(error)
         return None
 

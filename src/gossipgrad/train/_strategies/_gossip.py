@@ -114,12 +114,15 @@ class Gossip(Strategy):
         """What every member has; see `Strategy.agree`."""
         return self._session.group.all_gather_object(value)
 
-    def checkpoint_due(self, steps: int, every: int) -> int | None:
-        """By steps, or in mode stale as this rank passes a round at which all take their states."""
-        if not self.is_stale:
-            return super().checkpoint_due(steps, every)
-        assert self._cut_every is not None
-        return self._session.cuts * self._cut_every * self._every or None
+    def checkpoint_label(self, steps: int) -> int:
+        """The steps, or in mode stale those of the last round at which all take their states."""
+        if not self.is_stale or self._cut_every is None:
+            return steps
+        return self._session.cuts * self._cut_every * self._every
+
+    def checkpoint_due(self, steps: int, every: int) -> bool:
+        """After so many steps, or in mode stale as soon as there is a new label."""
+        return self.is_stale or super().checkpoint_due(steps, every)
 
     def place(self) -> dict[str, Any]:
         """How many evaluations there were."""

@@ -63,9 +63,13 @@ class Strategy(ABC):
         """What every rank has, values of JSON; a collective, but for those who never meet."""
         return [value]
 
-    def checkpoint_due(self, steps: int, every: int) -> int | None:
-        """What a checkpoint after this rank's `steps` is called, the same on all ranks, or None."""
-        return steps if steps % every == 0 else None
+    def checkpoint_label(self, steps: int) -> int:
+        """What a checkpoint after this rank's `steps` is called, the same on all ranks."""
+        return steps
+
+    def checkpoint_due(self, steps: int, every: int) -> bool:
+        """Whether one is due that has a new label."""
+        return steps % every == 0
 
     def place(self) -> dict[str, Any]:
         """What this object needs to go on, beside the replica and the session."""
