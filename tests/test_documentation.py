@@ -21,6 +21,7 @@ from gossipgrad.cli._probe import ProbeOptions
 from gossipgrad.cli._profile import ProfileOptions
 from gossipgrad.cli._simulate import SimulateOptions
 from gossipgrad.cli._train import parse
+from gossipgrad.train import TrainConfig
 from gossipgrad.train._check import check
 from support.processes import run_processes
 
@@ -158,6 +159,10 @@ def test_commands_can_be_given_as_they_stand(page, command, tmp_path, monkeypatc
     if name == "train":
         for variable in ("RANK", "WORLD_SIZE"):
             monkeypatch.delenv(variable, raising=False)
+        if "--resume" in options:
+            folder = tmp_path / options[options.index("--resume") + 1]
+            folder.mkdir()
+            TrainConfig().resolved(nproc=4, out=folder).write(folder / "config.json", {})
         config = parse(options)
         config.warn_of_unused()
         check(config, config.nproc or 4)
@@ -166,7 +171,7 @@ def test_commands_can_be_given_as_they_stand(page, command, tmp_path, monkeypatc
     elif name in PARSED:
         tyro.cli(PARSED[name], args=options)
     else:
-        assert name in ("report", "demo"), command
+        assert name in ("report", "demo", "export"), command
 
 
 def test_readme_holds_no_placeholder():

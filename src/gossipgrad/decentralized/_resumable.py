@@ -223,10 +223,16 @@ class Resumable(ABC):
         }
 
     def _misfit(self, state: Mapping[str, Any]) -> str | None:
-        missing = {"model", "optimizers", "session"} - set(state)
-        if missing or state["session"].get("version") != VERSION:
-            return f"it is no state that state_dict() of a session gives (version {VERSION})"
-        session = state["session"]
+        """Why a state, whatever it is, cannot be loaded here; None if it can."""
+        try:
+            session = state["session"]
+            if session["version"] == VERSION:
+                return self._unlike(session) or misfit(self._model, self._optimizers, state)
+        except (KeyError, TypeError, IndexError, AttributeError):
+            pass
+        return f"it is no state that state_dict() of a session gives (version {VERSION})"
+
+    def _unlike(self, session: Mapping[str, Any]) -> str | None:
         if session["world_size"] != self.group.world_size:
             return (
                 f"it was saved by {session['world_size']} ranks, here are "
@@ -241,7 +247,7 @@ class Resumable(ABC):
                 return f"{name} was {value}, here it is {settings.get(name)}: use the same"
         if self._members.current.generation > 0:
             return "ranks were lost since the session began: make a new one, and load there"
-        return misfit(self._model, self._optimizers, state)
+        return None
 
     def _go_on(
         self, rounds: Rounds, state: Mapping[str, Any], views: Mapping[int, Mapping[str, Any]]
