@@ -114,6 +114,7 @@ class Checkpoints:
         session = self._strategy.session
         if session is not None:
             session.load_state_dict(state)
+            self._tell_torn(session, state["session"])
         else:
             load_replica(self._model, self._optimizers, state)
         if isinstance(self._batches, RingBatches):
@@ -188,9 +189,21 @@ class Checkpoints:
         return None
 
     def close(self) -> None:
-        """Waits for what is being written."""
-        if self._saver is not None:
-            self._saver.close()
+        """Waits for what is being written, and says what could not be."""
+        if self._saver is None:
+            return
+        self._saver.close()
+        stats, notes = self._saver.stats(), self._strategy.notes
+        if stats.failed:
+            notes.append(
+                f"checkpoints that could not be saved: {stats.failed}, the last one because of "
+                f"{self._saver.error or 'an earlier error'}"
+            )
+        if stats.skipped:
+            notes.append(
+                f"checkpoints left out, since the one before was still being written: "
+                f"{stats.skipped}"
+            )
 
     def _state(self, place: Place, *, settle: bool = False) -> dict[str, Any]:
         session = self._strategy.session
@@ -206,6 +219,15 @@ class Checkpoints:
             "random": random_state(self._device),
             "loop": {"epoch": place.epoch, "batch": place.batch, "metrics": dict(place.metrics)},
         }
+
+    def _tell_torn(self, session: GossipSession, saved: Mapping[str, Any]) -> None:
+        rounds = saved["rounds"]
+        before = 0 if rounds is None else rounds["carried"]["torn_rounds"]
+        if torn := session.stats().torn_rounds - before:
+            self._strategy.notes.append(
+                f"rounds that were mixed at one end alone when the checkpoint was taken: {torn}; "
+                "the mean over ranks has shifted by them"
+            )
 
     def _is_complete(self, state: Mapping[str, Any]) -> bool:
         return "session" not in state or GossipSession.is_complete(state)

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -99,7 +99,7 @@ def train_rank(
             rank,
             num_steps=config.trace,
             total_steps=total_steps,
-            after_step=config.resume_step or 0,
+            after_step=(config.resume_step or 0) if place is None else place.metrics["steps"],
         )
         test = TestPart.of(
             dataset, rank=rank, world_size=world_size, threads=threads, device=device
@@ -140,6 +140,7 @@ def train_rank(
         loggers = open_loggers(config, run_dir, rank)
         with (
             Metrics(run_dir.metrics(rank), resumed=resumed, loggers=loggers) as metrics,
+            closing(checkpoints),
             _saved_if_evicted(model, run_dir.evicted_model(rank)),
             store_news(emit) as store_losses,
         ):
@@ -165,7 +166,6 @@ def train_rank(
     traffic, lost_ranks = strategy.traffic(), strategy.lost_ranks()
     own_accuracy = test.accuracy(model) if strategy.replicas_differ else final.accuracy
     strategy.close()
-    checkpoints.close()
     shuffle = None
     if isinstance(batches, RingBatches):
         batches.close()
