@@ -69,28 +69,30 @@ def test_messages_that_do_not_fit_the_plan_are_dropped_and_counted(channels, cha
     assert mine.received.tolist() == [2.0] * 4
 
 
-def test_garbage_from_strangers_is_dropped_and_disturbs_nobody():
-    ends = run_ranks(2, lambda rank, group: ZeroMQTransport(group, max_payload_bytes=1 << 16))
-    a, b = (Channel(end, run=RUN, plan=[Part(torch.float32, 4)]) for end in ends)
-    with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
-        stranger.setsockopt(zmq.LINGER, 0)
-        stranger.connect(ends[0]._endpoints[0])
-        good = Header(**GOOD, size_bytes=16).pack()
-        for frames in (
-            [b""],
-            [b"hello"],
-            [good, bytes(16), b"more"],
-            [bytes(1 << 15)],
-            [good[:-1], bytes(16)],
-        ):
-            stranger.send_multipart(frames)
-        until(lambda: a.poll() or a.refused == 5)
-        stranger.send(bytes(1 << 20))  # above the limit: its connection is cut, nobody else's
-        pair = post(a, 1), post(b, 0)
-        assert (a.take(pair[0], 3.0), b.take(pair[1], 3.0)) == (D, D)
-        assert a.gone == b.gone == {}
-    a.close()
-    b.close()
+def test_garbage_over_a_link_is_dropped_and_disturbs_nobody():
+    """Of one that was let in; strangers are not, see test_hostile.py."""
+    ends = run_ranks(3, lambda rank, group: ZeroMQTransport(group, max_payload_bytes=1 << 16))
+    a, b, _ = (Channel(end, run=RUN, plan=[Part(torch.float32, 4)]) for end in ends)
+    ends[2].open(0)
+    link = ends[2]._links[0]
+    good = Header(**GOOD, size_bytes=16).pack()
+    for frames in (
+        [b""],
+        [b"hello"],
+        [good, bytes(16)],
+        [link.sealer.seal(good, 16), bytes(16), b"more"],
+        [bytes(1 << 15)],
+        [link.sealer.seal(good[:-1], 16), bytes(16)],
+    ):
+        link.socket.send_multipart(frames)
+    until(lambda: a.poll() or a.refused == 6)
+    link.socket.send(bytes(1 << 20))  # above the limit: its connection is cut, nobody else's
+    pair = post(a, 1), post(b, 0)
+    assert (a.take(pair[0], 3.0), b.take(pair[1], 3.0)) == (D, D)
+    until(lambda: ends[2].receive(0.0) or link.down_since is not None)
+    assert a.gone == b.gone == {}
+    for end in ends:
+        end.close()
 
 
 def test_a_payload_above_the_limit_is_refused_where_it_is_sent():

@@ -138,7 +138,7 @@ def test_gossip_goes_on_without_a_killed_worker(tmp_path, capfd):
 def test_a_lost_store_is_told_once_and_stands_in_the_summary(tmp_path, capfd, monkeypatch):
     hosted = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
     port = hosted[0].port
-    monkeypatch.setattr("gossipgrad.train._launcher._hosted_store", lambda: nullcontext(port))
+    monkeypatch.setattr("gossipgrad.train._launcher.hosted_store", lambda: nullcontext(port))
     told = []
 
     def lose():

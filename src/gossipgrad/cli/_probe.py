@@ -11,6 +11,7 @@ import time
 import warnings
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryFile
@@ -22,12 +23,13 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from gossipgrad.comm import Group
+from gossipgrad.comm import Group, ZeroMQTransport, given_secret, resolve_transport
 from gossipgrad.planning import AffineCost
 from gossipgrad.simulate import SIZES_BYTES, Probe, probe
 from gossipgrad.simulate._probe import check_sizes
 from gossipgrad.train import RunFailedError, find_world
 from gossipgrad.train._gathering import open_store
+from gossipgrad.train._launcher import hosted_store
 from gossipgrad.train._world import World, slurm_rendezvous
 
 from ._units import list_of, rate_text, seconds_text
@@ -63,6 +65,8 @@ class ProbeOptions:
     """Write the costs, and the figures behind them, to this JSON file."""
     host_names: bool = False
     """Write the names of the hosts, too."""
+    encrypt: bool = False
+    """Encrypt what exchanges send, to see what that costs; all-reduce cannot."""
 
 
 def sizes_of(options: ProbeOptions) -> tuple[int, ...]:
@@ -95,6 +99,8 @@ def check(options: ProbeOptions) -> None:
     if options.out is not None and not options.out.absolute().parent.is_dir():
         raise ValueError(f"--out {options.out}: there is no folder {options.out.parent}")
     check_sizes(sizes_of(options))
+    given_secret()  # raises for a file that is no good
+    resolve_transport("zeromq", encrypt=options.encrypt)
 
 
 def main(arguments: list[str]) -> int:
@@ -132,6 +138,7 @@ def _take_part(options: ProbeOptions, world: World) -> int:
             sizes_bytes=sizes_of(options),
             budget_seconds=options.seconds,
             timeout_seconds=options.timeout,
+            transport=partial(ZeroMQTransport, encrypt=options.encrypt),
         )
     hosts = group.all_gather_object(socket.gethostname()) if options.host_names else None
     if world.rank == 0:
@@ -208,9 +215,9 @@ class _Worker:
 def _start_workers(arguments: list[str], options: ProbeOptions) -> int:
     """Start workers that are told their world as torchrun tells it; all end when one fails."""
     nproc = options.nproc or _DEFAULT_NPROC
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     with ExitStack() as stack:
+        # One that a worker hosts would listen on every interface.
+        port = stack.enter_context(hosted_store())
         workers = []
         for rank in range(nproc):
             environ = os.environ | {
@@ -218,6 +225,7 @@ def _start_workers(arguments: list[str], options: ProbeOptions) -> int:
                 "WORLD_SIZE": str(nproc),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
                 "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
             }
             command = [sys.executable, "-m", "gossipgrad", "probe", *arguments]

@@ -7,20 +7,26 @@ from pathlib import Path
 
 from gossipgrad.comm._group import Group
 
-__all__ = ["bind_address"]
+__all__ = ["BIND", "bind_address"]
 
-_WAY_OUT = "name the interface: transport=lambda group: ZeroMQTransport(group, bind='10.0.0.7')"
+BIND = "GOSSIPGRAD_BIND"
+_WAY_OUT = (
+    f"name the interface: {BIND}=10.0.0.7 or {BIND}=eth1 in the environment, or "
+    "transport=lambda group: ZeroMQTransport(group, bind='10.0.0.7')"
+)
 
 
 def bind_address(group: Group, asked: str | None = None) -> str:
     """The address asked for; else loopback if all ranks are on one host; else this host's.
 
-    A host's address is the one from which it reaches `MASTER_ADDR`, if that is set, else the one
-    its name resolves to. A collective over `group`, whether an address is asked for or not.
+    What `GOSSIPGRAD_BIND` says is asked for, too: an address, or the name of an interface. A
+    host's address is the one from which it reaches `MASTER_ADDR`, if that is set, else the one its
+    name resolves to. A collective over `group`, whether an address is asked for or not.
 
     Raises:
         ValueError: If another host could not reach the address.
     """
+    asked = asked or os.environ.get(BIND) or None
     here = f"{socket.gethostname()} {_network()}"
     if len(set(group.all_gather_object(here))) == 1 and asked is None:
         return "127.0.0.1"

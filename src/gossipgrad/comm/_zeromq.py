@@ -1,7 +1,9 @@
 """Links over ZeroMQ: its I/O threads move bytes in C++ while Python computes."""
 
+import os
 import threading
 import time
+import warnings
 import weakref
 from dataclasses import dataclass
 
@@ -10,22 +12,30 @@ import zmq
 from torch import Tensor
 from zmq.utils.monitor import parse_monitor_message
 
+from gossipgrad.comm._credentials import Credentials
+from gossipgrad.comm._door import Door
 from gossipgrad.comm._group import Group
 from gossipgrad.comm._interface import bind_address
+from gossipgrad.comm._seal import SEAL_BYTES, Sealer
+from gossipgrad.comm._secret import SECRET_FILE, meet_secret
 from gossipgrad.comm._transport import Arrival, Lost, Sent, Ticket
+from gossipgrad.comm._wire import WireError
 
 __all__ = ["ZeroMQTransport"]
 
 _UP = zmq.Event.HANDSHAKE_SUCCEEDED
 _DOWN = zmq.Event.DISCONNECTED
-_FAILED = zmq.Event.CLOSED  # an attempt to connect failed
+_FAILED = zmq.Event.CLOSED | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL  # an attempt to connect
+# The other end does not let us in: ZeroMQ does not try again, and drops what is queued.
+_REFUSED = zmq.Event.HANDSHAKE_FAILED_AUTH | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
 _GONE_AFTER_FAILURES = 2  # every peer listens before its address is told: refusal means gone
 _GONE_AFTER_SECONDS = 0.5  # what a peer sent before it left is still under way
 _KEEPALIVE_SECONDS = (10, 5)  # how long a link is idle before it is tried, and how often then
 _KEEPALIVE_TRIES = 4
 _RECONNECT_MILLISECONDS = 50
 _COPY_BELOW_BYTES = 1 << 15  # below this a copy is cheaper than keeping track of the buffer
-_HEADER_BYTES = 1 << 14
+_HEADER_BYTES = (1 << 14) + SEAL_BYTES
+_NOT_OURS = Arrival(b"", None)  # for the channel to count
 _QUEUED_MESSAGES = 4096
 
 
@@ -33,6 +43,7 @@ _QUEUED_MESSAGES = 4096
 class _Link:
     socket: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
+    sealer: Sealer | None
     was_up: bool = False
     down_since: float | None = None
     failures: int = 0
@@ -59,44 +70,94 @@ class _Link:
             self.was_up, self.failures = True, 0
         elif self.was_up:
             self.down_since = self.down_since or time.monotonic()
+        elif event & _REFUSED:
+            self.failures = _GONE_AFTER_FAILURES
         elif event & _FAILED:
             self.failures += 1
 
+    def send(self, header: bytes, body: memoryview | None) -> Ticket:
+        """Queues a message; only a large body is not copied."""
+        if self.sealer is not None:
+            header = self.sealer.seal(header, 0 if body is None else body.nbytes)
+        try:
+            if body is None or body.nbytes < _COPY_BELOW_BYTES:
+                self.socket.send_multipart([header, *([] if body is None else [body])], zmq.NOBLOCK)
+                return Sent()
+            self.socket.send(header, zmq.SNDMORE | zmq.NOBLOCK)
+        except zmq.Again:  # refused: there is no queue any more
+            self.failures = _GONE_AFTER_FAILURES
+            return Sent()
+        ticket = self.socket.send(body, zmq.NOBLOCK, copy=False, track=True)
+        assert ticket is not None
+        return ticket
+
 
 def _abandon(
-    context: zmq.Context[zmq.Socket[bytes]], pull: zmq.Socket[bytes], links: dict[int, _Link]
+    context: zmq.Context[zmq.Socket[bytes]],
+    pull: zmq.Socket[bytes],
+    links: dict[int, _Link],
+    door: Door,
 ) -> None:
     """Closes what a transport that nobody closed has left."""
+    door.close()
     for link in links.values():
         link.close(linger_seconds=0.0)
     pull.close(linger=0)
     context.term()
 
 
+def _warn_of_told_secret(address: str) -> None:
+    local = address.startswith("127.") or address in ("::1", "lo")
+    if not local and not os.environ.get(SECRET_FILE):
+        warnings.warn(
+            "encrypt=True, but the secret of the run went over the rendezvous store, where whoever "
+            f"listens to it can read it: name a file with a secret on every rank, {SECRET_FILE}",
+            stacklevel=2,
+        )
+
+
 class ZeroMQTransport:
     """One PULL socket that all peers send to, and one PUSH socket a peer, made when first used.
 
     Payloads leave from the caller's memory and arrive in ZeroMQ's: nothing is copied in Python,
-    and a rank busy elsewhere still drains its partners. Links are neither authenticated nor
-    encrypted: use them on networks you trust.
+    and a rank busy elsewhere still drains its partners. A connection is let in when it shows that
+    it knows the secret of the run, and not before does ZeroMQ take in a message: from a file on
+    every rank, named by `GOSSIPGRAD_SECRET_FILE`, or else random bytes that the lowest rank puts
+    into the group's store. What an unencrypted link carries can be read on its way, and payloads
+    be changed by who sits there; headers are sealed. Connections that are refused, and headers
+    with no genuine seal, are counted.
 
     Args:
-        group: Used once, to tell all ranks the addresses (a collective).
+        group: Used once, to meet the secret and to tell all ranks the addresses (a collective).
         max_payload_bytes: A larger message is cut off by ZeroMQ before memory is taken.
-        bind: Address of the interface to listen on. By default loopback if all ranks are on one
-            host, else the interface towards `MASTER_ADDR`, or the one this host's name resolves
-            to.
+        bind: Address or name of the interface to listen on; None: what `GOSSIPGRAD_BIND` says. By
+            default loopback if all ranks are on one host, else the interface towards
+            `MASTER_ADDR`, or the one this host's name resolves to.
+        encrypt: Encrypt and authenticate everything (CURVE), on all ranks or on none.
+
+    Attributes:
+        refused_connections: How many were not let in so far.
 
     Raises:
-        ValueError: If the interface cannot be listened on, or not be reached from other hosts.
+        ValueError: If the interface cannot be listened on, or not be reached from other hosts; if
+            the file of the secret cannot be read, or ZeroMQ cannot encrypt here.
+        AgreementError: If ranks have different secrets, or only some encrypt.
         GossipError: If a rank dies while the addresses are told.
     """
 
     reopens = True
 
     def __init__(
-        self, group: Group, *, max_payload_bytes: int = 1 << 32, bind: str | None = None
+        self,
+        group: Group,
+        *,
+        max_payload_bytes: int = 1 << 32,
+        bind: str | None = None,
+        encrypt: bool = False,
     ) -> None:
+        self._credentials = Credentials(
+            meet_secret(group), group.rank, group.members, encrypt=encrypt
+        )
         self.rank = group.rank
         self.world_size = group.world_size
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -104,18 +165,35 @@ class ZeroMQTransport:
         self._links: dict[int, _Link] = {}
         self._closed = False
         self._max_payload_bytes = max_payload_bytes
+        self._counted = 0
         self._pull = self._context.socket(zmq.PULL)
+        self._credentials.guard(self._pull)
+        self._door = Door(
+            self._context,
+            self._pull,
+            self._credentials.admit,
+            encrypt=encrypt,
+            whose=f"rank {group.rank}",
+        )
         try:
             self._endpoints = self._listen(group, bind)
         except BaseException:
+            self._door.close()
             self._pull.close(linger=0)
             self._context.term()
             raise
         self._poller = zmq.Poller()
         self._poller.register(self._pull, zmq.POLLIN)
         # A context that is collected with open sockets waits for them for ever.
-        self._abandoned = weakref.finalize(self, _abandon, self._context, self._pull, self._links)
+        self._abandoned = weakref.finalize(
+            self, _abandon, self._context, self._pull, self._links, self._door
+        )
         self._abandoned.atexit = False  # pyrefly: ignore[missing-attribute]
+
+    @property
+    def refused_connections(self) -> int:
+        """How many connections were not let in so far."""
+        return self._door.refused
 
     def open(self, peer: int) -> None:
         """Connects to `peer` and watches the connection."""
@@ -128,30 +206,23 @@ class ZeroMQTransport:
         with self._sending:
             if self._closed:
                 return Sent()
-            socket = self._link(peer).socket
-            if payload is None:
-                socket.send_multipart([header], zmq.NOBLOCK)
-                return Sent()
-            body = payload.view(torch.uint8).numpy().data
-            if body.nbytes > self._max_payload_bytes:
+            link = self._link(peer)
+            body = None if payload is None else payload.view(torch.uint8).numpy().data
+            if body is not None and body.nbytes > self._max_payload_bytes:
                 raise ValueError(
                     f"a message of {body.nbytes} bytes is above max_payload_bytes="
                     f"{self._max_payload_bytes}: use smaller buckets, or raise it on all ranks"
                 )
-            if body.nbytes < _COPY_BELOW_BYTES:
-                socket.send_multipart([header, body], zmq.NOBLOCK)
-                return Sent()
-            socket.send(header, zmq.SNDMORE | zmq.NOBLOCK)
-            ticket = socket.send(body, zmq.NOBLOCK, copy=False, track=True)
-            assert ticket is not None
-            return ticket
+            return link.send(header, body)
 
     def receive(self, timeout_seconds: float) -> list[Arrival | Lost]:
         """What has come, and who was found gone."""
         if self._closed:
             return []
         ready = dict(self._poller.poll(int(timeout_seconds * 1000)))
-        events: list[Arrival | Lost] = []
+        refused = self._door.refused
+        events: list[Arrival | Lost] = [_NOT_OURS] * (refused - self._counted)
+        self._counted = refused
         if self._pull in ready:
             events.extend(self._arrivals())
         with self._sending:
@@ -183,6 +254,7 @@ class ZeroMQTransport:
                 down = link.down_since is not None or link.failures > 0
                 self._drop(link, linger_seconds=0.0 if down else linger_seconds)
             self._links.clear()
+            self._door.close()
             self._pull.close(linger=0)
         self._context.term()
 
@@ -190,16 +262,21 @@ class ZeroMQTransport:
         self._pull.setsockopt(zmq.MAXMSGSIZE, max(self._max_payload_bytes, _HEADER_BYTES))
         self._pull.setsockopt(zmq.RCVHWM, _QUEUED_MESSAGES)
         address = bind_address(group, bind)
+        if self._credentials.encrypt and group.rank == group.members[0]:
+            _warn_of_told_secret(address)
         self._pull.setsockopt(zmq.IPV6, int(":" in address))
         host = f"[{address}]" if ":" in address else address
         try:
             self._pull.bind(f"tcp://{host}:*")
         except zmq.ZMQError as error:
             raise ValueError(
-                f"cannot listen on bind={address!r} ({error}): it must be an address of this host"
+                f"cannot listen on bind={address!r} ({error}): it must be an address or "
+                "interface of this host"
             ) from error
-        told = group.all_gather_object(self._pull.getsockopt_string(zmq.LAST_ENDPOINT))
-        return dict(zip(group.members, told, strict=True))
+        endpoint = self._pull.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._door.opened(int(endpoint.rpartition(":")[2]))
+        told = group.all_gather_object(self._credentials.introduce(endpoint))
+        return self._credentials.meet(dict(zip(group.members, told, strict=True)))
 
     def _link(self, peer: int) -> _Link:
         link = self._links.get(peer)
@@ -214,9 +291,10 @@ class ZeroMQTransport:
             socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, idle)
             socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, interval)
             socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, _KEEPALIVE_TRIES)
-            monitor = socket.get_monitor_socket(_UP | _DOWN | _FAILED)
+            sealer = self._credentials.dress(socket, peer)
+            monitor = socket.get_monitor_socket(_UP | _DOWN | _FAILED | _REFUSED)
             socket.connect(self._endpoints[peer])
-            link = self._links[peer] = _Link(socket, monitor)
+            link = self._links[peer] = _Link(socket, monitor, sealer)
             self._poller.register(monitor, zmq.POLLIN)
         return link
 
@@ -231,14 +309,23 @@ class ZeroMQTransport:
                 frames = self._pull.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return arrivals
-            if len(frames) > 2 or len(frames[0]) > _HEADER_BYTES:
-                arrivals.append(Arrival(b"", None))  # not ours; for the channel to count
-                continue
-            payload = None
-            if len(frames) == 2:
-                body = frames[1].buffer
-                payload = torch.frombuffer(body, dtype=torch.uint8) if len(body) else None
-            arrivals.append(Arrival(frames[0].bytes, payload))
+            arrivals.append(self._read(frames))
+
+    def _read(self, frames: "list[zmq.Frame]") -> Arrival:
+        if len(frames) > 2 or len(frames[0]) > _HEADER_BYTES:
+            return _NOT_OURS
+        payload = None
+        if len(frames) == 2:
+            body = frames[1].buffer
+            payload = torch.frombuffer(body, dtype=torch.uint8) if len(body) else None
+        try:
+            name = str(frames[0].get("User-Id"))
+            header = self._credentials.open(
+                name, frames[0].bytes, 0 if payload is None else payload.numel()
+            )
+        except WireError:
+            return _NOT_OURS
+        return Arrival(header, payload)
 
     def _watch(self, link: _Link) -> None:
         while True:

@@ -13,7 +13,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from gossipgrad.comm import Group
+from gossipgrad.comm import Group, TransportFactory, resolve_transport
 from gossipgrad.decentralized import resolve_group
 
 from ._checks import check_whole
@@ -21,14 +21,7 @@ from ._ring_shuffle_batch import RowBatch
 from ._ring_shuffle_order import EpochOrder
 from ._ring_shuffle_ring import Ring
 from ._ring_shuffle_rows import Parcel, Rows
-from ._ring_shuffle_start import (
-    Flow,
-    TransportFactory,
-    agree,
-    check_arguments,
-    num_batches,
-    resolve_transport,
-)
+from ._ring_shuffle_start import Flow, agree, check_arguments, num_batches
 from ._ring_shuffle_state import check_state
 from ._ring_shuffle_stats import RingShuffleStats
 from ._ring_shuffle_worker import Worker
@@ -94,10 +87,11 @@ class RingShuffle(IterableDataset[Batch]):
         deadline_seconds: How long a batch waits for rows that are late, or for a neighbour to take
             some; one that lets it pass is not awaited again before it has caught up. 0: not at all.
         transport: `"zeromq"`, `"gloo"`, or a function from the shuffle's group to a transport.
+        encrypt: Encrypt the rows on their way, as in `gossip()`.
 
     Raises:
         ValueError: For shards or settings that cannot be.
-        AgreementError: If the ranks differ in dtypes, shapes or settings.
+        AgreementError: If the ranks differ in dtypes, shapes, settings or secrets.
         GossipError: If a rank dies meanwhile.
 
     Example:
@@ -127,6 +121,7 @@ class RingShuffle(IterableDataset[Batch]):
         credits: int = 8,
         deadline_seconds: float = 0.0,
         transport: str | TransportFactory = "zeromq",
+        encrypt: bool = False,
     ) -> None:
         super().__init__()
         self._group = resolve_group(process_group, asks="RingShuffle(...)")
@@ -147,9 +142,11 @@ class RingShuffle(IterableDataset[Batch]):
             self._rows = Rows(tensors)
             self._worker = Worker()
             self._ring: Ring | None = None
+            links = resolve_transport(transport, encrypt=encrypt)
             if self.world_size > 1:
+                largest_bytes = self._rows.format.size_bytes(self._flow.most_rows)
                 self._ring = Ring(
-                    resolve_transport(transport)(self._group),
+                    links(self._group, largest_bytes),
                     self._rows,
                     run=bytes.fromhex(self._group.broadcast_object(secrets.token_hex(16))),
                     credits=credits,

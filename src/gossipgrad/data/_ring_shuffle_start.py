@@ -1,21 +1,17 @@
 """How the ranks of a ring shuffle find each other, and agree on which rows travel."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
 from torch import Tensor
 
-from gossipgrad.comm import GlooTransport, Group, Transport, ZeroMQTransport
+from gossipgrad.comm import Group
 from gossipgrad.errors import AgreementError
 
 from . import _shards
 from ._checks import check_whole
-
-TransportFactory = Callable[[Group], Transport]
-
-_TRANSPORTS: dict[str, TransportFactory] = {"zeromq": ZeroMQTransport, "gloo": GlooTransport}
 
 
 def agree(group: Group, settings: dict[str, Any], num_rows: int) -> list[int]:
@@ -79,17 +75,6 @@ def num_batches(num_rows: int, batch_size: int, *, drop_last: bool) -> int:
     if drop_last:
         return num_rows // batch_size
     return _shards.num_batches(num_rows, batch_size)
-
-
-def resolve_transport(transport: str | TransportFactory) -> TransportFactory:
-    """How links are made."""
-    found = _TRANSPORTS.get(transport) if isinstance(transport, str) else transport
-    if not callable(found):
-        raise ValueError(
-            f"transport must be one of {', '.join(map(repr, _TRANSPORTS))} or a function from a "
-            f"group to a transport, got {transport!r}"
-        )
-    return found
 
 
 def check_arguments(

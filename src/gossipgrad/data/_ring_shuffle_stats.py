@@ -21,7 +21,8 @@ class RingShuffleStats:
         exposed_seconds: Time that steps were blocked on neighbours.
         moving_seconds: Time spent on packing and placing rows.
         extra_memory_bytes: Rows on their way or without a slot, held beside the shard.
-        refused_messages: Messages dropped because they were not of this ring.
+        refused_messages: Messages dropped because they were not of this ring, and connections
+            refused because they did not know the secret of the run.
         ranks_gone: Ranks that left or died, as far as this rank had to do with them.
     """
 

@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,12 +13,11 @@ from torch.optim import Optimizer
 
 from gossipgrad.comm import (
     DEFAULT_BUCKET_BYTES,
-    GlooTransport,
     Group,
     Heartbeats,
     Recorder,
-    Transport,
-    ZeroMQTransport,
+    TransportFactory,
+    resolve_transport,
 )
 from gossipgrad.decentralized._modes import Mode, Stale, check_never_waits, resolve_mode
 from gossipgrad.decentralized._session import GossipSession
@@ -35,8 +34,6 @@ from gossipgrad.topology import SCHEDULE_NAMES, Schedule, by_name
 
 __all__ = ["gossip"]
 
-TransportFactory = Callable[[Group], Transport]
-_TRANSPORTS: dict[str, TransportFactory] = {"zeromq": ZeroMQTransport, "gloo": GlooTransport}
 _HEARTBEATS = Heartbeats()
 
 
@@ -56,6 +53,7 @@ def gossip(
     seed: int = 0,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     transport: str | TransportFactory = "zeromq",
+    encrypt: bool = False,
     recorder: Recorder | None = None,
     heartbeats: Heartbeats | None = _HEARTBEATS,
 ) -> GossipSession:
@@ -98,6 +96,9 @@ def gossip(
         seed: Of the rotation of partners.
         bucket_bytes: Size of a message.
         transport: `"zeromq"`, `"gloo"`, or a function from the session's group to a transport.
+        encrypt: Encrypt all that goes over the links (not collectives, nor the rendezvous). It
+            costs processor time. Encrypted or not, ranks show each other that they know the secret
+            of the run.
         recorder: Gets spans of time, for example a `gossipgrad.trace.Trace`.
         heartbeats: How ranks see that others are lost and go on among those that live; None: all
             ranks stay members for good, and without one there is no average of all any more.
@@ -107,7 +108,7 @@ def gossip(
 
     Raises:
         ValueError: For settings that cannot be.
-        AgreementError: If the ranks differ in names, shapes, dtypes or settings.
+        AgreementError: If the ranks differ in names, shapes, dtypes, settings or secrets.
         GossipError: If a rank dies meanwhile.
 
     Example:
@@ -138,6 +139,7 @@ def gossip(
             scaler=scaler,
             bucket_bytes=bucket_bytes,
             transport=transport,
+            encrypt=encrypt,
             heartbeats=heartbeats,
         )
         resolved_mode = resolve_mode(mode)
@@ -162,7 +164,7 @@ def gossip(
             optimizers,
             settings,
             group=group,
-            transport=_TRANSPORTS[transport] if isinstance(transport, str) else transport,
+            transport=resolve_transport(transport, encrypt=encrypt),
             scaler=scaler,
             recorder=recorder,
             heartbeats=heartbeats,
@@ -183,6 +185,7 @@ def check_settings(
     scaler: object = None,
     bucket_bytes: object = DEFAULT_BUCKET_BYTES,
     transport: object = "zeromq",
+    encrypt: object = False,
     heartbeats: object = None,
     process_group: object = None,
     mesh: object = None,
@@ -223,12 +226,7 @@ def check_settings(
             f"topology must be one of {', '.join(map(repr, SCHEDULE_NAMES))} or a schedule from "
             f"gossipgrad.topology, got {topology!r}"
         )
-    if transport not in _TRANSPORTS if isinstance(transport, str) else not callable(transport):
-        raise ValueError(
-            f"transport must be one of {', '.join(map(repr, _TRANSPORTS))} or a function from a "
-            f"group to a transport, got {transport!r}"
-        )
-
+    resolve_transport(transport, encrypt=encrypt)
     if heartbeats is not None and not isinstance(heartbeats, Heartbeats):
         raise ValueError(
             "heartbeats must be gg.Heartbeats(...), or None for a membership that never changes, "

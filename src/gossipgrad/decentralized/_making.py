@@ -1,9 +1,8 @@
 """Making the rounds of a session: its run, its channel, and the rounds of its mode."""
 
 import secrets
-from collections.abc import Callable
 
-from gossipgrad.comm import Channel, Group, News, Recorder, Transport
+from gossipgrad.comm import Channel, Group, News, Recorder, TransportMaker
 from gossipgrad.decentralized._deadlines import Deadlines
 from gossipgrad.decentralized._modes import Lagged, Stale
 from gossipgrad.decentralized._replayed_rounds import ReplayedRounds
@@ -14,10 +13,12 @@ from gossipgrad.decentralized._stale_rounds import StaleRounds
 
 __all__ = ["make_rounds"]
 
+_GROWTH = 4  # what a plan of later may have in one message, for which links are not made anew
+
 
 def make_rounds(
     group: Group,
-    transport: Callable[[Group], Transport],
+    transport: TransportMaker,
     sections: Sections,
     settings: Settings,
     recorder: Recorder | None,
@@ -27,7 +28,9 @@ def make_rounds(
     run = bytes.fromhex(group.broadcast_object(secrets.token_hex(16)))
     mode = settings.mode
     credits = mode.snapshots if isinstance(mode, Stale) else 1
-    channel = Channel(transport(group), run=run, plan=sections.parts, credits=credits, news=news)
+    planned = max(part.size_bytes for part in sections.parts)
+    links = transport(group, _GROWTH * max(planned, settings.bucket_bytes))
+    channel = Channel(links, run=run, plan=sections.parts, credits=credits, news=news)
     if isinstance(mode, Stale):
         kind = StaleRounds if mode.replay is None else ReplayedRounds
         return kind(channel, settings.schedule, mode=mode, recorder=recorder)

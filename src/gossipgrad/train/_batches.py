@@ -92,6 +92,7 @@ class RingBatches:
         seed: int,
         deadline_seconds: float,
         group: Group | None = None,
+        encrypt: bool = False,
     ) -> None:
         index = torch.from_numpy(shard)
         self._carried: dict[str, Any] = {}
@@ -106,6 +107,7 @@ class RingBatches:
             seed=seed,
             deadline_seconds=deadline_seconds,
             process_group=group,
+            encrypt=encrypt,
         )
 
     def __len__(self) -> int:
@@ -203,6 +205,7 @@ def make_batches(
         seed=config.seed,
         deadline_seconds=config.shuffle_deadline_seconds,
         group=None if groups is None else groups("ring"),
+        encrypt=config.encrypt,
     )
 
 

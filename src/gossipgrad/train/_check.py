@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gossipgrad import data, models, topology
-from gossipgrad.comm import Faults
+from gossipgrad.comm import Faults, given_secret
 from gossipgrad.decentralized import check_settings
 
 from ._config import TrainConfig
@@ -32,6 +32,7 @@ def check(config: TrainConfig, world_size: int) -> None:
     if find_spec("safetensors") is None:
         raise ValueError("a run exports its model: pip install 'gossipgrad[train]'.")
     check_loggers(config)
+    _check_who_may_speak(config)
     check_device(config)
     info = data.info(config.data, config.data_dir, image_size=config.image_size)
     with torch.device("meta"):
@@ -45,6 +46,7 @@ def check(config: TrainConfig, world_size: int) -> None:
             payload=config.gossip.payload,
             every=config.gossip.every,
             average_every=config.gossip.average_every,
+            encrypt=config.encrypt,
         )
         if config.gossip.topology is not None:
             topology.by_name(config.gossip.topology, world_size, seed=config.seed)
@@ -65,6 +67,16 @@ def check(config: TrainConfig, world_size: int) -> None:
     _check_shards(config, info, world_size)
     warn_of_no_effect(config, info, world_size)
     data.prepare(config.data, config.data_dir, image_size=config.image_size)
+
+
+def _check_who_may_speak(config: TrainConfig) -> None:
+    given_secret()  # raises for a file that is no good
+    if config.encrypt and config.strategy not in ("gossip", "local"):
+        raise ValueError(
+            f"encrypt is on, and strategy {config.strategy} talks through torch's collectives, "
+            "which cannot encrypt: use --strategy gossip, or leave --encrypt out and use a network "
+            "that encrypts, such as WireGuard."
+        )
 
 
 def _check_waits(config: TrainConfig) -> None:

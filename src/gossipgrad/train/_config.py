@@ -102,6 +102,8 @@ class TrainConfig:
     """How long the others wait for a rank that they have never heard of, before a run begins
     without it. One that was heard of and falls silent is given up after lost_after_seconds, or 10
     if that is less."""
+    encrypt: bool = False
+    """Encrypt exchanges of gossip and the rows of shuffle ring; collectives are not."""
     gossip: GossipConfig = field(default_factory=GossipConfig)
     """How replicas gossip."""
     post_local: PostLocalConfig = field(default_factory=PostLocalConfig)
@@ -242,6 +244,8 @@ class TrainConfig:
             unused += [(self.post_local, f.name, strategy) for f in fields]
         if self.strategy == "local":
             unused.append((self, "lr_rule", strategy))
+        if self.strategy == "local" and self.shuffle != "ring":
+            unused.append((self, "encrypt", f"{strategy}, and shuffle is {self.shuffle}"))
         if self.data == "digits":
             unused.append((self, "data_dir", "data is digits, which scikit-learn brings along"))
         if self.optimizer != "sgd":

@@ -79,7 +79,7 @@ def launch(config: TrainConfig, run_dir: RunDir, progress: Progress) -> Launched
             progress.notice("stopping; once more to stop at once")
 
     absent: dict[int, Failure] = {}
-    with catch_stops(on_stop) as stops, _hosted_store() as port:
+    with catch_stops(on_stop) as stops, hosted_store() as port:
         while True:
             workers: list[WorkerHandle] = []
             starting = True
@@ -181,7 +181,7 @@ def _start(
 
 
 @contextmanager
-def _hosted_store() -> Iterator[int]:
+def hosted_store() -> Iterator[int]:
     """A store on loopback, for as long as the block; gives its port."""
     listener = socket.create_server((LOOPBACK, 0))
     port = listener.getsockname()[1]

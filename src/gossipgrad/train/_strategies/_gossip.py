@@ -41,6 +41,7 @@ class Gossip(Strategy):
         options: GossipConfig,
         *,
         seed: int,
+        encrypt: bool = False,
         spans: StepSpans,
         group: gg.Group | None = None,
         checkpoint_every: int | None = None,
@@ -52,6 +53,9 @@ class Gossip(Strategy):
         self._accord: StopTogether | None = None
         cut_every = None if checkpoint_every is None else max(1, checkpoint_every // options.every)
         self._cut_every = cut_every
+        transport = (
+            "zeromq" if options.faults is None else _with_faults(options.faults, encrypt=encrypt)
+        )
         self._session = gg.gossip(
             model,
             optimizers,
@@ -64,7 +68,8 @@ class Gossip(Strategy):
             seed=seed,
             process_group=group,
             heartbeats=_heartbeats(options.lost_after_seconds),
-            transport="zeromq" if options.faults is None else _with_faults(options.faults),
+            transport=transport,
+            encrypt=encrypt and transport == "zeromq",
             recorder=spans,
         )
         if checkpoint_every is not None and not self.is_stale:
@@ -189,6 +194,6 @@ def _heartbeats(silent_seconds: float) -> gg.Heartbeats:
     )
 
 
-def _with_faults(script: str) -> Callable[[gg.Group], Transport]:
+def _with_faults(script: str, *, encrypt: bool) -> Callable[[gg.Group], Transport]:
     faults = Faults.parse(script)
-    return lambda group: FaultyTransport(ZeroMQTransport(group), faults)
+    return lambda group: FaultyTransport(ZeroMQTransport(group, encrypt=encrypt), faults)

@@ -45,6 +45,7 @@ def make_strategy(
             optimizers,
             config.gossip,
             seed=config.seed,
+            encrypt=config.encrypt,
             spans=spans,
             group=group,
             checkpoint_every=config.checkpoint_every,

@@ -1,0 +1,57 @@
+"""Which transport carries the links: one by name, or the user's own."""
+
+from collections.abc import Callable
+from typing import Any
+
+from gossipgrad.comm._credentials import check_can_encrypt
+from gossipgrad.comm._gloo import GlooTransport
+from gossipgrad.comm._group import Group
+from gossipgrad.comm._transport import Transport
+from gossipgrad.comm._zeromq import ZeroMQTransport
+
+__all__ = ["TransportFactory", "TransportMaker", "resolve_transport"]
+
+TransportFactory = Callable[[Group], Transport]
+TransportMaker = Callable[[Group, int], Transport]
+
+_NAMES = ("zeromq", "gloo")
+
+
+def resolve_transport(transport: Any, *, encrypt: object = False) -> TransportMaker:
+    """How links are made, of a group and the largest payload in bytes that the plan foresees.
+
+    Args:
+        transport: `"zeromq"`, `"gloo"`, or a function from a group to a transport, which has a
+            limit of its own.
+        encrypt: Whether everything on the links is encrypted, which `"zeromq"` can.
+
+    Raises:
+        ValueError: There is no such transport, or it cannot encrypt.
+    """
+    known = transport in _NAMES if isinstance(transport, str) else callable(transport)
+    if not known:
+        raise ValueError(
+            f"transport must be one of {', '.join(map(repr, _NAMES))} or a function from a "
+            f"group to a transport, got {transport!r}"
+        )
+    if not isinstance(encrypt, bool):
+        raise ValueError(f"encrypt must be True or False, got {encrypt!r}")
+    if encrypt and transport == "gloo":
+        raise ValueError(
+            "encrypt=True and transport='gloo': Gloo has neither encryption nor authentication; "
+            "use transport='zeromq', or a network of your own that encrypts (WireGuard)"
+        )
+    if encrypt and transport != "zeromq":
+        raise ValueError(
+            "encrypt=True is for transport='zeromq'; in a function of your own write "
+            "lambda group: ZeroMQTransport(group, encrypt=True)"
+        )
+    if encrypt:
+        check_can_encrypt()
+    if transport == "zeromq":
+        return lambda group, largest_bytes: ZeroMQTransport(
+            group, max_payload_bytes=largest_bytes, encrypt=encrypt
+        )
+    if transport == "gloo":
+        return lambda group, largest_bytes: GlooTransport(group, max_payload_bytes=largest_bytes)
+    return lambda group, largest_bytes: transport(group)
