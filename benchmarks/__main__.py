@@ -5,6 +5,7 @@ import sys
 
 BENCHMARKS = (
     "transports",
+    "encryption",
     "step",
     "images",
     "reference_drift",

@@ -13,12 +13,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from benchmarks._common import write
-from gossipgrad.comm import Channel, GlooTransport, Group, Outcome, Part, ZeroMQTransport
+from gossipgrad.comm import Channel, GlooTransport, Group, Outcome, Part, Transport, ZeroMQTransport
 
 SEED = 0
 CASES = {  # name: (bytes of each message, messages, repeats)
@@ -32,13 +33,24 @@ CASES = {  # name: (bytes of each message, messages, repeats)
     "25 MB as 7 x 4 MB": ((25 << 20) // 7 // 4 * 4, 7, 15),
 }
 CONTESTANTS = ("zeromq", "gloo", "isend/irecv")
-TRANSPORTS = {"zeromq": ZeroMQTransport, "gloo": GlooTransport}
+TRANSPORTS = {
+    "zeromq": ZeroMQTransport,
+    "zeromq, encrypted": partial(ZeroMQTransport, encrypt=True),
+    "gloo": GlooTransport,
+}
 
 
 def contestant(
-    name: str, group: Group, size_bytes: int, count: int
+    name: str | Callable[[Group], Transport], group: Group, size_bytes: int, count: int
 ) -> tuple[Callable[[int], None], Callable[[], None]]:
-    """A function that exchanges `count` messages with the other rank, and one that closes."""
+    """A function that exchanges `count` messages with the other rank, and one that closes.
+
+    Args:
+        name: One of the contestants, or how a transport is made.
+        group: The two ranks.
+        size_bytes: Of a message.
+        count: How many.
+    """
     peer = 1 - group.rank
     generator = torch.Generator().manual_seed(SEED + group.rank)
     sent = [torch.rand(size_bytes // 4, generator=generator) for _ in range(count)]
@@ -58,7 +70,8 @@ def contestant(
         return exchange_raw, lambda: None
     run = bytes.fromhex(group.broadcast_object(secrets.token_hex(16)))
     plan = [Part(torch.float32, size_bytes // 4)] * count
-    channel = Channel(TRANSPORTS[name](group), run=run, plan=plan)
+    transport = TRANSPORTS[name] if isinstance(name, str) else name
+    channel = Channel(transport(group), run=run, plan=plan)
 
     def exchange(round: int) -> None:
         posted = [

@@ -164,9 +164,10 @@ def test_silent_connections_are_sent_away_in_time(ends, monkeypatch):
     exchanges(a, b, 2, first=2)
 
 
-def test_so_many_connections_may_wait_and_links_do_not_give_way_to_them(ends, monkeypatch):
+@pytest.mark.parametrize("encrypt", [False, True])
+def test_so_many_connections_may_wait_and_links_do_not_give_way_to_them(ends, monkeypatch, encrypt):
     monkeypatch.setattr(_door, "_MOST_WAITING", 8)
-    one, other = ends()
+    one, other = ends(encrypt=encrypt)
     a, b = (Channel(end, run=RUN, plan=[Part(torch.float32, 4)]) for end in (one, other))
     exchanges(a, b, 2)
     waiting = [dial(port_of(one)) for _ in range(30)]

@@ -22,6 +22,7 @@ from gossipgrad.comm import (
     ZeroMQTransport,
     _gloo,
     _zeromq,
+    _zeromq_link,
 )
 from gossipgrad.errors import GossipError
 from support.links import RUN, make_transports, ours
@@ -165,8 +166,8 @@ def test_a_link_that_broke_one_way_is_told_and_made_anew_in_the_next_generation(
     pair = post(a, 1), post(b, 0)
     assert (a.take(pair[0], 3.0), b.take(pair[1], 3.0)) == (D, D)
     until(lambda: a.poll() or ends[0]._links[1].was_up)  # else it is not yet seen to go down
-    ends[0]._links[1].note(_zeromq._DOWN)
-    ends[0]._links[1].note(_zeromq._UP)
+    ends[0]._links[1].note(_zeromq_link.DOWN)
+    ends[0]._links[1].note(_zeromq_link.UP)
     waits = post(b, 0, round=1)
     assert a.take(post(a, 1, round=1), 3.0) in (D, X)
     until(lambda: a.poll() or a.gone == {1: "was lost"})

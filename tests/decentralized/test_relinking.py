@@ -3,7 +3,7 @@
 import time
 
 import gossipgrad as gg
-from gossipgrad.comm import ZeroMQTransport, _zeromq
+from gossipgrad.comm import ZeroMQTransport, _zeromq_link
 from support.ranks import run_ranks
 from support.replicas import network, set_gradients, sgd
 from support.waiting import until
@@ -39,7 +39,7 @@ def test_two_ranks_whose_link_broke_meet_again_in_the_next_generation():
             if rank == 0:
                 link = channel._transport._links[1]
                 until(lambda: channel.poll() or link.was_up)  # else it is not yet seen to go down
-                link.note(_zeromq._DOWN)
+                link.note(_zeromq_link.DOWN)
                 step_until(lambda: channel.gone == {1: "was lost"})
             step_until(lambda: session.membership.generation == 1 and channel.gone == {})
             before = delivered()

@@ -26,7 +26,6 @@ from gossipgrad.comm._membership import Membership as Membership
 from gossipgrad.comm._news import News as News
 from gossipgrad.comm._part import Part as Part
 from gossipgrad.comm._recorder import Recorder as Recorder
-from gossipgrad.comm._secret import SECRET_FILE as SECRET_FILE
 from gossipgrad.comm._secret import given_secret as given_secret
 from gossipgrad.comm._staging import Snapshot as Snapshot
 from gossipgrad.comm._staging import SnapshotPool as SnapshotPool
@@ -36,8 +35,6 @@ from gossipgrad.comm._transport import Lost as Lost
 from gossipgrad.comm._transport import Sent as Sent
 from gossipgrad.comm._transport import Ticket as Ticket
 from gossipgrad.comm._transport import Transport as Transport
-from gossipgrad.comm._transports import TransportFactory as TransportFactory
-from gossipgrad.comm._transports import TransportMaker as TransportMaker
 from gossipgrad.comm._transports import resolve_transport as resolve_transport
 from gossipgrad.comm._wire import Header as Header
 from gossipgrad.comm._wire import Kind as Kind

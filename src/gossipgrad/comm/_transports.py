@@ -9,15 +9,14 @@ from gossipgrad.comm._group import Group
 from gossipgrad.comm._transport import Transport
 from gossipgrad.comm._zeromq import ZeroMQTransport
 
-__all__ = ["TransportFactory", "TransportMaker", "resolve_transport"]
-
-TransportFactory = Callable[[Group], Transport]
-TransportMaker = Callable[[Group, int], Transport]
+__all__ = ["resolve_transport"]
 
 _NAMES = ("zeromq", "gloo")
 
 
-def resolve_transport(transport: Any, *, encrypt: object = False) -> TransportMaker:
+def resolve_transport(
+    transport: Any, *, encrypt: object = False
+) -> Callable[[Group, int], Transport]:
     """How links are made, of a group and the largest payload in bytes that the plan foresees.
 
     Args:

@@ -2,10 +2,8 @@
 
 import os
 import threading
-import time
 import warnings
 import weakref
-from dataclasses import dataclass
 
 import torch
 import zmq
@@ -16,86 +14,27 @@ from gossipgrad.comm._credentials import Credentials
 from gossipgrad.comm._door import Door
 from gossipgrad.comm._group import Group
 from gossipgrad.comm._interface import bind_address
-from gossipgrad.comm._seal import SEAL_BYTES, Sealer
+from gossipgrad.comm._seal import SEAL_BYTES
 from gossipgrad.comm._secret import SECRET_FILE, meet_secret
 from gossipgrad.comm._transport import Arrival, Lost, Sent, Ticket
 from gossipgrad.comm._wire import WireError
+from gossipgrad.comm._zeromq_link import WATCHED, Link
 
 __all__ = ["ZeroMQTransport"]
 
-_UP = zmq.Event.HANDSHAKE_SUCCEEDED
-_DOWN = zmq.Event.DISCONNECTED
-_FAILED = zmq.Event.CLOSED | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL  # an attempt to connect
-# The other end does not let us in: ZeroMQ does not try again, and drops what is queued.
-_REFUSED = zmq.Event.HANDSHAKE_FAILED_AUTH | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
-_GONE_AFTER_FAILURES = 2  # every peer listens before its address is told: refusal means gone
-_GONE_AFTER_SECONDS = 0.5  # what a peer sent before it left is still under way
 _KEEPALIVE_SECONDS = (10, 5)  # how long a link is idle before it is tried, and how often then
 _KEEPALIVE_TRIES = 4
 _RECONNECT_MILLISECONDS = 50
-_COPY_BELOW_BYTES = 1 << 15  # below this a copy is cheaper than keeping track of the buffer
 _HEADER_BYTES = (1 << 14) + SEAL_BYTES
 _NOT_OURS = Arrival(b"", None)  # for the channel to count
+_TOLD_AT_ONCE = 256  # of those refused, so that a flood takes no time from a step
 _QUEUED_MESSAGES = 4096
-
-
-@dataclass(slots=True)
-class _Link:
-    socket: zmq.Socket[bytes]
-    monitor: zmq.Socket[bytes]
-    sealer: Sealer | None
-    was_up: bool = False
-    down_since: float | None = None
-    failures: int = 0
-
-    @property
-    def gone(self) -> bool:
-        """Whether its peer is lost: never there, or there once and then not.
-
-        A link that comes up again stays lost: what was on its way when it broke is missing.
-        """
-        if self.down_since is None:
-            return self.failures >= _GONE_AFTER_FAILURES
-        return time.monotonic() - self.down_since > _GONE_AFTER_SECONDS
-
-    def close(self, linger_seconds: float) -> None:
-        """Closes both sockets; sends what is queued for at most `linger_seconds`."""
-        self.socket.disable_monitor()
-        self.monitor.close(linger=0)
-        self.socket.close(linger=int(linger_seconds * 1000))
-
-    def note(self, event: int) -> None:
-        """Takes in what the monitor saw."""
-        if event & _UP:
-            self.was_up, self.failures = True, 0
-        elif self.was_up:
-            self.down_since = self.down_since or time.monotonic()
-        elif event & _REFUSED:
-            self.failures = _GONE_AFTER_FAILURES
-        elif event & _FAILED:
-            self.failures += 1
-
-    def send(self, header: bytes, body: memoryview | None) -> Ticket:
-        """Queues a message; only a large body is not copied."""
-        if self.sealer is not None:
-            header = self.sealer.seal(header, 0 if body is None else body.nbytes)
-        try:
-            if body is None or body.nbytes < _COPY_BELOW_BYTES:
-                self.socket.send_multipart([header, *([] if body is None else [body])], zmq.NOBLOCK)
-                return Sent()
-            self.socket.send(header, zmq.SNDMORE | zmq.NOBLOCK)
-        except zmq.Again:  # refused: there is no queue any more
-            self.failures = _GONE_AFTER_FAILURES
-            return Sent()
-        ticket = self.socket.send(body, zmq.NOBLOCK, copy=False, track=True)
-        assert ticket is not None
-        return ticket
 
 
 def _abandon(
     context: zmq.Context[zmq.Socket[bytes]],
     pull: zmq.Socket[bytes],
-    links: dict[int, _Link],
+    links: dict[int, Link],
     door: Door,
 ) -> None:
     """Closes what a transport that nobody closed has left."""
@@ -162,7 +101,7 @@ class ZeroMQTransport:
         self.world_size = group.world_size
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._sending = threading.Lock()
-        self._links: dict[int, _Link] = {}
+        self._links: dict[int, Link] = {}
         self._closed = False
         self._max_payload_bytes = max_payload_bytes
         self._counted = 0
@@ -220,9 +159,9 @@ class ZeroMQTransport:
         if self._closed:
             return []
         ready = dict(self._poller.poll(int(timeout_seconds * 1000)))
-        refused = self._door.refused
-        events: list[Arrival | Lost] = [_NOT_OURS] * (refused - self._counted)
-        self._counted = refused
+        told = min(self._door.refused - self._counted, _TOLD_AT_ONCE)
+        self._counted += told
+        events: list[Arrival | Lost] = [_NOT_OURS] * told
         if self._pull in ready:
             events.extend(self._arrivals())
         with self._sending:
@@ -278,7 +217,7 @@ class ZeroMQTransport:
         told = group.all_gather_object(self._credentials.introduce(endpoint))
         return self._credentials.meet(dict(zip(group.members, told, strict=True)))
 
-    def _link(self, peer: int) -> _Link:
+    def _link(self, peer: int) -> Link:
         link = self._links.get(peer)
         if link is None:
             socket = self._context.socket(zmq.PUSH)
@@ -292,13 +231,13 @@ class ZeroMQTransport:
             socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, interval)
             socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, _KEEPALIVE_TRIES)
             sealer = self._credentials.dress(socket, peer)
-            monitor = socket.get_monitor_socket(_UP | _DOWN | _FAILED | _REFUSED)
+            monitor = socket.get_monitor_socket(WATCHED)
             socket.connect(self._endpoints[peer])
-            link = self._links[peer] = _Link(socket, monitor, sealer)
+            link = self._links[peer] = Link(socket, monitor, sealer)
             self._poller.register(monitor, zmq.POLLIN)
         return link
 
-    def _drop(self, link: _Link, linger_seconds: float) -> None:
+    def _drop(self, link: Link, linger_seconds: float) -> None:
         self._poller.unregister(link.monitor)
         link.close(linger_seconds)
 
@@ -327,7 +266,7 @@ class ZeroMQTransport:
             return _NOT_OURS
         return Arrival(header, payload)
 
-    def _watch(self, link: _Link) -> None:
+    def _watch(self, link: Link) -> None:
         while True:
             try:
                 event = parse_monitor_message(link.monitor.recv_multipart(zmq.NOBLOCK))["event"]

@@ -13,7 +13,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from gossipgrad.comm import Group, TransportFactory, resolve_transport
+from gossipgrad.comm import Group, resolve_transport
 from gossipgrad.decentralized import resolve_group
 
 from ._checks import check_whole
@@ -21,7 +21,7 @@ from ._ring_shuffle_batch import RowBatch
 from ._ring_shuffle_order import EpochOrder
 from ._ring_shuffle_ring import Ring
 from ._ring_shuffle_rows import Parcel, Rows
-from ._ring_shuffle_start import Flow, agree, check_arguments, num_batches
+from ._ring_shuffle_start import Flow, TransportFactory, agree, check_arguments, num_batches
 from ._ring_shuffle_state import check_state
 from ._ring_shuffle_stats import RingShuffleStats
 from ._ring_shuffle_worker import Worker

@@ -1,17 +1,19 @@
 """How the ranks of a ring shuffle find each other, and agree on which rows travel."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any
 
 from torch import Tensor
 
-from gossipgrad.comm import Group
+from gossipgrad.comm import Group, Transport
 from gossipgrad.errors import AgreementError
 
 from . import _shards
 from ._checks import check_whole
+
+TransportFactory = Callable[[Group], Transport]
 
 
 def agree(group: Group, settings: dict[str, Any], num_rows: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from gossipgrad.comm import (
     Group,
     Heartbeats,
     Recorder,
-    TransportFactory,
+    Transport,
     resolve_transport,
 )
 from gossipgrad.decentralized._modes import Mode, Stale, check_never_waits, resolve_mode
@@ -34,6 +34,7 @@ from gossipgrad.topology import SCHEDULE_NAMES, Schedule, by_name
 
 __all__ = ["gossip"]
 
+TransportFactory = Callable[[Group], Transport]
 _HEARTBEATS = Heartbeats()
 
 

@@ -1,8 +1,9 @@
 """Making the rounds of a session: its run, its channel, and the rounds of its mode."""
 
 import secrets
+from collections.abc import Callable
 
-from gossipgrad.comm import Channel, Group, News, Recorder, TransportMaker
+from gossipgrad.comm import Channel, Group, News, Recorder, Transport
 from gossipgrad.decentralized._deadlines import Deadlines
 from gossipgrad.decentralized._modes import Lagged, Stale
 from gossipgrad.decentralized._replayed_rounds import ReplayedRounds
@@ -18,7 +19,7 @@ _GROWTH = 4  # what a plan of later may have in one message, for which links are
 
 def make_rounds(
     group: Group,
-    transport: TransportMaker,
+    transport: Callable[[Group, int], Transport],
     sections: Sections,
     settings: Settings,
     recorder: Recorder | None,

@@ -1,7 +1,7 @@
 """A gossip session: hangs on the user's model and optimizers, and comes off again."""
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gossipgrad.comm import Group, Heartbeats, Membership, Recorder, TransportMaker
+from gossipgrad.comm import Group, Heartbeats, Membership, Recorder, Transport
 from gossipgrad.decentralized._after_step import after_step
 from gossipgrad.decentralized._agreement import agree, fingerprint
 from gossipgrad.decentralized._averaging import Averaging
@@ -53,7 +53,7 @@ class GossipSession(Resumable):
         settings: Settings,
         *,
         group: Group,
-        transport: TransportMaker,
+        transport: Callable[[Group, int], Transport],
         scaler: torch.amp.GradScaler | None,
         recorder: Recorder | None,
         heartbeats: Heartbeats | None = None,
@@ -275,7 +275,7 @@ class GossipSession(Resumable):
     ) -> None:
         self._close(wait_seconds=_CLOSE_SECONDS if kind is None else 0.0, error=error)
 
-    def _meet(self, transport: TransportMaker) -> None:
+    def _meet(self, transport: Callable[[Group, int], Transport]) -> None:
         """Makes the links to the other ranks, and all replicas that of rank 0; a collective."""
         of, news, recorder = self._settings, self._members.watch, self._recorder
         rounds = make_rounds(self.group, transport, self._sections, of, recorder, news)

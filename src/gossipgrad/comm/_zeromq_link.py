@@ -1,0 +1,92 @@
+"""One end of a link over ZeroMQ: the socket that sends, and whether its peer is there."""
+
+import time
+from dataclasses import dataclass
+
+import zmq
+
+from gossipgrad.comm._seal import Sealer
+from gossipgrad.comm._transport import Sent, Ticket
+
+__all__ = ["DOWN", "UP", "WATCHED", "Link"]
+
+UP = zmq.Event.HANDSHAKE_SUCCEEDED
+DOWN = zmq.Event.DISCONNECTED
+_FAILED = zmq.Event.CLOSED  # an attempt to connect failed
+_BROKEN_OFF = zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
+# The other end does not let us in: ZeroMQ does not try again, and drops what is queued.
+_REFUSED = zmq.Event.HANDSHAKE_FAILED_AUTH | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
+WATCHED = UP | DOWN | _FAILED | _BROKEN_OFF | _REFUSED
+_GONE_AFTER_FAILURES = 2  # every peer listens before its address is told: refusal means gone
+_GONE_AFTER_BROKEN_OFF = 10  # it may have to make room among strangers
+_GONE_AFTER_SECONDS = 0.5  # what a peer sent before it left is still under way
+_COPY_BELOW_BYTES = 1 << 15  # below this a copy is cheaper than keeping track of the buffer
+
+
+@dataclass(slots=True)
+class Link:
+    """A PUSH socket to a peer, and what is known of its connection.
+
+    Attributes:
+        socket: Connected, or on its way to be.
+        monitor: Tells of its connection.
+        sealer: Of its headers, None if they need no seal.
+        was_up: Whether it was let in once.
+        down_since: When it broke (monotonic), None while it has not.
+        failures: How often nobody answered in a row.
+        broken_off: How often the other end hung up in a row before we were let in.
+    """
+
+    socket: zmq.Socket[bytes]
+    monitor: zmq.Socket[bytes]
+    sealer: Sealer | None
+    was_up: bool = False
+    down_since: float | None = None
+    failures: int = 0
+    broken_off: int = 0
+
+    @property
+    def gone(self) -> bool:
+        """Whether its peer is lost: never there, or there once and then not.
+
+        A link that comes up again stays lost: what was on its way when it broke is missing.
+        """
+        if self.down_since is None:
+            hung_up = self.broken_off >= _GONE_AFTER_BROKEN_OFF
+            return hung_up or self.failures >= _GONE_AFTER_FAILURES
+        return time.monotonic() - self.down_since > _GONE_AFTER_SECONDS
+
+    def close(self, linger_seconds: float) -> None:
+        """Closes both sockets; sends what is queued for at most `linger_seconds`."""
+        self.socket.disable_monitor()
+        self.monitor.close(linger=0)
+        self.socket.close(linger=int(linger_seconds * 1000))
+
+    def note(self, event: int) -> None:
+        """Takes in what the monitor saw."""
+        if event & UP:
+            self.was_up, self.failures, self.broken_off = True, 0, 0
+        elif self.was_up:
+            self.down_since = self.down_since or time.monotonic()
+        elif event & _REFUSED:
+            self.failures = _GONE_AFTER_FAILURES
+        elif event & _BROKEN_OFF:
+            self.broken_off += 1
+        elif event & _FAILED:
+            self.failures += 1
+
+    def send(self, header: bytes, body: memoryview | None) -> Ticket:
+        """Queues a message; only a large body is not copied."""
+        if self.sealer is not None:
+            header = self.sealer.seal(header, 0 if body is None else body.nbytes)
+        try:
+            if body is None or body.nbytes < _COPY_BELOW_BYTES:
+                self.socket.send_multipart([header, *([] if body is None else [body])], zmq.NOBLOCK)
+                return Sent()
+            self.socket.send(header, zmq.SNDMORE | zmq.NOBLOCK)
+        except zmq.Again:  # refused: there is no queue any more
+            self.failures = _GONE_AFTER_FAILURES
+            return Sent()
+        ticket = self.socket.send(body, zmq.NOBLOCK, copy=False, track=True)
+        assert ticket is not None
+        return ticket

@@ -1,0 +1,60 @@
+"""What the command is told of secrets and encryption."""
+
+import pytest
+
+from gossipgrad.train import TrainConfig
+from gossipgrad.train._check import check
+from gossipgrad.train._spans import StepSpans
+from gossipgrad.train._strategies._gossip import Gossip
+from support.ranks import run_ranks
+from support.replicas import network, set_gradients, sgd
+
+
+def test_a_strategy_that_cannot_encrypt_is_refused_before_the_start():
+    with pytest.raises(
+        ValueError, match=r"encrypt is on, and strategy allreduce talks through torch's.*WireGuard"
+    ):
+        check(TrainConfig(encrypt=True, strategy="allreduce"), 2)
+    check(TrainConfig(encrypt=True), 2)
+
+
+def test_encryption_that_has_nothing_to_encrypt_is_told():
+    with pytest.warns(UserWarning, match="encrypt=True is not used: strategy is local, and shuf"):
+        TrainConfig(encrypt=True, strategy="local").warn_of_unused()
+    TrainConfig(encrypt=True, strategy="local", shuffle="ring").warn_of_unused()
+    assert TrainConfig.from_json(TrainConfig(encrypt=True).to_json()).encrypt
+
+
+def test_a_secret_that_is_no_good_is_told_before_the_start(monkeypatch, tmp_path):
+    monkeypatch.setenv("GOSSIPGRAD_SECRET_FILE", str(tmp_path / "missing"))
+    with pytest.raises(ValueError, match=r"cannot read GOSSIPGRAD_SECRET_FILE=.*missing"):
+        check(TrainConfig(), 2)
+
+
+@pytest.mark.parametrize("faults", [None, "delay rank=1 round=1 seconds=0.01"])
+def test_the_strategy_encrypts_its_links(faults):
+    options = TrainConfig(encrypt=True).gossip
+    if faults is not None:
+        options = type(options)(faults=faults)
+
+    def train(rank, group):
+        model = network()
+        optimizer = sgd(list(model.parameters()))
+        strategy = Gossip(
+            model,
+            [optimizer],
+            options,
+            seed=0,
+            encrypt=True,
+            spans=StepSpans(rank, num_steps=0, total_steps=3),
+            group=group,
+        )
+        for step in range(3):
+            set_gradients(model, rank, step)
+            optimizer.step()
+        transport = strategy._session._rounds.channel._transport
+        delivered = strategy._session.stats().outcomes["delivered"]
+        strategy.close()
+        return getattr(transport, "_inner", transport)._credentials.encrypt, delivered > 0
+
+    assert run_ranks(2, train) == [(True, True)] * 2
