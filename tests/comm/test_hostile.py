@@ -196,7 +196,7 @@ def test_who_announces_much_is_sent_away_before_it_is_taken_in(ends, mechanism, 
             while True:
                 assert time.monotonic() < begun + 5
                 sent += connection.send(bytes(1 << 12))
-                time.sleep(0.0005)
+                time.sleep(0.001)
     assert sent < 1 << 23
     until(lambda: one.refused_connections == 1)
 

@@ -31,6 +31,8 @@ from support.replicas import network, sgd, transport_by_name
         ({"topology": "star"}, "'star'"),
         ({"topology": topology.dissemination(3)}, "is for 3 ranks, the group has 1"),
         ({"transport": "carrier pigeon"}, "transport must be one of 'zeromq', 'gloo'"),
+        ({"transport": "gloo", "encrypt": True}, "Gloo has neither encryption nor authentication"),
+        ({"transport": print, "encrypt": True}, "encrypt=True is for transport='zeromq'"),
         ({"payload": "gradients+weights", "mode": "sync"}, "leave mode='overlap'"),
         (
             {"payload": "gradients+weights", "scaler": torch.amp.GradScaler("cpu")},

@@ -1,7 +1,9 @@
 """What the command is told of secrets and encryption."""
 
 import pytest
+import torch
 
+import gossipgrad as gg
 from gossipgrad.train import TrainConfig
 from gossipgrad.train._check import check
 from gossipgrad.train._spans import StepSpans
@@ -53,8 +55,30 @@ def test_the_strategy_encrypts_its_links(faults):
             set_gradients(model, rank, step)
             optimizer.step()
         transport = strategy._session._rounds.channel._transport
+        transport = getattr(transport, "_inner", transport)
+        # A plan says how large messages are, a function of one's own does not.
+        assert (transport._max_payload_bytes == 16 << 20) == (faults is None)
         delivered = strategy._session.stats().outcomes["delivered"]
         strategy.close()
-        return getattr(transport, "_inner", transport)._credentials.encrypt, delivered > 0
+        return transport._credentials.encrypt, delivered > 0
 
     assert run_ranks(2, train) == [(True, True)] * 2
+
+
+def test_the_ring_shuffle_encrypts_its_links_and_takes_no_more_than_a_batch():
+    def shuffle(rank, group):
+        rows = torch.arange(40.0).reshape(10, 4) + 100 * rank
+        with gg.RingShuffle(rows, batch_size=5, process_group=group, encrypt=True) as ring:
+            for _ in range(2):
+                assert sum(len(x) for (x,) in ring) == 10
+            ring.settle()
+            transport = ring._ring.links.transport
+            assert transport._credentials.encrypt
+            assert transport._max_payload_bytes == 5 * 4 * 4
+            return ring.stats().rows_received, ring.stats().refused_messages, ring.rows()[0]
+
+    (moved, refused, one), (_, _, other) = run_ranks(2, shuffle)
+    assert moved > 0
+    assert refused == 0
+    rows = torch.cat([one, other])
+    assert sorted(rows[:, 0].tolist()) == [*range(0, 40, 4), *range(100, 140, 4)]
