@@ -1,6 +1,7 @@
 """The door of a listening socket: who is let in, who is sent away, and how many were."""
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -42,6 +43,7 @@ class Door:
 
     Attributes:
         refused: Connections that were not let in.
+        process: Where its thread lives.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Door:
         whose: str,
     ) -> None:
         self.refused = 0
+        self.process = os.getpid()
         self._admit = admit
         self._socket = socket
         self._whose = whose

@@ -38,6 +38,8 @@ def _abandon(
     door: Door,
 ) -> None:
     """Closes what a transport that nobody closed has left."""
+    if os.getpid() != door.process:
+        return  # a fork of the process: all of it is its parent's
     door.close()
     for link in links.values():
         link.close(linger_seconds=0.0)
