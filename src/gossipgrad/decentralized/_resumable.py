@@ -261,7 +261,7 @@ class Resumable(ABC):
         of, session = self._settings, state["session"]
         saved = session["rounds"]
         news, recorder = self._members.watch, self._recorder
-        fresh = make_rounds(self.group, lambda _: transport, self._sections, of, recorder, news)
+        fresh = make_rounds(self.group, lambda *_: transport, self._sections, of, recorder, news)
         self._farewell = weakref.finalize(self, self._members.farewell, fresh)
         self._rounds = fresh
         self._members.seat(fresh)
