@@ -1,3 +1,4 @@
+import threading
 import time
 
 import pytest
@@ -47,6 +48,21 @@ def test_close_waits_for_what_is_delayed(channels):
     b.close()
     assert a.take(mine, 3.0) is D
     assert mine.received.tolist() == [3.0] * 4
+
+
+def test_a_death_while_a_part_waits_to_be_sent_ends_the_wait_for_the_partners(channels):
+    _, b = channels(faults=Faults().kill(rank=1, round=0))
+    go = threading.Event()
+    payload = torch.zeros(4)
+    mine = b.post(0, 0, payload, send_to=0, recv_from=0, ready=lambda: go.wait(10) and None)
+    assert b.take(mine, 0.05) is L
+    go.set()
+    start = time.perf_counter()
+    with pytest.raises(ScriptedDeathError, match="rank 1 was killed by script in round 0"):
+        b.take(mine, 20.0)
+    assert time.perf_counter() - start < 10
+    with pytest.raises(ScriptedDeathError):
+        b.close()
 
 
 def test_a_killed_rank_dies_without_a_word(channels):

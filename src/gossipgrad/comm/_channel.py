@@ -172,10 +172,15 @@ class Channel:
         return self._grants.turn(send_to, place(self.generation, round))
 
     def take(self, exchange: Exchange, timeout_seconds: float) -> Outcome:
-        """Waits for the partner's part, at most `timeout_seconds`; `LATE` leaves it open."""
+        """Waits for the partner's part, at most `timeout_seconds`; `LATE` leaves it open.
+
+        Raises:
+            GossipError: If a part of this rank could not be sent.
+        """
         deadline, left = time.perf_counter() + timeout_seconds, 0.0
         while exchange.open and left >= 0:
             self.poll(min(left, _WAKE_SECONDS), exchange)
+            self._outbox.check()
             left = deadline - time.perf_counter()
         return exchange.outcome
 

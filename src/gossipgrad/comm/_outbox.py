@@ -77,6 +77,10 @@ class Outbox:
                     self._sender.send(peer, told, None, None)
                 self.linked.add(peer)
 
+    def check(self) -> None:
+        """Raises what kept a message that waited for its buffer from being sent."""
+        self._sender.check()
+
     def drain(self, timeout_seconds: float) -> None:
         """Waits until all is handed to the transport, at most `timeout_seconds`."""
         self._sender.drain(timeout_seconds)

@@ -33,7 +33,7 @@ class DeferredSender:
     """Hands messages on in order, some of them only once their buffer is filled.
 
     The thread starts with the first message that has to wait; from then on all messages go through
-    it, so that their order stays. What fails in it is raised by the next `send`.
+    it, so that their order stays. What fails in it is raised by the next `send` or `check`.
 
     Args:
         transmit: Gets peer, header and payload; returns the transport's ticket.
@@ -57,10 +57,7 @@ class DeferredSender:
         Raises:
             GossipError: If an earlier message could not be sent.
         """
-        if isinstance(self._error, GossipError):
-            raise self._error
-        if self._error is not None:
-            raise GossipError(f"a message could not be sent: {self._error}") from self._error
+        self.check()
         if self._thread is None:
             if ready is None:
                 return self._transmit(peer, header, payload)
@@ -71,6 +68,17 @@ class DeferredSender:
         deferred = _Deferred(peer, header, payload, ready)
         self._queue.put(deferred)
         return deferred
+
+    def check(self) -> None:
+        """Raises what kept an earlier message from being sent.
+
+        Raises:
+            GossipError: If there was such a thing.
+        """
+        if isinstance(self._error, GossipError):
+            raise self._error
+        if self._error is not None:
+            raise GossipError(f"a message could not be sent: {self._error}") from self._error
 
     def drain(self, timeout_seconds: float) -> None:
         """Waits until all is handed on, at most `timeout_seconds`; the thread ends then."""
