@@ -35,7 +35,7 @@ class Delta:
     Attributes:
         flat: Shape `(numel,)`, at least fp32.
         pieces: Views of it in the shapes of the bucket's tensors.
-        square: Its dot product with itself, where that tells the consensus distance.
+        square: Its squared length, where that tells the consensus distance.
     """
 
     flat: Tensor
@@ -111,11 +111,11 @@ class Section:
     @torch.no_grad()
     def delta(self, bucket: int, flat: Tensor) -> Delta:
         """A delta, ready to be mixed."""
-        return Delta(
-            flat,
-            split(flat, self.plan, self.plan.buckets[bucket]),
-            torch.dot(flat, flat) if self.measures_distance else None,
-        )
+        pieces = split(flat, self.plan, self.plan.buckets[bucket])
+        if not self.measures_distance:
+            return Delta(flat, pieces, None)
+        # torch.dot rounds by the thread, and by where in memory `flat` begins: no run repeats then.
+        return Delta(flat, pieces, torch.linalg.vector_norm(flat).square())
 
     @torch.no_grad()
     def mix(self, bucket: int, delta: Delta, weight: float) -> None:
