@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
-import numpy as np
 import torch
 from safetensors.torch import save
 from torch import nn
@@ -24,6 +23,7 @@ from ._loggers import open_loggers
 from ._loop import Loop
 from ._metrics import Event, Metrics
 from ._optimizers import go_to_step, make_optimizers, make_schedulers, notes_on_muon
+from ._random_state import seed_rank
 from ._result import RankResult
 from ._spans import StepSpans
 from ._store_news import store_news
@@ -76,7 +76,7 @@ def train_rank(
     model = models.build(config.model, dataset.info).to(device)
     optimizers = make_optimizers(config, model)
     # Equal weights at the start, but dropout masks of its own.
-    torch.manual_seed(int(np.random.SeedSequence((config.seed, rank)).generate_state(1)[0]))
+    seed_rank(config.seed, rank)
     threads = config.batch_threads
     with ExitStack() as unstarted:  # a start that comes to no step leaves, and may be tried again
         batches = make_batches(config, dataset, rank=rank, world_size=world_size, groups=groups)
