@@ -116,9 +116,12 @@ def test_every_public_name_is_documented():
 
 
 def test_import_is_silent_quick_and_needs_nothing():
-    """Beside torch's own import it takes under 0.3 s, of CPU time: machines are shared."""
+    """Beside torch's own import it takes under 0.25 s of CPU time: machines are shared.
+
+    A collection of all that torch has made, 0.1 s, falls into it or not by chance.
+    """
     code = (
-        "import time, torch; start = time.process_time(); import gossipgrad; "
+        "import gc, time, torch; gc.disable(); start = time.process_time(); import gossipgrad; "
         "import sys; print(time.process_time() - start); "
         "sys.exit(any(m in sys.modules for m in ('tyro', 'rich', 'sklearn', 'matplotlib')))"
     )
@@ -129,7 +132,7 @@ def test_import_is_silent_quick_and_needs_nothing():
         )
         assert done.stderr == ""
         fastest = min(fastest, float(done.stdout))
-    assert fastest < 0.3
+    assert fastest < 0.25
 
 
 def test_processes_find_the_functions_of_tests():
