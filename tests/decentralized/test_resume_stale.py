@@ -89,8 +89,11 @@ def test_resumed_from_a_cut_a_replay_comes_to_the_same_bits(recorded):
         assert mine[3].torn_rounds == 0
 
 
-def test_a_cut_keeps_the_mean_over_ranks_whatever_was_under_way(recorded):
-    """What is saved and owed has the mean that all have once what was under way is mixed."""
+def test_states_of_a_cut_come_to_their_mean_when_they_are_loaded(recorded):
+    """What is saved and owed has the mean that all have once what was under way is mixed.
+
+    That it is the mean of the run: tests/decentralized/test_resume_cuts.py.
+    """
     states = [state for _, _, state, _, _ in recorded]
     mean = average_states(states)["model"]
     hub = Hub(WORLD_SIZE)

@@ -26,24 +26,28 @@ class Scripted:
         *,
         optimizer: OptimizerFactory = sgd,
         make: Callable[[], nn.Module] = network,
+        first: Callable[["Scripted", gg.GossipSession], None] = lambda scripted, session: None,
         **settings,
     ) -> None:
+        """`first` is done by all ranks at once, each in a thread: there may be collectives."""
         self.wires = Wires(world_size)
         self.models: list[nn.Module] = [make() for _ in range(world_size)]
+        self.steps = [0] * world_size
         self.optimizers = [optimizer(list(model.parameters())) for model in self.models]
         settings.setdefault("bucket_bytes", 1 << 20)  # one message a round and section
 
         def begin(rank: int, group: Group) -> gg.GossipSession:
-            return gg.gossip(
+            session = gg.gossip(
                 self.models[rank],
                 self.optimizers[rank],
                 process_group=group,
                 transport=lambda group: self.wires.transport(group.rank),
                 **settings,
             )
+            first(self, session)
+            return session
 
         self.sessions = run_ranks(world_size, begin)
-        self.steps = [0] * world_size
 
     def run(self, script: StaleScript, gradients=set_gradients) -> None:
         for what, *ranks in script:

@@ -105,7 +105,8 @@ def restore(rounds: Rounds, sections: Sections, entries: Sequence[Entry], views:
             rounds.channel, round, Peers(entry["send_to"], source), TOGETHER_SECONDS
         )
         assert transfer is not None, "no snapshot is in use yet"
-        lost = _send_again(rounds, transfer, entry, peers)
+        anew = source in views and views[source]["next_round"] <= round
+        lost = _send_again(rounds, transfer, entry, peers, anew=anew)
         if lost and source in views and _has_mixed(views, me, round, entry):
             torn.add((round, source))
         if transfer.exchanges:
@@ -176,13 +177,18 @@ def _has_mixed(views: Views, me: int, round: int, entry: Entry) -> bool:
     return (round, me) in views[entry["recv_from"]]["mixed"]
 
 
-def _send_again(rounds: Rounds, transfer: Transfer, entry: Entry, peers: Peers) -> bool:
-    """Posts what the peers need or send of a round; whether something of it is lost."""
+def _send_again(
+    rounds: Rounds, transfer: Transfer, entry: Entry, peers: Peers, *, anew: bool
+) -> bool:
+    """Posts what the peers need or send of a round; whether something of it is lost.
+
+    With `anew` what came of it, or was void, is not: the sender comes to that round again.
+    """
     lost, planned = False, transfer.peers
     for bucket, flat in entry["sent"].items():
-        if bucket in entry["void"]:
+        if bucket in entry["void"] and not anew:
             continue
-        came = entry["came"].get(bucket)
+        came = None if anew else entry["came"].get(bucket)
         source = peers.recv_from if came is None else None
         if peers.send_to is not None or source is not None:
             transfer.peers = Peers(peers.send_to, source)

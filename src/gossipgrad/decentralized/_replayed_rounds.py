@@ -62,7 +62,9 @@ class ReplayedRounds(StaleRounds):
                 f"the log opens round {opening.round} where this rank is at round {round}: it is "
                 "of another rank or run, or of another place in it"
             )
-        self._begin_opening()
+        cut_at = self._cut_at
+        if self._begin_opening() and opening.sent:
+            self._cut_at = cut_at  # recorded without this cut
         if not opening.sent:
             self.next_round += 1
             if peers.send_to is not None:

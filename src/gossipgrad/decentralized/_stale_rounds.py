@@ -51,7 +51,7 @@ class StaleRounds(Rounds):
         self._opened = 0  # rounds that were this rank's, whether or not it sent its part
         self._opened_at: dict[int, int] = {}  # of the rounds under way
         self._late_ones: set[int] = set()
-        self._last_opened = -1
+        self._last_opened = self._cut_at = -1
         self.log = DeliveryLog() if mode.record or mode.replay is not None else None
         self.openings = 0
         self._mixed: Mixed = []
@@ -62,8 +62,8 @@ class StaleRounds(Rounds):
 
     @property
     def cuts(self) -> int:
-        """How many rounds this rank has passed at which states are taken."""
-        return 0 if self._mode.cut_every is None else (self.next_round - 1) // self._mode.cut_every
+        """How many rounds there were at which states are taken, up to the last of this rank's."""
+        return 0 if self._mode.cut_every is None else max(0, self._cut_at) // self._mode.cut_every
 
     def place(self) -> dict[str, Any]:
         """Where this rank is, as plain values."""
@@ -73,6 +73,7 @@ class StaleRounds(Rounds):
             "opened_at": dict(self._opened_at),
             "late": sorted(self._late_ones),
             "last_opened": self._last_opened,
+            "cut_at": self._cut_at,
             "openings": self.openings,
             "log": None if self.log is None else self.log.tensor(),
         }
@@ -82,7 +83,8 @@ class StaleRounds(Rounds):
         self._starts, self._opened = place["starts"], place["opened"]
         self._opened_at = dict(place["opened_at"])
         self._late_ones = set(place["late"])
-        self._last_opened, self.openings = place["last_opened"], place["openings"]
+        self._last_opened, self._cut_at = place["last_opened"], place["cut_at"]
+        self.openings = place["openings"]
         if self.log is not None and place["log"] is not None:
             self.log = DeliveryLog(place["log"])
 
@@ -92,8 +94,11 @@ class StaleRounds(Rounds):
         return min(limit, self.schedule.weight(transfer.round, self._rank, default=limit))
 
     def open(self, sections: Sequence[Section]) -> None:
-        """Opens a round without a step: the first, and one after all ranks came together."""
-        before = self.next_round
+        """Opens a round without a step: the first, and one after all ranks came together.
+
+        No states are taken here, so a cut that all come to or pass in this way is none.
+        """
+        before = self._last_opened = self.next_round
         try:
             self._open(sections)
         finally:
@@ -103,9 +108,9 @@ class StaleRounds(Rounds):
         """Sends the next round's snapshots, or voids the round; what has come already is mixed."""
         start = time.perf_counter()
         round, peers = self.next_round, self.partners
-        cuts = self._begin_opening()
+        sits_out = self._begin_opening()
         transfers: list[Transfer] = []
-        if peers.send_to is not None and not self._owes(peers.send_to):
+        if peers.send_to is not None and not sits_out and not self._owes(peers.send_to):
             transfers = self._snapshots(sections, round, peers)
         if not transfers:
             self.next_round += 1
@@ -118,8 +123,7 @@ class StaleRounds(Rounds):
         self._spent("snapshot", start, round=round)
         sent = any(e.open or e.received is not None for e in transfers[0].exchanges.values())
         mixed = self._mixed_now()
-        if not cuts:  # else the partner may have sent it after its own state was taken
-            self._take_in(transfers)
+        self._take_in(transfers)
         self._record(Opening(round, sent=sent, closed=mixed, taken=self._mixed_now()))
 
     def close(self) -> None:
@@ -160,12 +164,20 @@ class StaleRounds(Rounds):
             self._mixed.append((transfer.round, transfer.section.first_bucket + bucket))
 
     def _begin_opening(self) -> bool:
-        """Counts the next round as opened; whether ranks take their states here."""
+        """Counts the next round as opened; whether nothing may be sent in it for a cut's sake.
+
+        States are taken after the first opening at the round of the cut, or behind it. They hold
+        what was sent up to that round, and nothing of later ones, on any rank: so each exchange is
+        in the states of both its ends, or of none. A rank that has jumped over the cut sends
+        nothing in the round where it comes down, since its partner may have done so after its own.
+        """
         round, every = self.next_round, self._mode.cut_every
         cuts = every is not None and round // every > self._last_opened // every
         self._last_opened = round
         self._opened += 1
-        return cuts
+        if cuts:
+            self._cut_at = round
+        return cuts and round % every != 0
 
     def _mixed_now(self) -> Mixed:
         mixed, self._mixed = self._mixed, []
