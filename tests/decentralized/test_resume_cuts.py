@@ -141,6 +141,34 @@ def test_what_a_partner_sends_after_its_state_is_awaited_anew():
     world.close()
 
 
+def tensors_in(tree):
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
+    return [tensor for value in values for tensor in tensors_in(value)]
+
+
+def test_what_comes_late_is_written_into_no_tensor_that_was_given_out():
+    """A state may be on its way to the disk, in another thread, while it lacks something."""
+    world = Saving(2)
+    world.run([("step", 0), ("step", 1)] * 2)
+    world.run([("deliver", 0, 1), ("deliver", 1, 0)])
+    world.run([("step", 0), ("step", 1)] * 2)  # to the cut; nothing arrives any more
+    state, _ = world.states[1][1]
+    world.wires.deliver(0, 1, 1)
+    world.step(1)
+    assert state["outstanding"], "a part has come"
+    assert not gg.GossipSession.is_complete(state)
+    given = [(tensor, tensor.clone()) for tensor in tensors_in(state)]
+    owed = dict(state["outstanding"])
+    world.saved()
+    assert gg.GossipSession.is_complete(state)
+    assert all(not torch.equal(owed[name], t) for name, t in state["outstanding"].items())
+    for tensor, then in given:
+        assert torch.equal(tensor, then)
+    world.close()
+
+
 def test_a_cut_that_all_pass_without_a_step_is_none():
     """As after an average, or where a run is resumed: ranks go on from there as they come."""
 

@@ -29,7 +29,9 @@ def capture(
 
     An exchange counts iff both ends had sent it when their states were taken. In the modes that
     wait both send their snapshots again. In mode stale one end may have mixed it already: what the
-    other has mixed when it comes is written into its entry then, and into what it is `owed`.
+    other has mixed when it comes is written into its entry then, and into what it is `owed`. No
+    tensor is written that was given out before: who has taken a list of them, in the thread that
+    trains, has a state of one instant.
 
     Args:
         rounds: Of the session.
@@ -147,7 +149,11 @@ def _follow(rounds: Rounds, transfer: Transfer, entry: Entry, owed: dict[str, Te
             entry["void"].append(bucket)
             return
         entry["came"][bucket] = delta.flat.to("cpu", copy=True)
-        owe(owed, transfer.section, bucket, delta.flat, rounds.weight(transfer))
+        # Into new tensors: a thread may be writing down those that there are.
+        more: dict[str, Tensor] = {}
+        owe(more, transfer.section, bucket, delta.flat, rounds.weight(transfer))
+        for name, values in more.items():
+            owed[name] = owed[name] + values if name in owed else values
 
     for bucket in entry["sent"]:
         if not transfer.exchanges[bucket].open:
