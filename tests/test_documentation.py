@@ -161,7 +161,7 @@ def test_commands_can_be_given_as_they_stand(page, command, tmp_path, monkeypatc
             monkeypatch.delenv(variable, raising=False)
         if "--resume" in options:
             folder = tmp_path / options[options.index("--resume") + 1]
-            folder.mkdir()
+            folder.mkdir(parents=True)
             TrainConfig().resolved(nproc=4, out=folder).write(folder / "config.json", {})
         config = parse(options)
         config.warn_of_unused()
