@@ -9,7 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from gossipgrad.train import GossipConfig, TrainConfig, _launcher, _worker, _worker_handle
+from gossipgrad.train import (
+    GossipConfig,
+    TrainConfig,
+    _launcher,
+    _serving,
+    _worker,
+    _worker_handle,
+)
 from gossipgrad.train._layout import RunDir
 from gossipgrad.train._progress import Progress
 from gossipgrad.train._signals import Stops
@@ -229,12 +236,12 @@ def test_one_that_is_busy_for_long_is_not_ended(workers, strategy):
 
 
 def test_a_worker_beats_whatever_it_is_busy_with_until_its_result(monkeypatch, tmp_path):
-    monkeypatch.setattr(_worker, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(_serving, "BEAT_SECONDS", 0.01)
     monkeypatch.setattr(_worker, "data", SimpleNamespace(load=lambda *_, **__: None))
     # Both would end this process.
-    monkeypatch.setattr(_worker, "_listen", lambda pipe, stop: None)
-    monkeypatch.setattr(_worker, "os", SimpleNamespace(_exit=lambda code: None))
-    monkeypatch.setattr(_worker, "signal", SimpleNamespace(signal=lambda *_: None, **SIGNALS))
+    monkeypatch.setattr(_serving, "_listen", lambda pipe, stop: None)
+    monkeypatch.setattr(_serving, "os", SimpleNamespace(_exit=lambda code: None))
+    monkeypatch.setattr(_serving, "signal", SimpleNamespace(signal=lambda *_: None, **SIGNALS))
     monkeypatch.setattr(logging.getLogger("gossipgrad"), "propagate", True)
     ours, theirs = Pipe()
     heard, enough = [], threading.Event()

@@ -1,8 +1,5 @@
 """Starts workers on this machine, watches over them, and passes Ctrl-C on."""
 
-import multiprocessing
-import multiprocessing.forkserver
-import multiprocessing.resource_tracker
 import signal
 import socket
 import time
@@ -19,6 +16,7 @@ from ._layout import RunDir
 from ._progress import Progress
 from ._result import RankResult, RunFailedError
 from ._signals import Stops, catch_stops
+from ._starting import start_workers
 from ._worker import LOOPBACK, WorkerSpec, worker_main
 from ._worker_handle import Failure, WorkerHandle
 
@@ -132,29 +130,9 @@ def _start(
     config: TrainConfig, run_dir: RunDir, port: int, stops: Stops, absent: Collection[int]
 ) -> Iterator[WorkerHandle]:
     assert config.nproc is not None, "resolve the configuration first"
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        [
-            "gossipgrad.train._worker",
-            "torch._dynamo",  # the first optimizer of a process loads it, in a second
-            *(["sklearn.datasets"] if config.data == "digits" else []),
-        ]
-    )
-    # The fork server and its children inherit the blocked signals: Ctrl-C in a terminal, or the
-    # SIGTERM of a batch system, reaches all processes, and would end those that keep the results.
-    # The resource tracker unblocks them when it starts, so it goes first.
-    multiprocessing.resource_tracker.ensure_running()
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-    try:
-        multiprocessing.forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     members = tuple(rank for rank in range(config.nproc) if rank not in absent)
-    for rank in members:
-        if stops.first is not None:
-            return
-        ours, theirs = context.Pipe()
-        spec = WorkerSpec(
+    specs = [
+        WorkerSpec(
             config=config,
             run_dir=run_dir,
             rank=rank,
@@ -162,22 +140,9 @@ def _start(
             store_port=port,
             members=members,
         )
-        process = context.Process(
-            target=worker_main, args=(spec, theirs), name=f"gossipgrad-rank{rank}"
-        )
-        try:
-            process.start()
-        except (EOFError, OSError) as error:
-            ours.close()
-            raise RunFailedError(
-                f"rank {rank} could not be started: {error or type(error).__name__}"
-            ) from error
-        except BaseException:
-            ours.close()  # it may run, unknown to us, and ends with its pipe
-            raise
-        finally:
-            theirs.close()
-        yield WorkerHandle(process, ours, rank)
+        for rank in members
+    ]
+    return start_workers(worker_main, [(spec.rank, spec) for spec in specs], config, stops)
 
 
 @contextmanager

@@ -28,9 +28,9 @@ from ._outcome import Outcome, exit_code_of
 from ._progress import make_progress
 from ._result import RunFailedError
 from ._resume import reopen
+from ._serving import short_cause
 from ._signals import Stops, end_at_once, hear_stops
 from ._summary import compose, finish, versions
-from ._worker import short_cause
 
 # At the start, where a busy machine loads packages and data.
 _SILENT_SECONDS = 10.0
