@@ -1,9 +1,11 @@
 """What comes back is what was saved, to the last bit; what cannot be is refused with its place."""
 
 import enum
+import gc
 import json
 import random
 import struct
+import weakref
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 
 import numpy as np
@@ -236,3 +238,17 @@ def test_trees_that_nobody_has_written_are_refused(tree):
 
     with pytest.raises(ValueError):  # noqa: PT011
         decode(tree, tensor)
+
+
+def test_what_was_loaded_goes_with_its_last_user(tmp_path):
+    """Without waiting for a collection of garbage, which may be long in coming."""
+    checkpoint.save(tmp_path, {"w": torch.ones(3)}, rank=0, world_size=1, step=0)
+    gc.collect()
+    gc.disable()
+    try:
+        state = checkpoint.load(tmp_path, rank=0)
+        gone = weakref.ref(state["w"])
+        del state
+        assert gone() is None
+    finally:
+        gc.enable()

@@ -46,25 +46,11 @@ def decode(tree: Any, tensor: Callable[[str], Tensor]) -> Any:
 
 
 class _Walk:
-    """Through one tree."""
+    """Through one tree; refers to itself nowhere, so that it goes with what it holds."""
 
     def __init__(self, tensor: Callable[[str], Tensor]) -> None:
         self._tensor = tensor
         self._found: dict[tuple[Any, ...], Tensor] = {}
-        self._tags: dict[str, Callable[[Any], Any]] = {
-            "$int": lambda told: int(told["$int"], 16),
-            "$float": lambda told: struct.unpack(">d", bytes.fromhex(told["$float"]))[0],
-            "$text": lambda told: _bytes(told["$text"]).decode("utf-8", "surrogatepass"),
-            "$bytes": lambda told: _bytes(told["$bytes"]),
-            "$bytearray": lambda told: bytearray(_bytes(told["$bytearray"])),
-            "$tuple": lambda told: tuple(map(self.value, told["$tuple"])),
-            "$dict": lambda told: dict(self._pairs(told["$dict"])),
-            "$counter": lambda told: Counter(dict(self._pairs(told["$counter"]))),
-            "$ordered": self._ordered,
-            "$tensor": self._placed,
-            "$array": lambda told: self._array("$array", told),
-            "$scalar": lambda told: self._array("$scalar", told)[()],
-        }
 
     def value(self, tree: Any) -> Any:
         if type(tree) is list:
@@ -73,19 +59,19 @@ class _Walk:
             return tree
         tag = next(iter(tree), "")
         if tag[:1] == "$":
-            return self._tags[tag](tree)
+            return _TAGS[tag](self, tree)
         return {key: self.value(item) for key, item in tree.items()}
 
-    def _pairs(self, pairs: list[Any]) -> list[tuple[Any, Any]]:
+    def pairs(self, pairs: list[Any]) -> list[tuple[Any, Any]]:
         return [(self.value(key), self.value(item)) for key, item in pairs]
 
-    def _ordered(self, told: dict[str, Any]) -> OrderedDict[Any, Any]:
-        ordered = OrderedDict(self._pairs(told["$ordered"]))
+    def ordered(self, told: dict[str, Any]) -> OrderedDict[Any, Any]:
+        ordered = OrderedDict(self.pairs(told["$ordered"]))
         if "metadata" in told:
             ordered._metadata = self.value(told["metadata"])  # pyrefly: ignore[missing-attribute]
         return ordered
 
-    def _placed(self, told: dict[str, Any]) -> Tensor:
+    def placed(self, told: dict[str, Any]) -> Tensor:
         name, stride, kind = told["$tensor"], told.get("stride"), told.get("dtype")
         same = (name, *(stride or ()), kind)
         if same not in self._found:
@@ -104,7 +90,7 @@ class _Walk:
             self._found[same] = tensor
         return self._found[same]
 
-    def _array(self, tag: str, told: dict[str, Any]) -> Any:
+    def array(self, tag: str, told: dict[str, Any]) -> Any:
         kind = np.dtype(str(told["dtype"]))
         if kind.hasobject:
             raise ValueError(f"array {told[tag]!r} is of objects")
@@ -116,3 +102,19 @@ def _bytes(text: str) -> bytes:
         return base64.b64decode(text, validate=True)
     except binascii.Error as error:
         raise ValueError(f"it is no tree of state ({error})") from error
+
+
+_TAGS: dict[str, Callable[[_Walk, dict[str, Any]], Any]] = {
+    "$int": lambda walk, told: int(told["$int"], 16),
+    "$float": lambda walk, told: struct.unpack(">d", bytes.fromhex(told["$float"]))[0],
+    "$text": lambda walk, told: _bytes(told["$text"]).decode("utf-8", "surrogatepass"),
+    "$bytes": lambda walk, told: _bytes(told["$bytes"]),
+    "$bytearray": lambda walk, told: bytearray(_bytes(told["$bytearray"])),
+    "$tuple": lambda walk, told: tuple(map(walk.value, told["$tuple"])),
+    "$dict": lambda walk, told: dict(walk.pairs(told["$dict"])),
+    "$counter": lambda walk, told: Counter(dict(walk.pairs(told["$counter"]))),
+    "$ordered": _Walk.ordered,
+    "$tensor": _Walk.placed,
+    "$array": lambda walk, told: walk.array("$array", told),
+    "$scalar": lambda walk, told: walk.array("$scalar", told)[()],
+}
