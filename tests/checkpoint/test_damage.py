@@ -1,5 +1,6 @@
 """What is not as it was saved is refused, with the name of the file and the reason."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -46,6 +47,18 @@ def flip(path, place):
 
 def edited(path, **changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def in_place_of(path, make):
+    path.unlink()
+    make(path)
+
+
+def linked(path):
+    """To the same content, elsewhere."""
+    elsewhere = path.parents[2] / "elsewhere"
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
 
 
 DAMAGES = {
@@ -126,6 +139,22 @@ DAMAGES = {
 }
 
 
+DAMAGES |= {
+    "a pipe": (
+        lambda part: in_place_of(part / "manifest.json", os.mkfifo),
+        "manifest.json cannot be read: it is no regular file",
+    ),
+    "tensors from a pipe": (
+        lambda part: in_place_of(part / "state.safetensors", os.mkfifo),
+        "state.safetensors cannot be read: it is no regular file",
+    ),
+    "a link": (
+        lambda part: linked(part / "state.json"),
+        "state.json cannot be read: it is a symbolic link",
+    ),
+}
+
+
 @pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=DAMAGES)
 def test_what_is_not_as_it_was_saved_is_refused(damage, message, saved):
     damage(saved / PART)
@@ -154,6 +183,23 @@ def test_a_manifest_that_cannot_be_read_makes_no_checkpoint_and_is_left_alone(sa
         for rank in (0, 1):
             checkpoint.save(saved, {}, rank=rank, world_size=2, step=step, keep=1)
     assert len(list((saved / PART).iterdir())) == 3
+
+
+def test_a_pipe_for_a_manifest_holds_nobody_up(saved):
+    in_place_of(saved / PART / "manifest.json", os.mkfifo)
+    assert checkpoint.latest(saved) == 1
+    with pytest.raises(ValueError, match=r"step 2 cannot be saved .* it lies there already"):
+        checkpoint.save(saved, {}, rank=0, world_size=2, step=2)
+
+
+def test_a_world_of_any_size_takes_no_memory(saved):
+    """Whoever can write there can write a manifest that fits itself."""
+    from gossipgrad.checkpoint._manifest import read_manifest
+
+    path = saved / PART / "manifest.json"
+    path.write_text(dataclasses.replace(read_manifest(path), world_size=1 << 60).text())
+    assert checkpoint.latest(saved) == 1
+    assert read_manifest(path).world_size == 1 << 60
 
 
 def test_names_lead_nowhere_else(saved, tmp_path):

@@ -5,12 +5,13 @@ import gc
 import os
 import threading
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 
 from gossipgrad import checkpoint
-from gossipgrad.checkpoint import _files
+from gossipgrad.checkpoint import _files, _save
 from support.trees import assert_same, replica
 
 
@@ -153,6 +154,82 @@ def test_the_end_waits_for_so_long_and_no_longer(disk, tmp_path):
         saver.save(replica(3), step=3)
 
 
+def test_a_commit_under_way_is_not_said_to_be_given_up(disk, tmp_path, monkeypatch):
+    """The last word is had once: by who renames, or by who gives up."""
+    renaming = threading.Event()
+
+    def slow(path, target, rename=Path.replace):
+        renaming.set()
+        assert disk.goes_on.wait(30)
+        return rename(path, target)
+
+    saver = saver_in(tmp_path, keep=1)
+    assert saver.save(replica(1), step=1)
+    assert saver.wait(30.0)
+    monkeypatch.setattr(Path, "replace", slow)
+    monkeypatch.setattr(_files.os, "fsync", disk._fsync)
+    disk.goes_on.clear()
+    assert saver.save(replica(2), step=2)
+    assert renaming.wait(30)
+    thread = saver._write.thread
+    with pytest.warns(
+        UserWarning, match="step 2 was not on the disk 0 s after the end, and may co"
+    ):
+        assert not saver.close(0.0)
+    disk.goes_on.set()
+    thread.join(30)
+    assert checkpoint.steps(tmp_path) == [2]
+
+
+def test_what_cannot_be_removed_fails_no_save(tmp_path, monkeypatch):
+    """What is committed is saved, whatever becomes of what it replaces; and so is the next."""
+    saver = saver_in(tmp_path, keep=1)
+    assert saver.save(replica(1), step=1)
+    assert saver.wait(30.0)
+    stuck = tmp_path / "step-000000001" / "rank-0000" / "state.json"
+
+    def refuses(path, missing_ok=False, unlink=Path.unlink):
+        if path == stuck:
+            raise OSError(errno.EPERM, "Operation not permitted", str(path))
+        unlink(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refuses)
+    assert saver.save(replica(2), step=2)
+    with pytest.warns(
+        UserWarning, match=r"is saved in .*2/.*, but not all .*state.json: Operation"
+    ):
+        assert saver.wait(30.0)
+    assert saver.save(replica(3), step=3), "told once"
+    assert saver.close()
+    stats = saver.stats()
+    assert (stats.saved, stats.failed, stats.last_step, saver.error) == (3, 0, 3, None)
+    assert checkpoint.steps(tmp_path) == [3]
+    with pytest.warns(UserWarning, match="state.json: Operation not permitted"):
+        checkpoint.save(tmp_path, replica(4), rank=0, world_size=1, step=4)
+
+
+def test_nothing_is_removed_before_the_new_one_is_known_to_be_on_the_disk(tmp_path, monkeypatch):
+    checkpoint.save(tmp_path, replica(1), rank=0, world_size=1, step=1, keep=1)
+
+    def fails(folder):
+        raise OSError(errno.EIO, "Input/output error", str(folder))
+
+    monkeypatch.setattr(_save, "sync_folder", fails)
+    with pytest.warns(UserWarning, match="Input/output error"):
+        checkpoint.save(tmp_path, replica(2), rank=0, world_size=1, step=2, keep=1)
+    assert checkpoint.steps(tmp_path) == [1, 2]
+
+
+def test_who_is_told_instead_of_a_warning(disk, tmp_path):
+    told: list[str] = []
+    saver = saver_in(tmp_path, tell=told.append)
+    disk.error = OSError(errno.ENOSPC, "No space left on device")
+    assert saver.save(replica(1), step=1)
+    assert not saver.close()
+    assert len(told) == 1
+    assert "No space left on device" in told[0]
+
+
 def test_mistakes_are_told_at_once(tmp_path):
     with saver_in(tmp_path) as saver:
         with pytest.raises(ValueError, match=r"state\['x'\] is of type builtins.set"):
@@ -164,8 +241,11 @@ def test_mistakes_are_told_at_once(tmp_path):
         assert saver.stats().held_seconds > 0
     with pytest.raises(ValueError, match="keep=0 would keep no checkpoint"):
         saver_in(tmp_path, keep=0)
+    with pytest.raises(ValueError, match="rank -1 of world_size 2 cannot be"):
+        checkpoint.Saver(tmp_path, rank=-1, world_size=2)
+    joined = checkpoint.Saver(tmp_path, rank=3, world_size=2)
     with pytest.raises(ValueError, match="rank 3 of world_size 2 cannot be"):
-        checkpoint.Saver(tmp_path, rank=3, world_size=2)
+        joined.save({}, step=1)
 
 
 def test_a_step_that_lies_there_is_an_error_of_the_saver(tmp_path):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from gossipgrad import checkpoint
+from gossipgrad.checkpoint import _layout, _removing, _save
 from support.trees import assert_same, replica
 
 
@@ -68,6 +69,74 @@ def test_those_who_live_make_it_complete(tmp_path):
         ValueError, match=r"rank 1 has no part in the newest .* step 2 of ranks 0, 2"
     ):
         checkpoint.load(tmp_path, rank=1)
+
+
+def test_of_a_step_that_some_ranks_died_in_those_count_who_completed_it(tmp_path):
+    save(tmp_path, 0, 1, world_size=3)  # and died, before the others gave it up
+    for rank in (1, 2):
+        save(tmp_path, rank, 1, world_size=3, members=(1, 2))
+    assert checkpoint.members(tmp_path) == (1, 2)
+    assert checkpoint.members(tmp_path, step=1) == (1, 2)
+    with pytest.raises(ValueError, match=r"there is no checkpoint of step 2 in .*; there are 1"):
+        checkpoint.members(tmp_path, step=2)
+
+
+def test_of_two_that_are_complete_that_of_the_most_ranks_counts(tmp_path):
+    save(tmp_path, 0, 1, world_size=3, members=(0,))
+    for rank in (1, 2):
+        save(tmp_path, rank, 1, world_size=3, members=(1, 2))
+    assert checkpoint.members(tmp_path, step=1) == (1, 2)
+
+
+def test_those_who_joined_have_numbers_beyond_the_start(tmp_path):
+    for rank in (0, 1, 4):
+        save(tmp_path, rank, 1, members=(0, 1, 4))
+    assert checkpoint.latest(tmp_path) == 1
+    assert_same(checkpoint.load(tmp_path, rank=4), replica(14))
+    with checkpoint.Saver(tmp_path, rank=4, world_size=2) as saver:
+        assert saver.save({}, step=2, members=(0, 1, 4))
+    assert checkpoint.steps(tmp_path, rank=4) == [1, 2]
+
+
+def test_removing_all_removes_nothing_else(tmp_path):
+    save_all(tmp_path / "there", 1, 2)
+    mine = tmp_path / "there" / "step-000000001" / "rank-0001" / "note.txt"
+    others = tmp_path / "there" / "step-of-mine" / "note.txt"
+    away = tmp_path / "away" / "step-000000007"
+    save_all(tmp_path / "away", 7)
+    (tmp_path / "there" / "step-000000007").symlink_to(away)
+    (tmp_path / "there" / "step-000000008").write_text("mine")
+    for path in (mine, others):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
+    assert checkpoint.remove_all(tmp_path / "there") == [2, 1]
+    assert sorted(path.name for path in (tmp_path / "there").iterdir()) == [
+        *("step-000000001", "step-000000007", "step-000000008", "step-of-mine"),
+    ]
+    assert mine.read_text() == others.read_text() == "mine"
+    assert checkpoint.steps(tmp_path / "away") == [7]
+
+
+def test_all_folders_that_are_made_have_their_names_on_the_disk(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(_save, "sync_folder", synced.append)
+    save(tmp_path / "a" / "b", 0, 1, world_size=1)
+    wanted = {tmp_path / "a" / "b" / "step-000000001" / "rank-0000", tmp_path / "a" / "b"}
+    assert set(synced) == wanted | {
+        tmp_path / "a" / "b" / "step-000000001",
+        tmp_path / "a",
+        tmp_path,
+    }
+
+
+def test_a_save_reads_few_manifests_however_many_there_are(tmp_path, monkeypatch):
+    save_all(tmp_path, *range(20), world_size=1)
+    read = []
+    for module in (_layout, _removing):
+        original = module.read_manifest
+        monkeypatch.setattr(module, "read_manifest", lambda p, o=original: read.append(p) or o(p))
+    save(tmp_path, 0, 20, world_size=1)
+    assert len(read) <= 2
 
 
 def test_parts_of_unlike_starts_make_no_checkpoint(tmp_path):
@@ -205,8 +274,12 @@ def test_ranks_save_at_the_same_time(tmp_path):
         ({"step": -1}, "step -1 is negative: give the steps done so far"),
         ({"keep": 0}, "keep=0 would keep no checkpoint: give 1 or more, or None to keep all"),
         ({"members": (1,)}, r"rank 0 is not among members \[1\]"),
-        ({"members": (1, 0)}, r"members \[1, 0\] are no ranks of world_size 2: .* in order"),
-        ({"members": (0, 2)}, "are no ranks of world_size 2"),
+        (
+            {"members": (1, 0)},
+            r"members \[1, 0\] are no ranks: give each living one once, in order",
+        ),
+        ({"members": (0, 0)}, r"members \[0, 0\] are no ranks"),
+        ({"members": (-1, 0)}, r"members \[-1, 0\] are no ranks"),
     ],
 )
 def test_arguments_that_cannot_be(settings, message, tmp_path):

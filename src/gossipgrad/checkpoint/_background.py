@@ -30,12 +30,19 @@ class Write:
         self.error: Exception | None = None
         self.seconds = 0.0
         self.start = time.perf_counter()
-        self.stop = threading.Event()
+        self._stop = threading.Event()
+        self._last_word = threading.Lock()
 
         def write() -> None:
             try:
                 self.written = commit(
-                    directory, encoded, part, keep=keep, shared=shared, stop=self.stop.is_set
+                    directory,
+                    encoded,
+                    part,
+                    keep=keep,
+                    shared=shared,
+                    stop=self._stop.is_set,
+                    may_commit=lambda: self._last_word.acquire(blocking=False),
                 )
             except StoppedError:
                 pass
@@ -48,6 +55,11 @@ class Write:
         self.thread = threading.Thread(target=write, name="gossipgrad-checkpoint", daemon=True)
         self.thread.start()
         atexit.register(self.at_exit)
+
+    def give_up(self) -> bool:
+        """Has it end without a commit; False: too late, the commit is under way or done."""
+        self._stop.set()
+        return self._last_word.acquire(blocking=False)
 
     def at_exit(self) -> None:
         self.thread.join(_EXIT_SECONDS)

@@ -4,8 +4,10 @@ import errno
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 
 import torch
@@ -17,7 +19,9 @@ __all__ = [
     "FileEntry",
     "StoppedError",
     "check_file",
+    "open_plain",
     "open_tensors",
+    "read_file",
     "sync_folder",
     "tensor_chunks",
     "write_file",
@@ -115,28 +119,79 @@ def tensor_chunks(
             yield data[start : start + _CHUNK_BYTES]
 
 
+def open_plain(path: Path) -> BufferedReader:
+    """Open a file for reading, if it is one: a pipe would wait for ever, a link leads elsewhere.
+
+    Raises:
+        OSError: It is none, or cannot be opened.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise OSError(error.errno, "it is a symbolic link", str(path)) from None
+    file = os.fdopen(handle, "rb")
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return file
+
+
 def check_file(path: Path, entry: FileEntry) -> None:
     """Refuse a file that is not the one that was written.
 
     Raises:
         ValueError: It is missing, has another size or another digest; its size is looked at first.
     """
-    try:
-        found = path.stat().st_size
-        if found < entry.size_bytes:
-            raise ValueError(
-                f"{path} is truncated: it has {found:,} bytes, {entry.size_bytes:,} were written"
-            )
-        if found > entry.size_bytes:
-            raise ValueError(f"{path} has {found:,} bytes, {entry.size_bytes:,} were written")
-        with path.open("rb") as file:
+    with _sized(path, entry) as file:
+        try:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise _unreadable(path, error) from error
+    _check_digest(path, digest, entry)
+
+
+def read_file(path: Path, entry: FileEntry) -> bytes:
+    """The content of a file, if it is the one that was written.
+
+    Raises:
+        ValueError: As by `check_file`.
+    """
+    with _sized(path, entry) as file:
+        try:
+            content = file.read(entry.size_bytes + 1)
+        except OSError as error:
+            raise _unreadable(path, error) from error
+    _check_digest(path, hashlib.sha256(content).hexdigest(), entry)
+    return content
+
+
+def _sized(path: Path, entry: FileEntry) -> BufferedReader:
+    try:
+        file = open_plain(path)
     except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
+        raise _unreadable(path, error) from error
+    found = os.fstat(file.fileno()).st_size
+    if found == entry.size_bytes:
+        return file
+    file.close()
+    if found < entry.size_bytes:
+        raise ValueError(
+            f"{path} is truncated: it has {found:,} bytes, {entry.size_bytes:,} were written"
+        )
+    raise ValueError(f"{path} has {found:,} bytes, {entry.size_bytes:,} were written")
+
+
+def _check_digest(path: Path, digest: str, entry: FileEntry) -> None:
     if digest != entry.sha256:
         raise ValueError(
             f"{path} was changed or damaged: it has SHA-256 {digest}, written was {entry.sha256}"
         )
+
+
+def _unreadable(path: Path, error: OSError) -> ValueError:
+    return ValueError(f"{path} cannot be read: {error.strerror or error}")
 
 
 def open_tensors(path: Path) -> Callable[[str], Tensor]:

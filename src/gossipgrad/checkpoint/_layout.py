@@ -14,10 +14,14 @@ __all__ = [
     "folder_of",
     "latest",
     "manifest",
+    "members",
     "newest",
+    "own_folders",
     "own_steps",
+    "rank_folders",
     "step_folders",
     "steps",
+    "whole_of",
 ]
 
 _STEP = re.compile(r"step-(\d{9}|[1-9]\d{9,})")
@@ -117,6 +121,42 @@ def manifest(
     return read
 
 
+def members(
+    directory: str | PathLike[str], *, step: int | None = None, run: str | None = None
+) -> tuple[int, ...]:
+    """The ranks whose states make up a checkpoint, all of which have committed it.
+
+    Local, reads manifests only. Where some ranks had died, the parts that these may have left of
+    the same step do not count.
+
+    Args:
+        directory: Where checkpoints lie.
+        step: Which; None: the newest that is complete.
+        run: Of this run only; None: of any.
+
+    Raises:
+        ValueError: There is none, or it is not complete; with what it lacks.
+    """
+    return whole_of(Path(directory), step, run).members
+
+
+def whole_of(directory: Path, step: int | None, run: str | None) -> Manifest:
+    """One manifest of a complete checkpoint, of a step or the newest, or why there is none."""
+    if step is None:
+        return newest(directory, run)
+    there = {found.step: found for found in all_steps(directory)}
+    if step not in there:
+        has = f"there are {', '.join(map(str, there))}" if there else "there is none at all"
+        raise ValueError(f"there is no checkpoint of step {step} in {directory}; {has}")
+    for whole in there[step].complete():
+        if run in (None, whole.run):
+            return whole
+    raise ValueError(
+        f"the checkpoint of step {step} in {directory} is not complete, it "
+        f"{there[step].lacks(run)}: name a step that is, or one rank for its replica"
+    )
+
+
 def newest(directory: Path, run: str | None) -> Manifest:
     """One manifest of the newest complete checkpoint, or why there is none."""
     found = all_steps(directory)
@@ -142,8 +182,12 @@ class Found:
     """Why, by rank."""
 
     def complete(self) -> list[Manifest]:
-        """One manifest of each whole that all its members have committed; mostly one or none."""
-        return [m for m in self._wholes() if not self._missing(m)]
+        """One manifest of each whole that all its members have committed; mostly one or none.
+
+        That of the most members comes first.
+        """
+        wholes = [m for m in self._wholes() if not self._missing(m)]
+        return sorted(wholes, key=lambda whole: -len(whole.members))
 
     def lacks(self, run: str | None = None) -> str:
         """Why it is not complete: `lacks rank 1 and 3`."""
@@ -192,15 +236,20 @@ def all_steps(directory: Path) -> list[Found]:
     return found[::-1]
 
 
-def own_steps(directory: Path, rank: int) -> dict[int, Manifest | str | None]:
-    """Steps of which a rank has a folder, in order; None where it has not committed.
+def own_folders(directory: Path, rank: int) -> list[tuple[int, Path]]:
+    """Of a rank, of all steps in order, whatever is in them."""
+    folders = [(step, folder_of(directory, step, rank)) for step, _ in step_folders(directory)]
+    return [(step, folder) for step, folder in folders if folder.is_dir()]
+
+
+def own_steps(directory: Path, rank: int, *, since: int = 0) -> dict[int, Manifest | str | None]:
+    """Steps from `since` on of which a rank has a folder, in order; None: it has not committed.
 
     Where its manifest cannot be read, why: that is to be left alone.
     """
     own: dict[int, Manifest | str | None] = {}
-    for step, _ in step_folders(directory):
-        folder = folder_of(directory, step, rank)
-        if not folder.is_dir():
+    for step, folder in own_folders(directory, rank):
+        if step < since:
             continue
         try:
             read = read_manifest(folder / MANIFEST)
@@ -216,6 +265,12 @@ def own_steps(directory: Path, rank: int) -> dict[int, Manifest | str | None]:
 def step_folders(directory: Path) -> list[tuple[int, Path]]:
     """Of all steps in order, whatever is in them."""
     return _numbered(directory, _STEP)
+
+
+def rank_folders(folder: Path) -> list[Path]:
+    """Of all ranks that have something of a step, in order; links are none."""
+    parts = [part for _, part in _numbered(folder, _RANK)]
+    return [part for part in parts if part.is_dir() and not part.is_symlink()]
 
 
 def _numbered(folder: Path, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ._decode import decode
-from ._files import check_file, open_tensors
+from ._files import check_file, open_tensors, read_file
 from ._layout import folder_of, manifest, steps
 from ._manifest import Manifest
 
@@ -61,12 +61,12 @@ def load(
 
 def read_state(folder: Path, found: Manifest, keys: Collection[str] | None = None) -> Any:
     """The state of a manifest, once its files are what it says; of `keys` alone if told so."""
-    for name, entry in found.files.items():
-        check_file(folder / name, entry)
     (tensors,) = (folder / name for name in found.files if name.endswith(".safetensors"))
     (tree,) = (folder / name for name in found.files if name.endswith(".json"))
+    check_file(tensors, found.files[tensors.name])
+    text = read_file(tree, found.files[tree.name])
     try:
-        told = json.loads(tree.read_bytes())
+        told = json.loads(text)
         if keys is not None and isinstance(told, dict) and next(iter(told), "")[:1] != "$":
             told = {key: told[key] for key in keys if key in told}
         return decode(told, open_tensors(tensors))

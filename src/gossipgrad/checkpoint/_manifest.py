@@ -9,9 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ._files import FileEntry
+from ._files import FileEntry, open_plain
 
-__all__ = ["MANIFEST", "PARTIAL", "Manifest", "file_names", "is_own_file", "read_manifest"]
+__all__ = [
+    "MANIFEST",
+    "PARTIAL",
+    "Manifest",
+    "file_names",
+    "impossible_rank",
+    "is_own_file",
+    "read_manifest",
+]
 
 MANIFEST = "manifest.json"
 PARTIAL = "manifest.json.partial"
@@ -37,23 +45,22 @@ class Manifest:
     rank: int
     world_size: int
     members: tuple[int, ...]
-    """Ranks that were alive, in order: a checkpoint is complete when all of them have committed."""
+    """Ranks that were alive, in order: a checkpoint is complete when all of them have committed.
+    Those who joined have numbers from `world_size` on."""
     step: int
     files: Mapping[str, FileEntry]
     """By name: that of tensors, and that of everything else."""
 
     def __post_init__(self) -> None:
-        if self.world_size < 1 or not 0 <= self.rank < self.world_size:
-            raise ValueError(
-                f"rank {self.rank} of world_size {self.world_size} cannot be: ranks count from 0 "
-                "to world_size - 1"
-            )
+        if self.world_size < 1 or self.rank < 0:
+            raise ValueError(impossible_rank(self.rank, self.world_size))
         if self.step < 0:
             raise ValueError(f"step {self.step} is negative: give the steps done so far")
-        if list(self.members) != sorted(set(self.members) & set(range(self.world_size))):
+        # Without a set of all ranks: their number is that of a file which anybody may have written.
+        rising = all(one < other for one, other in itertools.pairwise(self.members))
+        if not rising or min(self.members, default=0) < 0:
             raise ValueError(
-                f"members {list(self.members)} are no ranks of world_size {self.world_size}: give "
-                "each living one once, in order"
+                f"members {list(self.members)} are no ranks: give each living one once, in order"
             )
         if self.rank not in self.members:
             raise ValueError(f"rank {self.rank} is not among members {list(self.members)}")
@@ -85,6 +92,11 @@ class Manifest:
         return self.run, self.attempt, self.world_size, self.members
 
 
+def impossible_rank(rank: int, world_size: int) -> str:
+    """What is said of a rank that cannot be."""
+    return f"rank {rank} of world_size {world_size} cannot be: ranks count from 0 to world_size - 1"
+
+
 def file_names(taken: Collection[str]) -> tuple[str, str]:
     """Names for the file of tensors and that of the rest, unlike those that are taken."""
     for count in itertools.count():
@@ -108,7 +120,7 @@ def read_manifest(path: Path) -> Manifest:
         ValueError: It is damaged, or of another format or version.
     """
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             text = file.read(_MOST_BYTES + 1)
     except FileNotFoundError:
         raise

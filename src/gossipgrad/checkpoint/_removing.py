@@ -1,14 +1,25 @@
 """What a rank removes: its own files, and never the last checkpoint that is whole."""
 
 import contextlib
+from collections.abc import Callable, Collection, Iterable
 from os import PathLike
 from pathlib import Path
 
 from ._files import sync_folder
-from ._layout import all_steps, folder_of, own_steps, step_folders
-from ._manifest import MANIFEST, Manifest, is_own_file
+from ._layout import all_steps, folder_of, own_folders, own_steps, rank_folders, step_folders
+from ._manifest import MANIFEST, Manifest, is_own_file, read_manifest
 
-__all__ = ["clean", "make_way", "prune", "refuse_foreign", "rewind"]
+__all__ = [
+    "clean",
+    "make_way",
+    "only",
+    "prune",
+    "refuse_foreign",
+    "remove_all",
+    "rewind",
+]
+
+_FILES = 3  # of a part that has nothing left over
 
 
 def rewind(directory: str | PathLike[str], *, rank: int, step: int) -> list[int]:
@@ -33,65 +44,115 @@ def rewind(directory: str | PathLike[str], *, rank: int, step: int) -> list[int]
         >>> rewind("nowhere", rank=0, step=100)
         []
     """
-    newer = [one for one, m in own_steps(Path(directory), rank).items() if one > step]
-    for one in reversed(newer):
-        _remove(folder_of(Path(directory), one, rank))
-    return newer[::-1]
+    newer = [(one, folder) for one, folder in own_folders(Path(directory), rank) if one > step]
+    for _, folder in reversed(newer):
+        _remove(folder)
+    return [one for one, _ in reversed(newer)]
 
 
-def refuse_foreign(directory: Path, rank: int, run: str) -> None:
-    """Refuses a directory where this rank has checkpoints of another run."""
-    for step, found in own_steps(directory, rank).items():
-        if isinstance(found, Manifest) and found.run != run:
+def remove_all(directory: str | PathLike[str]) -> list[int]:
+    """Remove the checkpoints of all ranks and all steps; for one process, while nobody saves.
+
+    Files that no checkpoint has, and links to other folders, stay.
+
+    Args:
+        directory: Where checkpoints lie.
+
+    Returns:
+        The steps of which something was removed, the newest first.
+
+    Raises:
+        OSError: A file cannot be removed; calling it again goes on.
+
+    Example:
+        >>> remove_all("nowhere")
+        []
+    """
+    removed = []
+    for step, folder in reversed(step_folders(Path(directory))):
+        parts = [] if folder.is_symlink() else rank_folders(folder)
+        for part in parts:
+            _remove(part)
+        removed += [step] * bool(parts)
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+    return removed
+
+
+def refuse_foreign(directory: Path, rank: int, run: str, *, newest: bool = False) -> None:
+    """Refuses a directory where this rank has checkpoints of another run.
+
+    With `newest` that one alone is read: who has saved into it has looked at all others before.
+    """
+    for step, folder in reversed(own_folders(directory, rank)):
+        try:
+            found = read_manifest(folder / MANIFEST)
+        except (FileNotFoundError, ValueError):
+            continue
+        if found.run != run:
             raise ValueError(
                 f"{folder_of(directory, step, rank)} is of another run, {found.run!r}: save this "
                 f"one, {run!r}, into a directory of its own"
             )
+        if newest:
+            return
 
 
-def make_way(directory: Path, part: Manifest, *, shared: bool) -> None:
-    """Removes newer parts that a crash left incomplete; refuses to spoil what is complete."""
-    own = own_steps(directory, part.rank)
-    later = [step for step, found in own.items() if step >= part.step and found is not None]
+def make_way(directory: Path, part: Manifest, *, shared: bool) -> list[str]:
+    """Removes newer parts that a crash left incomplete; refuses to spoil what is complete.
+
+    Returns:
+        What could not be removed, and why.
+    """
+    found = own_steps(directory, part.rank, since=part.step)
+    later = [step for step, one in found.items() if one is not None]
     complete = set(later)
     if shared and later:
-        complete = {found.step for found in all_steps(directory) if found.complete()}
+        complete = {one.step for one in all_steps(directory) if one.complete()}
     for step in later[::-1]:
-        if step in complete or isinstance(own[step], str):
+        if step in complete or isinstance(found[step], str):
             what = "lies there already" if step == part.step else f"is older than step {step} there"
             raise ValueError(
                 f"step {part.step} cannot be saved into {directory}, since it {what}: to go on "
                 "from an older one, call rewind(...) on every rank as it starts, or save into a "
                 "directory of its own"
             )
-    for step in later[::-1]:
-        if step > part.step:
-            _remove(folder_of(directory, step, part.rank))
+    newer = [step for step in later[::-1] if step > part.step]
+    return _tried(_remove, [folder_of(directory, step, part.rank) for step in newer])
 
 
-def clean(directory: Path, rank: int, *, before: int) -> None:
-    """Removes what this rank's killed or failed saves left, and empty folders of steps `before`."""
-    for step, found in own_steps(directory, rank).items():
-        folder = folder_of(directory, step, rank)
-        if found is None:
-            _remove(folder)
-        elif isinstance(found, Manifest):
-            for path in folder.iterdir():
-                if path.name != MANIFEST and path.name not in found.files:
-                    _unlink(path)
+def clean(directory: Path, rank: int, *, before: int) -> list[str]:
+    """Removes what this rank's killed or failed saves left, and empty folders of steps `before`.
+
+    Returns:
+        What could not be removed, and why.
+    """
+    left = _tried(_clean_part, [folder for _, folder in own_folders(directory, rank)])
     for step, folder in step_folders(directory):
         # Of somebody killed before there was more; who makes a newer one may be about to fill it.
         if step < before:
             with contextlib.suppress(OSError):
                 folder.rmdir()
+    return left
 
 
-def prune(directory: Path, part: Manifest, *, keep: int, shared: bool) -> list[int]:
-    """Removes what need not be kept; returns own steps that wait for other ranks.
+def only(folder: Path, files: Collection[str]) -> list[str]:
+    """Removes what an earlier save has left beside the files of a manifest."""
+    others = [path for path in folder.iterdir() if path.name not in (MANIFEST, *files)]
+    return _tried(_unlink, others)
+
+
+def prune(
+    directory: Path, part: Manifest, *, keep: int, shared: bool
+) -> tuple[list[int], list[str]]:
+    """Removes what need not be kept.
 
     Once a step is complete, every rank of it is past all older ones: what is incomplete of those
     stays so. A rank that removes has seen `keep` newer ones complete, and so has everyone who
     removes those: the newest complete one is never removed by anyone.
+
+    Returns:
+        Own steps that wait for other ranks; what could not be removed, and why.
     """
     own = [s for s, m in own_steps(directory, part.rank).items() if isinstance(m, Manifest)]
     complete = own
@@ -102,11 +163,21 @@ def prune(directory: Path, part: Manifest, *, keep: int, shared: bool) -> list[i
             if any(whole.run == part.run for whole in found.complete())
         ]
     if not complete:
-        return own
-    for step in own:
-        if step < complete[-1] and step not in complete[-keep:]:
-            _remove(folder_of(directory, step, part.rank))
-    return [step for step in own if step > complete[-1]]
+        return own, []
+    old = [step for step in own if step < complete[-1] and step not in complete[-keep:]]
+    left = _tried(_remove, [folder_of(directory, step, part.rank) for step in old])
+    return [step for step in own if step > complete[-1]], left
+
+
+def _clean_part(folder: Path) -> None:
+    names = [path.name for path in folder.iterdir()]
+    if MANIFEST not in names:
+        _remove(folder)
+    elif len(names) > _FILES:
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            found = read_manifest(folder / MANIFEST)
+            for name in set(names) - {MANIFEST, *found.files}:
+                _unlink(folder / name)
 
 
 def _remove(folder: Path) -> None:
@@ -126,3 +197,14 @@ def _remove(folder: Path) -> None:
 def _unlink(path: Path) -> None:
     if is_own_file(path.name):
         path.unlink(missing_ok=True)
+
+
+def _tried(act: Callable[[Path], None], paths: Iterable[Path]) -> list[str]:
+    """Does it to each; says where that failed, and goes on."""
+    left = []
+    for path in paths:
+        try:
+            act(path)
+        except OSError as error:
+            left.append(f"{error.filename or path}: {error.strerror or error}")
+    return left

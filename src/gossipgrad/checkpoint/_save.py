@@ -2,18 +2,19 @@
 
 import contextlib
 import json
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 
 from ._encode import Encoded, encode
-from ._files import sync_folder, tensor_chunks, write_file
+from ._files import StoppedError, sync_folder, tensor_chunks, write_file
 from ._layout import folder_of
-from ._manifest import MANIFEST, PARTIAL, Manifest, file_names
-from ._removing import clean, make_way, prune, refuse_foreign
+from ._manifest import MANIFEST, PARTIAL, Manifest, file_names, impossible_rank
+from ._removing import clean, make_way, only, prune, refuse_foreign
 
-__all__ = ["Written", "check_keep", "commit", "part_of", "save"]
+__all__ = ["Written", "check_keep", "commit", "part_of", "save", "told_of_left"]
 
 
 def save(
@@ -56,8 +57,9 @@ def save(
         attempt: Names this start of the run, the same on all ranks, such as a number drawn by one
             and told to all: parts that were saved before and after a resume never make one
             checkpoint. Empty: the caller takes care, with `rewind`.
-        members: Ranks that live, ascending; None: all of `range(world_size)`. Ranks that name
-            other members (one is given up meanwhile) make no complete checkpoint in that step.
+        members: Ranks that live, ascending, those who joined with numbers from `world_size` on;
+            None: all of `range(world_size)`. Ranks that name other members (one is given up
+            meanwhile) make no complete checkpoint in that step.
         keep: How many complete ones stay, 1 or more; None: all.
         shared: Whether all ranks share `directory`.
 
@@ -69,7 +71,7 @@ def save(
             an argument cannot be; or `directory` holds checkpoints of another run, or newer
             complete ones. Nothing is written.
         OSError: The disk is full, or what else keeps files from being written. What was committed
-            before stays.
+            before stays. What keeps old files from being removed is a warning.
 
     Example:
         >>> import tempfile, torch
@@ -82,7 +84,10 @@ def save(
     """
     check_keep(keep)
     part = part_of(rank, world_size, step, run=run, attempt=attempt, members=members)
-    return commit(Path(directory), encode(state), part, keep=keep, shared=shared).folder
+    written = commit(Path(directory), encode(state), part, keep=keep, shared=shared)
+    if written.left:
+        warnings.warn(f"{told_of_left(written)}.", stacklevel=2)
+    return written.folder
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +97,18 @@ class Written:
     folder: Path
     waiting: list[int]
     """Own steps that cannot be removed, for other ranks have not committed them or a newer one."""
+    left: list[str]
+    """What went wrong beside the commit: mostly files that could not be removed."""
     size_bytes: int
+
+
+def told_of_left(written: Written) -> str:
+    """What is said of that, without a full stop."""
+    more = f" and {len(written.left) - 1} more" if len(written.left) > 1 else ""
+    return (
+        f"a checkpoint is saved in {written.folder}, but not all went well beside it: "
+        f"{written.left[0]}{more}"
+    )
 
 
 def part_of(
@@ -105,6 +121,8 @@ def part_of(
     members: Sequence[int] | None,
 ) -> Manifest:
     """A manifest that has no files yet."""
+    if members is None and not 0 <= rank < world_size:
+        raise ValueError(impossible_rank(rank, world_size))
     return Manifest(
         run=run,
         attempt=attempt,
@@ -132,18 +150,23 @@ def commit(
     keep: int | None,
     shared: bool,
     stop: Callable[[], bool] | None = None,
+    may_commit: Callable[[], bool] | None = None,
 ) -> Written:
-    """Write, commit, remove what is old; all but the encoding of `save`."""
-    refuse_foreign(directory, part.rank, part.run)
-    make_way(directory, part, shared=shared)
-    clean(directory, part.rank, before=part.step)
+    """Write, commit, remove what is old; all but the encoding of `save`.
+
+    Raises:
+        StoppedError: `stop` said so, between two chunks, or `may_commit` did not allow the rename.
+    """
+    refuse_foreign(directory, part.rank, part.run, newest=True)
+    left = make_way(directory, part, shared=shared)
+    left += clean(directory, part.rank, before=part.step)
     folder = folder_of(directory, part.step, part.rank)
     named = [folder, folder.parent, directory]
-    if not directory.exists():
-        named.append(directory.parent)
+    named += [path.parent for path in (directory, *directory.parents) if not path.exists()]
     _make(folder)
     taken = {path.name for path in folder.iterdir()}
     tensors, tree = file_names(taken)
+    ready = False
     try:
         text = json.dumps(encoded.tree, separators=(",", ":"), allow_nan=False).encode("ascii")
         told = {"gossipgrad": "read it by gossipgrad.checkpoint.load"}
@@ -153,18 +176,42 @@ def commit(
         }
         done = replace(part, files=files)
         write_file(folder / PARTIAL, [done.text().encode("ascii")], stop)
+        ready = True
+        if may_commit is not None and not may_commit():
+            raise StoppedError(f"{folder} was given up")
         (folder / PARTIAL).replace(folder / MANIFEST)
     except BaseException:
-        for name in (tensors, tree, PARTIAL):
+        # An interrupt may come when the rename is done: then these are a checkpoint.
+        for name in (tensors, tree, PARTIAL) if not ready or (folder / PARTIAL).exists() else ():
             with contextlib.suppress(OSError):
                 (folder / name).unlink(missing_ok=True)
         raise
-    for path in named:
-        sync_folder(path)
-    clean(directory, part.rank, before=part.step)
-    waiting = [] if keep is None else prune(directory, part, keep=keep, shared=shared)
-    size_bytes = sum(entry.size_bytes for entry in files.values())
-    return Written(folder=folder, waiting=waiting, size_bytes=size_bytes)
+    return _tidied(directory, done, named, left, keep=keep, shared=shared)
+
+
+def _tidied(
+    directory: Path,
+    done: Manifest,
+    named: Sequence[Path],
+    left: list[str],
+    *,
+    keep: int | None,
+    shared: bool,
+) -> Written:
+    """What is committed stays so: from here on errors are told, and end nothing."""
+    folder = folder_of(directory, done.step, done.rank)
+    waiting: list[int] = []
+    try:
+        for path in named:
+            sync_folder(path)
+        left += only(folder, done.files)
+        if keep is not None:  # none before it is known that the new one is on the disk
+            waiting, not_removed = prune(directory, done, keep=keep, shared=shared)
+            left += not_removed
+    except OSError as error:
+        left.append(f"{error.filename or folder}: {error.strerror or error}")
+    size_bytes = sum(entry.size_bytes for entry in done.files.values())
+    return Written(folder=folder, waiting=waiting, left=left, size_bytes=size_bytes)
 
 
 def _make(folder: Path) -> None:

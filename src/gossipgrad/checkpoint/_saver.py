@@ -3,7 +3,7 @@
 import atexit
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -15,7 +15,7 @@ from ._background import Write, copied
 from ._encode import Encoded, encode
 from ._manifest import Manifest
 from ._removing import refuse_foreign
-from ._save import check_keep, part_of
+from ._save import check_keep, part_of, told_of_left
 
 __all__ = ["Saver", "SaverStats"]
 
@@ -52,7 +52,8 @@ class Saver:
     returns; writing, and waiting for the disk, is the thread's. At most one state is written at a
     time: while a disk is slow, states are skipped and counted rather than training held up. Errors
     of the disk end nothing: the checkpoint before stays, a warning says so once, `error` and
-    `stats()` at any time, and the next `save` tries again. Local, and committed as `save` of this
+    `stats()` at any time, and the next `save` tries again. What keeps old ones from being removed
+    is a warning alone. Local, and committed as `save` of this
     room does it, which also says what a rank knows of others. A rank that skips or fails leaves a
     step incomplete, which is removed once a newer one is complete.
 
@@ -62,12 +63,14 @@ class Saver:
 
     Args:
         directory: Where checkpoints lie; made at the first write.
-        rank: This rank.
+        rank: This rank; `world_size` or more of one that joined, whom `members` must name.
         world_size: How many ranks there were at the start.
         run: Names the run, the same for all ranks and starts.
         attempt: Names this start of the run, the same on all ranks.
         keep: How many complete checkpoints stay, 1 or more; None: all.
         shared: Whether all ranks share `directory`.
+        tell: Called with each thing worth a word, by the thread that calls the saver; None: it
+            becomes a warning.
 
     Raises:
         ValueError: An argument cannot be, or `directory` holds checkpoints of another run.
@@ -94,14 +97,15 @@ class Saver:
         attempt: str = "",
         keep: int | None = None,
         shared: bool = True,
+        tell: Callable[[str], None] | None = None,
     ) -> None:
         check_keep(keep)
-        part_of(rank, world_size, 0, run=run, attempt=attempt, members=None)
+        part_of(rank, world_size, 0, run=run, attempt=attempt, members=(rank,))
         refuse_foreign(Path(directory), rank, run)
         self.directory = Path(directory)
         self._whose = (rank, world_size)
         self._named = {"run": run, "attempt": attempt}
-        self._keep, self._shared = keep, shared
+        self._keep, self._shared, self._tell = keep, shared, tell
         self._buffers: dict[str, Tensor] = {}
         self._write: Write | None = None
         self._error: Exception | None = None
@@ -191,16 +195,21 @@ class Saver:
         done = self.wait(timeout_seconds)
         self._buffers = {}
         if self._write is not None:
-            self._write.stop.set()
+            given_up = self._write.give_up()
             atexit.unregister(self._write.at_exit)
             self._error = TimeoutError(f"not on the disk after {timeout_seconds:g} s")
             self._stats = replace(self._stats, failed=self._stats.failed + 1)
             step, self._write = self._write.part.step, None
             self._said.add("error")
-            warnings.warn(
+            what = (
+                "is given up; the one before stays"
+                if given_up
+                else "may come to be there: what remains is the disk's to do"
+            )
+            self._warn(
                 f"the checkpoint of step {step} was not on the disk {timeout_seconds:g} s after "
-                "the end, and is given up; the one before stays",
-                stacklevel=2,
+                f"the end, and {what}",
+                stacklevel=3,
             )
         return done and self._error is None
 
@@ -273,6 +282,8 @@ class Saver:
             write_seconds=seconds,
             size_bytes=write.written.size_bytes,
         )
+        if write.written.left:
+            self._say("left", f"{told_of_left(write.written)}. (Said once.)")
         waiting = write.written.waiting
         if self._shared and len(waiting) >= (self._keep or 0) + _MANY_WAITING:
             self._say(
@@ -285,7 +296,13 @@ class Saver:
     def _say(self, what: str, text: str) -> None:
         if what not in self._said:
             self._said.add(what)
-            warnings.warn(text, stacklevel=3)
+            self._warn(text, stacklevel=4)
+
+    def _warn(self, text: str, *, stacklevel: int) -> None:
+        if self._tell is None:
+            warnings.warn(text, stacklevel=stacklevel)
+        else:
+            self._tell(text)
 
 
 def _told(error: Exception) -> str:
