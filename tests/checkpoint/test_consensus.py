@@ -1,6 +1,10 @@
 """One model of a checkpoint: the mean in 64 bits, written for others; and the door for torch's."""
 
+import gc
+import inspect
 import os
+import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from gossipgrad import checkpoint
+from gossipgrad.checkpoint import _consensus, _mean
 from support.trees import assert_same
 
 
@@ -65,8 +70,50 @@ def test_one_step_or_the_newest(saved):
         save(saved, rank, {"w": torch.full((2,), float(rank))}, step=2)
     save(saved, 0, {"w": torch.zeros(2)}, step=3)
     assert_same(checkpoint.consensus(saved), {"w": torch.ones(2)})
-    assert_same(checkpoint.consensus(saved, step=1)["w"], checkpoint.consensus(saved, step=1)["w"])
-    assert checkpoint.consensus(saved, step=1)["w"].shape == (5, 4)
+    wide = sum(model["wide"] for model in replicas()) / 3
+    assert_same(checkpoint.consensus(saved, step=1)["wide"], wide)
+
+
+def test_one_rank_is_held_at_a_time(saved, monkeypatch):
+    """What was read of one is gone when the next is read, without a collection of garbage."""
+    read, alive = _mean.read_state, []
+    weights: list[weakref.ref] = []
+
+    def watched(*arguments):
+        alive.append(sum(one() is not None for one in weights))
+        state = read(*arguments)
+        weights.extend(weakref.ref(tensor) for tensor in state["model"].values())
+        return state
+
+    monkeypatch.setattr(_mean, "read_state", watched)
+    gc.disable()
+    try:
+        checkpoint.consensus(saved)
+    finally:
+        gc.enable()
+    of_the_first = 2  # those that have no mean
+    assert alive == [0, of_the_first, of_the_first]
+
+
+def test_the_names_of_a_model_are_those_of_its_own_state(tmp_path):
+    """Tied weights under all their names, without what the model does not save."""
+    for rank in range(2):
+        model = {"embed": torch.full((2,), float(rank)), "scratch": torch.ones(3)}
+        save(tmp_path, rank, model, world_size=2, model_names={"head": "embed", "embed": "embed"})
+    assert_same(
+        checkpoint.consensus(tmp_path),
+        {"head": torch.full((2,), 0.5), "embed": torch.full((2,), 0.5)},
+    )
+    out = checkpoint.export_safetensors(tmp_path, tmp_path / "one.safetensors", rank=1)
+    assert_same(
+        dict(sorted(load_file(out).items())), {"embed": torch.ones(2), "head": torch.ones(2)}
+    )
+    assert_same(checkpoint.consensus(tmp_path, key="optimizer"), {"m": torch.ones(3)})
+    for rank in range(2):
+        names = {"head": "nowhere"}
+        save(tmp_path, rank, {"w": torch.ones(1)}, world_size=2, step=2, model_names=names)
+    with pytest.raises(ValueError, match=r"has under 'model_names' what is no dict of names to na"):
+        checkpoint.consensus(tmp_path)
 
 
 def test_missing_and_mixed_ranks_are_refused_by_their_numbers(tmp_path):
@@ -156,6 +203,20 @@ def test_a_file_for_others(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.safetensors", "run"]
 
 
+def test_no_file_of_the_users_is_touched(tmp_path):
+    run, mine = plain(tmp_path), tmp_path / "model.safetensors.partial"
+    mine.write_text("mine")
+    checkpoint.export_safetensors(run, tmp_path / "model.safetensors")
+    assert mine.read_text() == "mine"
+
+
+def test_an_exported_file_has_its_name_on_the_disk(tmp_path, monkeypatch):
+    run, synced = plain(tmp_path), []
+    monkeypatch.setattr(_consensus, "sync_folder", synced.append)
+    checkpoint.export_safetensors(run, tmp_path / "model.safetensors")
+    assert synced == [tmp_path]
+
+
 def test_types_that_the_file_cannot_hold(saved, tmp_path):
     with pytest.raises(
         ValueError, match=r"'complex' is of torch.complex64, which safetensors file"
@@ -200,6 +261,10 @@ def test_files_of_torch_save_run_nothing_unless_trusted(tmp_path, monkeypatch):
         ValueError, match=r"code.pt holds more than tensors and plain values, .*tru"
     ):
         checkpoint.import_torch("code.pt")
+    assert not (tmp_path / "ran").exists()
+    yes: Any = "yes"
+    with pytest.raises(ValueError, match="trusted=True"):  # as for import_dcp, True alone will do
+        inspect.unwrap(checkpoint.import_torch)("code.pt", trusted=yes)
     assert not (tmp_path / "ran").exists()
     checkpoint.import_torch("code.pt", trusted=True)
     assert (tmp_path / "ran").exists()

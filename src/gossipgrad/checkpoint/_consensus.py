@@ -1,18 +1,15 @@
 """One model of all replicas of a checkpoint; no worker is needed for it."""
 
-from collections.abc import Mapping
+import secrets
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from ._encode import DTYPE_NAMES
-from ._files import tensor_chunks, write_file
-from ._layout import all_steps, folder_of, manifest, newest
-from ._load import read_state
-from ._manifest import Manifest
+from ._files import sync_folder, tensor_chunks, write_file
+from ._layout import folder_of, manifest, whole_of
+from ._mean import mean_of, replica_of
 
 __all__ = ["consensus", "export_safetensors", "target_of"]
 
@@ -35,6 +32,9 @@ def consensus(
         step: Which; None: the newest that is complete.
         run: Refuse that of another run; None: take any.
         key: Where the state has the weights: a dict of tensors by name, as `model.state_dict()`.
+            Where beside it, under `model_names` for `model`, there is a dict of names, the model
+            gets those, each with the tensor under the name that it leads to: so that it has tied
+            weights under all their names, and not what its own `state_dict()` leaves out.
         owed: Where the state has what is still to be added to weights (parts that had come and
             were not mixed yet), by the same names, as far as there is any.
 
@@ -46,7 +46,7 @@ def consensus(
         ValueError: Ranks are missing (with their numbers), of unlike runs, or have unlike models;
             or a file is not what was saved, and which.
     """
-    return _mean(Path(directory), _whole(Path(directory), step, run), key, owed)
+    return mean_of(Path(directory), whole_of(Path(directory), step, run), key, owed)
 
 
 def export_safetensors(
@@ -85,13 +85,13 @@ def export_safetensors(
     path = target_of(path, overwrite)
     directory = Path(directory)
     if rank is None:
-        whole = _whole(directory, step, run)
-        tensors = _mean(directory, whole, key, owed)
+        whole = whole_of(directory, step, run)
+        tensors = mean_of(directory, whole, key, owed)
         told = {"replica": f"consensus of ranks {', '.join(map(str, whole.members))}"}
     else:
         whole = manifest(directory, rank=rank, step=step, run=run)
         folder = folder_of(directory, whole.step, rank)
-        tensors = _weights(folder, read_state(folder, whole, (key,)), key)
+        tensors = replica_of(folder, whole, key)
         told = {"replica": f"rank {rank} of {whole.world_size}"}
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPE_NAMES:
@@ -100,14 +100,15 @@ def export_safetensors(
                 "consensus() or load(), which do"
             )
     told |= {"format": "pt", "step": str(whole.step), "run": whole.run}
-    partial = path.with_name(path.name + ".partial")
-    partial.unlink(missing_ok=True)
+    # Of no name that somebody else may have: a file that is there is never touched.
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
     try:
         write_file(partial, tensor_chunks(tensors, told))
         partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+    sync_folder(path.parent)
     return path
 
 
@@ -119,73 +120,3 @@ def target_of(path: str | PathLike[str], overwrite: bool) -> Path:
     if not path.parent.is_dir():
         raise ValueError(f"there is no folder {path.parent} to write into: make it first")
     return path
-
-
-def _whole(directory: Path, step: int | None, run: str | None) -> Manifest:
-    """One manifest of a complete checkpoint."""
-    if step is None:
-        return newest(directory, run)
-    steps = {found.step: found for found in all_steps(directory)}
-    if step not in steps:
-        there = f"there are {', '.join(map(str, steps))}" if steps else "there is none at all"
-        raise ValueError(f"there is no checkpoint of step {step} in {directory}; {there}")
-    for whole in steps[step].complete():
-        if run in (None, whole.run):
-            return whole
-    raise ValueError(
-        f"the checkpoint of step {step} in {directory} is not complete, it "
-        f"{steps[step].lacks(run)}: name a step that is, or one rank for its replica"
-    )
-
-
-def _mean(directory: Path, whole: Manifest, key: str, owed: str) -> dict[str, Tensor]:
-    first: dict[str, Tensor] = {}
-    sums: dict[str, Tensor] = {}
-    for rank in whole.members:
-        folder = folder_of(directory, whole.step, rank)
-        own = manifest(directory, rank=rank, step=whole.step)
-        state = read_state(folder, own, (key, owed))
-        weights = _weights(folder, state, key)
-        if rank == whole.members[0]:
-            first = weights
-        _check_alike(folder, weights, first)
-        outstanding = _weights(folder, state, owed) if state.get(owed) else {}
-        if unknown := sorted(set(outstanding) - set(weights)):
-            raise ValueError(f"{folder} has {unknown[0]!r} under {owed!r}, but not under {key!r}")
-        for name, tensor in weights.items():
-            if tensor.is_floating_point() or tensor.is_complex():
-                wide = torch.complex128 if tensor.is_complex() else torch.float64
-                total = sums.setdefault(name, torch.zeros(tensor.shape, dtype=wide))
-                total += tensor.to(wide)
-                if name in outstanding:
-                    total += outstanding[name].to(wide)
-    for name, total in sums.items():
-        first[name] = (total / len(whole.members)).to(first[name].dtype)
-    return first
-
-
-def _weights(folder: Path, state: Any, key: str) -> dict[str, Tensor]:
-    if not isinstance(state, Mapping) or key not in state:
-        raise ValueError(f"{folder} has nothing under {key!r}: say where the weights lie")
-    weights = state[key]
-    if not isinstance(weights, Mapping):
-        raise ValueError(f"{folder} has a {type(weights).__name__} under {key!r}, no dict")
-    for name, tensor in weights.items():
-        if not isinstance(name, str) or not isinstance(tensor, Tensor):
-            raise ValueError(
-                f"{folder} has {name!r} of type {type(tensor).__name__} under {key!r}: weights are "
-                "tensors by name"
-            )
-    return dict(weights)
-
-
-def _check_alike(folder: Path, weights: dict[str, Tensor], first: dict[str, Tensor]) -> None:
-    if odd := sorted(set(weights) ^ set(first)):
-        raise ValueError(f"{folder} has another model than the lowest rank: {odd[0]!r} is of one")
-    for name, tensor in weights.items():
-        if tensor.shape != first[name].shape or tensor.dtype != first[name].dtype:
-            raise ValueError(
-                f"{folder} has another model than the lowest rank: {name!r} is "
-                f"{tuple(tensor.shape)} of {tensor.dtype}, not {tuple(first[name].shape)} of "
-                f"{first[name].dtype}"
-            )

@@ -99,8 +99,8 @@ def import_torch(path: str | PathLike[str], *, trusted: bool = False) -> Any:
 
     Args:
         path: The file.
-        trusted: False: only tensors and plain containers are read, and nothing runs. True: anything
-            is unpickled, so whoever wrote the file may run code here.
+        trusted: False: only tensors and plain containers are read, and nothing runs. True, and no
+            other value: anything is unpickled, so whoever wrote the file may run code here.
 
     Raises:
         ValueError: The file is none of `torch.save`, or holds more than plain values and `trusted`
@@ -108,10 +108,10 @@ def import_torch(path: str | PathLike[str], *, trusted: bool = False) -> Any:
     """
     path = Path(path)
     try:
-        return torch.load(path, map_location="cpu", weights_only=not trusted)
+        return torch.load(path, map_location="cpu", weights_only=trusted is not True)
     except (pickle.UnpicklingError, EOFError, RuntimeError, OSError) as error:
         lines = str(error).splitlines() or [type(error).__name__]
-        if trusted or not isinstance(error, pickle.UnpicklingError):
+        if trusted is True or not isinstance(error, pickle.UnpicklingError):
             raise ValueError(f"{path} is no file of torch.save: {lines[0]}") from error
         raise ValueError(
             f"{path} holds more than tensors and plain values, or is damaged: import_torch(..., "
