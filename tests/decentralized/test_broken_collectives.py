@@ -118,3 +118,27 @@ def test_collectives_work_again_after_one_broke_though_all_live(monkeypatch):
     assert found[0] is not None
     assert found[0][1] == (0, 1, 2)
     assert found == [found[0]] * 3
+
+
+def test_ranks_that_agree_wait_for_one_that_does_its_last_collective_again():
+    """And take nothing of that for what they have come for."""
+
+    def use(rank, session, model):
+        if rank == 0:
+            for _ in range(2):
+                with pytest.raises(gg.GossipError, match="rank 0 for consensus, rank 1 for agree"):
+                    session.consensus().__enter__()
+        return session.agree({"step": rank})
+
+    assert run_sessions(2, use) == [[{"step": 0}, {"step": 1}]] * 2
+
+
+def test_ranks_that_never_agree_are_told():
+    def use(rank, session, model):
+        for _ in range(4 if rank == 0 else 1):
+            with pytest.raises(gg.GossipError, match="different things"):
+                session.consensus().__enter__() if rank == 0 else session.agree(1)
+        with pytest.raises(TypeError, match="not JSON serializable"):
+            session.agree(model)
+
+    run_sessions(2, use)

@@ -1,11 +1,12 @@
 """The exact average over all ranks: collectives that gossip does not need, but users do."""
 
+import json
 import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,14 @@ __all__ = ["Averaging"]
 
 logger = logging.getLogger(__name__)
 
-Kind = Literal["consensus", "average", "distance", "broadcast", "periodic", "settle", "load"]
+Kind = Literal[
+    "consensus", "average", "distance", "broadcast", "periodic", "settle", "load", "agree"
+]
+_TRIES = 4  # what breaks on one rank alone it may do again before it comes where the others are
+
+
+class CameForOtherError(GossipError):
+    """The ranks came together for different things."""
 
 
 class Averaging:
@@ -113,7 +121,7 @@ class Averaging:
                     raise ReplicaChangedError(f"on rank {rank}: {view[3]}")
             if len(set(kinds)) > 1:
                 said = ", ".join(f"rank {rank} for {view[0]}" for rank, view in came.items())
-                raise GossipError(
+                raise CameForOtherError(
                     f"the ranks came together for different things: {said}. Call the same "
                     "collective of the session on every rank, in the same order"
                 )
@@ -144,6 +152,21 @@ class Averaging:
         if recorder is not None:
             recorder.span("average", start, end, step=step)
         return made
+
+    def agree(self, value: Any) -> list[Any]:
+        """What every rank that lives brings, by rank; see `meet` for what is raised.
+
+        A rank whose last collective broke on it alone, and which does that again, is awaited.
+        """
+        json.dumps(value)  # before others are told to come
+        for left in reversed(range(_TRIES)):
+            try:
+                self.meet("agree")
+                break
+            except CameForOtherError:
+                if left == 0:
+                    raise
+        return self._group.all_gather_object(value)
 
     @contextmanager
     def together(self) -> Iterator[None]:

@@ -120,6 +120,20 @@ class Resumable(ABC):
             self._begin()
         return state
 
+    def agree(self, value: Any) -> list[Any]:
+        """What every living rank has, in the order of their numbers; a collective.
+
+        For what is to be settled before states are saved or loaded, such as the step. Values are
+        numbers, text, None, and lists and dicts of these. It waits as `consensus()` does, and for a
+        rank that has to do its last collective again.
+
+        Raises:
+            GossipError: If a member is lost meanwhile (call again), or the ranks come for different
+                things again and again.
+        """
+        self._check_ready("agree")
+        return self._averaging.agree(value)
+
     @property
     def mode(self) -> Mode:
         """When snapshots travel and are mixed."""
