@@ -1,5 +1,7 @@
 import pytest
+import torch
 
+from gossipgrad import checkpoint
 from gossipgrad.train._layout import claim
 
 
@@ -39,6 +41,40 @@ def test_overwrite_removes_the_run_and_nothing_else(tmp_path):
     claim(tmp_path, name="", overwrite=True)
     assert {file.name for file in tmp_path.iterdir()} == {"notes.txt", "partial"}
     assert not list(run_dir.partial.iterdir())
+
+
+def test_checkpoints_are_never_removed_unasked(tmp_path):
+    """Of a loop of the user's own, or of a run that died before it had written a line."""
+    state = {"model": {"w": torch.ones(2)}}
+    for step in (10, 20):
+        checkpoint.save(tmp_path / "checkpoints", state, rank=0, world_size=1, step=step)
+    with pytest.raises(
+        ValueError, match=r"holds a run already; go on with it by --resume .*, name"
+    ):
+        claim(tmp_path, name="", overwrite=False)
+    assert checkpoint.steps(tmp_path / "checkpoints") == [10, 20]
+    evicted = tmp_path / "other" / "evicted-rank2.safetensors"
+    evicted.parent.mkdir()
+    evicted.write_text("all that it had learned")
+    with pytest.raises(ValueError, match=r"holds a run already; name another folder"):
+        claim(tmp_path / "other", name="", overwrite=False)
+
+
+def test_overwrite_removes_checkpoints_and_nothing_beside_them(tmp_path):
+    run_dir = claim(tmp_path, name="", overwrite=False)
+    checkpoint.save(run_dir.checkpoints, {}, rank=0, world_size=1, step=10)
+    mine = [
+        run_dir.checkpoints / "step-000000010" / "rank-0000" / "note.txt",
+        run_dir.checkpoints / "step-1",
+        run_dir.checkpoints / "step-best" / "state.json",
+    ]
+    for file in mine:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("mine")
+    claim(tmp_path, name="", overwrite=True)
+    assert all(file.read_text() == "mine" for file in mine)
+    assert checkpoint.steps(run_dir.checkpoints, rank=0) == []
+    assert len([path for path in run_dir.checkpoints.rglob("*") if path.is_file()]) == 3
 
 
 def test_folder_that_cannot_be_made_names_the_way_out(tmp_path):

@@ -1,8 +1,11 @@
 """Names of the files in the folder of a run."""
 
+import contextlib
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+
+from gossipgrad import checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +74,19 @@ class RunDir:
 
         Options and tracebacks alone are left by a start that failed.
         """
-        reached = [self.summary, self.model, *self.path.glob("metrics-rank*.jsonl")]
-        return (self.partial.exists() and self.config.exists()) or any(
-            file.exists() and file.stat().st_size for file in reached
+        reached = [self.summary, self.model]
+        for pattern in ("metrics-rank*.jsonl", "evicted-rank*.safetensors"):
+            reached += self.path.glob(pattern)
+        return (
+            (self.partial.exists() and self.config.exists())
+            or self.holds_checkpoints
+            or any(file.exists() and file.stat().st_size for file in reached)
         )
+
+    @property
+    def holds_checkpoints(self) -> bool:
+        """Whether there are checkpoints, of a run of the command or of a loop of the user's own."""
+        return any(self.checkpoints.glob("step-*"))
 
     def remove_partial(self) -> None:
         """Remove what ranks left for whoever put the run together."""
@@ -83,6 +95,9 @@ class RunDir:
     def clear(self) -> None:
         """Remove the files of an earlier run, and those alone."""
         self.remove_partial()
+        checkpoint.remove_all(self.checkpoints)
+        with contextlib.suppress(OSError):  # where somebody else keeps something there, it stays
+            self.checkpoints.rmdir()
         for pattern in (
             "config.json",
             "summary.json",
@@ -96,8 +111,6 @@ class RunDir:
         ):
             for file in self.path.glob(pattern):
                 file.unlink()
-        for folder in self.checkpoints.glob("step-*"):
-            shutil.rmtree(folder)
 
     def reopen(self) -> None:
         """Remove what the end of a run leaves, so that it can go on, and make room for it."""
@@ -130,9 +143,10 @@ def claim(out: Path | None, *, name: str, overwrite: bool) -> RunDir:
             folder = RunDir(out)
             folder.path.mkdir(parents=True, exist_ok=True)
             if not overwrite and folder.holds_run:
+                goes_on = f"go on with it by --resume {out}, " if folder.holds_checkpoints else ""
                 raise ValueError(
-                    f"{out} holds a run already; name another folder with --out, or replace it "
-                    "with --overwrite."
+                    f"{out} holds a run already; {goes_on}name another folder with --out, or "
+                    "replace it with --overwrite."
                 )
             folder.clear()
         folder.partial.mkdir()
