@@ -141,6 +141,26 @@ def test_what_a_partner_sends_after_its_state_is_awaited_anew():
     world.close()
 
 
+def test_a_round_that_is_lost_is_looked_after_no_more():
+    """Its partner had mixed it, and this rank was not to know."""
+    world = Saving(2)
+    world.run([("step", 0), ("step", 1), ("deliver", 1, 0), ("step", 0)])
+    states = [session.state_dict() for session in world.sessions]
+    world.close()
+    again = Scripted(
+        2,
+        optimizer=plain_sgd,
+        make=double,
+        mode=MODE,
+        first=lambda _, session: session.load_state_dict(states[session.rank]),
+    )
+    assert again.sessions[1].stats().torn_rounds > 0
+    for session in again.sessions:
+        rounds = session._rounds
+        assert set(rounds.place()["opened_at"]) == {t.round for t in rounds.under_way}
+    again.close()
+
+
 def tensors_in(tree):
     if isinstance(tree, torch.Tensor):
         return [tree]

@@ -1,5 +1,6 @@
 """Mode stale: a recorded run repeats bit for bit, also from states that were saved on its way."""
 
+import copy
 import random
 import threading
 import time
@@ -87,6 +88,34 @@ def test_resumed_from_a_cut_a_replay_comes_to_the_same_bits(recorded):
     for rank, (mine, theirs) in enumerate(zip(resumed, recorded, strict=True)):
         assert_same(mine[0], theirs[0], f"rank {rank}")
         assert mine[3].torn_rounds == 0
+
+
+def test_a_log_begins_where_a_run_is_resumed_that_was_not_recorded(recorded):
+    states = [copy.deepcopy(state) for _, _, state, _, _ in recorded]
+    for state in states:
+        state["session"]["rounds"]["stale"]["log"] = None
+    modes = [gg.Stale(max_staleness=2, record=True)] * WORLD_SIZE
+    once = run_stale(seed=2, modes=modes, states=states, rounds=16)
+    again = run_stale(seed=3, modes=replaying(once), states=states, rounds=16)
+    for rank, (mine, theirs) in enumerate(zip(again, once, strict=True)):
+        assert_same(mine[0], theirs[0], f"rank {rank}")
+
+
+def test_what_a_log_has_forgotten_is_behind_it(recorded):
+    """With the states of a run, each a log since the one before, every stretch can be repeated."""
+    states = [state for _, _, state, _, _ in recorded]
+    logs = []
+    for _, log, state, _, _ in recorded:
+        logs.append(DeliveryLog(log.tensor()))
+        logs[-1].forget(before=len(DeliveryLog(state["session"]["rounds"]["stale"]["log"])))
+        assert logs[-1].first > 4
+        assert logs[-1].tensor().numel() < log.tensor().numel() * 0.8
+    modes = [gg.Stale(max_staleness=2, replay=log) for log in logs]
+    resumed = run_stale(seed=4, modes=modes, states=states)
+    for rank, (mine, theirs) in enumerate(zip(resumed, recorded, strict=True)):
+        assert_same(mine[0], theirs[0], f"rank {rank}")
+    with pytest.raises(gg.GossipError, match=r"the log begins at opening \d+ of its run, and this"):
+        run_stale(seed=5, modes=modes)
 
 
 def test_states_of_a_cut_come_to_their_mean_when_they_are_loaded(recorded):

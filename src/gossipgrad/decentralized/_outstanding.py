@@ -115,6 +115,8 @@ def restore(rounds: Rounds, sections: Sections, entries: Sequence[Entry], views:
             rounds.take_on([transfer], late=entry["late"])
         else:
             transfer.release()
+    if isinstance(rounds, StaleRounds):
+        rounds.forget_lost()
     for round, other in sorted(torn):
         logger.warning(
             "rank %d: round %d with rank %d was mixed at one end alone when the states were taken; "

@@ -39,9 +39,21 @@ class ReplayedRounds(StaleRounds):
         assert mode.replay is not None
         self._replayed: DeliveryLog = mode.replay
         self._next: Opening | None = None
+        self._unfit: str | None = None  # why the log is not of here
+
+    def open(self, sections: Sequence[Section]) -> None:
+        """Opens a round without a step, as it was recorded.
+
+        If it was not, it is opened all the same, and the next step refuses the log: a session that
+        is to load a state opens its first round before that.
+        """
+        self._unfit = self._misfit()
+        super().open(sections)
 
     def close(self) -> None:
         """Mixes what was mixed here, and goes on to the round that was opened then."""
+        if self._unfit is not None:
+            raise GossipError(self._unfit)
         self._next = self._take_next()
         if self._next is None:
             super().close()
@@ -56,12 +68,9 @@ class ReplayedRounds(StaleRounds):
         if opening is None:
             super()._open(sections)
             return
+        if (why := self._misfit()) is not None:
+            raise GossipError(why)
         round, peers = self.next_round, self.partners
-        if round != opening.round:
-            raise GossipError(
-                f"the log opens round {opening.round} where this rank is at round {round}: it is "
-                "of another rank or run, or of another place in it"
-            )
         cut_at = self._cut_at
         if self._begin_opening() and opening.sent:
             self._cut_at = cut_at  # recorded without this cut
@@ -78,9 +87,27 @@ class ReplayedRounds(StaleRounds):
         self._record(opening)
 
     def _take_next(self) -> Opening | None:
-        if self.openings >= len(self._replayed):
+        assert self.log is not None
+        there = self._unfit is None and len(self.log) < len(self._replayed)
+        return self._replayed[len(self.log)] if there else None
+
+    def _misfit(self) -> str | None:
+        """Why the log does not go on with the next round, None if it does or is at its end."""
+        assert self.log is not None
+        number, first = len(self.log), self._replayed.first
+        if number >= len(self._replayed):
             return None
-        return self._replayed[self.openings]
+        if number < first:
+            return (
+                f"the log begins at opening {first} of its run, and this rank comes to opening "
+                f"{number}: load the state that was saved there"
+            )
+        if (round := self._replayed[number].round) != self.next_round:
+            return (
+                f"the log opens round {round} where this rank is at round {self.next_round}: it is "
+                "of another rank or run, or of another place in it"
+            )
+        return None
 
     def _await_snapshots(
         self, sections: Sequence[Section], round: int, peers: Peers

@@ -38,7 +38,6 @@ class StaleRounds(Rounds):
         recorder: Gets the spans, if there is one.
 
     Attributes:
-        openings: Rounds that were opened or given up, one after the other, not jumped over.
         log: What was opened and mixed, if the mode records.
     """
 
@@ -53,7 +52,6 @@ class StaleRounds(Rounds):
         self._late_ones: set[int] = set()
         self._last_opened = self._cut_at = -1
         self.log = DeliveryLog() if mode.record or mode.replay is not None else None
-        self.openings = 0
         self._mixed: Mixed = []
 
     def position(self, steps: int, every: int) -> int:
@@ -74,7 +72,6 @@ class StaleRounds(Rounds):
             "late": sorted(self._late_ones),
             "last_opened": self._last_opened,
             "cut_at": self._cut_at,
-            "openings": self.openings,
             "log": None if self.log is None else self.log.tensor(),
         }
 
@@ -84,9 +81,14 @@ class StaleRounds(Rounds):
         self._opened_at = dict(place["opened_at"])
         self._late_ones = set(place["late"])
         self._last_opened, self._cut_at = place["last_opened"], place["cut_at"]
-        self.openings = place["openings"]
         if self.log is not None and place["log"] is not None:
-            self.log = DeliveryLog(place["log"])
+            self.log = DeliveryLog(place["log"])  # else it begins here
+
+    def forget_lost(self) -> None:
+        """Looks after no round any more of which nothing is under way."""
+        rounds = {transfer.round for transfer in self._under_way}
+        self._opened_at = {r: opened for r, opened in self._opened_at.items() if r in rounds}
+        self._late_ones &= rounds
 
     def weight(self, transfer: Transfer) -> float:
         """How much of the delta this rank takes: of a matrix, at most what is stable."""
@@ -184,7 +186,6 @@ class StaleRounds(Rounds):
         return mixed
 
     def _record(self, opening: Opening) -> None:
-        self.openings += 1
         if self.log is not None:
             self.log.add(opening)
 
