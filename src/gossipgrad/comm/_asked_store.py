@@ -67,8 +67,7 @@ class AskedStore:
         limit = self.timeout_seconds if timeout_seconds is None else timeout_seconds
         if self._pending is not None and not self._pending.done():
             raise StoreSilentError("the rendezvous store has not answered an earlier question")
-        self._pending = answer = Future()
-        self._questions.put((question, answer))
+        answer = self.begin(question)
         deadline = time.monotonic() + limit
         while not answer.done():
             left = deadline - time.monotonic()
@@ -79,6 +78,13 @@ class AskedStore:
             except NotYetError:
                 listen()
         return answer.result()
+
+    def begin(self, question: Callable[[dist.Store], T]) -> "Future[T]":
+        """Asks without waiting, behind all that was asked before; the answer comes in time."""
+        answer: Future[T] = Future()
+        self._pending = answer
+        self._questions.put((question, answer))
+        return answer
 
 
 def _answer(store: dist.Store, questions: "queue.SimpleQueue[_Asked | None]") -> None:

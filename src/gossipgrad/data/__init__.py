@@ -3,6 +3,9 @@
 from ._ahead import made_ahead as made_ahead
 from ._dataset import Dataset as Dataset
 from ._dataset import DatasetInfo as DatasetInfo
+from ._elastic import ElasticBatches as ElasticBatches
+from ._elastic_pieces import Member as Member
+from ._elastic_stats import ElasticStats as ElasticStats
 from ._idx import read_idx as read_idx
 from ._image_folder import image_folder as image_folder
 from ._registry import NAMES as NAMES

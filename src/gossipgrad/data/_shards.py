@@ -98,6 +98,11 @@ def split_batches(
     return indices.tensor_split(list(starts))
 
 
+def epoch_order(num_samples: int, *, seed: int, epoch: int) -> Int[np.ndarray, " sample"]:
+    """The permutation of all samples that an epoch deals, the same on every rank."""
+    return np.random.default_rng((seed, epoch)).permutation(num_samples)
+
+
 def epoch_share(
     *,
     num_samples: int,
@@ -113,10 +118,7 @@ def epoch_share(
     Positions r, r + p, r + 2p, ... of one permutation for all ranks; `uneven` "drop" gives every
     rank equally many.
     """
-    if shuffle:
-        order = np.random.default_rng((seed, epoch)).permutation(num_samples)
-    else:
-        order = np.arange(num_samples)
+    order = epoch_order(num_samples, seed=seed, epoch=epoch) if shuffle else np.arange(num_samples)
     mine = order[rank::world_size]
     return mine[: num_samples // world_size] if uneven == "drop" else mine
 
