@@ -145,6 +145,15 @@ class Resumable(ABC):
         return self._rounds.cuts if isinstance(self._rounds, StaleRounds) else 0
 
     @property
+    def round_number(self) -> int:
+        """Rounds behind this rank: closed, given up or jumped over; 0 without partners.
+
+        States that were taken in one round belong together, also of ranks that have made unequal
+        numbers of steps.
+        """
+        return 0 if self._rounds is None else self._rounds.next_round - self._settings.sends_early
+
+    @property
     def delivery_log(self) -> DeliveryLog | None:
         """What this rank has opened and mixed so far, in mode stale with `record`; not a copy."""
         return self._rounds.log if isinstance(self._rounds, StaleRounds) else None

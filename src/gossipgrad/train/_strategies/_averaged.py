@@ -18,6 +18,7 @@ from gossipgrad.train._spans import StepSpans
 
 from ._consensus import consensus_evaluation, session_traffic
 from ._lost import explained
+from ._stop_together import StopTogether
 from ._strategy import Strategy, Traffic, alone
 
 
@@ -40,6 +41,8 @@ class Averaged(Strategy):
         group: The ranks, in a group that becomes this object's.
         stop: Set when the run is told to stop.
         spans: Gets spans of the averages.
+        stops_together: Whether ranks that are told to stop do so after as many steps, for states
+            that belong together; else at once.
     """
 
     replicas_differ = True
@@ -54,10 +57,12 @@ class Averaged(Strategy):
         group: gg.Group,
         stop: threading.Event,
         spans: StepSpans,
+        stops_together: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
         self._stop = stop
+        self._accord: StopTogether | None = None
         self._session = gg.gossip(
             model,
             optimizers,
@@ -69,6 +74,13 @@ class Averaged(Strategy):
             recorder=spans,
             heartbeats=None,  # every average needs every rank
         )
+        if stops_together:
+            self._accord = StopTogether(
+                self._session.group,
+                lambda: self._session.group.members,
+                lambda: self._session.position // every,
+                lambda here: here + 1,  # all wait for all
+            )
 
     @property
     def session(self) -> gg.GossipSession:
@@ -78,6 +90,14 @@ class Averaged(Strategy):
     def agree(self, value: Any) -> list[Any]:
         """What every rank has; see `Strategy.agree`."""
         return self._session.group.all_gather_object(value)
+
+    def agree_at_end(self, value: Any) -> list[Any]:
+        """What every rank has; see `Strategy.agree_at_end`."""
+        return self._session.agree(value)
+
+    def stops_before(self, step: int) -> bool:
+        """At once, or together with the others; see `Strategy.stops_before`."""
+        return self._accord is None or self._accord.stops_now()
 
     def begin_step(self) -> None:
         """End the run if a peer is gone; see `Strategy.begin_step`."""
@@ -101,6 +121,8 @@ class Averaged(Strategy):
 
     def close(self) -> None:
         """Leave the session."""
+        if self._accord is not None:
+            self._accord.close()
         self._session.close()
 
     def _explained(self, error: RuntimeError) -> RuntimeError:
@@ -138,6 +160,7 @@ class EveryLogP(Averaged):
         group: gg.Group,
         stop: threading.Event,
         spans: StepSpans,
+        stops_together: bool = False,
     ) -> None:
         super().__init__(
             model,
@@ -147,4 +170,5 @@ class EveryLogP(Averaged):
             group=group,
             stop=stop,
             spans=spans,
+            stops_together=stops_together,
         )

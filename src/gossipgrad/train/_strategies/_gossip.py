@@ -1,5 +1,6 @@
 """Gossip, as a strategy of the loop."""
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -16,7 +17,7 @@ from gossipgrad.train._evaluate import Evaluation, TestPart
 from gossipgrad.train._spans import StepSpans
 
 from ._consensus import MissedError, consensus_evaluation, session_traffic
-from ._stop_together import StopTogether
+from ._stop_together import StopTogether, first_beyond
 from ._strategy import Strategy, Traffic, alone
 
 _TRIES = 3  # one that dies in the middle of each is not to be expected
@@ -75,8 +76,9 @@ class Gossip(Strategy):
         if checkpoint_every is not None and not self.is_stale:
             self._accord = StopTogether(
                 self._session.group,
-                lambda: self._session.membership.living,
-                lead_steps=options.every * _most_lead(self._session.schedule),
+                lambda: self.living,
+                lambda: self._session.round_number,
+                self._beyond,
             )
         if options.faults is not None:
             self.notes.append(f"faults by script: {options.faults}")
@@ -119,11 +121,24 @@ class Gossip(Strategy):
         """What every member has; see `Strategy.agree`."""
         return self._session.group.all_gather_object(value)
 
+    def agree_at_end(self, value: Any) -> list[Any]:
+        """What every member that lives has; see `Strategy.agree_at_end`."""
+        for _ in range(_TRIES - 1):
+            with contextlib.suppress(GossipError):
+                return self._session.agree(value)
+        return self._session.agree(value)
+
     def checkpoint_label(self, steps: int) -> int:
-        """The steps, or in mode stale those of the last round at which all take their states."""
-        if not self.is_stale or self._cut_every is None:
+        """The steps of the rounds up to here; in mode stale to where all take their states.
+
+        Ranks that were stopped after unequal steps stand in the same round when they go on.
+        """
+        if self.is_stale and self._cut_every is not None:
+            return self._session.cuts * self._cut_every * self._every
+        if self._session.world_size == 1 or self.is_stale:
             return steps
-        return self._session.cuts * self._cut_every * self._every
+        own = steps - self._ahead
+        return self._ahead + self._session.round_number * self._every + own % self._every
 
     def checkpoint_due(self, steps: int, every: int) -> bool:
         """After so many steps, or in mode stale as soon as there is a new label."""
@@ -143,11 +158,15 @@ class Gossip(Strategy):
 
     def stops_before(self, step: int) -> bool:
         """At once, or where there are checkpoints after as many steps as the others."""
-        return self._accord is None or self._accord.stops_before(step)
+        return self._accord is None or self._accord.stops_now()
 
     def position(self, steps: int) -> int:
         """In mode stale the rounds of the session; see `Strategy.position`."""
         return self._ahead + self._session.position
+
+    def _beyond(self, here: int) -> int:
+        schedule = gg.topology.among(self._session.schedule, self.living)
+        return first_beyond(schedule, self.living, here)
 
     def lost_ranks(self) -> dict[str, dict[str, Any]]:
         """Who was lost, by the membership, or by this rank's own links if that is frozen."""
@@ -168,11 +187,6 @@ class Gossip(Strategy):
         if self._accord is not None:
             self._accord.close()
         self._session.close()
-
-
-def _most_lead(schedule: gg.topology.Schedule) -> int:
-    """Rounds by which a rank may be ahead of another where each waits for its partners."""
-    return max(schedule.period, schedule.world_size // 2)
 
 
 def _mode(

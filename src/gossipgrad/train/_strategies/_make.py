@@ -52,8 +52,11 @@ def make_strategy(
         )
     assert dist.group.WORLD is not None
     group = gg.Group.from_process_group(dist.group.WORLD)
+    together = config.checkpoint_every is not None
     if config.strategy == "every-log-p":
-        return EveryLogP(model, optimizers, group=group, stop=stop, spans=spans)
+        return EveryLogP(
+            model, optimizers, group=group, stop=stop, spans=spans, stops_together=together
+        )
     return PostLocal(
         model,
         optimizers,
@@ -62,4 +65,5 @@ def make_strategy(
         group=group,
         stop=stop,
         spans=spans,
+        stops_together=together,
     )

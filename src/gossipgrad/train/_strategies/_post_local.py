@@ -37,6 +37,7 @@ class PostLocal(Strategy):
             change to the second part waits for nobody who has stopped just before it.
         stop: Set when the run is told to stop.
         spans: Gets spans of the averages.
+        stops_together: As `Averaged` takes it.
 
     References:
         Lin et al., Don't use large mini-batches, use local SGD, arXiv:1808.07217. Deviation: (1)
@@ -53,8 +54,10 @@ class PostLocal(Strategy):
         group: gg.Group,
         stop: threading.Event,
         spans: StepSpans,
+        stops_together: bool = False,
     ) -> None:
         super().__init__()
+        self._stops_together = stops_together
         self._replica = model
         self._optimizers = optimizers
         self._steps_left = after_steps
@@ -76,6 +79,10 @@ class PostLocal(Strategy):
     def agree(self, value: Any) -> list[Any]:
         """What every rank has; see `Strategy.agree`."""
         return self._part.agree(value)
+
+    def agree_at_end(self, value: Any) -> list[Any]:
+        """What every rank has; see `Strategy.agree_at_end`."""
+        return self._part.agree_at_end(value)
 
     def place(self) -> dict[str, Any]:
         """Which part this is, and what was counted."""
@@ -149,6 +156,7 @@ class PostLocal(Strategy):
                 group=self._group,
                 stop=self._stop,
                 spans=self._spans,
+                stops_together=self._stops_together,
             )
         except RuntimeError as error:
             raise self._first.explained(error, "the start of local steps") from error

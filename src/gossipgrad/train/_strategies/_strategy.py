@@ -63,13 +63,24 @@ class Strategy(ABC):
         """What every rank has, values of JSON; a collective, but for those who never meet."""
         return [value]
 
+    def agree_at_end(self, value: Any) -> list[Any]:
+        """What every rank that lives has, as `agree`; where one may be lost, the living try again.
+
+        Raises:
+            GossipError: The ranks did not come together.
+        """
+        return self.agree(value)
+
     def checkpoint_label(self, steps: int) -> int:
-        """What a checkpoint after this rank's `steps` is called, the same on all ranks."""
+        """What a checkpoint after this rank's `steps` is called.
+
+        The same on all ranks for states that belong together: the steps, if all make as many.
+        """
         return steps
 
     def checkpoint_due(self, steps: int, every: int) -> bool:
         """Whether one is due that has a new label."""
-        return steps % every == 0
+        return self.checkpoint_label(steps) % every == 0
 
     def place(self) -> dict[str, Any]:
         """What this object needs to go on, beside the replica and the session."""
