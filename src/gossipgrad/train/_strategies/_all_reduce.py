@@ -22,6 +22,12 @@ class AllReduce(Lockstep):
     Buffers are rank 0's at the start and each rank's own from then on, as in every other strategy:
     DistributedDataParallel's `forward_sync_buffers`, by which all would train with the statistics
     of rank 0's samples, is off.
+
+    Which gradients share a message is settled before the first step, by a backward pass of zeros,
+    in the reverse of the order that parameters are defined in. DistributedDataParallel would do it
+    after the first step, by the order in which gradients came: a run that is resumed would take its
+    first step with other messages than one that was not, and where three ranks or more add up, the
+    last bits go by an element's place in its message.
     """
 
     def __init__(self, model: nn.Module, stop: threading.Event) -> None:
@@ -30,6 +36,7 @@ class AllReduce(Lockstep):
         parallel = nn.parallel.DistributedDataParallel(
             model, forward_sync_buffers=False, gradient_as_bucket_view=True
         )
+        _settle_buckets(parallel, model)
         parallel.register_comm_hook(self._clock, RingClock.hook)
         self.model = parallel
 
@@ -59,3 +66,23 @@ class AllReduce(Lockstep):
         except RuntimeError as error:
             raise self.explained(error) from error
         self._clock.backward_returned()
+
+
+def _settle_buckets(parallel: nn.parallel.DistributedDataParallel, model: nn.Module) -> None:
+    """Has buckets made with the first forward pass to come as they then stay; a collective."""
+
+    def zeros() -> Tensor:
+        first, *others = (p.flatten()[:1].sum() * 0.0 for p in trained)
+        return sum(others, start=first)
+
+    trained = [p for p in model.parameters() if p.requires_grad]
+    kept = model.__dict__.get("forward")
+    model.forward = zeros
+    try:
+        parallel().backward()
+    finally:
+        if kept is None:
+            del model.forward
+        else:
+            model.forward = kept
+    model.zero_grad(set_to_none=True)
