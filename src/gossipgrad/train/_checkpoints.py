@@ -11,28 +11,23 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gossipgrad import checkpoint
-from gossipgrad.decentralized import (
-    GossipSession,
-    average_states,
-    load_replica,
-    misfit,
-    replica_state,
-)
+from gossipgrad.decentralized import GossipSession, load_replica, misfit, replica_state
 from gossipgrad.errors import GossipError
 
 from ._batches import Batches, RingBatches
 from ._config import TrainConfig
 from ._layout import RunDir
 from ._random_state import load_random_state, random_state
-from ._resume import saved_ranks
 from ._strategies import Strategy
 
-# How long the write of the checkpoint before is awaited. Where the disk is slower than that, ranks
-# would leave out one here and another there, and few would be complete.
+# How long the write of the checkpoint before is awaited, but in mode stale, where no step waits.
+# Where the disk is slower than that, ranks leave out one here and another there, and few are
+# complete.
 _WRITE_SECONDS = 2.0
 _LAST_SECONDS = 60.0  # the same, for the last one
 _SETTLE_SECONDS = 60.0  # how long rows on their way to neighbours are awaited
 _MOST_PENDING_STEPS = 64  # that a state of mode stale is kept back for what it lacks
+_OF_A_RUN = frozenset({"strategy", "batches", "random", "loop"})  # beside replica and session
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,13 +83,14 @@ class Checkpoints:
         self._strategy, self._batches, self._device = strategy, batches, device
         self._saver: checkpoint.Saver | None = None
         self._last = self._base = 0
+        self._attempt = ""
         self._pending: tuple[int, dict[str, Any], int] | None = None
 
     def resume(self) -> Place:
         """Brings everything where the checkpoint of `resume_step` has it; a collective.
 
         Raises:
-            ValueError: A rank's state cannot be read, or does not fit; on all ranks.
+            ValueError: A rank's state cannot be read, or does not fit; on all ranks that meet.
         """
         step, state, problem = self._config.resume_step, None, None
         assert step is not None, "the front door has chosen one"
@@ -102,10 +98,11 @@ class Checkpoints:
             state = checkpoint.load(
                 self._directory, rank=self._rank, step=step, world_size=self._world_size
             )
-            if self._strategy.session is None:
-                problem = misfit(self._model, self._optimizers, state)
+            problem = self._misfit(state)
         except ValueError as error:
             problem = str(error)
+        except Exception as error:  # whatever it is, the others must not wait for this rank
+            problem = f"rank {self._rank} failed to read its own: {type(error).__name__}: {error}"
         for why in self._strategy.agree(problem):
             if why is not None:
                 raise ValueError(f"the checkpoint of step {step} cannot be resumed: {why}")
@@ -122,29 +119,37 @@ class Checkpoints:
         load_random_state(state["random"], self._device)
         return Place(**state["loop"])
 
-    def begin(self, place: Place | None) -> None:
-        """Gets ready to save, if that is asked for; a collective."""
+    def begin(self, place: Place | None, carried: Mapping[str, Any] | None = None) -> None:
+        """Gets ready to save, if that is asked for; a collective, but for one who joins.
+
+        Args:
+            place: Where a run that is resumed goes on.
+            carried: For one who joins, what `carried` of another rank gave.
+        """
+        if carried is not None:
+            self._base = carried["base"]
+            self._open(carried["attempt"])
+            return
         if place is not None:
             self._last = self._config.resume_step or 0
             checkpoint.rewind(self._directory, rank=self._rank, step=self._last)
         if self._config.checkpoint_every is None:
             return
-        if place is not None:  # labels rise, also where ranks of another number make fewer steps
-            label = self._strategy.checkpoint_label(place.metrics["steps"])
-            self._base = max(0, self._last - label)
-        self._saver = checkpoint.Saver(
-            self._directory,
-            rank=self._rank,
-            world_size=self._world_size,
-            # Who never meets has nothing that would belong to another start.
-            attempt=self._strategy.agree(secrets.token_hex(8))[0] if self._strategy.meets else "",
-            keep=self._config.keep_checkpoints,
-        )
+        strategy = self._strategy
+        label = 0 if place is None else strategy.checkpoint_label(place.metrics["steps"])
+        told = strategy.agree([secrets.token_hex(8), label])
+        if place is not None:
+            # Labels rise, also where ranks of another number make fewer steps, and are the same on
+            # all: none is due before the furthest rank comes to a new one.
+            highest = max(label for _, label in told)
+            self._base = max(0, self._last - highest)
+            self._last = highest + self._base
+        # Who never meets has nothing that would belong to another start.
+        self._open(told[0][0] if strategy.meets else "")
 
-    @property
-    def saves(self) -> bool:
-        """Whether checkpoints were asked for."""
-        return self._saver is not None
+    def carried(self) -> dict[str, Any]:
+        """What one who joins has to know to save parts of the same checkpoints."""
+        return {"attempt": self._attempt, "base": self._base}
 
     def after_step(self, steps: int, place: Callable[[], Place]) -> None:
         """Saves, if that is due."""
@@ -165,28 +170,30 @@ class Checkpoints:
             self._send_pending(steps, always=True)
             self._pending = self._last, state, steps
 
-    def end(self, steps: int, place: Place) -> str | None:
-        """Saves the last one, with all ranks; why there is none, if so."""
+    def end(self, steps: int, place: Place, *, together: bool) -> str | None:
+        """Saves the last one, with all ranks that live; why there is none of all, if so.
+
+        Where the ranks do not come together, each saves its own all the same: if all have made
+        equally many steps, these make a checkpoint.
+
+        Args:
+            steps: That this rank has made.
+            place: Where the run would go on.
+            together: Whether the ranks have just been together.
+        """
         if self._saver is None:
             return None
         self._send_pending(steps, always=True)
         try:
-            label = self._strategy.checkpoint_label(steps) + self._base
-            told = self._strategy.agree([steps, label, self._last])
-            alike = len({one[0] for one in told}) == 1 and not self._strategy.is_stale
-            if alike and all(last == label for _, _, last in told):
-                return None
-            label = max(one for _, one, _ in told)
-            if not alike or any(last >= label for _, _, last in told):
-                label = max(label, *(last + 1 for _, _, last in told))
-            if not self._settle_rows():
-                return "rows of the ring shuffle did not arrive"
-            state = self._state(place, settle=not alike)
-            self._last = label
-            self._save(state, label, wait_seconds=_LAST_SECONDS)
+            if together:
+                return self._end_together(steps, place)
+            why = "the ranks did not come together for it"
         except (GossipError, RuntimeError, ValueError) as error:
-            return str(error)
-        return None
+            why = str(error)
+        try:
+            return self._end_alone(steps, place, why)
+        except (GossipError, RuntimeError, ValueError) as error:
+            return f"{why}; rank {self._rank} could not save its own: {error}"
 
     def close(self) -> None:
         """Waits for what is being written, and says what could not be."""
@@ -205,6 +212,62 @@ class Checkpoints:
                 f"{stats.skipped}"
             )
 
+    def _open(self, attempt: str) -> None:
+        if self._config.checkpoint_every is None:
+            return
+        self._attempt = attempt
+        self._saver = checkpoint.Saver(
+            self._directory,
+            rank=self._rank,
+            world_size=self._world_size,
+            attempt=attempt,
+            keep=self._config.keep_checkpoints,
+        )
+
+    def _end_together(self, steps: int, place: Place) -> str | None:
+        label = self._strategy.checkpoint_label(steps) + self._base
+        own = [steps, label, self._last, self._is_kept(self._last)]
+        told = self._strategy.agree_at_end(own)
+        alike = len({one[0] for one in told}) == 1 and not self._strategy.is_stale
+        if not any(one[0] for one in told):
+            return None
+        if alike and all(last == label and kept for _, _, last, kept in told):
+            return None
+        label = max(max(label, last + 1) for _, label, last, _ in told)
+        if not self._settle_rows():
+            return "rows of the ring shuffle did not arrive"
+        return self._save_last(self._state(place, settle=not alike), label)
+
+    def _end_alone(self, steps: int, place: Place, why: str) -> str:
+        label = self._strategy.checkpoint_label(steps) + self._base
+        if self._strategy.is_stale or label <= self._last or not self._settle_rows():
+            return why
+        also = self._save_last(self._state(place), label)
+        return (
+            f"{why}; {also or f'each rank that is left has saved its own, this one step {label}'}"
+        )
+
+    def _save_last(self, state: dict[str, Any], label: int) -> str | None:
+        assert self._saver is not None
+        self._last = label
+        if self._save(state, label, wait_seconds=_LAST_SECONDS):
+            return None
+        if (error := self._saver.error) is not None:
+            return f"{type(error).__name__}: {error}"
+        return f"the one before was still being written after {_LAST_SECONDS:g} s"
+
+    def _is_kept(self, label: int) -> bool:
+        """Whether this rank's part of a checkpoint is on the disk, and those who live suffice."""
+        assert self._saver is not None
+        self._saver.wait(_LAST_SECONDS)
+        try:
+            if label in checkpoint.steps(self._directory):
+                return True
+            own = checkpoint.manifest(self._directory, rank=self._rank, step=label)
+        except ValueError:
+            return False
+        return tuple(own.members) == (self._strategy.living or tuple(range(self._world_size)))
+
     def _state(self, place: Place, *, settle: bool = False) -> dict[str, Any]:
         session = self._strategy.session
         if session is None:
@@ -219,6 +282,15 @@ class Checkpoints:
             "random": random_state(self._device),
             "loop": {"epoch": place.epoch, "batch": place.batch, "metrics": dict(place.metrics)},
         }
+
+    def _misfit(self, state: Mapping[str, Any]) -> str | None:
+        if missing := sorted(_OF_A_RUN - state.keys()):
+            return f"it was not saved by a run of the command, for it lacks {missing[0]!r}"
+        if (why := is_behind(self._config, state["loop"]["epoch"])) is not None:
+            return why
+        if self._strategy.session is None:
+            return misfit(self._model, self._optimizers, state)
+        return None  # a session looks for itself
 
     def _tell_torn(self, session: GossipSession, saved: Mapping[str, Any]) -> None:
         rounds = saved["rounds"]
@@ -240,11 +312,11 @@ class Checkpoints:
             self._pending = None
             self._save(state, label)
 
-    def _save(
-        self, state: dict[str, Any], label: int, wait_seconds: float = _WRITE_SECONDS
-    ) -> None:
+    def _save(self, state: dict[str, Any], label: int, wait_seconds: float | None = None) -> bool:
         assert self._saver is not None
-        self._saver.save(
+        if wait_seconds is None:
+            wait_seconds = 0.0 if self._strategy.is_stale else _WRITE_SECONDS
+        return self._saver.save(
             state,
             step=label,
             members=self._strategy.living,
@@ -263,56 +335,11 @@ class Checkpoints:
         return True
 
 
-def other_ranks(config: TrainConfig, run_dir: RunDir, world_size: int) -> tuple[int, ...] | None:
-    """The ranks that saved the checkpoint to resume, if they are not those that are here."""
-    if config.resume is None:
+def is_behind(config: TrainConfig, epoch: int) -> str | None:
+    """Why a checkpoint in an epoch, counted from 0, is beyond the end of the run, if it is."""
+    if epoch <= config.epochs:
         return None
-    assert config.resume_step is not None
-    saved = saved_ranks(run_dir.checkpoints, config.resume_step)
-    return None if saved == tuple(range(world_size)) else saved
-
-
-def start_from_consensus(
-    config: TrainConfig,
-    run_dir: RunDir,
-    ranks: Sequence[int],
-    model: nn.Module,
-    optimizers: Sequence[Optimizer],
-    *,
-    rank: int,
-    world_size: int,
-    epoch_batches: int,
-) -> Place:
-    """Begins on another number of ranks with the mean of the saved replicas; local.
-
-    Each rank reads the states of all. What it comes to is not bit for bit what as many ranks as
-    before would have come to: they deal the samples otherwise.
-
-    Raises:
-        ValueError: A state cannot be read, or does not fit.
-    """
-    step, directory = config.resume_step, run_dir.checkpoints
-    states = [checkpoint.load(directory, rank=one, step=step) for one in ranks]
-    mean = average_states(states)
-    if (why := misfit(model, optimizers, mean)) is not None:
-        raise ValueError(f"the checkpoint of step {step} cannot be resumed: {why}")
-    load_replica(model, optimizers, mean)
-    furthest = max(states, key=lambda state: state["loop"]["metrics"]["steps"])["loop"]
-    metrics = dict(furthest["metrics"])
-    samples = sum(state["loop"]["metrics"]["samples"] for state in states) / world_size
-    done = min(1.0, furthest["batch"] / max(1, metrics["epoch_batches"]))
-    batch = round(done * epoch_batches)
-    own = states[ranks.index(rank)]["loop"]["metrics"] if rank in ranks else None
-    metrics |= {
-        "steps": furthest["epoch"] * epoch_batches + batch,
-        "samples": round(samples),
-        "offset": None if own is None else own["offset"],
-    }
-    if rank == 0:
-        warnings.warn(
-            f"the checkpoint of step {step} was saved by ranks {', '.join(map(str, ranks))}, and "
-            f"{world_size} ranks go on from their consensus: not bit for bit what those would "
-            "have done",
-            stacklevel=2,
-        )
-    return Place(epoch=furthest["epoch"], batch=batch, metrics=metrics)
+    return (
+        f"epochs is {config.epochs}, but {epoch} are over in it: give --epochs {epoch} or more, or "
+        "an older checkpoint with --resume-step"
+    )

@@ -82,6 +82,7 @@ def train_with_those_who_come(
                 stop=stop,
                 emit=heard,
                 groups=groups,
+                members=membership.living,
             )
         except (GossipError, dist.DistError) as error:
             final = isinstance(error, AgreementError | EvictedError)

@@ -80,7 +80,9 @@ class Loop:
             if evaluation.final:
                 self._save_last(place, evaluation)
                 return evaluation
-        return self._evaluate(self.epochs - 1, final=True)  # it was at its end when it was resumed
+        # It was at its end when it was resumed, and has told of its last epoch.
+        self.metrics.begin_epoch()
+        return self._evaluate(self.epochs - 1, final=True)
 
     def _train_epoch(self, epoch: int, batch: int) -> bool:
         """Train on what is left of an epoch; whether it was finished."""
@@ -113,10 +115,8 @@ class Loop:
         return Place(epoch=epoch, batch=self._batch, metrics=metrics)
 
     def _save_last(self, place: Place, evaluation: Evaluation) -> None:
-        if evaluation.is_consensus or not self.strategy.meets:
-            why = self.checkpoints.end(self.metrics.steps, place)
-        else:
-            why = "the ranks did not come together for it" if self.checkpoints.saves else None
+        together = evaluation.is_consensus or not self.strategy.meets
+        why = self.checkpoints.end(self.metrics.steps, place, together=together)
         if why is not None:
             self.strategy.notes.append(f"no checkpoint at the end: {why}")
 

@@ -1,7 +1,7 @@
 """What one rank does: the training loop and the evaluations around it."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from gossipgrad.data import Dataset
 from gossipgrad.errors import EvictedError
 
 from ._batches import Groups, RingBatches, make_batches, notes_on
-from ._checkpoints import Checkpoints, other_ranks, start_from_consensus
+from ._checkpoints import Checkpoints
 from ._config import TrainConfig
 from ._device import find_device
 from ._evaluate import TestPart, copy_of
@@ -23,6 +23,7 @@ from ._loggers import open_loggers
 from ._loop import Loop
 from ._metrics import Event, Metrics
 from ._optimizers import go_to_step, make_optimizers, make_schedulers, notes_on_muon
+from ._other_ranks import other_ranks, start_from_consensus
 from ._random_state import seed_rank
 from ._result import RankResult
 from ._spans import StepSpans
@@ -40,6 +41,7 @@ def train_rank(
     stop: threading.Event,
     emit: Callable[[Event], None],
     groups: Groups | None = None,
+    members: Sequence[int] | None = None,
 ) -> RankResult:
     """Train one replica to the end or the stop, and leave it in `run_dir` for export.
 
@@ -59,6 +61,7 @@ def train_rank(
         emit: Takes events for whoever watches: "ready", "progress", "epoch"; "store" from another
             thread.
         groups: Private groups of the ranks that came to the start, by name.
+        members: These ranks, rising; None: all.
 
     Returns:
         The figures of this rank.
@@ -83,24 +86,20 @@ def train_rank(
         if isinstance(batches, RingBatches):
             unstarted.callback(batches.close)
         total_steps = config.epochs * len(batches)
-        place = None
-        if (others := other_ranks(config, run_dir, world_size)) is not None:
-            place = start_from_consensus(
+        place, note = None, f"resumed from the checkpoint of step {config.resume_step}"
+        members = tuple(range(world_size) if members is None else members)
+        if (others := other_ranks(config, run_dir, members, world_size)) is not None:
+            place, note = start_from_consensus(
                 config,
                 run_dir,
                 others,
                 model,
                 optimizers,
                 rank=rank,
-                world_size=world_size,
+                members=members,
                 epoch_batches=len(batches),
             )
-        spans = StepSpans(
-            rank,
-            num_steps=config.trace,
-            total_steps=total_steps,
-            after_step=(config.resume_step or 0) if place is None else place.metrics["steps"],
-        )
+        spans = StepSpans(rank, num_steps=config.trace, total_steps=total_steps)
         test = TestPart.of(
             dataset, rank=rank, world_size=world_size, threads=threads, device=device
         )
@@ -136,7 +135,8 @@ def train_rank(
         resumed = None if place is None else place.metrics
         if resumed is not None:
             go_to_step(schedulers, strategy.position(resumed["steps"]))
-            strategy.notes.append(f"resumed from the checkpoint of step {config.resume_step}")
+            spans.go_to_step(resumed["steps"])
+            strategy.notes.append(note)
         loggers = open_loggers(config, run_dir, rank)
         with (
             Metrics(run_dir.metrics(rank), resumed=resumed, loggers=loggers) as metrics,

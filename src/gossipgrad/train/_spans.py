@@ -18,15 +18,19 @@ class StepSpans:
         rank: Whose spans.
         num_steps: Steps to keep; 0 records nothing.
         total_steps: Steps of the run. The first five are left out where that many remain.
-        after_step: How many were made before the run was resumed.
     """
 
-    def __init__(self, rank: int, *, num_steps: int, total_steps: int, after_step: int = 0) -> None:
+    def __init__(self, rank: int, *, num_steps: int, total_steps: int) -> None:
         self._trace = Trace(rank) if num_steps else None
-        left = total_steps - after_step - num_steps
-        self._first = after_step + min(_WARM_UP_STEPS, max(left, 0))
-        self._end = self._first + num_steps
+        self._num_steps, self._total_steps = num_steps, total_steps
         self._recording = False
+        self.go_to_step(0)
+
+    def go_to_step(self, after_step: int) -> None:
+        """Tell how many steps this rank had made when the run was resumed; before the first."""
+        left = self._total_steps - after_step - self._num_steps
+        self._first = after_step + min(_WARM_UP_STEPS, max(left, 0))
+        self._end = self._first + self._num_steps
 
     def begin(self, step: int) -> None:
         """Tell the step that starts now, counted from 1."""

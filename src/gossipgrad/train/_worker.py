@@ -54,6 +54,7 @@ def worker_main(spec: WorkerSpec, pipe: Connection) -> None:
             stop=stop,
             emit=emit,
             groups=_join(spec) if config.needs_links else None,
+            members=spec.members,
         )
 
     serve(pipe, work, errors=lambda: spec.run_dir.errors(spec.rank), quiet=spec.rank != 0)

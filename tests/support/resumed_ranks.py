@@ -1,0 +1,135 @@
+"""Ranks in processes of their own that train, stop or are cut short, and go on, act by act."""
+
+import dataclasses
+import shutil
+import threading
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gossipgrad import data
+from gossipgrad.comm import Group
+from gossipgrad.train import TrainConfig, config_of_run
+from gossipgrad.train._layout import RunDir, claim
+from gossipgrad.train._rank import train_rank
+from gossipgrad.train._resume import reopen
+
+__all__ = ["Act", "StopsAfter", "play"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Act:
+    """A run, or the resumption of a copy of one.
+
+    Attributes:
+        name: Of its folder.
+        resumes: The run that a copy of is resumed; None: it begins anew.
+        options: Of the run, or those that are others at the resumption.
+        stops: After how many steps of this act each rank is told to stop; empty: none is.
+        members: Ranks that come; None: all of them.
+        world_size: How many there should be; None: all.
+    """
+
+    name: str
+    resumes: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    stops: tuple[int, ...] = ()
+    members: tuple[int, ...] | None = None
+    world_size: int | None = None
+
+
+class StopsAfter(threading.Event):
+    """Is set from when it was asked more than so many times: the loop asks before each step."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self._left = steps
+
+    def is_set(self) -> bool:
+        """Whether it is time to stop."""
+        self._left -= 1
+        if self._left < 0:
+            self.set()
+        return super().is_set()
+
+
+def play(rank: int, store: Any, folder: str, world_size: int, acts: list[Act]) -> dict[str, Any]:
+    """What each act came to on this rank: its result and the events, or the error as text."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    digits = data.load("digits")
+    came_to = {}
+    for act in acts:
+        members = tuple(range(world_size)) if act.members is None else act.members
+        try:
+            chosen = _prepared(rank, store, Path(folder), act, world_size)
+            if rank not in members:
+                continue
+            came_to[act.name] = _train(rank, store, act, chosen, digits, members, world_size)
+        except Exception:
+            came_to[act.name] = traceback.format_exc()
+    return came_to
+
+
+def _prepared(rank: int, store: Any, folder: Path, act: Act, world_size: int) -> TrainConfig:
+    """The options, and the folder made by rank 0."""
+    path = folder / act.name
+    if rank == 0:
+        nproc = act.world_size or world_size
+        if act.resumes is None:
+            claim(path, name="", overwrite=True)
+            usual = {"epochs": 1, "log_every": 1, "trace": 0, "batch_size": 64}
+            usual |= {"checkpoint_every": 3, "keep_checkpoints": 9}
+            config = TrainConfig(**usual | act.options)
+        else:
+            shutil.copytree(folder / act.resumes, path)
+            config = dataclasses.replace(config_of_run(path), nproc=nproc, **act.options)
+            config, _ = reopen(config)
+        config.resolved(nproc=nproc, out=path).write(RunDir(path).config, {})
+        step = -1 if config.resume_step is None else config.resume_step
+        store.set(f"prepared {act.name}", str(step))
+    step = int(store.get(f"prepared {act.name}"))
+    config = config_of_run(path)
+    return dataclasses.replace(
+        config,
+        out=path,
+        resume=path if step >= 0 else None,
+        resume_step=step if step >= 0 else None,
+    ).resolved(nproc=act.world_size or world_size, out=path)
+
+
+def _train(
+    rank: int,
+    store: Any,
+    act: Act,
+    config: TrainConfig,
+    digits: data.Dataset,
+    members: tuple[int, ...],
+    world_size: int,
+) -> dict[str, Any]:
+    world_size = act.world_size or world_size
+    stop = StopsAfter(act.stops[rank]) if act.stops else threading.Event()
+    events: list[dict[str, Any]] = []
+
+    def group(name: str) -> Group:
+        prefix = dist.PrefixStore(f"{act.name} {name}", store)
+        return Group(prefix, rank, world_size, members=members, timeout_seconds=30)
+
+    groups: Callable[[str], Group] | None = None if config.needs_every_rank else group
+    result = train_rank(
+        config,
+        digits,
+        RunDir(config.out),
+        rank=rank,
+        world_size=world_size,
+        stop=stop,
+        emit=events.append,
+        groups=groups,
+    )
+    return {"result": result.to_json(), "events": events}

@@ -1,0 +1,200 @@
+"""When ranks save, and under which label: what they come to without a loop around it."""
+
+import pytest
+import torch
+from torch import nn
+
+from gossipgrad import checkpoint
+from gossipgrad.train import TrainConfig
+from gossipgrad.train._checkpoints import Checkpoints, Place
+from gossipgrad.train._layout import RunDir
+from gossipgrad.train._strategies._local import Local
+from support.ranks import run_ranks
+
+
+class Apart(Local):
+    """Ranks that agree over a group, and stand where `round` says if they are stale."""
+
+    meets = True
+
+    def __init__(self, model, group, cut_every=None):
+        super().__init__(model)
+        self._group, self._cut_every = group, cut_every
+        self.round = 0
+
+    @property
+    def is_stale(self):
+        return self._cut_every is not None
+
+    def agree(self, value):
+        return self._group.all_gather_object(value)
+
+    def checkpoint_label(self, steps):
+        if self._cut_every is None:
+            return steps
+        return self.round // self._cut_every * self._cut_every
+
+    def checkpoint_due(self, steps, every):
+        return self.is_stale or super().checkpoint_due(steps, every)
+
+
+class NoBatches:
+    def __len__(self):
+        return 100
+
+    def epoch(self, epoch, *, start_batch=0):
+        return iter(())
+
+
+class Rank:
+    """Checkpoints of a rank whose replica is how many steps it has made."""
+
+    def __init__(self, path, rank, group, *, every, resume_step=None, cut_every=None):
+        self.model = nn.Linear(1, 1)
+        self.strategy = Apart(self.model, group, cut_every)
+        resumed = {} if resume_step is None else {"resume": path, "resume_step": resume_step}
+        config = TrainConfig(checkpoint_every=every, keep_checkpoints=9, **resumed)
+        self.saves = Checkpoints(
+            config.resolved(nproc=group.world_size, out=path),
+            RunDir(path),
+            rank=rank,
+            world_size=group.world_size,
+            model=self.model,
+            optimizers=[torch.optim.SGD(self.model.parameters(), lr=0.1)],
+            strategy=self.strategy,
+            batches=NoBatches(),
+            device=torch.device("cpu"),
+        )
+
+    def place(self, steps):
+        with torch.no_grad():
+            self.model.weight.fill_(steps)
+        return Place(epoch=0, batch=steps, metrics={"steps": steps})
+
+    def steps(self, numbers):
+        for steps in numbers:
+            self.saves.after_step(steps, lambda steps=steps: self.place(steps))
+
+    def end(self, steps, *, together=True):
+        why = self.saves.end(steps, self.place(steps), together=together)
+        self.saves.close()
+        return why
+
+
+def weights(path, step, ranks=2):
+    """The steps that each rank had made when it saved."""
+    states = [checkpoint.load(path / "checkpoints", rank=rank, step=step) for rank in range(ranks)]
+    return [int(state["model"]["weight"]) for state in states]
+
+
+def test_labels_meet_again_after_ranks_were_stopped_after_unequal_steps(tmp_path):
+    def first(rank, group):
+        one, last = Rank(tmp_path, rank, group, every=4), 10 - rank
+        one.saves.begin(None)
+        one.steps(range(1, last + 1))
+        return one.end(last)
+
+    assert run_ranks(2, first) == [None, None]
+    assert checkpoint.steps(tmp_path / "checkpoints") == [4, 8, 10]
+    assert weights(tmp_path, 10) == [10, 9]
+
+    def second(rank, group):
+        one, before = Rank(tmp_path, rank, group, every=4, resume_step=10), 10 - rank
+        one.saves.begin(one.place(before))
+        one.steps(range(before + 1, 21))
+        return one.end(20)
+
+    assert run_ranks(2, second) == [None, None]
+    assert checkpoint.steps(tmp_path / "checkpoints") == [4, 8, 10, 12, 16, 20]
+    assert weights(tmp_path, 12) == [12, 12]
+
+
+def test_labels_of_stale_ranks_meet_though_they_stand_on_two_sides_of_a_new_cut(tmp_path):
+    def first(rank, group):
+        one = Rank(tmp_path, rank, group, every=8, cut_every=8)
+        one.saves.begin(None)
+        one.strategy.round = 49 + 2 * rank
+        one.steps([1])
+        one.saves.close()
+
+    run_ranks(2, first)
+    assert checkpoint.steps(tmp_path / "checkpoints") == [48]
+
+    def second(rank, group):
+        one = Rank(tmp_path, rank, group, every=5, resume_step=48, cut_every=5)
+        one.strategy.round = 49 + 2 * rank
+        one.saves.begin(one.place(1))
+        for round in range(49 + 2 * rank, 62):
+            one.strategy.round = round
+            one.steps([round])
+            one.saves._saver.wait(10.0)
+        one.saves.close()
+
+    run_ranks(2, second)
+    assert checkpoint.steps(tmp_path / "checkpoints") == [48, 55, 60]
+    assert weights(tmp_path, 55) == [55, 55]
+
+
+@pytest.mark.filterwarnings("ignore:a checkpoint could not be saved")
+def test_the_last_one_is_saved_again_where_a_rank_could_not(tmp_path):
+    in_the_way = tmp_path / "checkpoints" / "step-000000008" / "rank-0001"
+
+    def main(rank, group):
+        one = Rank(tmp_path, rank, group, every=4)
+        one.saves.begin(None)
+        one.steps(range(1, 8))
+        if rank == 1:
+            in_the_way.parent.mkdir(parents=True, exist_ok=True)
+            in_the_way.touch()
+        one.steps([8])
+        one.saves._saver.wait(10.0)
+        in_the_way.unlink(missing_ok=True)
+        return one.end(8)
+
+    assert run_ranks(2, main) == [None, None]
+    assert checkpoint.steps(tmp_path / "checkpoints") == [4, 9]
+    assert weights(tmp_path, 9) == [8, 8]
+
+
+def test_the_last_one_is_not_saved_again_where_all_have_it(tmp_path):
+    def main(rank, group):
+        one = Rank(tmp_path, rank, group, every=4)
+        one.saves.begin(None)
+        one.steps(range(1, 9))
+        return one.end(8)
+
+    assert run_ranks(2, main) == [None, None]
+    assert checkpoint.steps(tmp_path / "checkpoints") == [4, 8]
+
+
+def test_ranks_that_do_not_come_together_each_save_their_own(tmp_path):
+    def main(rank, group):
+        one = Rank(tmp_path, rank, group, every=4)
+        one.saves.begin(None)
+        one.steps(range(1, 7))
+        if rank == 1:
+            return one.end(6, together=False)
+        group.close()  # as when one has been lost
+        return one.end(6)
+
+    first, second = run_ranks(2, main)
+    assert first.startswith("collectives are over: ")
+    assert second.startswith("the ranks did not come together for it; ")
+    assert second.endswith("each rank that is left has saved its own, this one step 6")
+    assert checkpoint.steps(tmp_path / "checkpoints") == [4, 6]
+
+
+def test_no_step_waits_for_a_slow_disk_in_mode_stale(tmp_path):
+    waits = []
+
+    def main(rank, group):
+        for cut_every in (None, 4):
+            one = Rank(tmp_path / str(cut_every), rank, group, every=4, cut_every=cut_every)
+            one.saves.begin(None)
+            one.saves._saver.save = lambda *_, wait_seconds, **__: not waits.append(wait_seconds)
+            one.strategy.round = 4
+            one.steps([4])
+            one.saves.close()
+
+    run_ranks(1, main)
+    assert waits == [2.0, 0.0]
