@@ -63,6 +63,18 @@ def held_by(optimizer):
     return [t.detach().flatten().tolist() for t in whole]
 
 
+def refuses_the_other_shard(session, mesh, shard):
+    """Both have the number of their replica, and weights that may be of equal shapes."""
+    states = [None] * SHARDS
+    dist.all_gather_object(states, session.state_dict(), group=mesh["shard"].get_group())
+    assert [state["shard"] for state in states] == [{"shard": [n, SHARDS]} for n in range(SHARDS)]
+    with pytest.raises(ValueError, match=rf"is of shard {1 - shard} of 2 on axis 'shard', here is"):
+        session.load_state_dict(states[1 - shard])
+    with pytest.raises(ValueError, match="state 1 is of another shard than state 0"):
+        gg.average_states(states)
+    session.load_state_dict(states[shard])
+
+
 def replica_of_shards(rank, store, replicas, whole):
     """What a rank saw, its replica at the end, momentum, and its part of the squared distance."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -83,6 +95,7 @@ def replica_of_shards(rank, store, replicas, whole):
         total = torch.tensor(squared)
         dist.all_reduce(total, group=mesh["shard"].get_group())
         outcomes = session.stats().outcomes
+        refuses_the_other_shard(session, mesh, shard)
         session.group.barrier()
     return [seen, *held, [math.sqrt(total.item())]], outcomes
 

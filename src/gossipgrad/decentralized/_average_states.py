@@ -21,9 +21,9 @@ def average_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     Returns:
         `"model"`: the mean of the weights and floating buffers, with what each is still owed;
-        others are those of the first. `"optimizers"`: the mean of each floating state of a
-        parameter's shape (momentum, moments), over those that have it; all else, step counters and
-        hyper-parameters among it, is that of the first.
+        others, and extra states of modules, are those of the first. `"optimizers"`: the mean of
+        each floating state of a parameter's shape (momentum, moments), over those that have it;
+        all else, step counters and hyper-parameters among it, is that of the first.
 
     Raises:
         ValueError: There are none, or they are of unlike models or optimizers.
@@ -37,8 +37,14 @@ def average_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             o["sizes"] for o in states[0]["optimizers"]
         ]:
             raise ValueError(f"state {number} is of other optimizers than state 0")
+        if state["shard"] != states[0]["shard"]:
+            raise ValueError(
+                f"state {number} is of another shard than state 0: average those of one shard"
+            )
     first = states[0]
     return {
+        "extra": first["extra"],
+        "shard": first["shard"],
         "model": {
             name: _mean(
                 [state["model"][name] for state in states],

@@ -45,6 +45,11 @@ class GradientExchange:
         ]
         weakref.finalize(owner, self.remove).atexit = False  # pyrefly: ignore[missing-attribute]
 
+    @property
+    def begun(self) -> bool:
+        """Whether gradients of this step have been sent, and are not mixed yet."""
+        return self._begun
+
     def finish(self) -> None:
         """Sends what is missing, waits for the partner, and mixes into `.grad`; once a step.
 

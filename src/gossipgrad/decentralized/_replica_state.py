@@ -7,9 +7,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gossipgrad.comm import is_sharded, local
+from gossipgrad.comm import local
+from gossipgrad.decentralized._optimizer_state import (
+    copied,
+    group_sizes,
+    load_optimizer,
+    optimizer_state,
+    plain,
+    to_host,
+)
+from gossipgrad.decentralized._sharding import shard_of
 from gossipgrad.decentralized._tensors import all_parameters
-from gossipgrad.errors import GossipError
 
 __all__ = ["load_replica", "misfit", "replica_state"]
 
@@ -19,18 +27,27 @@ def replica_state(
 ) -> dict[str, Any]:
     """All that training changes in a replica, in host memory; local.
 
-    Buffers are among it, those that a model's own state leaves out, too. Of sharded tensors it is
-    this rank's part. With `copy` False tensors that lie there already are no copies.
+    Buffers are among it, those that a model's own state leaves out, too, and what its modules tell
+    by `get_extra_state`. Of sharded tensors it is this rank's part. Not gradients. With `copy`
+    False tensors that lie there already are no copies.
 
     Returns:
-        `"model"`: tensors by name. `"optimizers"`: of each its kind, hyper-parameters and state.
+        `"model"`: tensors by name. `"extra"`: extra states by name of the module. `"optimizers"`:
+        of each its kind, hyper-parameters and state. `"shard"`: which part of sharded tensors it
+        is: place and number of places on each axis of the mesh; None of whole ones.
 
     Raises:
-        GossipError: An optimizer keeps something that is no plain value.
+        GossipError: An optimizer or a module keeps something that is no plain value.
     """
+    named = _named(model, optimizers)
     return {
-        "model": {n: _to_host(tensor, copy) for n, tensor in _named(model, optimizers).items()},
-        "optimizers": [_optimizer_state(number, o, copy) for number, o in enumerate(optimizers)],
+        "model": {name: to_host(tensor, copy) for name, tensor in named.items()},
+        "extra": {
+            name: plain(module.get_extra_state(), f"the extra state of module {name!r}", copy)
+            for name, module in _with_extra(model).items()
+        },
+        "optimizers": [optimizer_state(number, o, copy) for number, o in enumerate(optimizers)],
+        "shard": shard_of(named.values()),
     }
 
 
@@ -38,7 +55,16 @@ def misfit(
     model: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Any]
 ) -> str | None:
     """Why a replica's state cannot be put into these objects, None if it can."""
-    saved, own = _shapes(state["model"]), _shapes(_named(model, optimizers))
+    named = _named(model, optimizers)
+    if (was := state["shard"]) != (here := shard_of(named.values())):
+        return (
+            f"it is of {_told(was)}, here is {_told(here)}: save each shard of a replica in a "
+            "directory of its own, and load it from there"
+        )
+    if odd := sorted(set(state["extra"]) ^ set(_with_extra(model))):
+        where = "here" if odd[0] in state["extra"] else "in what was saved"
+        return f"the module {odd[0]!r} has no extra state {where}"
+    saved, own = _shapes(state["model"]), _shapes(named)
     if saved != own:
         name = min(n for n in saved | own if saved.get(n) != own.get(n))
         return f"{name!r} was saved as {saved.get(name, 'nothing')}, here it is {own.get(name)}"
@@ -47,7 +73,7 @@ def misfit(
     if kinds != here:
         return f"it was saved with the optimizers {', '.join(kinds)}, here are {', '.join(here)}"
     for number, (optimizer, each) in enumerate(zip(optimizers, state["optimizers"], strict=True)):
-        saved_sizes, sizes = each["sizes"], _sizes(optimizer)
+        saved_sizes, sizes = each["sizes"], group_sizes(optimizer)
         if list(saved_sizes) != sizes:
             return (
                 f"optimizer {number} trained groups of {saved_sizes} parameters, here it trains "
@@ -67,7 +93,24 @@ def load_replica(
     for name, tensor in _named(model, optimizers).items():
         local(tensor).copy_(state["model"][name])
     for optimizer, each in zip(optimizers, state["optimizers"], strict=True):
-        _load_optimizer(optimizer, each)
+        load_optimizer(optimizer, each)
+    for name, module in _with_extra(model).items():
+        module.set_extra_state(copied(state["extra"][name]))
+
+
+def _with_extra(model: nn.Module) -> dict[str, nn.Module]:
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
+
+
+def _told(shard: Mapping[str, Sequence[int]] | None) -> str:
+    if shard is None:
+        return "a whole replica"
+    places = [f"{at} of {size} on axis {axis!r}" for axis, (at, size) in shard.items()]
+    return f"shard {' and '.join(places)}"
 
 
 def _named(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
@@ -77,92 +120,3 @@ def _named(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tenso
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     held = {name: local(tensor) for name, tensor in tensors.items()}
     return {name: f"{tuple(t.shape)} of {t.dtype}" for name, t in held.items()}
-
-
-def _sizes(optimizer: Optimizer) -> list[int]:
-    return [len(group["params"]) for group in optimizer.param_groups]
-
-
-def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def _to_host(tensor: Tensor, copy: bool) -> Tensor:
-    return local(tensor.detach()).to("cpu", copy=copy)
-
-
-def _plain(value: Any, what: str, copy: bool) -> Any:
-    """A value that is made of tensors, numbers, text and None, with its tensors in host memory."""
-    if isinstance(value, Tensor):
-        return _to_host(value, copy)
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, Mapping):
-        return {key: _plain(each, what, copy) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)([_plain(each, what, copy) for each in value])
-    raise GossipError(
-        f"{what} is a {type(value).__name__}, which is no plain value: a state holds tensors, "
-        "numbers, text, None, and lists and dicts of these"
-    )
-
-
-def _optimizer_state(number: int, optimizer: Optimizer, copy: bool) -> dict[str, Any]:
-    what = f"of optimizer {number} ({type(optimizer).__name__}) "
-    kept: list[list[Any]] = []
-    for place, parameter in enumerate(_parameters(optimizer)):
-        held = optimizer.state.get(parameter, {})
-        if not held:
-            continue
-        # Where a tensor was tells nothing that can be known before the first step.
-        on_host = [k for k, v in held.items() if isinstance(v, Tensor) and v.device.type == "cpu"]
-        values = {k: _plain(value, what + f"state {k!r}", copy) for k, value in held.items()}
-        kept.append([place, values, on_host])
-    groups = [
-        {k: _plain(value, what + repr(k), copy) for k, value in group.items() if k != "params"}
-        for group in optimizer.param_groups
-    ]
-    return {
-        "kind": type(optimizer).__name__,
-        "sizes": _sizes(optimizer),
-        "groups": groups,
-        "state": kept,
-    }
-
-
-def _load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    for group, values in zip(optimizer.param_groups, saved["groups"], strict=True):
-        for key, value in values.items():
-            if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
-                group[key].copy_(value)  # a scheduler may hold the same tensor
-            else:
-                group[key] = _copied(value)
-    parameters = _parameters(optimizer)
-    optimizer.state.clear()
-    for place, values, on_host in saved["state"]:
-        parameter = parameters[place]
-        optimizer.state[parameter] = {
-            key: _copied(value) if key in on_host else _beside(parameter, value)
-            for key, value in values.items()
-        }
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.clone()
-    if isinstance(value, Mapping):
-        return {key: _copied(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)([_copied(each) for each in value])
-    return value
-
-
-def _beside(parameter: Tensor, value: Any) -> Any:
-    """A copy on the parameter's device, sharded as the parameter is if it has its local shape."""
-    if not isinstance(value, Tensor):
-        return _copied(value)
-    if is_sharded(parameter) and value.shape == local(parameter).shape:
-        whole = torch.empty_like(parameter, dtype=value.dtype)
-        local(whole).copy_(value)
-        return whole
-    return value.to(parameter.device, copy=True)

@@ -77,7 +77,8 @@ class Resumable(ABC):
         To be taken between two steps, by every rank after equally many, and saved by each under
         its own name. Holds copies in host memory: the model's parameters and buffers, the
         optimizers' state, and the session's own, with the snapshots that are under way. Not the
-        state of schedulers, scalers, samplers and random numbers, which are the user's.
+        state of schedulers, scalers, samplers and random numbers, which are the user's, and not
+        gradients, which a step may have accumulated.
 
         In the modes that wait, what is late is awaited as in a step, and mixed. In mode stale
         nothing is awaited; an exchange that was under way, and that the partner may have mixed
@@ -92,11 +93,12 @@ class Resumable(ABC):
 
         Returns:
             Tensors, numbers, text, lists and dicts: `"model"` by name; `"outstanding"`, what has to
-            be added to it to get this replica's part in the mean of all; `"optimizers"`;
-            `"session"`.
+            be added to it to get this replica's part in the mean of all; `"extra"`,
+            `"optimizers"` and `"shard"` as of `replica_state`; `"session"`.
 
         Raises:
-            GossipError: In the middle of a step, or inside `consensus()`.
+            GossipError: In the middle of a step, inside `consensus()`, or if something is no plain
+                value.
             ReplicaChangedError: If weights were changed since the last step.
         """
         self._check_ready("state_dict")
@@ -104,6 +106,11 @@ class Resumable(ABC):
             raise GossipError(
                 "state_dict() in the middle of a step: not all optimizers have stepped; call it "
                 "when the last one has"
+            )
+        if self._gradients is not None and self._gradients.begun:
+            raise GossipError(
+                "state_dict() between backward and step: gradients of this step have been sent, "
+                "and are in no state; call it when the optimizer has stepped"
             )
         rounds = self._rounds
         if rounds is not None:
