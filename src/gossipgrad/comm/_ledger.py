@@ -31,6 +31,7 @@ class Ledger:
             not answer.
         named_rounds: How many of those there were when one was last named to the peer.
         cancelled: Rounds this rank awaits nothing of any more, though it sent its part.
+        past: Rounds before this one are posted no more, and awaited only if they are open.
         voided: Rounds the peer gave up, or sent in vain.
         era: The peer's latest generation, of which are `known`, `over` and `heard`.
         known: The peer's last settlement that is known here: it came to a collective.
@@ -49,6 +50,7 @@ class Ledger:
     silent_rounds: int = 0
     named_rounds: int = 0
     cancelled: set[int] = field(default_factory=set)
+    past: int = -1
     voided: set[int] = field(default_factory=set)
     era: int = 0
     known: int = 0
@@ -132,7 +134,7 @@ class Ledger:
         if exchange is not None:
             exchange.finish(Outcome.DELIVERED, values)
             return True
-        if round <= self.given_up or round in self.cancelled:
+        if round <= self.given_up or round < self.past or round in self.cancelled:
             return True
         if len({early for early, _ in self.early} - {round}) >= _EARLY_ROUNDS:
             return False
@@ -198,8 +200,10 @@ class Ledger:
 
     def prune(self, before: int) -> None:
         """Forgets what no round from `before` on asks for."""
+        self.past = max(self.past, before)
         self._drop(lambda round: round < before)
         _discard(self.voided, before)
+        _discard(self.cancelled, before)
 
     def _pass(self, round: int) -> None:
         """What is open before `round` can come no more."""
