@@ -4,7 +4,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -78,9 +78,17 @@ def run_ranks(
             f"{len(hanging)} of {world_size} ranks were not done after {timeout_seconds:g} s:\n"
             f"{stacks}"
         )
-    for group in groups.values():
-        group.close()
+    _close(groups.values())
     return [results[rank] for rank in range(world_size)]
+
+
+def _close(groups: Iterable[Group]) -> None:
+    """All at once: Gloo takes a hundredth of a second to let go of each connection."""
+    threads = [threading.Thread(target=group.close) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def where(thread: threading.Thread) -> str:
