@@ -132,6 +132,8 @@ def test_import_is_silent_quick_and_needs_nothing():
         )
         assert done.stderr == ""
         fastest = min(fastest, float(done.stdout))
+        if fastest < 0.25:
+            break
     assert fastest < 0.25
 
 

@@ -22,6 +22,7 @@ from torch import nn
 from gossipgrad import data, models
 from gossipgrad.topology import analyse, by_name
 from gossipgrad.train import GossipConfig, TrainConfig
+from support.commands import run_here
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -253,7 +254,7 @@ def file_of(page, block):
 
 @pytest.mark.process
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "console")], ids=ids)
-def test_commands_run_and_print_what_the_page_shows(page, tmp_path):
+def test_commands_run_and_print_what_the_page_shows(page, tmp_path, monkeypatch, capsys):
     """Numbers aside, every line shown is printed; other machines' commands are no `console`."""
     for block in blocks(page, "python"):
         if name := file_of(page, block):
@@ -261,7 +262,7 @@ def test_commands_run_and_print_what_the_page_shows(page, tmp_path):
     for block in blocks(page, "console"):
         for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
             command, *shown = part.rstrip().split("\n")
-            printed = run(command, tmp_path)
+            printed = lines_of(run(command, tmp_path, monkeypatch, capsys))
             for line in shown:
                 if line != "...":
                     assert shape(line) in printed, f"{command}: {line!r} is not in\n{printed}"
@@ -271,13 +272,21 @@ def shape(text):
     return NUMBER.sub("#", " ".join(text.split()))
 
 
-def run(command, folder):
+def lines_of(text):
+    return "\n".join(shape(line) for line in text.splitlines())
+
+
+def run(command, folder, monkeypatch, capsys):
     program, *arguments = shlex.split(command)
-    modules = {"gossipgrad": ["-m", "gossipgrad"], "torchrun": ["-m", "torch.distributed.run"]}
     if program in ("make", "pip", "source"):
         return ""
+    if program != "torchrun":
+        code = run_here([program, *arguments], folder, monkeypatch)
+        said = capsys.readouterr()
+        assert not code, f"{command}\n{said.err}"
+        return said.out + said.err
     done = subprocess.run(
-        [sys.executable, *modules.get(program, []), *arguments],
+        [sys.executable, "-m", "torch.distributed.run", *arguments],
         cwd=folder,
         capture_output=True,
         text=True,
@@ -285,4 +294,4 @@ def run(command, folder):
         check=False,
     )
     assert done.returncode == 0, f"{command}\n{done.stderr}"
-    return "\n".join(shape(line) for line in (done.stdout + done.stderr).splitlines())
+    return done.stdout + done.stderr
