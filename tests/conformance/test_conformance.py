@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import gossipgrad as gg
-from support.families import DISTANCES, FAMILIES, on_ranks, train
+from support.families import DISTANCES, FAMILIES, STEPS, on_ranks, train
 from support.regression import batches
 from support.replicas import network
 
@@ -16,22 +16,27 @@ def family(request):
 
 
 @pytest.fixture
+def steps(request):
+    return STEPS.get(request.node.callspec.params["family"], 150)
+
+
+@pytest.fixture
 def most_distance(request, family):
     return DISTANCES.get(request.node.callspec.params["family"], 0.03)
 
 
-def test_converges_on_a_quadratic(family, most_distance):
+def test_converges_on_a_quadratic(family, steps, most_distance):
     """Every rank pulls to another point; the consensus settles at the mean of all."""
 
     def rank_main(rank, attach):
         point = nn.Parameter(torch.zeros(5))
         model = nn.Module()
         model.point = point
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        optimizer = torch.optim.SGD(model.parameters(), lr=15 / steps)
         goal = torch.arange(5.0) + rank
         with attach(model, optimizer) as session:
-            for step in range(300):
-                optimizer.param_groups[0]["lr"] = 0.05 * (1 - step / 300)
+            for step in range(steps):
+                optimizer.param_groups[0]["lr"] = 15 / steps * (1 - step / steps)
                 (0.5 * (point - goal).square().sum()).backward()
                 optimizer.step()
                 optimizer.zero_grad()

@@ -60,8 +60,16 @@ def compare(world_size, topology="dissemination", transport="in-process", **sett
 
 
 @pytest.mark.parametrize(("mode", "payload"), MODES)
-@pytest.mark.parametrize("world_size", [2, 3, 4, 5, 6, 7, 8, 9])
+@pytest.mark.parametrize("world_size", [2, 3, 4, 5, 8])
 def test_every_mode_and_payload(world_size, mode, payload):
+    ours, theirs = compare(world_size, mode=mode, payload=payload)
+    assert_same_bits(ours, theirs.w)
+
+
+@pytest.mark.parametrize(("mode", "payload"), MODES[:2])
+@pytest.mark.parametrize("world_size", [6, 7, 9])
+def test_more_world_sizes(world_size, mode, payload):
+    """Schedules of their own; what modes do with a partner does not know how many others live."""
     ours, theirs = compare(world_size, mode=mode, payload=payload)
     assert_same_bits(ours, theirs.w)
 

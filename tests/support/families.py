@@ -15,7 +15,7 @@ from gossipgrad.comm import Group, Hub
 from support.ranks import run_ranks
 from support.regression import batches
 
-__all__ = ["DISTANCES", "FAMILIES", "WORLD_SIZE", "on_ranks", "train"]
+__all__ = ["DISTANCES", "FAMILIES", "STEPS", "WORLD_SIZE", "on_ranks", "train"]
 
 
 def gossip(model, optimizer, group: Group, *, hub: Hub, **settings):
@@ -39,6 +39,7 @@ FAMILIES: dict[str, Callable] = {
 }
 # Ranks that wait for nobody are a few steps apart, and so are their replicas.
 DISTANCES = {"gossip, stale": 0.3}
+STEPS = {"gossip, stale": 300}
 
 WORLD_SIZE = 4
 
