@@ -215,7 +215,7 @@ def test_one_that_dies_before_the_first_step_makes_the_others_start_again(
     config = TrainConfig(nproc=3)
     ready = []
 
-    def train(config, dataset, run_dir, *, rank, world_size, stop, emit, groups):
+    def train(config, dataset, run_dir, *, rank, world_size, stop, emit, groups, members):
         if rank == 2:
             ranks[2].close()  # as one that dies: it never comes to its group
             return None

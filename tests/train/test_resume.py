@@ -1,8 +1,11 @@
 """A run that is cut short and resumed comes to what it would have, bit for bit."""
 
 import dataclasses
+import os
 import random
+import shutil
 import threading
+import warnings
 
 import pytest
 import torch
@@ -12,9 +15,11 @@ from gossipgrad import checkpoint, data
 from gossipgrad.train import RunFailedError, TrainConfig, config_of_run, run
 from gossipgrad.train._layout import claim
 from gossipgrad.train._rank import train_rank
-from gossipgrad.train._resume import reopen
+from gossipgrad.train._resume import reopen, saved_ranks, take_up
 from support.launched import after_steps, config, press_ctrl_c, workers
 from support.resumed_runs import assert_same_runs, state_of
+
+FAULTS = "kill rank=0 round=7"
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +45,10 @@ def alone(digits, tmp_path):
         else:
             run_dir = claim(tmp_path / name, name="", overwrite=True)
             usual = {"log_every": 1, "trace": 0, "batch_size": 64, "checkpoint_every": 7}
-            chosen = TrainConfig(strategy="local", **usual | options)
+            chosen = TrainConfig(strategy="local", **usual | options).named()
         chosen = chosen.resolved(nproc=1, out=run_dir.path)
-        chosen.write(run_dir.config, {})
+        if not resumes:
+            chosen.write(run_dir.config, {})
         result = train_rank(chosen, digits, run_dir, rank=0, world_size=1, stop=stop, emit=emit)
         return result, run_dir
 
@@ -100,11 +106,143 @@ def test_resuming_is_refused_with_the_reason(alone, tmp_path):
 def test_a_damaged_checkpoint_is_refused_and_older_ones_are_named(alone, tmp_path):
     _, run_dir = alone("run", epochs=1)
     (newest,) = (run_dir.checkpoints / "step-000000023" / "rank-0000").glob("*.safetensors")
-    newest.write_bytes(newest.read_bytes()[:-1])
+    whole = newest.read_bytes()
+    newest.write_bytes(whole[:-1])
+    ended(run_dir)
+    before = files_of(run_dir)
     with pytest.raises(ValueError, match=r"step 23 cannot be resumed: .*safetensors.*21"):
-        alone("run", resumes=True)
+        alone("run", resumes=True, log_every=3)
+    run_dir.remove_partial()  # as whoever starts it does
+    assert files_of(run_dir) == before, "what it had come to, its options and its metrics stay"
     resumed, _ = alone("run", resumes=True, resume_step=21)
     assert resumed.steps == 23
+
+
+def ended(run_dir):
+    """Leaves what an end leaves."""
+    run_dir.remove_partial()
+    for path in (run_dir.model, run_dir.summary, run_dir.trace, run_dir.path / "report.html"):
+        path.write_text(f"{path.name} of the end")
+    run_dir.evicted_model(7).write_text("all that it had learned")
+
+
+def files_of(run_dir):
+    return {path: path.read_bytes() for path in run_dir.path.rglob("*") if path.is_file()}
+
+
+def test_what_an_end_has_left_goes_when_the_run_goes_on(alone, tmp_path):
+    _, run_dir = alone("run", epochs=1)
+    ended(run_dir)
+    options = run_dir.config.read_text()
+    reopen(dataclasses.replace(config_of_run(tmp_path / "run"), epochs=2))
+    assert run_dir.summary.exists()
+    assert run_dir.model.exists()
+    assert run_dir.config.read_text() == options, "a start that is refused changes no options"
+    alone("run", resumes=True, epochs=2)
+    assert not any(path.exists() for path in (run_dir.summary, run_dir.model, run_dir.trace))
+    assert config_of_run(tmp_path / "run").epochs == 2
+    evicted = run_dir.path / "evicted-rank7.safetensors"
+    assert evicted.read_text() == "all that it had learned"
+    assert run_dir.evicted_model(7).name == "evicted-rank7-2.safetensors"
+
+
+def test_options_are_whole_whenever_their_writer_is_killed(alone, tmp_path, monkeypatch):
+    _, run_dir = alone("run", epochs=1)
+    before = run_dir.config.read_text()
+
+    def killed(handle):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", killed)
+        with pytest.raises(KeyboardInterrupt):
+            config_of_run(tmp_path / "run").resolved(nproc=1, out=tmp_path).write(
+                run_dir.config, {}
+            )
+    assert run_dir.config.read_text() == before
+
+
+def test_checkpoints_of_another_run_are_refused(alone, tmp_path):
+    _, one = alone("one", epochs=1)
+    _, other = alone("other", epochs=1)
+    shutil.rmtree(other.checkpoints)
+    shutil.copytree(one.checkpoints, other.checkpoints)
+    with pytest.raises(ValueError, match="other has checkpoints of another run alone"):
+        reopen(config_of_run(tmp_path / "other"))
+    named = dataclasses.replace(config_of_run(tmp_path / "one"), run_name="other")
+    with pytest.raises(ValueError, match=r"run_name is other, but the run in .* has run_name="):
+        reopen(named)
+    assert TrainConfig.from_file(one.config).run_name is None, "--config begins another run"
+    taken = named.resolved(nproc=1, out=one.path)
+    with pytest.raises(ValueError, match=r"checkpoint of step 23 .* it is of run "):
+        train_rank(
+            dataclasses.replace(taken, resume_step=23),
+            data.load("digits"),
+            one,
+            rank=0,
+            world_size=1,
+            stop=threading.Event(),
+            emit=lambda event: None,
+        )
+
+
+def test_a_run_goes_on_without_its_faults_and_encrypted(alone, tmp_path):
+    """A script that kills a rank would kill it there again."""
+    alone("run", epochs=1)
+    config = config_of_run(tmp_path / "run")
+    faulty = dataclasses.replace(config.gossip, faults=FAULTS)
+    written = dataclasses.replace(config, gossip=faulty).resolved(nproc=1, out=tmp_path)
+    written.write(tmp_path / "run" / "config.json", {})
+    saved = config_of_run(tmp_path / "run")
+    assert saved.gossip.faults == FAULTS
+    reopen(dataclasses.replace(config, encrypt=True))
+
+
+@pytest.mark.parametrize("noted", [{"torch": "1.0"}, {"torch": torch.__version__}, {}])
+def test_other_versions_are_told(noted, alone, tmp_path):
+    alone("run", epochs=1)
+    config = config_of_run(tmp_path / "run")
+    config.resolved(nproc=1, out=tmp_path).write(tmp_path / "run" / "config.json", noted)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        reopen(config)
+    texts = [str(one.message) for one in told]
+    if noted == {"torch": "1.0"}:
+        (text,) = texts
+        assert f"was made with torch 1.0 (now {torch.__version__}): what it comes to may" in text
+    else:
+        assert texts == []
+
+
+def test_metrics_of_ranks_that_the_run_goes_on_without_are_put_aside(tmp_path):
+    """Theirs would be shown as if they were in it; of one that was lost its own begins anew."""
+    run_dir = claim(tmp_path, name="", overwrite=False)
+    for rank in (0, 2):  # rank 1 was lost
+        checkpoint.save(
+            run_dir.checkpoints, {}, rank=rank, world_size=3, members=(0, 2), step=10, run="it"
+        )
+    for rank in range(5):
+        run_dir.metrics(rank).write_text(f"of rank {rank}")
+    config = TrainConfig(run_name="it", checkpoint_every=5, quiet=True)
+    config.resolved(nproc=2, out=tmp_path).write(run_dir.config, {})
+    config, run_dir = reopen(dataclasses.replace(config, nproc=2, resume=tmp_path))
+    config = config.resolved(nproc=2, out=tmp_path)
+    for rank in (1, 0):
+        take_up(config, run_dir, rank=rank, anew=rank == 1)
+    assert run_dir.metrics_ranks() == [0]
+    former = {path.name: path.read_text() for path in (tmp_path / "former").iterdir()}
+    assert former == {f"metrics-rank{rank}.jsonl": f"of rank {rank}" for rank in (1, 2, 3, 4)}
+    run_dir.metrics(1).write_text("again")
+    take_up(config, run_dir, rank=1, anew=True)
+    assert (tmp_path / "former" / "metrics-rank1-2.jsonl").read_text() == "again"
+
+
+def test_parts_of_the_dead_are_no_part_of_what_is_resumed(tmp_path):
+    for rank, members in ((0, (0, 1, 2)), (1, (1, 2)), (2, (1, 2))):
+        checkpoint.save(tmp_path, {}, rank=rank, world_size=3, members=members, step=100)
+    assert saved_ranks(tmp_path, 100) == (1, 2)
+    with pytest.raises(ValueError, match="there is no checkpoint of step 7"):
+        saved_ranks(tmp_path, 7)
 
 
 @pytest.mark.process

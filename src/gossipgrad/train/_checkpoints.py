@@ -96,7 +96,11 @@ class Checkpoints:
         assert step is not None, "the front door has chosen one"
         try:
             state = checkpoint.load(
-                self._directory, rank=self._rank, step=step, world_size=self._world_size
+                self._directory,
+                rank=self._rank,
+                step=step,
+                run=self._config.run_name,
+                world_size=self._world_size,
             )
             problem = self._misfit(state)
         except ValueError as error:
@@ -220,6 +224,7 @@ class Checkpoints:
             self._directory,
             rank=self._rank,
             world_size=self._world_size,
+            run=self._config.run_name or "",
             attempt=attempt,
             keep=self._config.keep_checkpoints,
         )

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import secrets
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, Literal
 from ._learning_rate import LearningRate, LrRule, LrSchedule
 from ._options import check_at_least, check_fields, from_plain, make_plain
 from ._strategy_config import GossipConfig, PostLocalConfig
+from ._whole_file import write_whole
 
 # Of each optimizer, where none is given.
 DEFAULT_LR = {"sgd": 0.1, "adamw": 1e-3, "muon": 1e-3}
@@ -20,6 +22,7 @@ _NOTES = ("lr_formula", "versions")
 _PATHS = ("out", "data_dir", "resume")
 # Of a start, and not of the run.
 _OF_A_START = ("out", "overwrite", "resume", "resume_step")
+_OF_A_RUN = ("run_name",)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,6 +116,9 @@ class TrainConfig:
     them can be resumed. None: none are saved."""
     keep_checkpoints: int = 2
     """How many checkpoints stay, of those that all ranks have saved."""
+    run_name: str | None = None
+    """Name of the run, which its checkpoints carry: those of another one are refused. None: drawn
+    at random."""
     resume: Path | None = None
     """Go on with the run of this folder, from its newest checkpoint and with its options. Others
     may be given for how far it goes, and for what changes no figure."""
@@ -172,6 +178,8 @@ class TrainConfig:
             )
         if self.wandb == "":
             raise ValueError("wandb is empty, but must name a project.")
+        if self.run_name == "":
+            raise ValueError("run_name is empty, but must name the run; leave it out to draw one.")
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum is {self.momentum}, but must be at least 0 and below 1.")
 
@@ -200,6 +208,10 @@ class TrainConfig:
     def needs_every_rank(self) -> bool:
         """Whether the run is over when a rank dies."""
         return self.strategy not in ("gossip", "local")
+
+    def named(self) -> "TrainConfig":
+        """The same run with a name, unlike that of any other if it has none yet."""
+        return self if self.run_name else dataclasses.replace(self, run_name=secrets.token_hex(8))
 
     def resolved(self, *, nproc: int, out: Path) -> "TrainConfig":
         """The same run with nothing left to a default."""
@@ -301,8 +313,12 @@ class TrainConfig:
         return cls(gossip=gossip, post_local=post_local, **told)
 
     @classmethod
-    def from_file(cls, path: Path) -> "TrainConfig":
+    def from_file(cls, path: Path, *, same_run: bool = False) -> "TrainConfig":
         """The configuration in a `config.json`, without the folder it was written to.
+
+        Args:
+            path: The file.
+            same_run: Whether it is to be the same run, of the same name.
 
         Raises:
             ValueError: The file is missing or is no `config.json`; the message names it.
@@ -317,7 +333,7 @@ class TrainConfig:
             raise ValueError(f"{path} is not JSON: {error}.") from error
         if not isinstance(values, dict):
             raise ValueError(f"{path} is no config.json of a run: it holds no options.")
-        for note in (*_NOTES, *_OF_A_START):
+        for note in (*_NOTES, *_OF_A_START, *(() if same_run else _OF_A_RUN)):
             values.pop(note, None)
         try:
             config = cls.from_json(values)
@@ -328,7 +344,11 @@ class TrainConfig:
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: {error}") from error
 
-    def write(self, path: Path, versions: dict[str, str]) -> None:
-        """Write `config.json`: the options, what the learning rate does, and the versions."""
+    def text(self, versions: dict[str, str]) -> str:
+        """What `config.json` holds: the options, what the learning rate does, and the versions."""
         notes = dict(zip(_NOTES, (self.learning_rate.formula, versions), strict=True))
-        path.write_text(json.dumps({**self.to_json(), **notes}, indent=2) + "\n")
+        return json.dumps({**self.to_json(), **notes}, indent=2) + "\n"
+
+    def write(self, path: Path, versions: dict[str, str]) -> None:
+        """Write `config.json`, so that there is this one or that before, come what may."""
+        write_whole(path, self.text(versions))

@@ -1,11 +1,14 @@
 """Names of the files in the folder of a run."""
 
 import contextlib
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from gossipgrad import checkpoint
+
+_METRICS = re.compile(r"metrics-rank(\d+)\.jsonl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,11 @@ class RunDir:
         return self.path / "partial"
 
     @property
+    def resumes(self) -> Path:
+        """Is there from when a run is resumed until its ranks have what they go on from."""
+        return self.partial / "resumes"
+
+    @property
     def checkpoints(self) -> Path:
         """Checkpoints of all ranks."""
         return self.path / "checkpoints"
@@ -48,13 +56,22 @@ class RunDir:
         """Metrics of a rank, one JSON object a line."""
         return self.path / f"metrics-rank{rank}.jsonl"
 
+    def metrics_ranks(self) -> list[int]:
+        """The ranks that have written metrics, in order."""
+        names = [_METRICS.fullmatch(path.name) for path in self.path.glob("metrics-rank*.jsonl")]
+        return sorted(int(name[1]) for name in names if name is not None)
+
     def errors(self, rank: int) -> Path:
         """Traceback of a rank that failed."""
         return self.path / f"errors-rank{rank}.txt"
 
     def evicted_model(self, rank: int) -> Path:
-        """Weights of a rank that the others had given up while it stood still."""
-        return self.path / f"evicted-rank{rank}.safetensors"
+        """Free for the weights of a rank that the others had given up while it stood still."""
+        return free(self.path / f"evicted-rank{rank}.safetensors")
+
+    def former_metrics(self, rank: int) -> Path:
+        """Free for what a rank wrote that the run has gone on without."""
+        return free(self.path / "former" / self.metrics(rank).name)
 
     def tensorboard(self, rank: int) -> Path:
         """TensorBoard event files of a rank."""
@@ -100,11 +117,13 @@ class RunDir:
             self.checkpoints.rmdir()
         for pattern in (
             "config.json",
+            "config.json.partial",
             "summary.json",
             "model.safetensors",
             "trace.json",
             "report.html",
             "metrics-rank*.jsonl",
+            "former/metrics-rank*.jsonl",
             "errors-rank*.txt",
             "evicted-rank*.safetensors",
             "tensorboard/rank*/events.out.tfevents.*",
@@ -113,14 +132,17 @@ class RunDir:
                 file.unlink()
 
     def reopen(self) -> None:
-        """Remove what the end of a run leaves, so that it can go on, and make room for it."""
+        """Make room for a run to go on; what its last end has left stays until that is sure."""
         self.remove_partial()
+        for file in self.path.glob("errors-rank*.txt"):
+            file.unlink()
+        self.partial.mkdir()
+        self.resumes.touch()
+
+    def remove_end(self) -> None:
+        """Remove what an end has put together, of a run that goes on."""
         for file in (self.summary, self.model, self.trace, self.path / "report.html"):
             file.unlink(missing_ok=True)
-        for pattern in ("errors-rank*.txt", "evicted-rank*.safetensors"):
-            for file in self.path.glob(pattern):
-                file.unlink()
-        self.partial.mkdir()
 
 
 def claim(out: Path | None, *, name: str, overwrite: bool) -> RunDir:
@@ -155,3 +177,12 @@ def claim(out: Path | None, *, name: str, overwrite: bool) -> RunDir:
             f"cannot write to {error.filename}: {error.strerror}; name another folder with --out."
         ) from error
     return folder
+
+
+def free(path: Path) -> Path:
+    """The path, or, where that is taken, the first of NAME-2, NAME-3 and so on that is not."""
+    found, number = path, 1
+    while found.exists():
+        number += 1
+        found = path.with_name(f"{path.stem}-{number}{path.suffix}")
+    return found

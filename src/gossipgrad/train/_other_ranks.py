@@ -34,7 +34,7 @@ def other_ranks(
     if config.resume is None:
         return None
     assert config.resume_step is not None
-    saved = saved_ranks(run_dir.checkpoints, config.resume_step)
+    saved = saved_ranks(run_dir.checkpoints, config.resume_step, config.run_name)
     if config.strategy == "local":
         before = checkpoint.manifest(
             run_dir.checkpoints, rank=saved[0], step=config.resume_step

@@ -26,6 +26,7 @@ from ._optimizers import go_to_step, make_optimizers, make_schedulers, notes_on_
 from ._other_ranks import other_ranks, start_from_consensus
 from ._random_state import seed_rank
 from ._result import RankResult
+from ._resume import take_up
 from ._spans import StepSpans
 from ._store_news import store_news
 from ._strategies import make_strategy
@@ -137,6 +138,8 @@ def train_rank(
             go_to_step(schedulers, strategy.position(resumed["steps"]))
             spans.go_to_step(resumed["steps"])
             strategy.notes.append(note)
+        anew = resumed is not None and resumed["offset"] is None
+        take_up(config, run_dir, rank=rank, anew=anew)
         loggers = open_loggers(config, run_dir, rank)
         with (
             Metrics(run_dir.metrics(rank), resumed=resumed, loggers=loggers) as metrics,

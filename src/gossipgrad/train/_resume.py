@@ -1,6 +1,8 @@
 """Going on with a run that has checkpoints: whether it can be, and from which of them."""
 
 import dataclasses
+import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -8,16 +10,17 @@ from gossipgrad import checkpoint
 
 from ._config import TrainConfig
 from ._layout import RunDir
+from ._versions import other_versions, versions
 
 # What a run may be resumed with another value of: how far it goes, where things lie, how long ranks
-# wait, and what is told of it. All else decides figures.
+# wait, what befalls them by a script, and what is told of it. All else decides figures.
 MAY_CHANGE = frozenset(
     {
         *("epochs", "nproc", "out", "overwrite", "resume", "resume_step", "data_dir"),
         *("checkpoint_every", "keep_checkpoints", "data_threads", "start_seconds"),
         *("shuffle_deadline_seconds", "log_every", "trace", "tensorboard", "wandb", "quiet"),
         *("gossip.deadline_seconds", "gossip.deadline_floor_seconds"),
-        "gossip.lost_after_seconds",
+        *("gossip.lost_after_seconds", "gossip.faults", "encrypt"),
     }
 )
 
@@ -28,14 +31,14 @@ def config_of_run(folder: Path) -> TrainConfig:
     Raises:
         ValueError: The folder holds no `config.json` of a run.
     """
-    saved = TrainConfig.from_file(RunDir(folder).config)
+    saved = TrainConfig.from_file(RunDir(folder).config, same_run=True)
     return dataclasses.replace(saved, resume=folder, out=folder)
 
 
 def reopen(config: TrainConfig) -> tuple[TrainConfig, RunDir]:
     """The folder of the run that `config` resumes, and the options with the step filled in.
 
-    What its last start had put together is removed; metrics and checkpoints stay.
+    What its last end has left stays as it is, until `take_up`.
 
     Raises:
         ValueError: There is no such run or checkpoint, or the options contradict those of the run.
@@ -47,13 +50,16 @@ def reopen(config: TrainConfig) -> tuple[TrainConfig, RunDir]:
             f"out is {config.out}, but a run goes on in its own folder, {config.resume}: leave "
             "--out out, or copy the folder and resume the copy."
         )
-    saved = TrainConfig.from_file(run_dir.config)
+    saved = TrainConfig.from_file(run_dir.config, same_run=True)
+    config = dataclasses.replace(config, run_name=config.run_name or saved.run_name)
     _check_alike(config, saved, run_dir.path)
     step = config.resume_step
-    there = checkpoint.steps(run_dir.checkpoints)
+    there = checkpoint.steps(run_dir.checkpoints, run=config.run_name)
     if not there:
+        others = checkpoint.steps(run_dir.checkpoints)
+        what = "checkpoints of another run alone" if others else "no checkpoint"
         raise ValueError(
-            f"{run_dir.path} has no checkpoint that all ranks have saved: a run saves them with "
+            f"{run_dir.path} has {what} that all ranks have saved: a run saves them with "
             "--checkpoint-every."
         )
     if step is None:
@@ -63,6 +69,14 @@ def reopen(config: TrainConfig) -> tuple[TrainConfig, RunDir]:
             f"resume_step is {step}, but the checkpoints that all ranks have saved are of steps "
             f"{', '.join(map(str, there))}."
         )
+    if config.strategy == "local":  # whose ranks never tell each other that theirs are good
+        _read_all(run_dir, step, config.run_name)
+    if others := other_versions(_noted_versions(run_dir)):
+        warnings.warn(
+            f"the run in {run_dir.path} was made with {others}: what it comes to may differ in the "
+            "last bits from what it would have come to",
+            stacklevel=3,
+        )
     try:
         run_dir.reopen()
     except OSError as error:
@@ -70,19 +84,60 @@ def reopen(config: TrainConfig) -> tuple[TrainConfig, RunDir]:
     return dataclasses.replace(config, resume_step=step, out=run_dir.path), run_dir
 
 
-def saved_ranks(directory: Path, step: int) -> tuple[int, ...]:
-    """The ranks whose states make up the checkpoint of a step.
+def take_up(config: TrainConfig, run_dir: RunDir, *, rank: int, anew: bool) -> None:
+    """Has the folder be that of the run that goes on, now that all have what they go on from.
+
+    For each rank before it writes there. What the last end had put together is removed, `config` is
+    written, and metrics of ranks that the run goes on without are put aside, into `former`.
+
+    Args:
+        config: The options, resolved.
+        run_dir: The folder.
+        rank: This rank.
+        anew: Whether its metrics begin anew, so that those that are there are put aside, too.
+    """
+    if config.resume is None:
+        return
+    assert config.nproc is not None, "resolve the configuration first"
+    if anew:
+        _put_aside(run_dir, rank)
+    try:
+        run_dir.resumes.unlink()
+    except FileNotFoundError:
+        return  # another rank was first
+    run_dir.remove_end()
+    config.write(run_dir.config, versions())
+    for former in run_dir.metrics_ranks():
+        if former >= config.nproc:
+            _put_aside(run_dir, former)
+
+
+def saved_ranks(directory: Path, step: int, run: str | None = None) -> tuple[int, ...]:
+    """The ranks whose states make up the checkpoint of a step, all of which have saved it.
 
     Raises:
-        ValueError: There is none that can be read.
+        ValueError: There is none that is complete.
     """
-    first = 0
-    while step not in checkpoint.steps(directory, rank=first):
-        first += 1
-        if first > 1 << 16:
-            raise ValueError(f"{directory} has no checkpoint of step {step}")
-    found = checkpoint.manifest(directory, rank=first, step=step)
-    return tuple(found.members)
+    return checkpoint.members(directory, step=step, run=run)
+
+
+def _read_all(run_dir: RunDir, step: int, run: str | None) -> None:
+    for rank in saved_ranks(run_dir.checkpoints, step, run):
+        try:
+            checkpoint.load(run_dir.checkpoints, rank=rank, step=step)
+        except ValueError as error:
+            raise ValueError(f"the checkpoint of step {step} cannot be resumed: {error}") from error
+
+
+def _put_aside(run_dir: RunDir, rank: int) -> None:
+    if run_dir.metrics(rank).exists():
+        run_dir.former_metrics(rank).parent.mkdir(exist_ok=True)
+        run_dir.metrics(rank).rename(run_dir.former_metrics(rank))
+
+
+def _noted_versions(run_dir: RunDir) -> dict[str, Any]:
+    noted = json.loads(run_dir.config.read_text()).get("versions")
+    return noted if isinstance(noted, dict) else {}
 
 
 def _check_alike(config: TrainConfig, saved: TrainConfig, folder: Path) -> None:

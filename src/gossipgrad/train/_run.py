@@ -11,7 +11,8 @@ from ._losses import stands_for_most
 from ._outcome import Outcome, exit_code_of
 from ._progress import make_progress
 from ._resume import reopen
-from ._summary import compose, finish, versions
+from ._summary import compose, finish
+from ._versions import versions
 from ._world import run_in_world
 
 _DEFAULT_NPROC = 4
@@ -48,12 +49,14 @@ def run(config: TrainConfig, *, show_config: bool = False) -> Outcome:
     check(config, nproc)
     if config.resume is None:
         run_dir = claim(config.out, name=config.label, overwrite=config.overwrite)
+        config = config.named()
     else:
         config, run_dir = reopen(config)
     config = config.resolved(nproc=nproc, out=run_dir.path)
-    config.write(run_dir.config, versions())
+    if config.resume is None:  # else when it is known that the run goes on
+        config.write(run_dir.config, versions())
     if show_config:
-        print(run_dir.config.read_text(), end="", flush=True)
+        print(config.text(versions()), end="", flush=True)
     progress = make_progress(config, nproc)
     try:
         launched = launch(config, run_dir, progress)

@@ -6,7 +6,6 @@ import platform
 import signal
 from collections import Counter
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -19,8 +18,8 @@ from ._losses import tell_losses
 from ._result import RankResult
 from ._ring_clock import ring_bytes
 from ._store_news import notes_on_store
-
-_PACKAGES = ("gossipgrad", "torch", "numpy", "pyzmq", "scikit-learn", "safetensors")
+from ._versions import versions
+from ._whole_file import write_whole
 
 # Each of many ranks may say the same in other words.
 _MOST_NOTES = 12
@@ -171,20 +170,7 @@ def finish(run_dir: RunDir, summary: dict[str, Any], exported: RankResult) -> Pa
 
 def write_json(path: Path, value: object) -> None:
     """Write JSON so that the file is whole or not there."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(value, indent=2) + "\n")
-    partial.replace(path)
-
-
-def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that decide the figures."""
-    found = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+    write_whole(path, json.dumps(value, indent=2) + "\n")
 
 
 def machine() -> dict[str, Any]:

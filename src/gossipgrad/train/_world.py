@@ -30,7 +30,8 @@ from ._result import RunFailedError
 from ._resume import reopen
 from ._serving import short_cause
 from ._signals import Stops, end_at_once, hear_stops
-from ._summary import compose, finish, versions
+from ._summary import compose, finish
+from ._versions import versions
 
 # At the start, where a busy machine loads packages and data.
 _SILENT_SECONDS = 10.0
@@ -163,14 +164,16 @@ def _open(
     claimed = again and mailbox.check(["claimed"])
     if config.resume is None:
         run_dir = claim(config.out, name=config.label, overwrite=config.overwrite or claimed)
+        config = config.named()
     else:
         config, run_dir = reopen(config)
     mailbox.set("claimed", "")
     config = config.resolved(nproc=world.world_size, out=run_dir.path.absolute())
-    config.write(run_dir.config, versions())
+    if config.resume is None:  # else when it is known that the run goes on
+        config.write(run_dir.config, versions())
     start.run_dir = run_dir
     if show_config:
-        print(run_dir.config.read_text(), end="", flush=True)
+        print(config.text(versions()), end="", flush=True)
     return config.to_json()
 
 
