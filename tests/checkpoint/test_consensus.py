@@ -11,9 +11,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torch import nn
 
 from gossipgrad import checkpoint
 from gossipgrad.checkpoint import _consensus, _mean
+from gossipgrad.decentralized import replica_state
 from support.trees import assert_same
 
 
@@ -175,6 +177,34 @@ def test_damage_is_told_by_file(saved):
     os.truncate(path, 100)
     with pytest.raises(ValueError, match=r"rank-0002/state.safetensors is truncated"):
         checkpoint.consensus(saved)
+
+
+class Tied(nn.Module):
+    """Of the kind that language models are: one matrix at both ends, and a table that is made."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(5, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("table", torch.ones(2), persistent=False)
+
+
+def test_an_exported_replica_is_what_the_model_loads(tmp_path):
+    model, loose = Tied(), nn.Parameter(torch.ones(4))
+    state = replica_state(model, [torch.optim.SGD([*model.parameters(), loose], lr=0.1)])
+    assert list(state["model_names"]) == list(model.state_dict())
+    checkpoint.save(tmp_path / "run", state, rank=0, world_size=1, step=1)
+    path = checkpoint.export_safetensors(tmp_path / "run", tmp_path / "model.safetensors")
+    torch.manual_seed(7)
+    again = Tied()
+    again.load_state_dict(load_file(path))
+    wanted, found = model.state_dict(), again.state_dict()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert again.head.weight is again.embed.weight
+    kept = checkpoint.load(tmp_path / "run", rank=0)["model"]
+    assert {"table", "optimizer 0, parameter 3"} <= set(kept), "what goes on has all"
 
 
 def plain(tmp_path):

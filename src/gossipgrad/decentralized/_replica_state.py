@@ -32,7 +32,9 @@ def replica_state(
     False tensors that lie there already are no copies.
 
     Returns:
-        `"model"`: tensors by name. `"extra"`: extra states by name of the module. `"optimizers"`:
+        `"model"`: tensors by name. `"model_names"`: by names of the model's own `state_dict()`, the
+        name in `"model"` of the same tensor: tied ones have several there, and those that it leaves
+        out none. `"extra"`: extra states by name of the module. `"optimizers"`:
         of each its kind, hyper-parameters and state. `"shard"`: which part of sharded tensors it
         is: place and number of places on each axis of the mesh; None of whole ones.
 
@@ -42,6 +44,7 @@ def replica_state(
     named = _named(model, optimizers)
     return {
         "model": {name: to_host(tensor, copy) for name, tensor in named.items()},
+        "model_names": _own_names(model, named),
         "extra": {
             name: plain(module.get_extra_state(), f"the extra state of module {name!r}", copy)
             for name, module in _with_extra(model).items()
@@ -96,6 +99,22 @@ def load_replica(
         load_optimizer(optimizer, each)
     for name, module in _with_extra(model).items():
         module.set_extra_state(copied(state["extra"][name]))
+
+
+def _own_names(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, str]:
+    """As `state_dict()` names its tensors; not asked for, since hooks of it may communicate."""
+    kept = {id(tensor): name for name, tensor in named.items()}
+    names: dict[str, str] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        before = f"{path}." if path else ""
+        own: dict[str, Tensor] = dict(
+            module.named_parameters(path, recurse=False, remove_duplicate=False)
+        )
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            if name not in module._non_persistent_buffers_set:
+                own[before + name] = buffer
+        names |= {name: kept[id(tensor)] for name, tensor in own.items()}
+    return names
 
 
 def _with_extra(model: nn.Module) -> dict[str, nn.Module]:
