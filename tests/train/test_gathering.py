@@ -2,6 +2,7 @@
 
 import re
 import threading
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,8 @@ from gossipgrad.train import RunFailedError, TrainConfig, _gathering, _given_sta
 from gossipgrad.train._gathering import Gathering, StartAgainError
 from gossipgrad.train._given_start import train_with_those_who_come
 from gossipgrad.train._given_world import World
-from gossipgrad.train._layout import RunDir
+from gossipgrad.train._layout import RunDir, claim
+from gossipgrad.train._shared_folder import leave_token, must_be_shared
 from gossipgrad.train._signals import Stops
 from support.hanging_store import Hanging
 from support.results import result
@@ -168,6 +170,25 @@ def test_who_was_given_up_leaves_the_folder_to_the_others(come, tmp_path, monkey
     with pytest.raises(RunFailedError, match=f"rank 0 failed: {error}"):
         _world._take_part(config, run_dir, world, come.store, come.store, come(0), start, Stops())
     assert run_dir.partial.exists() == isinstance(error, EvictedError)
+
+
+def test_checkpoints_in_a_folder_that_ranks_do_not_share_are_refused(come, tmp_path, monkeypatch):
+    """They would never be complete. Whoever sees another folder ends the start for all."""
+    token = leave_token(claim(tmp_path / "here", name="", overwrite=False))
+    must_be_shared(RunDir(tmp_path / "here"), token, wait_seconds=0.0)
+    there = claim(tmp_path / "there", name="", overwrite=False)
+    leave_token(there)  # of an earlier start
+    monkeypatch.setattr(_world, "must_be_shared", partial(must_be_shared, wait_seconds=0.0))
+    world, ranks = World(rank=1, world_size=3, launcher="torchrun"), [come(rank) for rank in (0, 1)]
+    start = _world._Start(world)
+    start.token = token
+    config = TrainConfig(nproc=3, quiet=True, checkpoint_every=5)
+    with pytest.raises(RunFailedError, match="there is not the same folder as on the machine that"):
+        _world._take_part(config, there, world, come.store, come.store, ranks[1], start, Stops())
+    with pytest.raises(
+        GossipError, match=r"rank 1 failed: .* name a folder that all machines share"
+    ):
+        ranks[0].meet()
 
 
 def test_one_that_has_failed_ends_those_who_wait(come):

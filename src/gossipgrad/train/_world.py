@@ -29,6 +29,7 @@ from ._progress import make_progress
 from ._result import RunFailedError
 from ._resume import reopen
 from ._serving import short_cause
+from ._shared_folder import leave_token, must_be_shared
 from ._signals import Stops, end_at_once, hear_stops
 from ._summary import compose, finish
 from ._versions import versions
@@ -69,6 +70,7 @@ def run_in_world(config: TrainConfig, world: World, *, show_config: bool = False
     at the one that ranks in lockstep agree on; a later one ends it at once. Whoever started the
     processes also ends those that hang. The folder of the run should be the same on all nodes;
     where it is not, each keeps its own files, and the trace has the ranks of rank 0's node alone.
+    A run with checkpoints is refused there.
 
     Raises:
         ValueError, GossipError: As by `run`; a mistake in the options is told by one rank alone.
@@ -101,7 +103,7 @@ def run_in_world(config: TrainConfig, world: World, *, show_config: bool = False
             )
             if opened is None:
                 return Outcome(exit_code=2)
-            config = TrainConfig.from_json(opened)
+            config, start.token = TrainConfig.from_json(opened["config"]), opened["token"]
             assert config.out is not None
             run_dir = RunDir(config.out)
             run_dir.partial.mkdir(parents=True, exist_ok=True)
@@ -117,12 +119,14 @@ class _Start:
         stop: Set when the loop is to stop at the next step.
         ready: Whether the loop has begun.
         run_dir: The folder that this rank has claimed, if it has.
+        token: What stands in a file of the folder that was opened.
     """
 
     def __init__(self, world: World) -> None:
         self.stop = threading.Event()
         self.ready = False
         self.run_dir: RunDir | None = None
+        self.token: str | None = None
         self._speaks = world.rank == 0
         self._told_seconds: float | None = None
 
@@ -174,7 +178,7 @@ def _open(
     start.run_dir = run_dir
     if show_config:
         print(config.text(versions()), end="", flush=True)
-    return config.to_json()
+    return {"config": config.to_json(), "token": leave_token(run_dir)}
 
 
 def _take_part(
@@ -214,6 +218,8 @@ def _take_part(
             progress.take(0, event)
 
     try:
+        if start.token is not None and (config.checkpoint_every or config.resume):
+            must_be_shared(run_dir, start.token)
         dataset = data.load(config.data, config.data_dir, image_size=config.image_size)
         result = train_with_those_who_come(
             config,
