@@ -1,19 +1,22 @@
 """Ranks in processes of their own that train, stop or are cut short, and go on, act by act."""
 
+import contextlib
 import dataclasses
+import json
 import shutil
 import threading
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from gossipgrad import data
+from gossipgrad import checkpoint, data
 from gossipgrad.comm import Group
 from gossipgrad.train import TrainConfig, config_of_run
 from gossipgrad.train._layout import RunDir, claim
@@ -33,6 +36,7 @@ class Act:
         options: Of the run, or those that are others at the resumption.
         stops: After how many steps of this act each rank is told to stop; empty: none is.
         members: Ranks that come; None: all of them.
+        patient: Whether each checkpoint waits for the disk, also where steps do not.
         world_size: How many there should be; None: all.
     """
 
@@ -42,6 +46,7 @@ class Act:
     stops: tuple[int, ...] = ()
     members: tuple[int, ...] | None = None
     world_size: int | None = None
+    patient: bool = False
 
 
 class StopsAfter(threading.Event):
@@ -68,40 +73,54 @@ def play(rank: int, store: Any, folder: str, world_size: int, acts: list[Act]) -
     for act in acts:
         members = tuple(range(world_size)) if act.members is None else act.members
         try:
+            dist.barrier()  # ranks that do not meet may still be at the act before
             chosen = _prepared(rank, store, Path(folder), act, world_size)
             if rank not in members:
                 continue
-            came_to[act.name] = _train(rank, store, act, chosen, digits, members, world_size)
+            with _patience() if act.patient else contextlib.nullcontext():
+                came_to[act.name] = _train(rank, store, act, chosen, digits, members, world_size)
         except Exception:
             came_to[act.name] = traceback.format_exc()
     return came_to
 
 
+@contextlib.contextmanager
+def _patience() -> Iterator[None]:
+    real = checkpoint.Saver.save
+
+    def save(self: checkpoint.Saver, state: Any, **options: Any) -> bool:
+        return real(self, state, **options | {"wait_seconds": 30.0})
+
+    with mock.patch.object(checkpoint.Saver, "save", save):
+        yield
+
+
 def _prepared(rank: int, store: Any, folder: Path, act: Act, world_size: int) -> TrainConfig:
     """The options, and the folder made by rank 0."""
-    path = folder / act.name
+    key = f"prepared {act.name}"
     if rank == 0:
-        nproc = act.world_size or world_size
-        if act.resumes is None:
-            claim(path, name="", overwrite=True)
-            usual = {"epochs": 1, "log_every": 1, "trace": 0, "batch_size": 64}
-            usual |= {"checkpoint_every": 3, "keep_checkpoints": 9}
-            config = TrainConfig(**usual | act.options)
-        else:
-            shutil.copytree(folder / act.resumes, path)
-            config = dataclasses.replace(config_of_run(path), nproc=nproc, **act.options)
-            config, _ = reopen(config)
-        config.resolved(nproc=nproc, out=path).write(RunDir(path).config, {})
-        step = -1 if config.resume_step is None else config.resume_step
-        store.set(f"prepared {act.name}", str(step))
-    step = int(store.get(f"prepared {act.name}"))
-    config = config_of_run(path)
-    return dataclasses.replace(
-        config,
-        out=path,
-        resume=path if step >= 0 else None,
-        resume_step=step if step >= 0 else None,
-    ).resolved(nproc=act.world_size or world_size, out=path)
+        said = {"error": "rank 0 could not prepare it"}
+        try:
+            said = _prepare(folder, act, world_size)
+        finally:
+            store.set(key, json.dumps(said))
+    return TrainConfig.from_json(json.loads(store.get(key)))
+
+
+def _prepare(folder: Path, act: Act, world_size: int) -> dict[str, Any]:
+    path, nproc = folder / act.name, act.world_size or world_size
+    if act.resumes is None:
+        run_dir = claim(path, name="", overwrite=True)
+        usual = {"epochs": 1, "log_every": 1, "trace": 0, "batch_size": 64}
+        usual |= {"checkpoint_every": 3, "keep_checkpoints": 9}
+        config = TrainConfig(**usual | act.options)
+    else:
+        shutil.copytree(folder / act.resumes, path)
+        given = dataclasses.replace(config_of_run(path), nproc=nproc, **act.options)
+        config, run_dir = reopen(given)
+    config = config.resolved(nproc=nproc, out=path)
+    config.write(run_dir.config, {})
+    return config.to_json()
 
 
 def _train(
@@ -131,5 +150,6 @@ def _train(
         stop=stop,
         emit=events.append,
         groups=groups,
+        members=members,
     )
     return {"result": result.to_json(), "events": events}
