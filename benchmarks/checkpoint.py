@@ -1,9 +1,10 @@
 """How long a checkpoint holds training up: saved in the background, at once, and by torch.save.
 
 One process trains an MLP while states of several sizes (float32 weights and two moments of AdamW)
-are saved. Measured are the call that the training loop waits for, how long the write goes on behind
-it, and what a step takes meanwhile. `torch.save` neither waits for the disk nor takes digests, nor
-is a file of it whole or not there; it is timed as it is used, and with fsync.
+are saved, each of the ways in turn, in an order that changes from turn to turn. Measured are the
+call that the training loop waits for, and for the background how much longer steps take while the
+write goes on, against steps just before. `torch.save` neither waits for the disk nor takes digests,
+nor is a file of it whole or not there; it is timed as it is used, and with fsync.
 
 Fills the table of `docs/checkpoint.md`, too.
 
@@ -13,6 +14,7 @@ Fills the table of `docs/checkpoint.md`, too.
 import argparse
 import json
 import os
+import random
 import shutil
 import statistics
 import tempfile
@@ -28,18 +30,19 @@ from benchmarks._common import RESULTS, write
 from benchmarks._pages import DOCS, fill, table
 from gossipgrad import checkpoint
 
+SEED = 0
 PARAMETERS = (1_000_000, 10_000_000, 25_000_000)
 TENSORS = 100
 BYTES_PER_PARAMETER = 12
 COLUMNS = {
     "`Saver.save`": "held_seconds",
-    "the first one": "held_first_seconds",
+    "and in slower steps": "slowed_seconds",
     "written behind in": "write_seconds",
-    "`checkpoint.save`": "save_seconds",
     "`torch.save`": "torch_save_seconds",
     "`torch.save` and fsync": "torch_save_fsync_seconds",
+    "`checkpoint.save`": "save_seconds",
 }
-ALONE_STEPS = 60
+ALONE_STEPS = 20
 
 
 def state_of(parameters: int) -> dict[str, Any]:
@@ -83,32 +86,29 @@ def torch_save(state: dict[str, Any], path: Path, *, to_the_disk: bool) -> None:
             os.fsync(file.fileno())
 
 
-def in_the_background(state: dict[str, Any], folder: Path, repeats: int) -> dict[str, Any]:
-    """Steps go on while it writes; the first save takes memory, the later ones use it again."""
-    step = training()
-    for _ in range(5):
-        step()
-    alone = [step() for _ in range(ALONE_STEPS)]
-    held, meanwhile = [], []
-    with checkpoint.Saver(folder, rank=0, world_size=1, keep=1) as saver:
-        for number in range(repeats + 1):
-            # What the process allocates between two saves is its own affair.
-            held.append(seconds_of(lambda: saver.save(state, step=number)))  # noqa: B023
-            while not saver.wait(0.0):
-                meanwhile.append(step())
-        stats = saver.stats()
-    if stats.saved != repeats + 1:
-        raise SystemExit(f"of {repeats + 1} states {stats.saved} were saved: {saver.error}")
-    return {
-        "held_first_seconds": held[0],
-        "held_seconds": held[1:],
-        "write_seconds": stats.write_seconds / stats.saved,
-        "step_alone_seconds": statistics.median(alone),
-        "step_meanwhile_seconds": statistics.median(meanwhile) if meanwhile else None,
-        "steps_meanwhile": len(meanwhile),
-        "file_bytes": stats.size_bytes,
-        "buffer_bytes": sum(tensor.nbytes for tensor in tensors_of(state)),
-    }
+class Background:
+    """Saves while steps go on; the first save takes memory, the later ones use it again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.saver = checkpoint.Saver(folder, rank=0, world_size=1, keep=1)
+        self.step = training()
+        for _ in range(5):
+            self.step()
+
+    def save(self, state: dict[str, Any], number: int) -> dict[str, float]:
+        alone = statistics.median(self.step() for _ in range(ALONE_STEPS))
+        written = self.saver.stats().write_seconds
+        held = seconds_of(lambda: self.saver.save(state, step=number))
+        meanwhile = []
+        while not self.saver.wait(0.0):
+            meanwhile.append(self.step())
+        return {
+            "held": held,
+            "slowed": sum(meanwhile) - alone * len(meanwhile),
+            "write": self.saver.stats().write_seconds - written,
+            "step_alone": alone,
+            **({"step_meanwhile": statistics.median(meanwhile)} if meanwhile else {}),
+        }
 
 
 def tensors_of(state: Any) -> list[Tensor]:
@@ -120,51 +120,84 @@ def tensors_of(state: Any) -> list[Tensor]:
     return []
 
 
-def row(parameters: int, repeats: int, folder: Path) -> dict[str, Any]:
-    """All ways for one size, in turns as far as that goes."""
-    state = state_of(parameters)
-    taken: dict[str, list[float]] = {"torch_save": [], "torch_save_fsync": [], "save": []}
-    taken |= {"load": [], "torch_load": []}
-    path = folder / "state.pt"
-    for number in range(repeats + 1):
-        now = {
-            "torch_save": seconds_of(lambda: torch_save(state, path, to_the_disk=False)),
-            "torch_save_fsync": seconds_of(lambda: torch_save(state, path, to_the_disk=True)),
-            "save": seconds_of(
-                lambda: checkpoint.save(
-                    folder / "at-once",
-                    state,
-                    rank=0,
-                    world_size=1,
-                    step=number,  # noqa: B023
-                    keep=1,
-                )
+def ways(state: dict[str, Any], folder: Path, background: Background) -> dict[str, Callable]:
+    """What is compared; each takes the number of the turn, and gives seconds by name."""
+    path, at_once = folder / "state.pt", folder / "at-once"
+
+    def timed(name: str, act: Callable[[int], object]) -> Callable[[int], dict[str, float]]:
+        return lambda number: {name: seconds_of(lambda: act(number))}
+
+    return {
+        "background": lambda number: background.save(state, number),
+        "torch_save": timed("torch_save", lambda _: torch_save(state, path, to_the_disk=False)),
+        "torch_save_fsync": timed(
+            "torch_save_fsync", lambda _: torch_save(state, path, to_the_disk=True)
+        ),
+        "save": timed(
+            "save",
+            lambda number: checkpoint.save(
+                at_once, state, rank=0, world_size=1, step=number, keep=1
             ),
-            "load": seconds_of(lambda: checkpoint.load(folder / "at-once", rank=0)),
-            "torch_load": seconds_of(lambda: torch.load(path, weights_only=True)),
-        }
-        if number:  # the first one warms up
-            for name, seconds in now.items():
-                taken[name].append(seconds)
-    background = in_the_background(state, folder / "background", repeats)
+        ),
+        "load": timed("load", lambda _: checkpoint.load(at_once, rank=0)),
+        "torch_load": timed("torch_load", lambda _: torch.load(path, weights_only=True)),
+    }
+
+
+def row(parameters: int, repeats: int, folder: Path, order: random.Random) -> dict[str, Any]:
+    """All ways for one size, in turns, each turn in an order of its own; the first warms up."""
+    state = state_of(parameters)
+    background = Background(folder / "background")
+    compared = ways(state, folder, background)
+    taken: dict[str, list[float]] = {}
+    first: dict[str, float] = {}
+    for number in range(repeats + 1):
+        names = list(compared)
+        if number:  # what is read must have been written once
+            order.shuffle(names)
+        for name in names:
+            seconds = compared[name](number)
+            if number:
+                for what, value in seconds.items():
+                    taken.setdefault(what, []).append(value)
+            else:
+                first |= seconds
+    background.saver.close()
+    stats = background.saver.stats()
+    if stats.saved != repeats + 1:
+        raise SystemExit(f"of {repeats + 1} states {stats.saved} were saved")
     found = {
         "parameters": parameters,
         "state_bytes": sum(tensor.nbytes for tensor in tensors_of(state)),
+        "file_bytes": stats.size_bytes,
+        "held_first_seconds": first["held"],
         **{f"{name}_seconds": seconds for name, seconds in taken.items()},
-        **background,
     }
-    held, saved = (
-        statistics.median(found[name]) for name in ("held_seconds", "torch_save_seconds")
-    )
-    found["times_shorter_than_torch_save"] = saved / held
+    found["quartiles_seconds"] = {name: quartiles(seconds) for name, seconds in taken.items()}
+    # Turn by turn, since the machine may be another one in a minute.
+    ratios = [by / held for by, held in zip(taken["torch_save"], taken["held"], strict=True)]
+    found["times_shorter_than_torch_save"] = quartiles(ratios)
     print(
-        f"{found['state_bytes'] / 1e6:6.0f} MB: held up {1e3 * held:7.1f} ms (first "
-        f"{1e3 * found['held_first_seconds']:.1f}), torch.save {1e3 * saved:7.1f} ms, at once "
-        f"{1e3 * statistics.median(found['save_seconds']):7.1f} ms; written in "
-        f"{1e3 * found['write_seconds']:.0f} ms",
+        f"{found['state_bytes'] / 1e6:6.0f} MB: "
+        + ", ".join(f"{name} {cell(seconds)}" for name, seconds in taken.items()),
         flush=True,
     )
     return found
+
+
+def quartiles(values: list[float]) -> list[float]:
+    """Lower quartile, median, upper quartile."""
+    return statistics.quantiles(values, n=4, method="inclusive")
+
+
+def cell(seconds: list[float]) -> str:
+    """Median, and in brackets the quartiles."""
+    lower, median, upper = (milliseconds(value) for value in quartiles(seconds))
+    return f"{median} ms ({lower} to {upper})"
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:,.0f}" if abs(seconds) >= 0.1 else f"{1e3 * seconds:.3g}"
 
 
 def fill_page(page: Path = DOCS / "checkpoint.md", results: Path = RESULTS) -> None:
@@ -184,9 +217,7 @@ def fill_page(page: Path = DOCS / "checkpoint.md", results: Path = RESULTS) -> N
 def _cell(measured: list[dict], parameters: int, key: str) -> str:
     for one in measured:
         if one["parameters"] == parameters:
-            seconds = one[key] if isinstance(one[key], list) else [one[key]]
-            found = 1e3 * statistics.median(seconds)
-            return f"{found:,.0f} ms" if found >= 100 else f"{found:.3g} ms"
+            return cell(one[key])
     return "not measured"
 
 
@@ -194,20 +225,22 @@ def main() -> None:
     """Measures every size, and writes down what was found."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, help="on the disk to measure; a temporary one")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=11)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    torch.manual_seed(0)
+    torch.manual_seed(SEED)
+    order = random.Random(SEED)
     folder = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=options.folder))
     try:
         rows = []
         for parameters in PARAMETERS:
-            rows.append(row(parameters, options.repeats, folder))
+            rows.append(row(parameters, options.repeats, folder, order))
             shutil.rmtree(folder)
             folder.mkdir()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    write("checkpoint", {"repeats": options.repeats, "threads": 1, "rows": rows})
+    figures = {"seed": SEED, "repeats": options.repeats, "threads": 1, "rows": rows}
+    write("checkpoint", figures)
     fill_page()
 
 
