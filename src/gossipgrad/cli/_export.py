@@ -1,5 +1,6 @@
 """`gossipgrad export`: one model of a checkpoint, as a file that others read."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -45,6 +46,7 @@ def main(arguments: list[str]) -> int:
             inside if inside.is_dir() else options.directory,
             options.out,
             step=options.step,
+            run=_run_name(options.directory),
             rank=options.rank,
             key=options.key,
             overwrite=options.force,
@@ -53,3 +55,12 @@ def main(arguments: list[str]) -> int:
         raise ValueError(f"cannot write {options.out}: {error.strerror or error}") from error
     print(written)
     return 0
+
+
+def _run_name(folder: Path) -> str | None:
+    """What the run is called whose folder it is, so that checkpoints of another are refused."""
+    try:
+        name = json.loads((folder / "config.json").read_text())["run_name"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # of a loop of the user's own, or no folder of a run
+    return name if isinstance(name, str) else None
