@@ -7,12 +7,15 @@ import torch
 
 from gossipgrad.comm import Header, Kind, WireError
 from gossipgrad.comm._credentials import Credentials
-from gossipgrad.comm._seal import Opener, Sealer
+from gossipgrad.comm._door import Admission
+from gossipgrad.comm._links_in import BrokenLinkError
+from gossipgrad.comm._seal import Numberer, Opener, Sealer
 from gossipgrad.comm._secret import Secret
 from gossipgrad.comm._wire import DTYPES
 
 HEADERS = 50_000
 SECRET = Secret(bytes(range(32)))
+STRANGER = Admission(None)
 
 
 def some_header(rng):
@@ -87,6 +90,9 @@ def test_a_mutated_seal_is_refused_and_disturbs_no_genuine_one():
         assert opener.open(sealed, number) == header
         with pytest.raises(WireError, match=f"message {number + 1} comes again"):
             opener.open(sealed, number)
+    sealer.seal(header, 0)
+    with pytest.raises(WireError, match="message 302 came behind message 300: what was between"):
+        opener.open(sealer.seal(header, 0), 0)
     assert refused > 2000
 
 
@@ -101,9 +107,9 @@ def test_mutated_credentials_are_refused_and_nothing_else(encrypt):
         if shown == genuine:
             shown.pop()
         said = rng.choice((mechanism, mechanism, b"NULL", b"GSSAPI", rng.randbytes(5)))
-        assert mine.admit(said, shown) is None
-    assert mine.admit(b"NULL", []) is None
-    assert mine.admit(mechanism, genuine) is not None
+        assert mine.admit(said, shown) == STRANGER
+    assert mine.admit(b"NULL", []) == STRANGER
+    assert mine.admit(mechanism, genuine).name is not None
 
 
 def knock(credentials, link, sender=1):
@@ -112,20 +118,62 @@ def knock(credentials, link, sender=1):
     return [f"{sender}.{link.hex()}".encode(), word.hex().encode()]
 
 
-def test_a_word_is_good_once_and_links_of_long_ago_are_forgotten():
+def sealer_of(credentials, link, sender=1):
+    key = credentials._of_link("seal", sender, credentials._rank, credentials._nonce, link)
+    return Sealer(key)
+
+
+def test_a_word_is_good_until_something_was_said_and_links_of_long_ago_are_forgotten():
     mine = Credentials(SECRET, 0, [0, 1])
     other = Credentials(SECRET, 0, [0, 1])
     names = []
     for number in range(12):
-        shown = knock(mine, bytes([number]) * 16)
-        assert other.admit(b"PLAIN", shown) is None  # it is for another time of life
-        names.append(mine.admit(b"PLAIN", shown))
-        assert mine.admit(b"PLAIN", shown) is None
-    assert len(mine._openers) == 8
+        link = bytes([number]) * 16
+        shown = knock(mine, link)
+        assert other.admit(b"PLAIN", shown) == STRANGER  # it is for another time of life
+        broken_off = mine.admit(b"PLAIN", shown).name
+        names.append(mine.admit(b"PLAIN", shown).name)
+        assert broken_off != names[-1]
+        sealed = [sealer_of(mine, link).seal(b"header", 0)]
+        with pytest.raises(WireError, match="not genuine"):  # by who saw the word and not the key
+            mine.open(broken_off, bytes(99), 0)
+        assert mine.open(names[-1], sealed[0], 0) == (b"header", 1, f"1.{link.hex()}")
+        with pytest.raises(WireError, match="another connection than what came before"):
+            mine.open(broken_off, sealed[0], 0)
+        assert mine.admit(b"PLAIN", shown) == (None, f"1.{link.hex()}")
+    assert len(mine._links._links) == 8
     with pytest.raises(WireError, match="long over"):
         mine.open(names[0], bytes(99), 0)
-    with pytest.raises(WireError, match="not genuine"):
+    assert mine.admit(b"PLAIN", knock(mine, bytes(16))).name is None
+    with pytest.raises(BrokenLinkError, match="not genuine") as broken:
         mine.open(names[-1], bytes(99), 0)
+    assert broken.value.sender == 1
+    with pytest.raises(WireError, match="a link that is over"):
+        mine.open(names[-1], sealer_of(mine, bytes([11]) * 16).seal(b"header", 0), 0)
+
+
+def test_a_word_that_was_seen_is_shown_so_often_and_no_more():
+    mine = Credentials(SECRET, 0, [0, 1])
+    shown = knock(mine, bytes(16))
+    admitted = [mine.admit(b"PLAIN", shown).name for _ in range(40)]
+    assert admitted[:32] == [f"1.{bytes(16).hex()}.{number}" for number in range(1, 33)]
+    assert admitted[32:] == [None] * 8
+
+
+def test_encrypted_messages_are_numbered_and_none_may_be_missing():
+    mine = Credentials(SECRET, 0, [0, 1], encrypt=True)
+    numberer = Numberer(bytes(range(16)))
+    sealed = [numberer.seal(b"header", 0) for _ in range(4)]
+    assert [mine.open("1", one, 0)[:2] for one in sealed[:2]] == [(b"header", 1)] * 2
+    with pytest.raises(BrokenLinkError, match="message 4 came behind message 2") as broken:
+        mine.open("1", sealed[3], 0)
+    assert broken.value.sender == 1
+    with pytest.raises(WireError, match="a link that is over"):
+        mine.open("1", sealed[2], 0)
+    with pytest.raises(BrokenLinkError, match="first message has the number 2"):
+        mine.open("0", sealed[1], 0)
+    with pytest.raises(WireError, match="no connection of a member"):
+        mine.open("", sealed[0], 0)
 
 
 def test_a_header_takes_the_payload_it_was_sealed_with():

@@ -2,6 +2,7 @@
 
 import contextlib
 import socket
+import sys
 import threading
 import time
 
@@ -10,13 +11,16 @@ import torch
 import zmq
 
 import gossipgrad as gg
-from gossipgrad.comm import Channel, Outcome, Part, ZeroMQTransport, _door
+from gossipgrad.comm import Channel, Outcome, Part, ZeroMQTransport, _tcp, _waiting
 from support.hostile import Tap, dial, greeting, is_open, under_attack
 from support.links import RUN
 from support.ranks import run_ranks
 from support.replicas import network, set_gradients, sgd
 from support.waiting import until
 
+needs_linux = pytest.mark.skipif(
+    sys.platform != "linux", reason="elsewhere no system tells what went over a connection"
+)
 D = Outcome.DELIVERED
 STEPS = 30
 
@@ -43,6 +47,11 @@ def ends():
     yield make
     for end in made:
         end.close()
+
+
+def few_may_wait(monkeypatch, most):
+    monkeypatch.setattr(_waiting, "_LEAST_WAITING", most)
+    monkeypatch.setattr(_waiting, "_MOST_WAITING", most)
 
 
 def exchanges(a, b, rounds, first=0):
@@ -137,23 +146,49 @@ def test_what_was_recorded_and_is_sent_again_is_refused(ends, tap, encrypt):
     assert (a.refused, b.refused) == (0, 3)
 
 
-def test_a_message_that_is_put_into_a_connection_is_refused(ends):
-    """Of whoever sits on the way and does not know the secret."""
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda sealed: [bytes([sealed[0] ^ 1]) + sealed[1:]],
+        lambda sealed: [sealed, b"payload"],
+        lambda sealed: [b""],
+        lambda sealed: [sealed, b"", b"more"],
+    ],
+    ids=["changed", "payload", "empty", "more"],
+)
+def test_a_message_that_is_put_into_a_connection_ends_the_link(ends, change):
+    """Of whoever sits on the way and does not know the secret; the two then meet again."""
     one, other = ends()
     a, b = (Channel(end, run=RUN, plan=[Part(torch.float32, 4)]) for end in (one, other))
     exchanges(a, b, 2)
-    link = one._links[1]
-    sealed = link.sealer.seal(b"header", 0)
-    changed = bytes([sealed[0] ^ 1]) + sealed[1:]
-    for frames in ([changed], [sealed, b"payload"], [sealed], [sealed], [sealed]):
-        link.socket.send_multipart(frames)
-    # Of these one is genuine, and says nothing that a channel takes.
-    until(lambda: b.poll() or b.refused == 5)
+    sealed = one._links[1].seals.seal(b"header", 0)
+    one._links[1].socket.send_multipart(change(sealed))
+    until(lambda: (a.poll(), b.poll()) and (a.gone, b.gone) == ({1: "was lost"}, {0: "was lost"}))
+    # The message itself, and what the other end says when its link is ended at once.
+    assert b.refused in (1, 2)
+    for channel in (a, b):
+        channel.enter(1, 2, [0, 1])
+    until(lambda: a.poll() or b.poll() or min(a._ledgers[1].latest, b._ledgers[0].latest) > 0)
     exchanges(a, b, 2, first=2)
+    assert a.gone == b.gone == {}
+
+
+@pytest.mark.parametrize("encrypt", [False, True])
+def test_a_message_that_is_taken_out_of_a_connection_ends_the_link(ends, encrypt):
+    one, other = ends(encrypt=encrypt)
+    a, b = (Channel(end, run=RUN, plan=[Part(torch.float32, 4)]) for end in (one, other))
+    exchanges(a, b, 2)
+    one._links[1].seals.seal(b"header", 0)  # it gets its number, and never arrives
+    mine = a.post(2, 0, torch.zeros(4), send_to=1, recv_from=1)
+    theirs = b.post(2, 0, torch.zeros(4), send_to=0, recv_from=0)
+    assert b.take(theirs, 3.0) is Outcome.DEAD_PEER
+    until(lambda: a.poll() or a.gone == {1: "was lost"})
+    assert not mine.open
+    assert b.gone == {0: "was lost"}
 
 
 def test_silent_connections_are_sent_away_in_time(ends, monkeypatch):
-    monkeypatch.setattr(_door, "_HANDSHAKE_SECONDS", 0.2)
+    monkeypatch.setattr(_waiting, "HANDSHAKE_SECONDS", 1.0)
     one, other = ends()
     a, b = (Channel(end, run=RUN, plan=[Part(torch.float32, 4)]) for end in (one, other))
     with dial(port_of(one)) as silent, dial(port_of(one)) as half:
@@ -165,39 +200,43 @@ def test_silent_connections_are_sent_away_in_time(ends, monkeypatch):
 
 
 @pytest.mark.parametrize("encrypt", [False, True])
-def test_so_many_connections_may_wait_and_links_do_not_give_way_to_them(ends, monkeypatch, encrypt):
-    monkeypatch.setattr(_door, "_MOST_WAITING", 8)
+@pytest.mark.parametrize("system", ["told", "untold"])
+def test_so_many_connections_may_wait_and_links_do_not_give_way(ends, monkeypatch, encrypt, system):
+    if system == "untold":  # not Linux
+        monkeypatch.setattr(_tcp, "_TCP_INFO", None)
+    few_may_wait(monkeypatch, 8)
     one, other = ends(encrypt=encrypt)
     a, b = (Channel(end, run=RUN, plan=[Part(torch.float32, 4)]) for end in (one, other))
     exchanges(a, b, 2)
     waiting = [dial(port_of(one)) for _ in range(30)]
     until(lambda: sum(map(is_open, waiting)) == 8)
-    assert all(map(is_open, waiting[-8:]))  # the first went
     until(lambda: one.refused_connections == 22)
     exchanges(a, b, 2, first=2)
     other.forget(0)
     exchanges(a, b, 2, first=4)  # a new connection gets through, too
     for connection in waiting:
         connection.close()
-    until(lambda: one.refused_connections == 30)
+    until(lambda: one.refused_connections >= 30)  # the new one may have had to come again
     assert a.gone == b.gone == {}
 
 
+@needs_linux
 @pytest.mark.parametrize("mechanism", [b"PLAIN", b"CURVE"])
-@pytest.mark.parametrize("size_bytes", [1 << 62, 1 << 25, 1 << 23])
+@pytest.mark.parametrize("size_bytes", [1 << 62, 1 << 31, 1 << 29])
 def test_who_announces_much_is_sent_away_before_it_is_taken_in(ends, mechanism, size_bytes):
-    """Above the plan's largest message at once, else soon after it has said too much."""
-    one, _ = ends(max_payload_bytes=1 << 24, encrypt=mechanism == b"CURVE")
+    """Above the plan's largest message at once, else soon after it has said too much.
+
+    What one tick of the door brings is taken in, as fast as it can be said.
+    """
+    one, _ = ends(max_payload_bytes=1 << 30, encrypt=mechanism == b"CURVE")
     with dial(port_of(one)) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
         connection.sendall(greeting(mechanism) + b"\x06" + size_bytes.to_bytes(8, "big"))
-        sent, begun = 0, time.monotonic()
+        begun = time.monotonic()
         with contextlib.suppress(ConnectionError):
             while True:
                 assert time.monotonic() < begun + 5
-                sent += connection.send(bytes(1 << 12))
-                time.sleep(0.001)
-    assert sent < 1 << 23
+                connection.send(bytes(1 << 16))
     until(lambda: one.refused_connections == 1)
 
 

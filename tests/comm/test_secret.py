@@ -1,5 +1,6 @@
 """The secret of a run: where it comes from, who shows it, and what happens with another."""
 
+import os
 import pickle
 import threading
 import time
@@ -15,11 +16,12 @@ from gossipgrad.comm import (
     Part,
     ZeroMQTransport,
     _zeromq,
+    _zeromq_link,
     given_secret,
     resolve_transport,
 )
 from gossipgrad.comm import _secret as secret_module
-from gossipgrad.comm._secret import SECRET_FILE, Secret, meet_secret
+from gossipgrad.comm._secret import SECRET_FILE, Secret, find_secret, meet_secret
 from gossipgrad.errors import AgreementError, GossipError
 from support.links import RUN
 from support.ranks import run_ranks
@@ -68,10 +70,44 @@ def test_a_file_is_read_where_the_environment_names_one(tmp_path, monkeypatch):
     ):
         given_secret()
     path.write_text("too short\n")
-    with pytest.raises(ValueError, match=r"holds 9 bytes, but a secret has 32 at least: make one"):
+    path.chmod(0o600)
+    with pytest.raises(
+        ValueError,
+        match=r"holds 9 bytes, white space at its ends left out, but .* 32 at least: mak",
+    ):
         given_secret()
     path.write_text(f"  {'k' * 32}\n")
     assert given_secret().derive("x") == Secret(b"k" * 32).derive("x")
+    path.chmod(0o640)
+    with pytest.warns(UserWarning, match=r"other users can read the secret in .*: chmod 600"):
+        given_secret()
+
+
+def test_what_is_no_file_with_a_secret_is_refused_at_once(tmp_path, monkeypatch):
+    pipe, much = tmp_path / "pipe", tmp_path / "much"
+    os.mkfifo(pipe)
+    much.write_bytes(b"k" * 5000)
+    much.chmod(0o600)
+    for path, why in (
+        (pipe, "it is no plain file; make one"),
+        ("/dev/urandom", "it is no plain file"),
+        (tmp_path, "Is a directory"),
+        (much, "holds more than 4096 bytes: make one"),
+    ):
+        monkeypatch.setenv(SECRET_FILE, str(path))
+        with pytest.raises(ValueError, match=why):
+            given_secret()
+
+
+def test_who_comes_later_finds_the_secret_in_its_file_or_the_store(secrets_of):
+    def meet(rank, group):
+        return meet_secret(group).derive("x"), find_secret(group.store, 7).derive("x")
+
+    assert all(met == found for met, found in run_ranks(2, meet))
+    with pytest.raises(GossipError, match=r"rank 7 could not find .*: the ranks have theirs from"):
+        find_secret(torch.distributed.HashStore(), 7)
+    secrets_of(b"k" * 32)
+    assert run_ranks(1, meet) == [(Secret(b"k" * 32).derive("x"),) * 2]
 
 
 def test_without_a_file_each_run_has_its_own_from_the_store():
@@ -179,14 +215,15 @@ def test_links_that_know_the_secret_bring_what_is_sent(encrypt):
         assert (a.take(mine, 3.0), b.take(theirs, 3.0)) == (D, D)
         assert mine.received.eq(round + 1).all()
         assert theirs.received.eq(round).all()
-    until(lambda: all(not end._door._waiting for end in ends))
+    until(lambda: all(not len(end._listener.door._waiting) for end in ends))
     assert (a.refused, b.refused) == (0, 0)
     a.close()
     b.close()
 
 
 @pytest.mark.parametrize("encrypt", [False, True])
-def test_a_rank_that_is_not_let_in_sees_its_peer_as_lost_and_does_not_wait(encrypt):
+def test_a_rank_that_is_not_let_in_sees_its_peer_as_lost_and_does_not_wait(encrypt, monkeypatch):
+    monkeypatch.setattr(_zeromq_link, "_GONE_AFTER_BROKEN_OFF", 3)
     ends = run_ranks(2, lambda rank, group: ZeroMQTransport(group, encrypt=encrypt))
     ends[0]._credentials._secret = Secret(bytes(32))
     payload, events = torch.zeros(1 << 16, dtype=torch.uint8), []

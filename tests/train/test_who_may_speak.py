@@ -57,7 +57,7 @@ def test_the_strategy_encrypts_its_links(faults):
         transport = strategy._session._rounds.channel._transport
         transport = getattr(transport, "_inner", transport)
         # A plan says how large messages are, a function of one's own does not.
-        assert (transport._max_payload_bytes == 16 << 20) == (faults is None)
+        assert (transport.max_payload_bytes == 16 << 20) == (faults is None)
         delivered = strategy._session.stats().outcomes["delivered"]
         strategy.close()
         return transport._credentials.encrypt, delivered > 0
@@ -74,7 +74,7 @@ def test_the_ring_shuffle_encrypts_its_links_and_takes_no_more_than_a_batch():
             ring.settle()
             transport = ring._ring.links.transport
             assert transport._credentials.encrypt
-            assert transport._max_payload_bytes == 5 * 4 * 4
+            assert transport.max_payload_bytes == 5 * 4 * 4
             return ring.stats().rows_received, ring.stats().refused_messages, ring.rows()[0]
 
     (moved, refused, one), (_, _, other) = run_ranks(2, shuffle)

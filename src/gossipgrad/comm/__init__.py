@@ -26,6 +26,8 @@ from gossipgrad.comm._membership import Membership as Membership
 from gossipgrad.comm._news import News as News
 from gossipgrad.comm._part import Part as Part
 from gossipgrad.comm._recorder import Recorder as Recorder
+from gossipgrad.comm._secret import Secret as Secret
+from gossipgrad.comm._secret import find_secret as find_secret
 from gossipgrad.comm._secret import given_secret as given_secret
 from gossipgrad.comm._staging import Snapshot as Snapshot
 from gossipgrad.comm._staging import SnapshotPool as SnapshotPool

@@ -1,43 +1,54 @@
 """What a rank shows to be let in by another, and how it is checked."""
 
 import contextlib
+import hashlib
 import hmac
+import json
 import secrets
-from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import zmq
 from zmq.utils import z85
 
-from gossipgrad.comm._seal import Opener, Sealer
+from gossipgrad.comm._door import Admission
+from gossipgrad.comm._introduction import NONCE_BYTES, Introduction
+from gossipgrad.comm._links_in import LinksIn, Opened
+from gossipgrad.comm._seal import Numberer, Sealer, Seals
 from gossipgrad.comm._secret import SECRET_FILE, Secret
 from gossipgrad.comm._wire import WireError
 from gossipgrad.errors import AgreementError
 
 __all__ = ["Credentials", "check_can_encrypt"]
 
-_NONCE_BYTES = 16
+_LINK_BYTES = 16
+_LATER = 32  # ranks that may have joined beyond the highest that is known
 _DOMAIN = b"gossipgrad"
-_KEPT_LINKS = 8  # of one sender: what came over an earlier link may still wait to be read
+_STRANGER = Admission(None)
 
 
 class Credentials:
     """How the links of one rank's transport prove that both ends know the secret of the run.
 
-    Unencrypted, a connection shows a keyed hash that is good once, for one receiver and its time of
-    life; without a good one no message is taken in. Every header is then sealed with a key of that
-    connection. Encrypted, all keys of CURVE are derived from the secret, and whoever lacks them
-    does not get past the handshake.
+    Unencrypted, a connection shows a keyed hash that is good until something was said on it, for
+    one receiver and its time of life; without a good one no message is taken in. Every header is
+    then sealed with a key of that link. Encrypted, all keys of CURVE are derived from the secret,
+    and whoever lacks them does not get past the handshake; headers are numbered.
+
+    Ranks introduce themselves to each other in two steps: each tells where it listens and random
+    bytes of its own; all of that together is the *occasion*, to which each then binds its proof
+    that it knows the secret. So no proof is good on another occasion. Who comes later
+    proves itself for the same one.
 
     Args:
         secret: Of the run.
         rank: This rank.
-        members: The ranks that may send to it.
+        members: The ranks at the start. Who comes later has a higher number.
         encrypt: Whether links are encrypted.
 
-    Raises:
-        ValueError: They are to be, and the ZeroMQ here cannot.
+    Attributes:
+        occasion: Tells this meeting of ranks from all others; no secret. Empty before it.
+        introductions: Of all ranks that are known, itself among them, with their proofs.
     """
 
     def __init__(
@@ -46,54 +57,105 @@ class Credentials:
         if encrypt:
             check_can_encrypt()
         self.encrypt = encrypt
+        self.occasion = ""
+        self.introductions: dict[int, list[Any]] = {}
         self._secret = secret
         self._rank = rank
-        self._nonce = secrets.token_bytes(_NONCE_BYTES)
-        self._nonces: dict[int, bytes] = {}
-        self._used: set[bytes] = set()
-        self._openers: dict[str, Opener] = {}
-        self._latest: defaultdict[int, deque[str]] = defaultdict(deque)
-        self._allowed: dict[bytes, int] = {}
+        self._nonce = secrets.token_bytes(NONCE_BYTES)
+        self._met: dict[int, Introduction] = {}
+        self._links = LinksIn()
+        self._allowed: dict[bytes, int] = {}  # public keys
+        self._last_member = self._last_allowed = max(members)
         if encrypt:
             for member in members:
-                public = zmq.curve_public(self._curve("client", self._nonce, member))
-                self._allowed[z85.decode(public)] = member
+                self._allow(member)
 
     def introduce(self, endpoint: str) -> list[Any]:
-        """What this rank tells all others: where and how it listens, and that it knows the secret.
+        """What this rank tells all others first: where and how it listens.
 
         Args:
             endpoint: Its address.
         """
-        return [endpoint, self._nonce.hex(), self.encrypt, self._proof(self._rank, endpoint)]
+        self._met[self._rank] = Introduction(endpoint, self._nonce, self.encrypt)
+        return self._met[self._rank].told()
 
-    def meet(self, told: Mapping[int, Sequence[Any]]) -> dict[int, str]:
-        """The addresses of all ranks, if all know the same secret.
+    def meet(self, told: Mapping[int, Any]) -> str:
+        """This rank's proof that it knows the secret, to be told to all others then.
 
         Args:
             told: What each of them introduced itself with, this rank among them.
 
         Raises:
-            AgreementError: Some are encrypted and others not, or have another secret.
+            AgreementError: It is no introduction, or some are encrypted and others not.
         """
-        for rank, (_, _, encrypt, _) in told.items():
-            if encrypt != self.encrypt:
-                raise AgreementError(
-                    f"rank {rank} has encrypt={encrypt}, rank {self._rank} has "
-                    f"encrypt={self.encrypt}: give all ranks the same"
-                )
-        self._nonces = {rank: bytes.fromhex(nonce) for rank, (_, nonce, _, _) in told.items()}
+        met = {rank: Introduction.read(rank, one) for rank, one in told.items()}
+        if met[self._rank] != self._met[self._rank]:
+            raise AgreementError(
+                f"what rank {self._rank} told of itself comes back as something else: it was "
+                "changed on its way"
+            )
+        for rank, one in met.items():
+            self._check_kind(rank, one)
+        self._met = met
+        content = json.dumps([[rank, met[rank].told()] for rank in sorted(met)])
+        self.occasion = hashlib.blake2b(content.encode(), digest_size=32).hexdigest()
+        return self._proof(self._rank, met[self._rank])
+
+    def check(self, proofs: Mapping[int, Any]) -> None:
+        """Believes what those told whom this rank has met, if all know the same secret.
+
+        Raises:
+            AgreementError: Some have another secret.
+        """
         others = [
-            str(rank)
-            for rank, (endpoint, _, _, proof) in told.items()
-            if not hmac.compare_digest(self._proof(rank, endpoint), proof)
+            str(rank) for rank, one in self._met.items() if not self._is_proof(rank, one, proofs)
         ]
         if others:
             raise AgreementError(
                 f"rank {self._rank} and rank {', '.join(others)} have different secrets: see that "
                 f"{SECRET_FILE} names a file with the same content on every rank, or is set on none"
             )
-        return {rank: endpoint for rank, (endpoint, _, _, _) in told.items()}
+        for rank, one in self._met.items():
+            self._take_in(rank, one, proofs[rank])
+
+    def join(self, occasion: str) -> None:
+        """Goes to a meeting that is long over, for which `introduce` came before.
+
+        Args:
+            occasion: Which one.
+        """
+        self.occasion = occasion
+        own = self._met[self._rank]
+        self._take_in(self._rank, own, self._proof(self._rank, own))
+
+    def take_in(self, rank: int, introduction: Any) -> Introduction:
+        """Learns where a rank listens that this one has not met; from any thread.
+
+        Args:
+            rank: Its number.
+            introduction: What it told, with its proof for this occasion.
+
+        Raises:
+            AgreementError: It has not proven that it knows the secret, its links are not
+                encrypted as here, or that number is another rank's.
+        """
+        *told, proof = introduction if isinstance(introduction, list) else [introduction]
+        one = Introduction.read(rank, told)
+        self._check_kind(rank, one)
+        if not self._is_proof(rank, one, {rank: proof}):
+            raise AgreementError(
+                f"rank {rank} has not proven to rank {self._rank} that it knows the secret of this "
+                f"run: see that {SECRET_FILE} names a file with the same content on every rank, or "
+                "is set on none"
+            )
+        if self._met.setdefault(rank, one) != one:
+            raise AgreementError(f"rank {rank} is known already, and listens elsewhere")
+        self._take_in(rank, one, proof)
+        return one
+
+    def introduction_of(self, rank: int) -> Introduction:
+        """Where and how a rank listens."""
+        return self._met[rank]
 
     def guard(self, socket: "zmq.Socket[bytes]") -> None:
         """Lets a socket that will listen take in nobody without `admit`; before it is bound."""
@@ -104,72 +166,90 @@ class Credentials:
         else:
             socket.setsockopt(zmq.PLAIN_SERVER, 1)
 
-    def dress(self, socket: "zmq.Socket[bytes]", peer: int) -> Sealer | None:
+    def dress(self, socket: "zmq.Socket[bytes]", peer: int) -> Seals:
         """Gives a socket that will connect to `peer` its credentials, and headers their seal."""
-        nonce = self._nonces[peer]
+        nonce = self._met[peer].nonce
+        link = secrets.token_bytes(_LINK_BYTES)
         if self.encrypt:
             mine = self._curve("client", nonce, self._rank)
             server = zmq.curve_public(self._curve("server", nonce, peer))
             socket.setsockopt(zmq.CURVE_SECRETKEY, mine)
             socket.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(mine))
             socket.setsockopt(zmq.CURVE_SERVERKEY, server)
-            return None
-        link = secrets.token_bytes(_NONCE_BYTES)
+            return Numberer(link)
         socket.setsockopt(zmq.PLAIN_USERNAME, f"{self._rank}.{link.hex()}".encode())
         word = self._of_link("knock", self._rank, peer, nonce, link).hex()
         socket.setsockopt(zmq.PLAIN_PASSWORD, word.encode())
         return Sealer(self._of_link("seal", self._rank, peer, nonce, link))
 
-    def admit(self, mechanism: bytes, shown: Sequence[bytes]) -> str | None:
-        """Whose connection it is, by a name of its own; None for a stranger's.
+    def admit(self, mechanism: bytes, shown: Sequence[bytes]) -> Admission:
+        """Whose connection it is, by a name of its own.
 
         Args:
             mechanism: How it shows what it shows.
             shown: Name and word, or a public key.
         """
         if self.encrypt:
-            sender = self._allowed.get(shown[0]) if mechanism == b"CURVE" and shown else None
-            return None if sender is None else str(sender)
+            sender = self._sender_of(shown[0]) if mechanism == b"CURVE" and shown else None
+            return _STRANGER if sender is None else Admission(str(sender))
         if mechanism != b"PLAIN" or len(shown) != 2:
-            return None
+            return _STRANGER
         with contextlib.suppress(ValueError):
             name = shown[0].decode("ascii")
             number, _, told = name.partition(".")
             sender, link = int(number), bytes.fromhex(told)
-            if name != f"{sender}.{link.hex()}" or not 0 <= sender < 1 << 32 or link in self._used:
-                return None
+            if name != f"{sender}.{link.hex()}" or not 0 <= sender < 1 << 32:
+                return _STRANGER
             word = self._of_link("knock", sender, self._rank, self._nonce, link).hex()
             if not hmac.compare_digest(word.encode(), shown[1]):
-                return None
-            self._used.add(link)
-            self._note(name, sender, link)
-            return name
-        return None
+                return _STRANGER
+            key = self._of_link("seal", sender, self._rank, self._nonce, link)
+            connection = self._links.show(name, sender, key)
+            return Admission(connection, name if connection is None else None)
+        return _STRANGER
 
-    def open(self, name: str, sealed: bytes, payload_bytes: int) -> bytes:
+    def open(self, connection: str, sealed: bytes, payload_bytes: int) -> Opened:
         """The header of a message that came over the connection of that name.
 
         Raises:
-            WireError: It was not sealed there, or comes again.
+            BrokenLinkError: The link was genuine so far: it was tampered with, and is over.
+            WireError: It was not sealed there.
         """
-        if self.encrypt:
-            return sealed
-        opener = self._openers.get(name)
-        if opener is None:
-            raise WireError("it came over a link that is long over")
-        return opener.open(sealed, payload_bytes)
+        if not self.encrypt:
+            return self._links.open_sealed(connection, sealed, payload_bytes)
+        if not connection.isdecimal():
+            raise WireError("it came over no connection of a member")
+        return self._links.open_numbered(int(connection), sealed)
 
-    def _note(self, name: str, sender: int, link: bytes) -> None:
-        key = self._of_link("seal", sender, self._rank, self._nonce, link)
-        self._openers[name] = Opener(key)
-        latest = self._latest[sender]
-        latest.append(name)
-        if len(latest) > _KEPT_LINKS:
-            del self._openers[latest.popleft()]
+    def _take_in(self, rank: int, one: Introduction, proof: str) -> None:
+        self.introductions[rank] = [*one.told(), proof]
 
-    def _proof(self, rank: int, endpoint: str) -> str:
-        nonce = self._nonce if rank == self._rank else self._nonces[rank]
-        parts = (_number(rank), endpoint.encode(), nonce, b"curve" if self.encrypt else b"plain")
+    def _sender_of(self, key: bytes) -> int | None:
+        """Whose public key it is; one that has joined may come before this rank hears of that."""
+        last = max([self._last_member, *self.introductions]) + _LATER
+        while key not in self._allowed and self._last_allowed < last:
+            self._last_allowed += 1
+            self._allow(self._last_allowed)
+        return self._allowed.get(key)
+
+    def _allow(self, rank: int) -> None:
+        public = zmq.curve_public(self._curve("client", self._nonce, rank))
+        self._allowed[z85.decode(public)] = rank
+
+    def _check_kind(self, rank: int, one: Introduction) -> None:
+        if one.encrypt != self.encrypt:
+            raise AgreementError(
+                f"rank {rank} has encrypt={one.encrypt}, rank {self._rank} has "
+                f"encrypt={self.encrypt}: give all ranks the same"
+            )
+
+    def _is_proof(self, rank: int, one: Introduction, proofs: Mapping[int, Any]) -> bool:
+        expected, told = self._proof(rank, one), proofs.get(rank)
+        return isinstance(told, str) and hmac.compare_digest(expected.encode(), told.encode())
+
+    def _proof(self, rank: int, one: Introduction) -> str:
+        kind = b"curve" if one.encrypt else b"plain"
+        parts = (_number(rank), one.endpoint.encode(), one.nonce, kind, self.occasion.encode())
         return self._secret.derive("introduction", *parts).hex()
 
     def _of_link(

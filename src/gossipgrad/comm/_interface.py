@@ -1,13 +1,15 @@
 """Which network interface a rank listens on."""
 
 import contextlib
+import ipaddress
 import os
 import socket
+from dataclasses import dataclass
 from pathlib import Path
 
 from gossipgrad.comm._group import Group
 
-__all__ = ["BIND", "bind_address"]
+__all__ = ["BIND", "Interface", "check_bound", "interface_of"]
 
 BIND = "GOSSIPGRAD_BIND"
 _WAY_OUT = (
@@ -16,8 +18,21 @@ _WAY_OUT = (
 )
 
 
-def bind_address(group: Group, asked: str | None = None) -> str:
-    """The address asked for; else loopback if all ranks are on one host; else this host's.
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """Where a rank listens.
+
+    Attributes:
+        address: Address or name of the interface.
+        one_host: Whether all ranks are on this host.
+    """
+
+    address: str
+    one_host: bool
+
+
+def interface_of(group: Group, asked: str | None = None) -> Interface:
+    """The one asked for; else loopback if all ranks are on one host; else this host's.
 
     What `GOSSIPGRAD_BIND` says is asked for, too: an address, or the name of an interface. A
     host's address is the one from which it reaches `MASTER_ADDR`, if that is set, else the one its
@@ -28,17 +43,43 @@ def bind_address(group: Group, asked: str | None = None) -> str:
     """
     asked = asked or os.environ.get(BIND) or None
     here = f"{socket.gethostname()} {_network()}"
-    if len(set(group.all_gather_object(here))) == 1 and asked is None:
-        return "127.0.0.1"
-    if asked in {"0.0.0.0", "::", "*"}:
-        raise ValueError(f"bind={asked!r} is every interface, and no address to tell: {_WAY_OUT}")
-    address = asked if asked is not None else _own_address()
-    if asked is None and address.startswith("127."):
+    one_host = len(set(group.all_gather_object(here))) == 1
+    if asked is not None:
+        return Interface(asked, one_host)
+    if one_host:
+        return Interface("127.0.0.1", one_host)
+    address = _own_address()
+    if address.startswith("127."):
         raise ValueError(
             f"this host's name {socket.gethostname()!r} resolves to the loopback address "
             f"{address}, which other hosts cannot reach: {_WAY_OUT}"
         )
-    return address
+    return Interface(address, one_host)
+
+
+def check_bound(interface: Interface, host: str) -> None:
+    """Refuses where a socket came to listen: every interface, or one that others do not reach.
+
+    Args:
+        interface: What was asked for.
+        host: The address that came of it.
+
+    Raises:
+        ValueError: It is such.
+    """
+    asked = interface.address
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return
+    address = getattr(address, "ipv4_mapped", None) or address
+    if address.is_unspecified:
+        raise ValueError(f"bind={asked!r} is every interface, and no address to tell: {_WAY_OUT}")
+    if address.is_loopback and not interface.one_host:
+        raise ValueError(
+            f"bind={asked!r} is a loopback address, {address}, and ranks are on several hosts, "
+            f"which cannot reach it: {_WAY_OUT}"
+        )
 
 
 def _own_address() -> str:

@@ -68,6 +68,8 @@ def read(arrival: Arrival, plan: Sequence[Part], *, run: bytes, rank: int, among
     header = Header.unpack(arrival.header)
     if header.run != run:
         raise WireError("it belongs to another run")
+    if arrival.sender not in (None, header.sender):
+        raise WireError(f"rank {arrival.sender} speaks as rank {header.sender}")
     if not 0 <= header.sender < among or header.sender == rank:
         raise WireError(f"rank {header.sender} is no peer of this run")
     _check_fits(header, arrival.payload, plan)

@@ -1,4 +1,4 @@
-"""Seals on headers: who made one knows the secret, and it comes once and in order."""
+"""Seals on headers: who made one knows the secret, and each comes once, in order, none missing."""
 
 import hashlib
 import hmac
@@ -6,7 +6,7 @@ import struct
 
 from gossipgrad.comm._wire import WireError
 
-__all__ = ["SEAL_BYTES", "Opener", "Sealer"]
+__all__ = ["SEAL_BYTES", "Numberer", "Opener", "Sealer", "Seals", "in_order", "numbered"]
 
 _SIZES = struct.Struct("!QQ")  # number of the message, bytes of its payload
 _NUMBER = struct.Struct("!Q")
@@ -23,6 +23,31 @@ def _tag(keyed: hashlib.blake2b, header: bytes, number: int, payload_bytes: int)
 
 def _keyed(key: bytes) -> hashlib.blake2b:
     return hashlib.blake2b(key=key, digest_size=_TAG_BYTES, person=b"header")
+
+
+def numbered(sealed: bytes) -> tuple[bytes, int, bytes]:
+    """Header, number and tag of what was sealed.
+
+    Raises:
+        WireError: It is too short.
+    """
+    if len(sealed) < SEAL_BYTES:
+        raise WireError(f"{len(sealed)} bytes hold no seal")
+    (number,) = _NUMBER.unpack(sealed[-SEAL_BYTES:-_TAG_BYTES])
+    return sealed[:-SEAL_BYTES], number, sealed[-_TAG_BYTES:]
+
+
+def in_order(number: int, last: int) -> int:
+    """A message's number, if it is the next.
+
+    Raises:
+        WireError: It comes again, or one before it is missing.
+    """
+    if number <= last:
+        raise WireError(f"message {number} comes again: {last} was the last")
+    if number != last + 1:
+        raise WireError(f"message {number} came behind message {last}: what was between is missing")
+    return number
 
 
 class Sealer:
@@ -45,9 +70,37 @@ class Sealer:
         tag = _tag(self._keyed, header, self._number, payload_bytes)
         return header + _NUMBER.pack(self._number) + tag
 
+    def take_back(self) -> None:
+        """The last one was not sent: its number is free."""
+        self._number -= 1
+
+
+class Numberer:
+    """Numbers the headers of a connection that is encrypted, and so needs no seal.
+
+    Args:
+        link: 16 bytes that tell the link from the earlier ones of the same two ranks.
+    """
+
+    def __init__(self, link: bytes) -> None:
+        self._link = link
+        self._number = 0
+
+    def seal(self, header: bytes, payload_bytes: int) -> bytes:
+        """The header with its number and link behind it."""
+        self._number += 1
+        return header + _NUMBER.pack(self._number) + self._link
+
+    def take_back(self) -> None:
+        """The last one was not sent: its number is free."""
+        self._number -= 1
+
+
+Seals = Sealer | Numberer
+
 
 class Opener:
-    """Opens what the `Sealer` of the same key has sealed, each once, and none behind a later one.
+    """Opens what the `Sealer` of the same key has sealed: each once, in order, and none left out.
 
     Args:
         key: The connection's own.
@@ -58,19 +111,13 @@ class Opener:
         self._last = 0
 
     def open(self, sealed: bytes, payload_bytes: int) -> bytes:
-        """The header, if the seal is genuine and was not seen before.
+        """The header, if the seal is genuine and the message the next.
 
         Raises:
-            WireError: It is not, or was.
+            WireError: It is not.
         """
-        header, number_bytes = sealed[:-SEAL_BYTES], sealed[-SEAL_BYTES:-_TAG_BYTES]
-        if len(sealed) < SEAL_BYTES:
-            raise WireError(f"{len(sealed)} bytes hold no seal")
-        (number,) = _NUMBER.unpack(number_bytes)
-        tag = _tag(self._keyed, header, number, payload_bytes)
-        if not hmac.compare_digest(tag, sealed[-_TAG_BYTES:]):
+        header, number, tag = numbered(sealed)
+        if not hmac.compare_digest(_tag(self._keyed, header, number, payload_bytes), tag):
             raise WireError("its seal is not genuine")
-        if number <= self._last:
-            raise WireError(f"message {number} comes again: {self._last} was the last")
-        self._last = number
+        self._last = in_order(number, self._last)
         return header

@@ -1,20 +1,25 @@
 """The secret of a run: who knows it may speak."""
 
+import errno
 import hashlib
 import os
 import secrets
+import stat
+import warnings
 from pathlib import Path
 from typing import NoReturn
+
+import torch.distributed as dist
 
 from gossipgrad._said import first_line
 from gossipgrad.comm._asked_store import AskedStore
 from gossipgrad.comm._group import Group
 from gossipgrad.errors import AgreementError, GossipError
 
-__all__ = ["SECRET_FILE", "Secret", "given_secret", "meet_secret"]
+__all__ = ["SECRET_FILE", "Secret", "find_secret", "given_secret", "meet_secret"]
 
 SECRET_FILE = "GOSSIPGRAD_SECRET_FILE"
-_LEAST_BYTES = 32
+_LEAST_BYTES, _MOST_BYTES = 32, 4096
 _STORE_KEY = "secret"
 
 
@@ -61,27 +66,46 @@ class Secret:
 def given_secret() -> Secret | None:
     """What the file holds that `GOSSIPGRAD_SECRET_FILE` names, None if that is not set.
 
-    Space at both ends of the content is left out.
+    Space at both ends of the content is left out. A warning says if other users can read it.
 
     Raises:
-        ValueError: It cannot be read, or is too short.
+        ValueError: It cannot be read, or is too short or too long.
     """
     where = os.environ.get(SECRET_FILE)
     if not where:
         return None
     way_out = f"make one with `openssl rand -hex {_LEAST_BYTES}`, the same for every rank"
     try:
-        content = Path(where).read_bytes().strip()
+        content = _content(Path(where))
     except OSError as error:
         raise ValueError(
             f"cannot read {SECRET_FILE}={where}: {error.strerror}; {way_out}"
         ) from error
     if len(content) < _LEAST_BYTES:
         raise ValueError(
-            f"{SECRET_FILE}={where} holds {len(content)} bytes, but a secret has {_LEAST_BYTES} at "
-            f"least: {way_out}"
+            f"{SECRET_FILE}={where} holds {len(content)} bytes, white space at its ends left out, "
+            f"but a secret has {_LEAST_BYTES} at least: {way_out}"
         )
+    if len(content) > _MOST_BYTES:
+        raise ValueError(f"{SECRET_FILE}={where} holds more than {_MOST_BYTES} bytes: {way_out}")
     return Secret(content)
+
+
+def _content(path: Path) -> bytes:
+    """What a file holds, with space at its ends left out; a little more than a secret may have."""
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))  # a pipe may have no writer
+
+    with open(path, "rb", opener=opener) as file:
+        mode = os.fstat(file.fileno()).st_mode
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, "it is no plain file")
+        if os.name == "posix" and mode & (stat.S_IRGRP | stat.S_IROTH):
+            warnings.warn(
+                f"other users can read the secret in {path}: chmod 600 {path}", stacklevel=2
+            )
+        return file.read(_MOST_BYTES + 64).strip()
 
 
 def meet_secret(group: Group) -> Secret:
@@ -103,7 +127,7 @@ def meet_secret(group: Group) -> Secret:
     except ValueError as error:
         mistake = error
     if mine is None and mistake is None and group.rank == group.members[0]:
-        _ask(group, make=True)
+        _ask(group.store, group.rank, make=True)
     told = group.all_gather_object([mine is not None, None if mistake is None else str(mistake)])
     if mistake is not None:
         raise mistake
@@ -117,21 +141,38 @@ def meet_secret(group: Group) -> Secret:
             f"rank {one} has a secret from {SECRET_FILE} and rank {other} has none: set it on "
             "every rank, or on none"
         )
-    return _ask(group, make=False) if mine is None else mine
+    return _ask(group.store, group.rank, make=False) if mine is None else mine
 
 
-def _ask(group: Group, *, make: bool) -> Secret:
-    """The secret in the store; made if there is none, which may not be awaited by others."""
-    asked = AskedStore(group.store)
+def find_secret(store: dist.Store, rank: int) -> Secret:
+    """The secret of a run that has begun: this rank's file, else what the store holds; local.
+
+    Args:
+        store: Of the group whose ranks have met.
+        rank: Who asks.
+
+    Raises:
+        ValueError: The file cannot be read, or is too short.
+        GossipError: There is neither, or the store does not answer.
+    """
+    mine = given_secret()
+    return _ask(store, rank, make=None) if mine is None else mine
+
+
+def _ask(store: dist.Store, rank: int, *, make: bool | None) -> Secret:
+    """The secret in the store; `make`: if there is none, and None: which is not awaited either."""
+    asked = AskedStore(store)
     try:
         if make:
             fresh = secrets.token_hex(_LEAST_BYTES)
             held = asked.ask(lambda store: store.compare_set(_STORE_KEY, "", fresh))
+        elif make is None and not asked.ask(lambda store: store.check([_STORE_KEY])):
+            raise RuntimeError(f"it has none: the ranks have theirs from {SECRET_FILE}")
         else:
             held = asked.ask(lambda store: store.get(_STORE_KEY))
     except RuntimeError as error:
         raise GossipError(
-            f"rank {group.rank} could not {'leave' if make else 'find'} the secret of the run in "
+            f"rank {rank} could not {'leave' if make else 'find'} the secret of the run in "
             f"the rendezvous store: {first_line(error)}"
         ) from error
     finally:

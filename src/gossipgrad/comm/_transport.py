@@ -32,10 +32,12 @@ class Arrival:
     Attributes:
         header: The header's bytes, unchecked.
         payload: The payload as bytes, shape `(size_bytes,)`, or None; memory is the receiver's.
+        sender: The rank that is proven to have sent it, None where that cannot be told.
     """
 
     header: bytes
     payload: Tensor | None
+    sender: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,9 @@ import os
 import threading
 import warnings
 import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import zmq
@@ -11,40 +14,42 @@ from torch import Tensor
 from zmq.utils.monitor import parse_monitor_message
 
 from gossipgrad.comm._credentials import Credentials
-from gossipgrad.comm._door import Door
 from gossipgrad.comm._group import Group
-from gossipgrad.comm._interface import bind_address
-from gossipgrad.comm._seal import SEAL_BYTES
-from gossipgrad.comm._secret import SECRET_FILE, meet_secret
+from gossipgrad.comm._interface import Interface, interface_of
+from gossipgrad.comm._secret import SECRET_FILE, Secret, meet_secret
 from gossipgrad.comm._transport import Arrival, Lost, Sent, Ticket
-from gossipgrad.comm._wire import WireError
 from gossipgrad.comm._zeromq_link import WATCHED, Link
+from gossipgrad.comm._zeromq_listener import Listener
 
 __all__ = ["ZeroMQTransport"]
 
 _KEEPALIVE_SECONDS = (10, 5)  # how long a link is idle before it is tried, and how often then
 _KEEPALIVE_TRIES = 4
 _RECONNECT_MILLISECONDS = 50
-_HEADER_BYTES = (1 << 14) + SEAL_BYTES
-_NOT_OURS = Arrival(b"", None)  # for the channel to count
-_TOLD_AT_ONCE = 256  # of those refused, so that a flood takes no time from a step
-_QUEUED_MESSAGES = 4096
 
 
 def _abandon(
-    context: zmq.Context[zmq.Socket[bytes]],
-    pull: zmq.Socket[bytes],
-    links: dict[int, Link],
-    door: Door,
+    context: zmq.Context[zmq.Socket[bytes]], listener: Listener, links: dict[int, Link]
 ) -> None:
     """Closes what a transport that nobody closed has left."""
-    if os.getpid() != door.process:
+    if os.getpid() != listener.door.process:
         return  # a fork of the process: all of it is its parent's
-    door.close()
     for link in links.values():
         link.close(linger_seconds=0.0)
-    pull.close(linger=0)
-    context.term()
+    _end(context, listener)
+
+
+def _end(context: zmq.Context[zmq.Socket[bytes]], listener: Listener) -> None:
+    """Ends a context, whose other sockets are closed."""
+    if listener.close():
+        context.term()
+        return
+
+    def wait() -> None:
+        listener.door.join()
+        context.term()
+
+    threading.Thread(target=wait, name="gossipgrad-door-end", daemon=True).start()
 
 
 def _warn_of_told_secret(address: str) -> None:
@@ -96,63 +101,139 @@ class ZeroMQTransport:
         bind: str | None = None,
         encrypt: bool = False,
     ) -> None:
-        self._credentials = Credentials(
-            meet_secret(group), group.rank, group.members, encrypt=encrypt
+        self._secret = meet_secret(group)
+        credentials = Credentials(self._secret, group.rank, group.members, encrypt=encrypt)
+        self._make(credentials, group.rank, group.world_size, max_payload_bytes)
+        with self._ended_by_an_error():
+            interface = interface_of(group, bind)
+            if encrypt and group.rank == group.members[0]:
+                _warn_of_told_secret(interface.address)
+            members = group.members
+            endpoint = self._listener.bind(interface)
+            told = group.all_gather_object(credentials.introduce(endpoint))
+            proof = credentials.meet(dict(zip(members, told, strict=True)))
+            told = group.all_gather_object(proof)
+            credentials.check(dict(zip(members, told, strict=True)))
+            for member in members:
+                self._expect(member)
+
+    @classmethod
+    def joining(
+        cls,
+        secret: Secret,
+        rank: int,
+        world_size: int,
+        *,
+        occasion: str,
+        introductions: Mapping[int, Sequence[Any]],
+        bind: str = "127.0.0.1",
+        max_payload_bytes: int = 1 << 32,
+        encrypt: bool = False,
+    ) -> "ZeroMQTransport":
+        """The transport of a rank that comes later; local.
+
+        Its own `introduction` lets the others know where it listens (`take_in`); they let it in
+        before that.
+
+        Args:
+            secret: Of the run.
+            rank: Its number, which nobody has had before.
+            world_size: As on the others.
+            occasion: As on the others.
+            introductions: Of those that it may talk to.
+            bind: Address or name of the interface to listen on.
+            max_payload_bytes: As on the others.
+            encrypt: As on the others.
+
+        Raises:
+            ValueError: The interface cannot be listened on, or ZeroMQ cannot encrypt here.
+            AgreementError: An introduction is not proven for that occasion.
+        """
+        self = cls.__new__(cls)
+        members = [rank, *introductions]
+        credentials = Credentials(secret, rank, members, encrypt=encrypt)
+        self._secret = secret
+        self._make(credentials, rank, world_size, max_payload_bytes)
+        with self._ended_by_an_error():
+            credentials.introduce(self._listener.bind(Interface(bind, one_host=True)))
+            credentials.join(occasion)
+            self._expect(rank)
+            for other, introduction in introductions.items():
+                self.take_in(other, introduction)
+        return self
+
+    def beside(self, occasion: str, *, max_payload_bytes: int) -> "ZeroMQTransport":
+        """Another transport of this rank, for an occasion of its own; local.
+
+        Args:
+            occasion: Which one.
+            max_payload_bytes: As in the constructor.
+
+        Raises:
+            ValueError: The interface cannot be listened on any more.
+        """
+        return ZeroMQTransport.joining(
+            self._secret,
+            self.rank,
+            self.world_size,
+            occasion=occasion,
+            introductions={},
+            bind=self.address,
+            max_payload_bytes=max_payload_bytes,
+            encrypt=self._credentials.encrypt,
         )
-        self.rank = group.rank
-        self.world_size = group.world_size
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._sending = threading.Lock()
-        self._links: dict[int, Link] = {}
-        self._closed = False
-        self._max_payload_bytes = max_payload_bytes
-        self._counted = 0
-        self._pull = self._context.socket(zmq.PULL)
-        self._credentials.guard(self._pull)
-        self._door = Door(
-            self._context,
-            self._pull,
-            self._credentials.admit,
-            encrypt=encrypt,
-            whose=f"rank {group.rank}",
-        )
-        try:
-            self._endpoints = self._listen(group, bind)
-        except BaseException:
-            self._door.close()
-            self._pull.close(linger=0)
-            self._context.term()
-            raise
-        self._poller = zmq.Poller()
-        self._poller.register(self._pull, zmq.POLLIN)
-        # A context that is collected with open sockets waits for them for ever.
-        self._abandoned = weakref.finalize(
-            self, _abandon, self._context, self._pull, self._links, self._door
-        )
-        self._abandoned.atexit = False  # pyrefly: ignore[missing-attribute]
 
     @property
     def refused_connections(self) -> int:
         """How many connections were not let in so far."""
-        return self._door.refused
+        return self._listener.door.refused
+
+    @property
+    def address(self) -> str:
+        """The address that this rank listens on, without the port."""
+        return self._credentials.introduction_of(self.rank).host
+
+    @property
+    def occasion(self) -> str:
+        """What tells this meeting of ranks from all others; equal on all, and no secret."""
+        return self._credentials.occasion
+
+    @property
+    def introductions(self) -> dict[int, list[Any]]:
+        """Where the ranks listen that are known, and their proofs; values are those of JSON."""
+        return dict(self._credentials.introductions)
+
+    @property
+    def introduction(self) -> list[Any]:
+        """This rank's own."""
+        return self._credentials.introductions[self.rank]
+
+    def take_in(self, rank: int, introduction: Sequence[Any]) -> None:
+        """Learns where a rank listens that has joined; local, and from any thread.
+
+        Raises:
+            AgreementError: It is not proven for this occasion, or that number is another rank's.
+        """
+        self._credentials.take_in(rank, list(introduction))
+        self._expect(rank)
 
     def open(self, peer: int) -> None:
-        """Connects to `peer` and watches the connection."""
+        """Connects to `peer` and watches the connection, if it is known where that listens."""
         with self._sending:
-            if not self._closed:
+            if not self._closed and peer in self._endpoints:
                 self._link(peer)
 
     def send(self, peer: int, header: bytes, payload: Tensor | None = None) -> Ticket:
         """Queues a message; `payload` is read by an I/O thread until the ticket is done."""
         with self._sending:
-            if self._closed:
+            if self._closed or peer not in self._endpoints:
                 return Sent()
             link = self._link(peer)
             body = None if payload is None else payload.view(torch.uint8).numpy().data
-            if body is not None and body.nbytes > self._max_payload_bytes:
+            if body is not None and body.nbytes > self.max_payload_bytes:
                 raise ValueError(
                     f"a message of {body.nbytes} bytes is above max_payload_bytes="
-                    f"{self._max_payload_bytes}: use smaller buckets, or raise it on all ranks"
+                    f"{self.max_payload_bytes}: use smaller buckets, or raise it on all ranks"
                 )
             return link.send(header, body)
 
@@ -161,18 +242,15 @@ class ZeroMQTransport:
         if self._closed:
             return []
         ready = dict(self._poller.poll(int(timeout_seconds * 1000)))
-        told = min(self._door.refused - self._counted, _TOLD_AT_ONCE)
-        self._counted += told
-        events: list[Arrival | Lost] = [_NOT_OURS] * told
-        if self._pull in ready:
-            events.extend(self._arrivals())
+        events: list[Arrival | Lost] = [*self._listener.refused()]
+        if self._listener.socket in ready:
+            events.extend(self._listener.receive())
         with self._sending:
-            links = list(self._links.items())
-        for peer, link in links:
-            if link.monitor in ready:
-                self._watch(link)
-            if link.gone:
-                events.append(Lost(peer))
+            for peer, link in self._links.items():
+                if link.monitor in ready:
+                    self._watch(link)
+                if link.gone:
+                    events.append(Lost(peer))
         return events
 
     def forget(self, peer: int) -> None:
@@ -186,6 +264,8 @@ class ZeroMQTransport:
 
     def close(self, linger_seconds: float = 0.0) -> None:
         """Closes all links; sends what is queued for at most `linger_seconds`."""
+        if os.getpid() != self._listener.door.process:
+            return  # a fork of the process: the links are its parent's
         with self._sending:
             if self._closed:
                 return
@@ -195,29 +275,50 @@ class ZeroMQTransport:
                 down = link.down_since is not None or link.failures > 0
                 self._drop(link, linger_seconds=0.0 if down else linger_seconds)
             self._links.clear()
-            self._door.close()
-            self._pull.close(linger=0)
-        self._context.term()
+        _end(self._context, self._listener)
 
-    def _listen(self, group: Group, bind: str | None) -> dict[int, str]:
-        self._pull.setsockopt(zmq.MAXMSGSIZE, max(self._max_payload_bytes, _HEADER_BYTES))
-        self._pull.setsockopt(zmq.RCVHWM, _QUEUED_MESSAGES)
-        address = bind_address(group, bind)
-        if self._credentials.encrypt and group.rank == group.members[0]:
-            _warn_of_told_secret(address)
-        self._pull.setsockopt(zmq.IPV6, int(":" in address))
-        host = f"[{address}]" if ":" in address else address
+    def _make(
+        self, credentials: Credentials, rank: int, world_size: int, max_payload_bytes: int
+    ) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.max_payload_bytes = max_payload_bytes
+        self._credentials = credentials
+        self._sending = threading.Lock()
+        self._links: dict[int, Link] = {}
+        self._endpoints: dict[int, str] = {}
+        self._closed = False
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
-            self._pull.bind(f"tcp://{host}:*")
-        except zmq.ZMQError as error:
-            raise ValueError(
-                f"cannot listen on bind={address!r} ({error}): it must be an address or "
-                "interface of this host"
-            ) from error
-        endpoint = self._pull.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._door.opened(int(endpoint.rpartition(":")[2]))
-        told = group.all_gather_object(self._credentials.introduce(endpoint))
-        return self._credentials.meet(dict(zip(group.members, told, strict=True)))
+            self._listener = Listener(
+                self._context,
+                credentials,
+                max_payload_bytes=max_payload_bytes,
+                expected=world_size,
+                whose=f"rank {rank}",
+            )
+        except BaseException:
+            self._context.term()
+            raise
+        self._poller = zmq.Poller()
+        self._poller.register(self._listener.socket, zmq.POLLIN)
+        # A context that is collected with open sockets waits for them for ever.
+        self._abandoned = weakref.finalize(
+            self, _abandon, self._context, self._listener, self._links
+        )
+        self._abandoned.atexit = False  # pyrefly: ignore[missing-attribute]
+
+    @contextmanager
+    def _ended_by_an_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+    def _expect(self, rank: int) -> None:
+        introduction = self._credentials.introduction_of(rank)
+        self._endpoints[rank] = introduction.endpoint
+        self._listener.expect(introduction)
 
     def _link(self, peer: int) -> Link:
         link = self._links.get(peer)
@@ -232,41 +333,16 @@ class ZeroMQTransport:
             socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, idle)
             socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, interval)
             socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, _KEEPALIVE_TRIES)
-            sealer = self._credentials.dress(socket, peer)
+            seals = self._credentials.dress(socket, peer)
             monitor = socket.get_monitor_socket(WATCHED)
             socket.connect(self._endpoints[peer])
-            link = self._links[peer] = Link(socket, monitor, sealer)
+            link = self._links[peer] = Link(socket, monitor, seals)
             self._poller.register(monitor, zmq.POLLIN)
         return link
 
     def _drop(self, link: Link, linger_seconds: float) -> None:
         self._poller.unregister(link.monitor)
         link.close(linger_seconds)
-
-    def _arrivals(self) -> list[Arrival | Lost]:
-        arrivals: list[Arrival | Lost] = []
-        while True:
-            try:
-                frames = self._pull.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return arrivals
-            arrivals.append(self._read(frames))
-
-    def _read(self, frames: "list[zmq.Frame]") -> Arrival:
-        if len(frames) > 2 or len(frames[0]) > _HEADER_BYTES:
-            return _NOT_OURS
-        payload = None
-        if len(frames) == 2:
-            body = frames[1].buffer
-            payload = torch.frombuffer(body, dtype=torch.uint8) if len(body) else None
-        try:
-            name = str(frames[0].get("User-Id"))
-            header = self._credentials.open(
-                name, frames[0].bytes, 0 if payload is None else payload.numel()
-            )
-        except WireError:
-            return _NOT_OURS
-        return Arrival(header, payload)
 
     def _watch(self, link: Link) -> None:
         while True:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import zmq
 
-from gossipgrad.comm._seal import Sealer
+from gossipgrad.comm._seal import Seals
 from gossipgrad.comm._transport import Sent, Ticket
 
 __all__ = ["DOWN", "UP", "WATCHED", "Link"]
@@ -18,7 +18,7 @@ _BROKEN_OFF = zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
 _REFUSED = zmq.Event.HANDSHAKE_FAILED_AUTH | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
 WATCHED = UP | DOWN | _FAILED | _BROKEN_OFF | _REFUSED
 _GONE_AFTER_FAILURES = 2  # every peer listens before its address is told: refusal means gone
-_GONE_AFTER_BROKEN_OFF = 10  # it may have to make room among strangers
+_GONE_AFTER_BROKEN_OFF = 30  # it may have to make room among strangers
 _GONE_AFTER_SECONDS = 0.5  # what a peer sent before it left is still under way
 _COPY_BELOW_BYTES = 1 << 15  # below this a copy is cheaper than keeping track of the buffer
 
@@ -30,7 +30,7 @@ class Link:
     Attributes:
         socket: Connected, or on its way to be.
         monitor: Tells of its connection.
-        sealer: Of its headers, None if they need no seal.
+        seals: Of its headers.
         was_up: Whether it was let in once.
         down_since: When it broke (monotonic), None while it has not.
         failures: How often nobody answered in a row.
@@ -39,7 +39,7 @@ class Link:
 
     socket: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
-    sealer: Sealer | None
+    seals: Seals
     was_up: bool = False
     down_since: float | None = None
     failures: int = 0
@@ -58,7 +58,8 @@ class Link:
 
     def close(self, linger_seconds: float) -> None:
         """Closes both sockets; sends what is queued for at most `linger_seconds`."""
-        self.socket.disable_monitor()
+        if not self.socket.closed:
+            self.socket.disable_monitor()
         self.monitor.close(linger=0)
         self.socket.close(linger=int(linger_seconds * 1000))
 
@@ -67,7 +68,11 @@ class Link:
         if event & UP:
             self.was_up, self.failures, self.broken_off = True, 0, 0
         elif self.was_up:
-            self.down_since = self.down_since or time.monotonic()
+            if self.down_since is None:
+                self.down_since = time.monotonic()
+                # Else ZeroMQ would come again by itself, wherever the address leads by then.
+                self.socket.disable_monitor()
+                self.socket.close(linger=0)
         elif event & _REFUSED:
             self.failures = _GONE_AFTER_FAILURES
         elif event & _BROKEN_OFF:
@@ -77,14 +82,16 @@ class Link:
 
     def send(self, header: bytes, body: memoryview | None) -> Ticket:
         """Queues a message; only a large body is not copied."""
-        if self.sealer is not None:
-            header = self.sealer.seal(header, 0 if body is None else body.nbytes)
+        if self.down_since is not None:
+            return Sent()
+        sealed = self.seals.seal(header, 0 if body is None else body.nbytes)
         try:
             if body is None or body.nbytes < _COPY_BELOW_BYTES:
-                self.socket.send_multipart([header, *([] if body is None else [body])], zmq.NOBLOCK)
+                self.socket.send_multipart([sealed, *([] if body is None else [body])], zmq.NOBLOCK)
                 return Sent()
-            self.socket.send(header, zmq.SNDMORE | zmq.NOBLOCK)
+            self.socket.send(sealed, zmq.SNDMORE | zmq.NOBLOCK)
         except zmq.Again:  # refused: there is no queue any more
+            self.seals.take_back()
             self.failures = _GONE_AFTER_FAILURES
             return Sent()
         ticket = self.socket.send(body, zmq.NOBLOCK, copy=False, track=True)
