@@ -1,11 +1,9 @@
 """A run that is cut short and resumed comes to what it would have, bit for bit."""
 
 import dataclasses
-import os
 import random
 import shutil
 import threading
-import warnings
 
 import pytest
 import torch
@@ -15,11 +13,9 @@ from gossipgrad import checkpoint, data
 from gossipgrad.train import RunFailedError, TrainConfig, config_of_run, run
 from gossipgrad.train._layout import claim
 from gossipgrad.train._rank import train_rank
-from gossipgrad.train._resume import reopen, saved_ranks, take_up
+from gossipgrad.train._resume import reopen
 from support.launched import after_steps, config, press_ctrl_c, workers
 from support.resumed_runs import assert_same_runs, state_of
-
-FAULTS = "kill rank=0 round=7"
 
 
 @pytest.fixture(scope="module")
@@ -146,22 +142,6 @@ def test_what_an_end_has_left_goes_when_the_run_goes_on(alone, tmp_path):
     assert run_dir.evicted_model(7).name == "evicted-rank7-2.safetensors"
 
 
-def test_options_are_whole_whenever_their_writer_is_killed(alone, tmp_path, monkeypatch):
-    _, run_dir = alone("run", epochs=1)
-    before = run_dir.config.read_text()
-
-    def killed(handle):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", killed)
-        with pytest.raises(KeyboardInterrupt):
-            config_of_run(tmp_path / "run").resolved(nproc=1, out=tmp_path).write(
-                run_dir.config, {}
-            )
-    assert run_dir.config.read_text() == before
-
-
 def test_checkpoints_of_another_run_are_refused(alone, tmp_path):
     _, one = alone("one", epochs=1)
     _, other = alone("other", epochs=1)
@@ -184,65 +164,6 @@ def test_checkpoints_of_another_run_are_refused(alone, tmp_path):
             stop=threading.Event(),
             emit=lambda event: None,
         )
-
-
-def test_a_run_goes_on_without_its_faults_and_encrypted(alone, tmp_path):
-    """A script that kills a rank would kill it there again."""
-    alone("run", epochs=1)
-    config = config_of_run(tmp_path / "run")
-    faulty = dataclasses.replace(config.gossip, faults=FAULTS)
-    written = dataclasses.replace(config, gossip=faulty).resolved(nproc=1, out=tmp_path)
-    written.write(tmp_path / "run" / "config.json", {})
-    saved = config_of_run(tmp_path / "run")
-    assert saved.gossip.faults == FAULTS
-    reopen(dataclasses.replace(config, encrypt=True))
-
-
-@pytest.mark.parametrize("noted", [{"torch": "1.0"}, {"torch": torch.__version__}, {}])
-def test_other_versions_are_told(noted, alone, tmp_path):
-    alone("run", epochs=1)
-    config = config_of_run(tmp_path / "run")
-    config.resolved(nproc=1, out=tmp_path).write(tmp_path / "run" / "config.json", noted)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        reopen(config)
-    texts = [str(one.message) for one in told]
-    if noted == {"torch": "1.0"}:
-        (text,) = texts
-        assert f"was made with torch 1.0 (now {torch.__version__}): what it comes to may" in text
-    else:
-        assert texts == []
-
-
-def test_metrics_of_ranks_that_the_run_goes_on_without_are_put_aside(tmp_path):
-    """Theirs would be shown as if they were in it; of one that was lost its own begins anew."""
-    run_dir = claim(tmp_path, name="", overwrite=False)
-    for rank in (0, 2):  # rank 1 was lost
-        checkpoint.save(
-            run_dir.checkpoints, {}, rank=rank, world_size=3, members=(0, 2), step=10, run="it"
-        )
-    for rank in range(5):
-        run_dir.metrics(rank).write_text(f"of rank {rank}")
-    config = TrainConfig(run_name="it", checkpoint_every=5, quiet=True)
-    config.resolved(nproc=2, out=tmp_path).write(run_dir.config, {})
-    config, run_dir = reopen(dataclasses.replace(config, nproc=2, resume=tmp_path))
-    config = config.resolved(nproc=2, out=tmp_path)
-    for rank in (1, 0):
-        take_up(config, run_dir, rank=rank, anew=rank == 1)
-    assert run_dir.metrics_ranks() == [0]
-    former = {path.name: path.read_text() for path in (tmp_path / "former").iterdir()}
-    assert former == {f"metrics-rank{rank}.jsonl": f"of rank {rank}" for rank in (1, 2, 3, 4)}
-    run_dir.metrics(1).write_text("again")
-    take_up(config, run_dir, rank=1, anew=True)
-    assert (tmp_path / "former" / "metrics-rank1-2.jsonl").read_text() == "again"
-
-
-def test_parts_of_the_dead_are_no_part_of_what_is_resumed(tmp_path):
-    for rank, members in ((0, (0, 1, 2)), (1, (1, 2)), (2, (1, 2))):
-        checkpoint.save(tmp_path, {}, rank=rank, world_size=3, members=members, step=100)
-    assert saved_ranks(tmp_path, 100) == (1, 2)
-    with pytest.raises(ValueError, match="there is no checkpoint of step 7"):
-        saved_ranks(tmp_path, 7)
 
 
 @pytest.mark.process

@@ -1,0 +1,98 @@
+"""The folder of a run that is resumed: what stays, what goes, and what is put aside."""
+
+import dataclasses
+import os
+import warnings
+
+import pytest
+import torch
+
+from gossipgrad import checkpoint
+from gossipgrad.train import GossipConfig, TrainConfig, config_of_run
+from gossipgrad.train._layout import claim
+from gossipgrad.train._resume import reopen, saved_ranks, take_up
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """Of a run of three ranks, of which rank 1 was lost before the checkpoint."""
+    run_dir = claim(tmp_path, name="", overwrite=False)
+    for rank in (0, 2):
+        checkpoint.save(
+            run_dir.checkpoints, {}, rank=rank, world_size=3, members=(0, 2), step=10, run="it"
+        )
+    write(run_dir)
+    run_dir.remove_partial()
+    return run_dir
+
+
+def write(run_dir, versions=None, **options):
+    config = TrainConfig(run_name="it", checkpoint_every=5, quiet=True, **options)
+    config.resolved(nproc=3, out=run_dir.path).write(run_dir.config, versions or {})
+
+
+def test_options_are_whole_whenever_their_writer_is_killed(run_dir, monkeypatch):
+    before = run_dir.config.read_text()
+
+    def killed(handle):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", killed)
+        with pytest.raises(KeyboardInterrupt):
+            write(run_dir, epochs=50)
+    assert run_dir.config.read_text() == before
+    write(run_dir, epochs=50)
+    assert config_of_run(run_dir.path).epochs == 50
+
+
+def test_a_run_goes_on_without_its_faults_and_encrypted(run_dir):
+    """A script that kills a rank would kill it there again."""
+    write(run_dir, gossip=GossipConfig(faults="kill rank=1 round=7"))
+    saved = config_of_run(run_dir.path)
+    healthy = dataclasses.replace(saved.gossip, faults=None)
+    assert saved.gossip != healthy
+    reopen(dataclasses.replace(saved, gossip=healthy, encrypt=True))
+
+
+@pytest.mark.parametrize("noted", [{"torch": "1.0"}, {"torch": torch.__version__}, {}])
+def test_other_versions_are_told(noted, run_dir):
+    write(run_dir, noted)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        reopen(config_of_run(run_dir.path))
+    texts = [str(one.message) for one in told]
+    if noted == {"torch": "1.0"}:
+        (text,) = texts
+        assert f"was made with torch 1.0 (now {torch.__version__}): what it comes to may" in text
+    else:
+        assert texts == []
+
+
+def test_metrics_of_ranks_that_the_run_goes_on_without_are_put_aside(run_dir):
+    """Theirs would be shown as if they were in it; of one that was lost its own begins anew."""
+    for rank in range(5):
+        run_dir.metrics(rank).write_text(f"of rank {rank}")
+    config, run_dir = reopen(dataclasses.replace(config_of_run(run_dir.path), nproc=2))
+    config = config.resolved(nproc=2, out=run_dir.path)
+    for rank in (1, 0):
+        take_up(config, run_dir, rank=rank, anew=rank == 1)
+    assert run_dir.metrics_ranks() == [0]
+    former = {path.name: path.read_text() for path in (run_dir.path / "former").iterdir()}
+    assert former == {f"metrics-rank{rank}.jsonl": f"of rank {rank}" for rank in (1, 2, 3, 4)}
+    run_dir.metrics(1).write_text("again")
+    take_up(config, run_dir, rank=1, anew=True)
+    assert (run_dir.path / "former" / "metrics-rank1-2.jsonl").read_text() == "again"
+    claim(run_dir.path, name="", overwrite=True)
+    assert not list(run_dir.path.rglob("*.jsonl")), "of a run that is replaced, nothing stays"
+
+
+def test_parts_of_the_dead_are_no_part_of_what_is_resumed(run_dir):
+    for rank, members in ((0, (0, 1, 2)), (1, (1, 2)), (2, (1, 2))):
+        checkpoint.save(
+            run_dir.checkpoints, {}, rank=rank, world_size=3, members=members, step=100, run="it"
+        )
+    assert saved_ranks(run_dir.checkpoints, 10) == (0, 2)
+    assert saved_ranks(run_dir.checkpoints, 100) == (1, 2)
+    with pytest.raises(ValueError, match="there is no checkpoint of step 7"):
+        saved_ranks(run_dir.checkpoints, 7)
