@@ -41,6 +41,8 @@ hypothesis.settings.register_profile("shared machine", deadline=None)
 hypothesis.settings.load_profile("shared machine")
 torch.set_num_threads(1)
 
+# Whoever connects to a TCPStore is asked for its name, for five seconds where no resolver answers.
+os.environ.setdefault("RES_OPTIONS", "timeout:1")
 os.environ.setdefault("GOSSIPGRAD_DATA", str(Path(__file__).parents[2] / "shared" / "data"))
 
 

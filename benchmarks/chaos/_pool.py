@@ -152,6 +152,8 @@ class Runner:
                         "TMPDIR": str(temporary),
                         "OMP_NUM_THREADS": "1",
                         "TORCH_CPP_LOG_LEVEL": "ERROR",
+                        # Whoever connects to a store is asked for its name.
+                        "RES_OPTIONS": "timeout:1",
                     },
                     start_new_session=True,
                 )
