@@ -92,3 +92,20 @@ def test_what_is_no_state_is_refused():
         pytest.raises(ValueError, match=told),
     ):
         shuffle.load_state_dict(None)
+
+
+def test_rows_without_a_slot_are_loaded_in_parcels_that_a_neighbour_takes():
+    ends, barrier = make_transports("in-process", 2), threading.Barrier(2, timeout=60)
+
+    def main(rank, group):
+        with a_shuffle(ends[rank], rank, group) as shuffle:
+            shuffle.settle()
+            state = shuffle.state_dict()
+            state["unplaced"] = (torch.arange(100, 110),)
+            shuffle.load_state_dict(state)
+            assert [parcel.count for parcel in shuffle._rows.unplaced] == [4, 4, 2]
+            held = sorted(shuffle.rows()[0].tolist())
+            barrier.wait()
+            return held
+
+    assert run_ranks(2, main)[0] == [*range(12), *range(100, 110)]

@@ -375,8 +375,12 @@ class RingShuffle(IterableDataset[Batch]):
         rows = Rows(state["tensors"])
         rows.held[:] = state["held"].numpy()
         rows.spare.extend(np.flatnonzero(~rows.held).tolist())
-        if count := len(state["unplaced"][0]):
-            rows.put_in(Parcel(rows.format.pack(state["unplaced"]), count))
+        # A neighbour takes no larger parcels than these.
+        for part in zip(
+            *(one.split(self._flow.most_rows) for one in state["unplaced"]), strict=True
+        ):
+            if count := len(part[0]):
+                rows.put_in(Parcel(rows.format.pack(part), count))
         self._rows = rows
         if self._ring is not None:
             self._ring.rows = rows
