@@ -267,6 +267,22 @@ def test_a_door_that_is_held_up_holds_up_nobody_who_closes(ends, monkeypatch):
     until(lambda: ends[1]._context.closed)
 
 
+def test_a_door_that_gets_no_thread_leaves_nothing_open(monkeypatch):
+    contexts, make = [], zmq.Context
+    monkeypatch.setattr(zmq, "Context", lambda: contexts.append(make()) or contexts[-1])
+    start = threading.Thread.start
+
+    def refuse(thread):
+        if thread.name == "gossipgrad-door":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        run_ranks(1, lambda rank, group: ZeroMQTransport(group))
+    assert [context.closed for context in contexts] == [True]
+
+
 def test_a_look_at_a_descriptor_of_something_else_finds_nothing_and_leaks_nothing(tmp_path):
     (tmp_path / "file").touch()
     pair, pipe = socket.socketpair(), os.pipe()

@@ -94,7 +94,13 @@ class Door:
         self._stop.bind(name)
         self._stopped.connect(name)
         self._thread = threading.Thread(target=self._attend, name="gossipgrad-door", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # there is no room for one more
+            self._socket.disable_monitor()
+            self._over()
+            self._stop.close(linger=0)
+            raise
 
     def opened(self, port: int) -> None:
         """The socket is bound to that port."""
