@@ -64,8 +64,8 @@ class Channel:
     ) -> None:
         check_run(run, credits)
         self.rank, self.world_size = transport.rank, transport.world_size
-        self.plan = tuple(plan)
-        self.credits, self.generation = credits, generation
+        self.largest_bytes: int | None = getattr(transport, "max_payload_bytes", None)
+        self.plan, self.credits, self.generation = tuple(plan), credits, generation
         self.refused = self.bytes_received = 0
         self._transport, self._run = transport, run
         self._lock = threading.RLock()

@@ -64,7 +64,7 @@ class GlooTransport:
         self.rank = group.rank
         self.world_size = group.world_size
         self._store = dist.PrefixStore("links", group.store)
-        self._max_payload_bytes = max_payload_bytes
+        self.max_payload_bytes = max_payload_bytes
         self._events: queue.SimpleQueue[Arrival | Lost] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._links: dict[int, _GlooLink] = {}
@@ -125,7 +125,7 @@ class GlooTransport:
         link = self._links.get(peer)
         if link is None:
             link = self._links[peer] = _GlooLink(
-                self._store, self.rank, peer, self._events, self._max_payload_bytes
+                self._store, self.rank, peer, self._events, self.max_payload_bytes
             )
         return link
 

@@ -11,10 +11,27 @@ from gossipgrad.decentralized._rounds import Rounds
 from gossipgrad.decentralized._sections import Sections
 from gossipgrad.decentralized._settings import Settings
 from gossipgrad.decentralized._stale_rounds import StaleRounds
+from gossipgrad.errors import GossipError
 
-__all__ = ["make_rounds"]
+__all__ = ["check_growth", "make_rounds"]
 
 _GROWTH = 4  # what a plan of later may have in one message, for which links are not made anew
+
+
+def check_growth(rounds: Rounds, sections: Sections) -> None:
+    """Refuses a plan with larger messages than the links of a session foresee.
+
+    Raises:
+        GossipError: It has.
+    """
+    most_bytes = rounds.channel.largest_bytes
+    largest_bytes = max(part.size_bytes for part in sections.parts)
+    if most_bytes is not None and largest_bytes > most_bytes:
+        raise GossipError(
+            f"a message of {largest_bytes} bytes is needed now, and links foresee {most_bytes}: "
+            "they look at all parameters that the model and its optimizers have as a session "
+            "begins, trained or not. Nothing was changed; close this one and start another"
+        )
 
 
 def make_rounds(
@@ -30,7 +47,8 @@ def make_rounds(
     mode = settings.mode
     credits = mode.snapshots if isinstance(mode, Stale) else 1
     planned = max(part.size_bytes for part in sections.parts)
-    links = transport(group, _GROWTH * max(planned, settings.bucket_bytes))
+    largest_bytes = max(planned, settings.bucket_bytes, sections.largest_piece_bytes)
+    links = transport(group, _GROWTH * largest_bytes)
     channel = Channel(links, run=run, plan=sections.parts, credits=credits, news=news)
     if isinstance(mode, Stale):
         kind = StaleRounds if mode.replay is None else ReplayedRounds

@@ -16,7 +16,9 @@ from gossipgrad.decentralized._settings import (
 )
 from gossipgrad.decentralized._tensors import (
     Entry,
+    all_parameters,
     gradient_entries,
+    largest_piece_bytes,
     state_entries,
     trained_parameters,
     weight_entries,
@@ -33,6 +35,7 @@ class Sections:
         state: The optimizers' state, if the payload has it.
         gradients: The gradients, if the payload has them.
         gradient_bytes: Of one step's gradients, whether they travel or not.
+        largest_piece_bytes: Of what could travel if all parameters were trained, at most.
 
     Raises:
         ValueError: If something that travels is complex, sparse or of a type without average.
@@ -53,6 +56,10 @@ class Sections:
             )
         payload = settings.payload
         self.weights = self._make(weight_entries(parameters), of_weights=True)
+        every = all_parameters(model, optimizers).values()
+        self.largest_piece_bytes = largest_piece_bytes(
+            every, settings.bucket_bytes, settings.wire_dtype
+        )
         self.gradient_bytes = sum(local(p).nbytes for p in parameters.values())
         self.state: list[Section] = []
         self.gradients: list[Section] = []

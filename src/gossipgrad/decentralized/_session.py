@@ -15,7 +15,7 @@ from gossipgrad.decentralized._agreement import agree, fingerprint
 from gossipgrad.decentralized._averaging import Averaging
 from gossipgrad.decentralized._gradients import GradientExchange
 from gossipgrad.decentralized._hooks import StepHooks
-from gossipgrad.decentralized._making import make_rounds
+from gossipgrad.decentralized._making import check_growth, make_rounds
 from gossipgrad.decentralized._members import Members
 from gossipgrad.decentralized._resumable import Resumable
 from gossipgrad.decentralized._rounds import Rounds
@@ -192,17 +192,19 @@ class GossipSession(Resumable):
 
         Raises:
             AgreementError: If the ranks now differ in names, shapes or dtypes.
-            GossipError: As `consensus()`; replicas may be half broadcast then, so call it again.
+            GossipError: As `consensus()`; replicas may be half broadcast then, so call it again. Or
+                a single row of a new parameter is larger than the links of this session foresee.
         """
         self._check_ready("broadcast_")
         self._averaging.meet("broadcast")
-        if self._gradients is not None:
-            self._gradients.remove()
-            self._gradients = None
         with self._averaging.together():
+            sections = self._deal()
+            if self._gradients is not None:
+                self._gradients.remove()
+                self._gradients = None
             if self._rounds is not None:
                 self._rounds.cancel()
-            self._sections = self._deal()
+            self._sections = sections
             if self._rounds is not None:
                 self._rounds.channel.replan(self._sections.parts)
                 broadcast_replica(self.group, self._model, self._optimizers)
@@ -293,6 +295,8 @@ class GossipSession(Resumable):
         if self.world_size > 1:
             settings = {**self._settings.describe(), "heartbeats": self._heartbeats}
             agree(self.group, fingerprint(self._model, self._optimizers, settings))
+        if self._rounds is not None:
+            check_growth(self._rounds, sections)
         return sections
 
     def _begin(self, *, sends: bool = True) -> None:

@@ -1,7 +1,7 @@
 """Which tensors of the user's model and optimizers travel."""
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -74,6 +74,21 @@ class Entry:
             return None if grad is None else local(grad)
         held = self.optimizer.state.get(self.parameter, {}).get(self.key)
         return None if held is None else local(held)
+
+
+def largest_piece_bytes(
+    parameters: Iterable[Tensor], limit_bytes: int, wire_dtype: torch.dtype | None
+) -> int:
+    """Bytes of what is sent in one piece, at most, of some parameters or their fp32 state."""
+    largest = 0
+    for parameter in parameters:
+        held = local(parameter)
+        rows = held.shape[0] if held.ndim else 1
+        of_one = held.numel() // max(1, rows)
+        of_limit = min(held.numel(), limit_bytes // held.itemsize)
+        width = max(held.itemsize, (wire_dtype or torch.float32).itemsize)
+        largest = max(largest, width * max(of_one, of_limit))
+    return largest
 
 
 def all_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
