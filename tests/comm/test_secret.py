@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import sys
 import threading
 import time
 
@@ -215,7 +216,7 @@ def test_links_that_know_the_secret_bring_what_is_sent(encrypt):
         assert (a.take(mine, 3.0), b.take(theirs, 3.0)) == (D, D)
         assert mine.received.eq(round + 1).all()
         assert theirs.received.eq(round).all()
-    until(lambda: all(not len(end._listener.door._waiting) for end in ends))
+    until(lambda: all(not len(end._listener.door._waiting) for end in ends))  # they spoke
     assert (a.refused, b.refused) == (0, 0)
     a.close()
     b.close()
@@ -241,6 +242,7 @@ def test_a_rank_that_is_not_let_in_sees_its_peer_as_lost_and_does_not_wait(encry
         end.close()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="127.0.0.2 and lo are Linux's")
 def test_the_interface_may_be_named_in_the_environment(monkeypatch):
     monkeypatch.setenv("GOSSIPGRAD_BIND", "127.0.0.2")
     end = run_ranks(1, lambda rank, group: ZeroMQTransport(group))[0]

@@ -56,8 +56,7 @@ def test_the_strategy_encrypts_its_links(faults):
             optimizer.step()
         transport = strategy._session._rounds.channel._transport
         transport = getattr(transport, "_inner", transport)
-        # A plan says how large messages are, a function of one's own does not.
-        assert (transport.max_payload_bytes == 16 << 20) == (faults is None)
+        assert transport.max_payload_bytes == 16 << 20
         delivered = strategy._session.stats().outcomes["delivered"]
         strategy.close()
         return transport._credentials.encrypt, delivered > 0
@@ -65,20 +64,25 @@ def test_the_strategy_encrypts_its_links(faults):
     assert run_ranks(2, train) == [(True, True)] * 2
 
 
-def test_the_ring_shuffle_encrypts_its_links_and_takes_no_more_than_a_batch():
+@pytest.mark.parametrize("encrypt", [False, True])
+def test_the_ring_shuffle_takes_no_more_than_a_batch_and_brings_all_of_it(encrypt):
+    """Above 16 kB, below which a message may have any size."""
+    width = 4096
+
     def shuffle(rank, group):
-        rows = torch.arange(40.0).reshape(10, 4) + 100 * rank
-        with gg.RingShuffle(rows, batch_size=5, process_group=group, encrypt=True) as ring:
+        rows = torch.zeros(10, width) + torch.arange(10.0)[:, None] + 100 * rank
+        with gg.RingShuffle(rows, batch_size=5, process_group=group, encrypt=encrypt) as ring:
             for _ in range(2):
                 assert sum(len(x) for (x,) in ring) == 10
             ring.settle()
             transport = ring._ring.links.transport
-            assert transport._credentials.encrypt
-            assert transport.max_payload_bytes == 5 * 4 * 4
-            return ring.stats().rows_received, ring.stats().refused_messages, ring.rows()[0]
+            assert transport._credentials.encrypt == encrypt
+            assert transport.max_payload_bytes == 5 * width * 4
+            return ring.stats(), ring.rows()[0]
 
-    (moved, refused, one), (_, _, other) = run_ranks(2, shuffle)
-    assert moved > 0
-    assert refused == 0
-    rows = torch.cat([one, other])
-    assert sorted(rows[:, 0].tolist()) == [*range(0, 40, 4), *range(100, 140, 4)]
+    everyone = run_ranks(2, shuffle)
+    for stats, _ in everyone:
+        assert stats.rows_received > 0
+        assert (stats.refused_messages, stats.rows_lost, stats.ranks_gone) == (0, 0, ())
+    rows = torch.cat([rows for _, rows in everyone])
+    assert sorted(rows[:, 0].tolist()) == [*range(10), *range(100, 110)]

@@ -138,7 +138,11 @@ def _take_part(options: ProbeOptions, world: World) -> int:
             sizes_bytes=sizes_of(options),
             budget_seconds=options.seconds,
             timeout_seconds=options.timeout,
-            transport=partial(ZeroMQTransport, encrypt=options.encrypt),
+            transport=partial(
+                ZeroMQTransport,
+                max_payload_bytes=max(sizes_of(options)),
+                encrypt=options.encrypt,
+            ),
         )
     hosts = group.all_gather_object(socket.gethostname()) if options.host_names else None
     if world.rank == 0:

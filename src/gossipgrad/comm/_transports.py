@@ -1,17 +1,37 @@
 """Which transport carries the links: one by name, or the user's own."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from gossipgrad.comm._credentials import check_can_encrypt
+from gossipgrad.comm._faults import Faults, FaultyTransport
 from gossipgrad.comm._gloo import GlooTransport
 from gossipgrad.comm._group import Group
 from gossipgrad.comm._transport import Transport
 from gossipgrad.comm._zeromq import ZeroMQTransport
 
-__all__ = ["resolve_transport"]
+__all__ = ["FaultyLinks", "resolve_transport"]
 
 _NAMES = ("zeromq", "gloo")
+
+
+@dataclass(frozen=True, slots=True)
+class FaultyLinks:
+    """Links over ZeroMQ to which faults happen by script; they foresee what the plan does.
+
+    Attributes:
+        faults: The script.
+        encrypt: Whether everything on the links is encrypted.
+    """
+
+    faults: Faults
+    encrypt: bool = False
+
+    def __call__(self, group: Group, largest_bytes: int = 1 << 32) -> Transport:
+        """The transport of this rank; a collective."""
+        links = ZeroMQTransport(group, max_payload_bytes=largest_bytes, encrypt=self.encrypt)
+        return FaultyTransport(links, self.faults)
 
 
 def resolve_transport(
@@ -20,8 +40,8 @@ def resolve_transport(
     """How links are made, of a group and the largest payload in bytes that the plan foresees.
 
     Args:
-        transport: `"zeromq"`, `"gloo"`, or a function from a group to a transport, which has a
-            limit of its own.
+        transport: `"zeromq"`, `"gloo"`, `FaultyLinks`, or a function from a group to a transport,
+            which has a limit of its own.
         encrypt: Whether everything on the links is encrypted, which `"zeromq"` can.
 
     Raises:
@@ -53,4 +73,6 @@ def resolve_transport(
         )
     if transport == "gloo":
         return lambda group, largest_bytes: GlooTransport(group, max_payload_bytes=largest_bytes)
+    if isinstance(transport, FaultyLinks):
+        return transport
     return lambda group, largest_bytes: transport(group)

@@ -1,7 +1,7 @@
 """Gossip, as a strategy of the loop."""
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import gossipgrad as gg
-from gossipgrad.comm import Faults, FaultyTransport, Transport, ZeroMQTransport
+from gossipgrad.comm import Faults, FaultyLinks
 from gossipgrad.errors import EvictedError, GossipError
 from gossipgrad.train._config import GossipConfig
 from gossipgrad.train._evaluate import Evaluation, TestPart
@@ -55,7 +55,9 @@ class Gossip(Strategy):
         cut_every = None if checkpoint_every is None else max(1, checkpoint_every // options.every)
         self._cut_every = cut_every
         transport = (
-            "zeromq" if options.faults is None else _with_faults(options.faults, encrypt=encrypt)
+            "zeromq"
+            if options.faults is None
+            else FaultyLinks(Faults.parse(options.faults), encrypt=encrypt)
         )
         self._session = gg.gossip(
             model,
@@ -206,8 +208,3 @@ def _heartbeats(silent_seconds: float) -> gg.Heartbeats:
         lease_seconds=min(usual.lease_seconds, silent_seconds),
         interval_seconds=min(usual.interval_seconds, silent_seconds / 4),
     )
-
-
-def _with_faults(script: str, *, encrypt: bool) -> Callable[[gg.Group], Transport]:
-    faults = Faults.parse(script)
-    return lambda group: FaultyTransport(ZeroMQTransport(group, encrypt=encrypt), faults)
