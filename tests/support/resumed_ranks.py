@@ -65,8 +65,13 @@ class StopsAfter(threading.Event):
 
 
 def play(rank: int, store: Any, folder: str, world_size: int, acts: list[Act]) -> dict[str, Any]:
-    """What each act came to on this rank: its result and the events, or the error as text."""
+    """What each act came to on this rank: its result and the events, or the error as text.
+
+    The ranks meet in a file: connections to a store over the network look up names of hosts.
+    """
     torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     warnings.simplefilter("ignore")
     digits = data.load("digits")
     came_to = {}

@@ -1,6 +1,7 @@
 """Ranks that wait for partners stop in the same round, however unequally they are told."""
 
 import random
+from concurrent.futures import Future
 
 import pytest
 import torch.distributed as dist
@@ -25,6 +26,7 @@ class Rank:
             lambda: self.round,
             lambda here: first_beyond(schedule, everyone, here),
         )
+        self.accord._connected.result(10.0)
 
     @property
     def round(self):
@@ -98,3 +100,11 @@ def test_who_does_not_hear_of_the_others_in_time_stops_alone(monkeypatch):
     monkeypatch.setattr(_stop_together, "_GRACE_SECONDS", -1.0)
     assert one.accord.stops_now()
     assert store.get("gossipgrad/stop/0") == b"0"
+
+
+def test_who_is_not_connected_to_the_store_yet_trains_on_for_a_while(monkeypatch):
+    one = Rank(0, dist.HashStore(), dissemination(2), 1)
+    one.accord._connected = Future()
+    assert not one.accord.stops_now()
+    monkeypatch.setattr(_stop_together, "_CONNECT_SECONDS", -1.0)
+    assert one.accord.stops_now()

@@ -10,7 +10,8 @@ from gossipgrad.topology import Schedule
 
 # How long after its own a rank expects the others' word to stop.
 _GRACE_SECONDS = 5.0
-_STORE_SECONDS = 2.0
+_STORE_SECONDS = 5.0
+_CONNECT_SECONDS = 30.0
 
 
 class StopTogether:
@@ -20,8 +21,9 @@ class StopTogether:
     waits for its partners, so while the last of them writes nobody can have come to a round that is
     `beyond` the highest one written; by then all have read what all have written, and stop as they
     come to it. Who does not find the others' words in time, or cannot ask the store, stops alone,
-    and where a wait for a partner was cut short, one may be ahead all the same; as long as none is
-    told to stop, the store is not asked.
+    and where a wait for a partner was cut short, one may be ahead all the same. As long as none is
+    told to stop, the store is not asked; the connection to it is made at the start, since that
+    alone may take seconds where names of hosts are looked up slowly.
 
     Args:
         group: Whose store, and which rank.
@@ -42,14 +44,20 @@ class StopTogether:
         self._living = living
         self._in_round = in_round
         self._beyond = beyond
-        self._store: AskedStore | None = None
-        self._told_seconds = 0.0
+        self._store = AskedStore(group.store, timeout_seconds=_STORE_SECONDS)
+        self._connected = self._store.begin(lambda store: None)
+        self._told_seconds: float | None = None
+        self._written_seconds: float | None = None
         self._last: int | None = None
 
     def stops_now(self) -> bool:
         """Whether this rank, which has been told to stop, does so before its next step."""
         if len(self._living()) == 1:
             return True
+        now = time.monotonic()
+        if not self._connected.done():  # until then it is as if it had not been told
+            self._told_seconds = now if self._told_seconds is None else self._told_seconds
+            return now > self._told_seconds + _CONNECT_SECONDS
         if self._last is None:
             try:
                 self._last = self._ask()
@@ -57,18 +65,17 @@ class StopTogether:
                 return True
         if self._last is not None:
             return self._in_round() >= self._last
-        return time.monotonic() > self._told_seconds + _GRACE_SECONDS
+        assert self._written_seconds is not None
+        return now > self._written_seconds + _GRACE_SECONDS
 
     def close(self) -> None:
         """Ask no more."""
-        if self._store is not None:
-            self._store.close()
+        self._store.close()
 
     def _ask(self) -> int | None:
         """In which round all stop, if that is known."""
-        if self._store is None:
-            self._store = AskedStore(self._group.store, timeout_seconds=_STORE_SECONDS)
-            self._told_seconds = time.monotonic()
+        if self._written_seconds is None:
+            self._written_seconds = time.monotonic()
             key, here = self._key(self._group.rank), str(self._in_round())
             self._store.ask(lambda store: store.set(key, here))
         keys = [self._key(rank) for rank in self._living()]
