@@ -34,13 +34,14 @@ class Saving(Scripted):
         self.descended = [torch.zeros_like(flat(double())) for _ in range(world_size)]
         super().__init__(world_size, optimizer=plain_sgd, make=double, mode=MODE, **settings)
 
-    def step(self, rank, gradients=set_gradients):
-        before = self.sessions[rank].cuts
+    def step(self, rank, gradients=set_gradients, session=None):
+        session = session or self.sessions[rank]
+        before = session.cuts
         super().step(rank, gradients)
         self.descended[rank] += descent(self.models[rank])
-        if self.sessions[rank].cuts > before:
-            state = self.sessions[rank].state_dict()
-            cut = self.states.setdefault(self.sessions[rank].cuts, {})
+        if session.cuts > before:
+            state = session.state_dict()
+            cut = self.states.setdefault(session.cuts, {})
             cut[rank] = state, self.descended[rank].clone()
 
     def saved(self):
@@ -101,7 +102,7 @@ def test_a_slow_rank_passes_the_cut_by_its_partners_own_message():
     world.run([("step", 0)] * 3)  # to round 4, where it takes its state, and to 5
     world.run([("deliver", 0, 1), ("step", 1)])  # from 2 to 5
     (states, mean), *_ = world.saved()
-    assert [state["session"]["rounds"]["next_round"] for state in states] == [5, 6]
+    assert [state["session"]["rounds"]["next_round"] for state in states] == [5, 5]
     assert_mean(as_vector(average_states(states)["model"]), mean)
     assert_goes_on(states, mean)
     world.close()
@@ -124,6 +125,42 @@ def test_states_of_a_cut_have_the_mean_whoever_is_slow(seed):
     for states, mean in saved:
         assert_mean(as_vector(average_states(states)["model"]), mean)
     assert_goes_on(*saved[0])
+    world.close()
+
+
+def test_a_slow_rank_mixes_however_often_states_are_taken():
+    """It comes down on the cuts, not always one round behind them."""
+    world = Scripted(4, optimizer=plain_sgd, make=double, mode=MODE)
+    for step in range(1, 31):
+        for rank in range(4) if step % 3 == 0 else range(3):
+            world.step(rank)
+        world.wires.deliver_all()
+    outcomes = world.sessions[3].stats().outcomes
+    assert outcomes["delivered"] >= 8, outcomes
+    world.close()
+
+
+def test_a_rank_that_others_have_taken_past_a_cut_sends_nothing_in_its_state():
+    """As an evaluation does, after which ranks go on from the round of the furthest."""
+
+    def to_the_consensus(world, session):
+        steps = 4 - 2 * session.rank  # to round 4, where rank 0 takes its state, and to 2
+        for _ in range(steps):
+            world.step(session.rank, session=session)
+        session.group.barrier()
+        if session.rank == 0:
+            world.wires.deliver_all()
+        session.group.barrier()
+        with session.consensus():
+            pass
+
+    world = Saving(2, first=to_the_consensus)
+    assert [session._rounds.next_round for session in world.sessions] == [5, 5]
+    world.run([("step", 0), ("deliver", 0, 1), ("step", 1)])
+    (states, mean), *_ = world.saved()
+    assert [state["session"]["rounds"]["next_round"] for state in states] == [5, 6]
+    assert_mean(as_vector(average_states(states)["model"]), mean)
+    assert_goes_on(states, mean)
     world.close()
 
 
@@ -194,9 +231,7 @@ def test_a_cut_that_all_pass_without_a_step_is_none():
 
     def to_the_cut(world, session):
         for _ in range(3):
-            set_gradients(world.models[session.rank], session.rank, world.steps[session.rank])
-            world.optimizers[session.rank].step()
-            world.steps[session.rank] += 1
+            world.step(session.rank, session=session)
         session.group.barrier()
         if session.rank == 0:
             world.wires.deliver_all()
@@ -206,8 +241,6 @@ def test_a_cut_that_all_pass_without_a_step_is_none():
 
     world = Saving(2, first=to_the_cut)
     assert [session.cuts for session in world.sessions] == [0, 0]
-    mean = flat(world.models[0])
-    world.descended = [mean - flat(double()) for _ in range(2)]
     world.run([("step", 0), ("step", 0), ("deliver", 0, 1), ("step", 1)])
     assert not world.states
     while world.sessions[0].cuts < 2:

@@ -88,9 +88,8 @@ class Stale:
     Attributes:
         max_staleness: Rounds, 0 to 15. 0 has one snapshot under way, as in `Overlap`.
         cut_every: Rounds after which ranks take their states (`session.cuts` rises); None: they
-            take none. A rank that jumps over such a round sends nothing in the one where it comes
-            down: so each exchange has been sent by both ends in their states, or by neither,
-            however unlike their steps.
+            take none. A rank that would jump over such a round comes down on it: so each exchange
+            has been sent by both ends in their states, or by neither, however unlike their steps.
         record: Keep a log of what this rank opens and mixes, `session.delivery_log`, a few integers
             a step.
         replay: Such a log, of this rank: each step waits for what it mixed then, and mixes nothing

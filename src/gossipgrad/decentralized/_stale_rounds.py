@@ -170,8 +170,9 @@ class StaleRounds(Rounds):
 
         States are taken after the first opening at the round of the cut, or behind it. They hold
         what was sent up to that round, and nothing of later ones, on any rank: so each exchange is
-        in the states of both its ends, or of none. A rank that has jumped over the cut sends
-        nothing in the round where it comes down, since its partner may have done so after its own.
+        in the states of both its ends, or of none. A rank that a collective has taken past the cut
+        sends nothing in the first round behind it, since its partner may have done so after its
+        own state.
         """
         round, every = self.next_round, self._mode.cut_every
         cuts = every is not None and round // every > self._last_opened // every
@@ -258,8 +259,11 @@ class StaleRounds(Rounds):
         self.late_rounds += len(late)
 
     def _jump(self) -> None:
-        """Voids the rounds between this rank's and the highest heard of."""
-        self._jump_to(self.channel.heard)
+        """Voids the rounds between this rank's and the highest heard of, or the last cut there."""
+        heard, every = self.channel.heard, self._mode.cut_every
+        if every is not None and (cut := heard // every * every) >= self.next_round:
+            heard = cut
+        self._jump_to(heard)
 
     def _jump_to(self, heard: int) -> None:
         if heard <= self.next_round:
