@@ -152,6 +152,29 @@ def test_parts_of_unlike_starts_make_no_checkpoint(tmp_path):
     assert_same(checkpoint.load(tmp_path, rank=0), replica(10))
 
 
+def test_two_processes_that_are_one_rank_are_told(tmp_path):
+    """As the shards of one replica may: the one would silently take the other's place."""
+    save(tmp_path, 0, 1, attempt="a")
+    with pytest.raises(ValueError, match=r"rank 0 has committed step 1 .* each saves into a direc"):
+        checkpoint.save(tmp_path, replica(7), rank=0, world_size=2, step=1, attempt="a")
+    assert_same(checkpoint.load(tmp_path, rank=0, step=1), replica(10))
+
+
+def test_two_processes_that_are_one_rank_at_once_spoil_nothing(tmp_path, monkeypatch):
+    """The second takes what the first has written so far for left over, and commits."""
+
+    def meanwhile(tensors, told, chunks=_save.tensor_chunks):
+        yield from chunks(tensors, told)
+        with monkeypatch.context() as patch:
+            patch.setattr(_save, "tensor_chunks", chunks)
+            checkpoint.save(tmp_path, replica(7), rank=0, world_size=1, step=1)
+
+    monkeypatch.setattr(_save, "tensor_chunks", meanwhile)
+    with pytest.raises(OSError, match=r"another process saves as the same rank|File exists"):
+        save(tmp_path, 0, 1, world_size=1)
+    assert_same(checkpoint.load(tmp_path, rank=0), replica(7))
+
+
 def test_only_so_many_are_kept_and_none_before_a_newer_one_is_complete(tmp_path):
     save_all(tmp_path, 1, keep=1)
     save(tmp_path, 0, 2, keep=1)

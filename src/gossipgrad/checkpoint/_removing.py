@@ -109,6 +109,13 @@ def make_way(directory: Path, part: Manifest, *, shared: bool) -> list[str]:
     complete = set(later)
     if shared and later:
         complete = {one.step for one in all_steps(directory) if one.complete()}
+    same = found.get(part.step)
+    if isinstance(same, Manifest) and part.attempt and same.attempt == part.attempt:
+        raise ValueError(
+            f"rank {part.rank} has committed step {part.step} in {directory} in this start; where "
+            "several processes are one rank, as shards of a replica are, each saves into a "
+            "directory of its own"
+        )
     for step in later[::-1]:
         if step in complete or isinstance(found[step], str):
             what = "lies there already" if step == part.step else f"is older than step {step} there"

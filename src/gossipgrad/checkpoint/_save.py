@@ -1,17 +1,18 @@
 """Saves what a rank has; the manifest, renamed last, is the commit."""
 
 import contextlib
+import errno
 import json
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 
 from ._encode import Encoded, encode
-from ._files import StoppedError, sync_folder, tensor_chunks, write_file
+from ._files import FileEntry, StoppedError, sync_folder, tensor_chunks, write_file
 from ._layout import folder_of
-from ._manifest import MANIFEST, PARTIAL, Manifest, file_names, impossible_rank
+from ._manifest import MANIFEST, PARTIAL, Manifest, file_names, impossible_rank, read_manifest
 from ._removing import clean, make_way, only, prune, refuse_foreign
 
 __all__ = ["Written", "check_keep", "commit", "part_of", "save", "told_of_left"]
@@ -166,25 +167,21 @@ def commit(
     _make(folder)
     taken = {path.name for path in folder.iterdir()}
     tensors, tree = file_names(taken)
-    ready = False
+    text = json.dumps(encoded.tree, separators=(",", ":"), allow_nan=False).encode("ascii")
+    told = {"gossipgrad": "read it by gossipgrad.checkpoint.load"}
     try:
-        text = json.dumps(encoded.tree, separators=(",", ":"), allow_nan=False).encode("ascii")
-        told = {"gossipgrad": "read it by gossipgrad.checkpoint.load"}
         files = {
             tensors: write_file(folder / tensors, tensor_chunks(encoded.tensors, told), stop),
             tree: write_file(folder / tree, [text], stop),
         }
         done = replace(part, files=files)
         write_file(folder / PARTIAL, [done.text().encode("ascii")], stop)
-        ready = True
+        _check_alone(folder, files)
         if may_commit is not None and not may_commit():
             raise StoppedError(f"{folder} was given up")
         (folder / PARTIAL).replace(folder / MANIFEST)
     except BaseException:
-        # An interrupt may come when the rename is done: then these are a checkpoint.
-        for name in (tensors, tree, PARTIAL) if not ready or (folder / PARTIAL).exists() else ():
-            with contextlib.suppress(OSError):
-                (folder / name).unlink(missing_ok=True)
+        _remove_begun(folder, (tensors, tree, PARTIAL))
         raise
     return _tidied(directory, done, named, left, keep=keep, shared=shared)
 
@@ -212,6 +209,26 @@ def _tidied(
         left.append(f"{error.filename or folder}: {error.strerror or error}")
     size_bytes = sum(entry.size_bytes for entry in done.files.values())
     return Written(folder=folder, waiting=waiting, left=left, size_bytes=size_bytes)
+
+
+def _check_alone(folder: Path, files: Mapping[str, FileEntry]) -> None:
+    """Another process that saves as the same rank takes what is not committed for left over."""
+    for name, entry in files.items():
+        path = folder / name
+        if not path.exists() or path.stat().st_size != entry.size_bytes:
+            raise OSError(
+                errno.EBUSY, "another process saves as the same rank, and removed it", str(path)
+            )
+
+
+def _remove_begun(folder: Path, names: Sequence[str]) -> None:
+    """What a manifest names stays: an interrupt may come when the rename is done."""
+    committed: Collection[str] = ()
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        committed = read_manifest(folder / MANIFEST).files
+    for name in set(names) - set(committed):
+        with contextlib.suppress(OSError):
+            (folder / name).unlink(missing_ok=True)
 
 
 def _make(folder: Path) -> None:
