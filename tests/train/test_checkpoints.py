@@ -1,6 +1,5 @@
 """When ranks save, and under which label: what they come to without a loop around it."""
 
-import pytest
 import torch
 from torch import nn
 
@@ -10,6 +9,7 @@ from gossipgrad.train._checkpoints import Checkpoints, Place
 from gossipgrad.train._layout import RunDir
 from gossipgrad.train._strategies._local import Local
 from support.ranks import run_ranks
+from support.waiting import until
 
 
 class Apart(Local):
@@ -50,7 +50,7 @@ class Rank:
     """Checkpoints of a rank whose replica is how many steps it has made."""
 
     def __init__(self, path, rank, group, *, every, resume_step=None, cut_every=None):
-        self.model = nn.Linear(1, 1)
+        self.model, self.events = nn.Linear(1, 1), []
         self.strategy = Apart(self.model, group, cut_every)
         resumed = {} if resume_step is None else {"resume": path, "resume_step": resume_step}
         config = TrainConfig(checkpoint_every=every, keep_checkpoints=9, **resumed)
@@ -64,6 +64,7 @@ class Rank:
             strategy=self.strategy,
             batches=NoBatches(),
             device=torch.device("cpu"),
+            emit=self.events.append,
         )
 
     def place(self, steps):
@@ -135,7 +136,6 @@ def test_labels_of_stale_ranks_meet_though_they_stand_on_two_sides_of_a_new_cut(
     assert weights(tmp_path, 55) == [55, 55]
 
 
-@pytest.mark.filterwarnings("ignore:a checkpoint could not be saved")
 def test_the_last_one_is_saved_again_where_a_rank_could_not(tmp_path):
     in_the_way = tmp_path / "checkpoints" / "step-000000008" / "rank-0001"
 
@@ -147,11 +147,18 @@ def test_the_last_one_is_saved_again_where_a_rank_could_not(tmp_path):
             in_the_way.parent.mkdir(parents=True, exist_ok=True)
             in_the_way.touch()
         one.steps([8])
-        one.saves._saver.wait(10.0)
+        if rank == 1:
+            # Told as steps go on, not with the next checkpoint.
+            until(lambda: one.steps([8]) or one.events, timeout_seconds=20)
+        else:
+            one.saves._saver.wait(20.0)
         in_the_way.unlink(missing_ok=True)
-        return one.end(8)
+        return one.end(8), [event["text"] for event in one.events]
 
-    assert run_ranks(2, main) == [None, None]
+    (first, nothing), (second, told) = run_ranks(2, main)
+    assert first is second is None
+    assert nothing == []
+    assert [text[:40] for text in told] == ["rank 1: a checkpoint could not be saved "]
     assert checkpoint.steps(tmp_path / "checkpoints") == [4, 9]
     assert weights(tmp_path, 9) == [8, 8]
 
@@ -198,3 +205,22 @@ def test_no_step_waits_for_a_slow_disk_in_mode_stale(tmp_path):
 
     run_ranks(1, main)
     assert waits == [2.0, 0.0]
+
+
+def test_a_state_of_mode_stale_waits_for_the_disk_while_steps_go_on(tmp_path):
+    def main(rank, group):
+        one = Rank(tmp_path, rank, group, every=4, cut_every=4)
+        one.saves.begin(None)
+        saver, idle = one.saves._saver, False
+        wait = saver.wait
+        saver.wait = lambda seconds: idle and wait(seconds)
+        one.strategy.round = 4
+        one.steps([4, 5, 6])
+        assert saver.stats().saved == 0
+        idle = True
+        one.steps([7])
+        one.saves.close()
+
+    run_ranks(1, main)
+    assert checkpoint.steps(tmp_path / "checkpoints") == [4]
+    assert weights(tmp_path, 4, ranks=1) == [4]

@@ -1,7 +1,7 @@
 import pytest
 
 from gossipgrad.train import TrainConfig
-from gossipgrad.train._progress import LiveProgress
+from gossipgrad.train._progress import LiveProgress, PlainProgress
 
 EVENT = {"epoch": 11, "step": 7, "loss": 0.5, "samples_per_second": 20_000.0}
 
@@ -30,3 +30,9 @@ def test_live_line_shows_all_figures_whole(monkeypatch, capsys, columns, figures
     shown = capsys.readouterr().out
     assert "epoch 12/20" in shown
     assert figures in shown
+
+
+def test_what_any_rank_could_not_save_is_told(capsys):
+    progress = PlainProgress(TrainConfig(), 2)
+    progress.take(1, {"event": "checkpoint", "text": "rank 1: a checkpoint could not be saved"})
+    assert capsys.readouterr().err == "gossipgrad: rank 1: a checkpoint could not be saved\n"

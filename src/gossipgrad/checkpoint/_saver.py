@@ -289,8 +289,8 @@ class Saver:
             self._say(
                 "waiting",
                 f"{len(waiting)} checkpoints in {self.directory} stay, since not all ranks have "
-                f"committed step {waiting[0]} or a later one: if ranks do not share this "
-                "directory, give shared=False. (Said once.)",
+                f"committed step {waiting[0]} or a later one: see what these say, or, if ranks do "
+                "not share this directory, give shared=False. (Said once.)",
             )
 
     def _say(self, what: str, text: str) -> None:

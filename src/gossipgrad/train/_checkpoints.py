@@ -17,6 +17,7 @@ from gossipgrad.errors import GossipError
 from ._batches import Batches, RingBatches
 from ._config import TrainConfig
 from ._layout import RunDir
+from ._metrics import Event
 from ._random_state import load_random_state, random_state
 from ._strategies import Strategy
 
@@ -49,7 +50,7 @@ class Checkpoints:
     """The checkpoints of one rank: each rank saves its own state, and waits for no other.
 
     In mode stale ranks take theirs as they pass the same rounds, and a state is kept back until it
-    is known of each of its exchanges how it ended.
+    is known of each of its exchanges how it ended, and nothing else is being written.
 
     Args:
         config: The options, resolved.
@@ -61,6 +62,8 @@ class Checkpoints:
         strategy: Keeps replicas together.
         batches: Have a state of their own with a ring shuffle.
         device: Where the model is.
+        emit: Takes "checkpoint" events, each with a text that whoever watches should see: what
+            could not be saved, or was left out.
     """
 
     def __init__(
@@ -75,12 +78,14 @@ class Checkpoints:
         strategy: Strategy,
         batches: Batches,
         device: torch.device,
+        emit: Callable[[Event], None],
     ) -> None:
         self._config = config
         self._directory = run_dir.checkpoints
         self._rank, self._world_size = rank, world_size
         self._model, self._optimizers = model, optimizers
         self._strategy, self._batches, self._device = strategy, batches, device
+        self._emit = emit
         self._saver: checkpoint.Saver | None = None
         self._last = self._base = 0
         self._attempt = ""
@@ -160,6 +165,7 @@ class Checkpoints:
         every = self._config.checkpoint_every
         if self._saver is None or every is None:
             return
+        self._saver.wait(0.0)  # says what has failed meanwhile
         self._send_pending(steps)
         label = self._strategy.checkpoint_label(steps) + self._base
         if label <= self._last or not self._strategy.checkpoint_due(steps, every):
@@ -168,11 +174,12 @@ class Checkpoints:
             return
         self._last = label
         state = self._state(place())
-        if self._is_complete(state):
-            self._save(state, self._last)
-        else:
-            self._send_pending(steps, always=True)
-            self._pending = self._last, state, steps
+        if not self._strategy.is_stale:
+            self._save(state, label)
+            return
+        self._send_pending(steps, always=True)
+        self._pending = label, state, steps
+        self._send_pending(steps)
 
     def end(self, steps: int, place: Place, *, together: bool) -> str | None:
         """Saves the last one, with all ranks that live; why there is none of all, if so.
@@ -227,6 +234,9 @@ class Checkpoints:
             run=self._config.run_name or "",
             attempt=attempt,
             keep=self._config.keep_checkpoints,
+            tell=lambda text: self._emit(
+                {"event": "checkpoint", "text": f"rank {self._rank}: {text}"}
+            ),
         )
 
     def _end_together(self, steps: int, place: Place) -> str | None:
@@ -266,7 +276,7 @@ class Checkpoints:
         assert self._saver is not None
         self._saver.wait(_LAST_SECONDS)
         try:
-            if label in checkpoint.steps(self._directory):
+            if label in checkpoint.steps(self._directory, run=self._config.run_name):
                 return True
             own = checkpoint.manifest(self._directory, rank=self._rank, step=label)
         except ValueError:
@@ -306,14 +316,14 @@ class Checkpoints:
                 "the mean over ranks has shifted by them"
             )
 
-    def _is_complete(self, state: Mapping[str, Any]) -> bool:
-        return "session" not in state or GossipSession.is_complete(state)
-
     def _send_pending(self, steps: int, *, always: bool = False) -> None:
         if self._pending is None:
             return
+        assert self._saver is not None
         label, state, since = self._pending
-        if always or self._is_complete(state) or steps - since > _MOST_PENDING_STEPS:
+        complete = "session" not in state or GossipSession.is_complete(state)
+        due = complete or steps - since > _MOST_PENDING_STEPS
+        if always or (due and self._saver.wait(0.0)):
             self._pending = None
             self._save(state, label)
 

@@ -36,6 +36,8 @@ class Progress:
         if kind == "store" and event["lost"] != self._store_lost:
             self._store_lost = event["lost"]
             self.notice(event["text"])
+        if kind == "checkpoint":
+            self.notice(event["text"])
         if rank == min(set(range(self._world_size)) - self._lost, default=None):
             if kind == "ready":
                 self._show_start(event["total_steps"])

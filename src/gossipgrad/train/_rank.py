@@ -59,8 +59,8 @@ def train_rank(
         rank: This rank.
         world_size: How many there are.
         stop: Set from outside to end the run at the next step boundary.
-        emit: Takes events for whoever watches: "ready", "progress", "epoch"; "store" from another
-            thread.
+        emit: Takes events for whoever watches: "ready", "progress", "epoch", "checkpoint"; "store"
+            from another thread.
         groups: Private groups of the ranks that came to the start, by name.
         members: These ranks, rising; None: all.
 
@@ -127,6 +127,7 @@ def train_rank(
             strategy=strategy,
             batches=batches,
             device=device,
+            emit=emit,
         )
         if place is not None:
             strategy.start_at(place.metrics["steps"])

@@ -207,6 +207,9 @@ def _take_part(
     def emit(event: Event) -> None:
         if event["event"] == "store":  # this process has warned of it
             return
+        if event["event"] == "checkpoint":  # of this rank alone: no other hears of it
+            progress.notice(event["text"])
+            return
         start.ready = True
         if world.rank == speaker:
             # Only this rank is heard here; the others are taken to be as fast.
