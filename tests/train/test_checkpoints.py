@@ -1,10 +1,14 @@
 """When ranks save, and under which label: what they come to without a loop around it."""
 
+import dataclasses
+
+import pytest
 import torch
 from torch import nn
 
 from gossipgrad import checkpoint
-from gossipgrad.train import TrainConfig
+from gossipgrad.train import GossipConfig, TrainConfig
+from gossipgrad.train._check import check
 from gossipgrad.train._checkpoints import Checkpoints, Place
 from gossipgrad.train._layout import RunDir
 from gossipgrad.train._strategies._local import Local
@@ -224,3 +228,10 @@ def test_a_state_of_mode_stale_waits_for_the_disk_while_steps_go_on(tmp_path):
     run_ranks(1, main)
     assert checkpoint.steps(tmp_path / "checkpoints") == [4]
     assert weights(tmp_path, 4, ranks=1) == [4]
+
+
+def test_states_that_would_lie_within_a_round_of_mode_stale_are_refused():
+    config = TrainConfig(checkpoint_every=5, gossip=GossipConfig(mode="stale", every=2))
+    with pytest.raises(ValueError, match=r"is 5, but in mode stale .* --checkpoint-every 4 or 6\."):
+        check(config, 2)
+    check(dataclasses.replace(config, checkpoint_every=6), 2)

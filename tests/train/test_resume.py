@@ -67,6 +67,8 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(alone, tmp_path):
 def test_a_run_that_has_ended_goes_on_for_more_epochs(alone, tmp_path):
     alone("long", epochs=3, lr_schedule="constant")
     alone("short", epochs=2, lr_schedule="constant")
+    with pytest.raises(ValueError, match="epochs is 1, but 2 are over in it: give --epochs 2 or m"):
+        alone("short", resumes=True, epochs=1)
     resumed, _ = alone("short", resumes=True, epochs=3)
     assert resumed.epochs == 3
     assert_same_runs(tmp_path / "short", tmp_path / "long", 1)

@@ -87,6 +87,15 @@ def _check_waits(config: TrainConfig) -> None:
             "and in mode stale no step waits: leave --checkpoint-every out, or use --shuffle "
             "global."
         )
+    if is_stale and (config.checkpoint_every or 0) % config.gossip.every:
+        assert config.checkpoint_every is not None
+        whole = config.checkpoint_every // config.gossip.every * config.gossip.every
+        near = [str(steps) for steps in (whole, whole + config.gossip.every) if steps]
+        raise ValueError(
+            f"checkpoint_every is {config.checkpoint_every}, but in mode stale states are taken "
+            f"between rounds, which have {config.gossip.every} steps each (every): use "
+            f"--checkpoint-every {' or '.join(near)}."
+        )
     waits = config.shuffle == "ring" and config.shuffle_deadline_seconds > 0
     if waits and config.gossip.mode == "stale":
         raise ValueError(
