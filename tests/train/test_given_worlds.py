@@ -52,10 +52,15 @@ def train_under_agents(command: str, tmp_path: Path, *, nodes: int, victim: int)
 
 def holds(summary: dict, victim: int, *, steps: int, frozen: bool) -> None:
     """What is promised of a run that went on without a rank, and maybe without the store."""
-    steps_per_rank = [steps] * summary["world_size"]
-    steps_per_rank[victim] = None
     assert summary["lost_ranks"] == [victim]
-    assert summary["steps_per_rank"] == steps_per_rank
+    made = summary["steps_per_rank"]
+    living = [each for rank, each in enumerate(made) if rank != victim]
+    assert made[victim] is None
+    if frozen:
+        assert living == [steps] * len(living), "each goes on with its own share"
+    else:  # what it left is dealt anew, with what it may have used without a word
+        total = steps * summary["world_size"]
+        assert total - summary["losses"][str(victim)]["step"] <= sum(living) <= total
     assert not summary["interrupted"]
     assert summary["accuracy"] > 0.8
     assert summary["model_is_consensus"] == (not frozen)

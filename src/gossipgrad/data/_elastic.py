@@ -63,7 +63,8 @@ class ElasticBatches:
         threads: How many make batches ahead; worth it where samples are decoded.
         chunk_batches: Batches of a chunk, the same on all ranks; None: a sixteenth of a share, but
             4 to 32.
-        patience_seconds: How long a batch waits for the store.
+        patience_seconds: How long a batch waits for the store; the first of all, which needs a
+            connection, for ten seconds at least.
         name: Of these batches in the store; others of the same run need another.
 
     Raises:

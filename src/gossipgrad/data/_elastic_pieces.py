@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 _TELL_SECONDS = 0.5  # between two words of what was used: as often as ranks show signs of life
 _FAREWELL_SECONDS = 1.0
+_CONNECT_SECONDS = 10.0  # at least, for the first answer: as long as a session waits as it begins
 
 
 @runtime_checkable
@@ -34,7 +35,7 @@ class Member(Protocol):
 
     @property
     def membership(self) -> Membership:
-        """The generation that it takes part in: `generation` and `living` are read."""
+        """The generation that it takes part in; `generation` and `living` are read."""
         ...
 
 
@@ -73,7 +74,8 @@ class Pieces:
         deal: The shares, the same on all ranks.
         member: This rank.
         store: Where claims are kept.
-        patience_seconds: How long a piece is awaited; no other is, until the store answers again.
+        patience_seconds: How long a piece is awaited, the first one for ten seconds at least; no
+            other is, until the store answers again.
 
     Attributes:
         claims: What is known of claims.
@@ -96,6 +98,7 @@ class Pieces:
         self._telling: Future[None] | None = None
         self._told_seconds = time.monotonic()
         self._lost = False
+        self._limit_seconds = max(patience_seconds, _CONNECT_SECONDS)
 
     @property
     def living(self) -> tuple[int, ...]:
@@ -168,15 +171,16 @@ class Pieces:
             of_epoch, asked = self._asked
             start_seconds = time.perf_counter()
             try:
-                piece = asked.result(0.0 if self._lost else self._patience_seconds)
+                piece = asked.result(0.0 if self._lost else self._limit_seconds)
             except TimeoutError:
-                return self._guess(epoch, f"did not answer within {self._patience_seconds:g} s")
+                return self._guess(epoch, f"did not answer within {self._limit_seconds:g} s")
             except RuntimeError as error:
                 self._asked = None
                 return self._guess(epoch, f"is lost ({first_line(error)})")
             finally:
                 self.exposed_seconds += time.perf_counter() - start_seconds
             self._asked, self._lost = None, False
+            self._limit_seconds = self._patience_seconds
             if piece is not None:
                 # It may have been given meanwhile, when the store was silent.
                 given = self._given.parts.get((piece.epoch, piece.share), [])

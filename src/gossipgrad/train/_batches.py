@@ -13,6 +13,7 @@ from torch import Tensor
 from gossipgrad.comm import Group
 from gossipgrad.data import (
     Dataset,
+    ElasticBatches,
     RingShuffle,
     RingShuffleStats,
     Samples,
@@ -22,6 +23,7 @@ from gossipgrad.data import (
     num_batches,
     split_batches,
 )
+from gossipgrad.decentralized import GossipSession
 
 from ._config import TrainConfig
 
@@ -157,6 +159,31 @@ class RingBatches:
     def close(self) -> None:
         """Leave the ring; local."""
         self._shuffle.close()
+
+
+AnyBatches = ShardedBatches | ElasticBatches | ShardBatches | RingBatches
+
+
+def deal_anew(
+    config: TrainConfig, batches: AnyBatches, session: GossipSession | None
+) -> AnyBatches:
+    """The same batches, of epochs that are dealt anew when ranks of a gossip session come or go.
+
+    Shards stay as they are: they stand for samples that one rank alone can reach.
+    """
+    if config.strategy != "gossip" or session is None or session.world_size == 1:
+        return batches
+    if not isinstance(batches, ShardedBatches):
+        return batches
+    return ElasticBatches(
+        samples=batches.samples,
+        batch_size=batches.batch_size,
+        member=session,
+        store=session.group.store,
+        world_size=batches.world_size,
+        seed=batches.seed,
+        threads=batches.threads,
+    )
 
 
 def make_batches(

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ._batches import Batches, RingBatches
 from ._checkpoints import Checkpoints, Place
+from ._course import Course
 from ._evaluate import Evaluation, TestPart
 from ._metrics import Event, Metrics
 from ._result import DivergedError, RunStopped
@@ -30,13 +31,15 @@ class Loop:
 
     A stop between two epochs evaluates as well, for the model to export, but makes no epoch event.
     An epoch is over when the run is at its end, though a slow rank may have made fewer steps of it:
-    what is left of its share is drawn anew in the next.
+    what is left of its share is drawn anew in the next. Where ranks came or went, it is over when
+    nothing is left of it that this rank could train on.
 
     Attributes:
         strategy: Keeps the replicas together.
         optimizers: Update the replica, one after the other.
         schedulers: Set their learning rates, step by step.
         batches: Training samples of this rank.
+        course: Where the run is.
         test: The test part.
         device: Where the model is.
         epochs: How many passes.
@@ -53,6 +56,7 @@ class Loop:
     optimizers: Sequence[Optimizer]
     schedulers: Sequence[LRScheduler]
     batches: Batches
+    course: Course
     test: TestPart
     device: torch.device
     epochs: int
@@ -89,16 +93,19 @@ class Loop:
         if batch == 0:
             self.metrics.begin_epoch()
         self._batch = batch
+        self.course.begin_epoch(epoch)
         batches = self.batches.epoch(epoch, start_batch=batch)
-        end = (epoch + 1) * len(self.batches)
-        while self.strategy.position(self.metrics.steps) < end:
+        while not self.course.is_over(self.metrics.steps):
             step = self.metrics.steps + 1
             if self.stop.is_set() and self.strategy.stops_before(step):
                 return False
             self.spans.begin(step)
             start_seconds = perf_counter()
             with self.spans.measure("data", step):
-                x, y = next(batches)
+                drawn = next(batches, None)
+            if drawn is None:
+                break
+            x, y = drawn
             try:
                 loss = self._step(x, y, step)
             except RunStopped:
@@ -108,11 +115,14 @@ class Loop:
             self._log(epoch, loss, step_seconds)
             self._batch += 1
             self.checkpoints.after_step(self.metrics.steps, partial(self._place, epoch))
+        self.course.end_epoch(self.metrics.steps)
         return True
 
     def _place(self, epoch: int) -> Place:
         metrics = self.metrics.state(epoch_batches=len(self.batches))
-        return Place(epoch=epoch, batch=self._batch, metrics=metrics)
+        metrics["position"] = self.course.position(self.metrics.steps)
+        batch = self.course.batch(epoch, self._batch)
+        return Place(epoch=epoch, batch=batch, metrics=metrics)
 
     def _save_last(self, place: Place, evaluation: Evaluation) -> None:
         together = evaluation.is_consensus or not self.strategy.meets
@@ -133,7 +143,7 @@ class Loop:
                 optimizer.step()
             for scheduler in self.schedulers:
                 # The rate of the step to come: a position further, or more if others are ahead.
-                scheduler.last_epoch = self.strategy.position(step) - 1
+                scheduler.last_epoch = self.course.position(step) - 1
                 scheduler.step()
             for optimizer in self.optimizers:
                 optimizer.zero_grad()
@@ -168,7 +178,7 @@ class Loop:
                 {
                     "event": "progress",
                     "epoch": epoch,
-                    "step": self.strategy.position(metrics.steps),
+                    "step": self.course.position(metrics.steps),
                     "loss": metrics.epoch_loss,
                     "samples_per_second": metrics.samples_per_second,
                     "consensus_distance": traffic.consensus_distance_estimate,
@@ -192,5 +202,5 @@ class Loop:
             consensus_distance=evaluation.consensus_distance,
             samples_per_second=metrics.samples_per_second,
         )
-        self.emit({**event, "step": self.strategy.position(metrics.steps)})
+        self.emit({**event, "step": self.course.position(metrics.steps)})
         return evaluation

@@ -1,12 +1,13 @@
 """What became of ranks that were lost, and what of the data went with them."""
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ._config import TrainConfig
 from ._layout import RunDir
 from ._result import RankResult
+from ._shares import tell_shares, what_was_dealt_anew
 
 
 def tell_losses(
@@ -20,15 +21,19 @@ def tell_losses(
 
     How far it came is read from its metrics, and known to the last line that it wrote. When it was
     lost is told by the others, by whose membership it was, or by `when_seconds`, of who saw it go.
+    Where samples are dealt anew, those that nobody trained on are of all lost ranks together.
     """
     steps = max((result.steps for result in results.values()), default=0)
     ranks = list(results.values())
     each = max((r.samples / r.steps for r in ranks if r.steps), default=0.0)
+    shares = tell_shares(ranks)
     told: dict[str, dict[str, Any]] = {}
     for rank in sorted(lost):
         last = {} if run_dir is None else _last_step(run_dir, rank)
         known = [r.lost[str(rank)] for r in ranks if str(rank) in r.lost]
         unseen = round(max(0, steps - last.get("step", 0)) * each)
+        if shares is not None:
+            unseen = shares["samples_left"]
         told[str(rank)] = {
             "because": lost[rank],
             "step": last.get("step", 0),
@@ -43,7 +48,7 @@ def tell_losses(
 
 
 def _data(
-    config: TrainConfig, ranks: Collection[RankResult], unseen: int, lost: Collection[int]
+    config: TrainConfig, ranks: Sequence[RankResult], unseen: int, lost: Collection[int]
 ) -> str:
     if config.shuffle == "local":
         return (
@@ -57,6 +62,8 @@ def _data(
             f"the rows that it alone held: of {dealt:,} samples {missing:,} are gone with the lost "
             "ranks, all together"
         )
+    if (shares := tell_shares(ranks)) is not None:
+        return what_was_dealt_anew(shares)
     return (
         f"its share of each epoch that was left ({unseen:,} samples); shares are drawn anew each "
         "epoch, so the others saw them in other epochs"

@@ -91,7 +91,10 @@ def start_from_consensus(
     mean["optimizers"] = [
         {**one, "groups": here["groups"]} for one, here in zip(mean["optimizers"], own, strict=True)
     ]
-    furthest = max(states, key=lambda state: state["loop"]["metrics"]["steps"])["loop"]
+    # Where ranks came or went, their steps do not tell.
+    furthest = max(
+        (state["loop"] for state in states), key=lambda loop: (loop["epoch"], loop["batch"])
+    )
     if (why := is_behind(config, furthest["epoch"])) is not None:
         raise ValueError(f"the checkpoint of step {step} cannot be resumed: {why}")
     load_replica(model, optimizers, mean)
@@ -100,6 +103,7 @@ def start_from_consensus(
     done = min(1.0, furthest["batch"] / max(1, metrics["epoch_batches"]))
     batch = round(done * epoch_batches)
     mine = states[ranks.index(rank)]["loop"]["metrics"] if rank in ranks else None
+    metrics.pop("position", None)
     metrics |= {
         "steps": furthest["epoch"] * epoch_batches + batch,
         "samples": round(samples),

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -10,12 +11,13 @@ from safetensors.torch import save
 from torch import nn
 
 from gossipgrad import models
-from gossipgrad.data import Dataset
+from gossipgrad.data import Dataset, ElasticBatches
 from gossipgrad.errors import EvictedError
 
-from ._batches import Groups, RingBatches, make_batches, notes_on
+from ._batches import Groups, RingBatches, deal_anew, make_batches, notes_on
 from ._checkpoints import Checkpoints
 from ._config import TrainConfig
+from ._course import Course
 from ._device import find_device
 from ._evaluate import TestPart, copy_of
 from ._layout import RunDir
@@ -27,6 +29,7 @@ from ._other_ranks import other_ranks, start_from_consensus
 from ._random_state import seed_rank
 from ._result import RankResult
 from ._resume import take_up
+from ._shares import notes_on_shares
 from ._spans import StepSpans
 from ._store_news import store_news
 from ._strategies import make_strategy
@@ -114,6 +117,7 @@ def train_rank(
             groups=groups,
         )
         unstarted.callback(strategy.close)
+        batches = deal_anew(config, batches, strategy.session)
         schedulers = make_schedulers(
             config.learning_rate, optimizers, steps_per_epoch=len(batches), epochs=config.epochs
         )
@@ -135,8 +139,9 @@ def train_rank(
             place = checkpoints.resume()
         checkpoints.begin(place)
         resumed = None if place is None else place.metrics
+        course = Course(strategy, batches, resumed)
         if resumed is not None:
-            go_to_step(schedulers, strategy.position(resumed["steps"]))
+            go_to_step(schedulers, course.position(resumed["steps"]))
             spans.go_to_step(resumed["steps"])
             strategy.notes.append(note)
         anew = resumed is not None and resumed["offset"] is None
@@ -155,6 +160,7 @@ def train_rank(
                 optimizers=optimizers,
                 schedulers=schedulers,
                 batches=batches,
+                course=course,
                 test=test,
                 device=device,
                 epochs=config.epochs,
@@ -169,6 +175,10 @@ def train_rank(
             seconds = metrics.seconds
     traffic, lost_ranks = strategy.traffic(), strategy.lost_ranks()
     own_accuracy = test.accuracy(model) if strategy.replicas_differ else final.accuracy
+    shares = None
+    if isinstance(batches, ElasticBatches):
+        batches.close()
+        shares = batches.stats()
     strategy.close()
     shuffle = None
     if isinstance(batches, RingBatches):
@@ -187,7 +197,7 @@ def train_rank(
         own_accuracy=own_accuracy,
         is_consensus=final.is_consensus,
         consensus_distance=final.consensus_distance,
-        stopped=strategy.position(metrics.steps) < total_steps,
+        stopped=course.position(metrics.steps) < total_steps,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         gradient_bytes=sum(parameter.nbytes for parameter in model.parameters()),
         bytes_sent=traffic.bytes_sent,
@@ -202,12 +212,14 @@ def train_rank(
         shuffle_late_rounds=0 if shuffle is None else shuffle.late_rounds,
         shuffle_rows_dealt=batches.rows_dealt if isinstance(batches, RingBatches) else 0,
         shuffle_rows_held=0 if shuffle is None else shuffle.rows_held,
+        shares=None if shares is None else asdict(shares),
         lost=lost_ranks,
         store_losses=store_losses,
         notes=(
             *strategy.notes,
             *loggers.notes,
             *notes_on(shuffle),
+            *notes_on_shares(shares),
             *notes_on_muon(optimizers),
         ),
     )

@@ -65,6 +65,8 @@ class RankResult:
     """Samples of its shard at the start, with the ring shuffle."""
     shuffle_rows_held: int = 0
     """Samples that it held at its end."""
+    shares: dict[str, Any] | None = None
+    """What was dealt anew, as `ElasticStats`, where samples are."""
     lost: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     """Ranks that the others took for dead, with when and why, as this rank knew of them."""
     store_losses: list[dict[str, Any]] = dataclasses.field(default_factory=list)

@@ -17,6 +17,7 @@ from ._layout import RunDir
 from ._losses import tell_losses
 from ._result import RankResult
 from ._ring_clock import ring_bytes
+from ._shares import tell_shares
 from ._store_news import notes_on_store
 from ._versions import versions
 from ._whole_file import write_whole
@@ -95,6 +96,7 @@ def compose(
         else _mean_ratio(ranks, "mixing_seconds", "steps"),
         "extra_memory_bytes": exported.extra_memory_bytes,
         **_shuffle(config, ranks),
+        "shares": tell_shares(ranks),
         "outcomes": dict(outcomes),
         **_by_rank(results, world_size, "late_rounds", "void_rounds"),
         "interrupted": any(result.stopped for result in ranks),

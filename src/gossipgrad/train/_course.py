@@ -1,0 +1,67 @@
+"""Where a run is: what its length, its epochs and its learning rate go by."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from gossipgrad.data import ElasticBatches
+
+from ._batches import Batches
+from ._strategies import Strategy
+
+
+class Course:
+    """The position of a run, in steps of a rank had nobody come or gone.
+
+    It is that of the strategy: this rank's steps, or in mode stale those of all rounds. In epochs
+    in which ranks came or went it is the share of the epoch that all together have done; such an
+    epoch ends for a rank when there is nothing left of it to train on.
+
+    Args:
+        strategy: Counts steps, or rounds.
+        batches: Know what is done of an epoch, if they are dealt anew.
+        resumed: The metrics of the place where the run goes on, if it is resumed.
+    """
+
+    def __init__(
+        self, strategy: Strategy, batches: Batches, resumed: Mapping[str, Any] | None = None
+    ) -> None:
+        self._strategy = strategy
+        self._batches = batches
+        self._elastic = batches if isinstance(batches, ElasticBatches) else None
+        self._epoch = self._last = self._ahead = 0
+        if resumed is not None:
+            position = strategy.position(resumed["steps"])
+            self._last = resumed.get("position", position)
+            self._ahead = self._last - position
+
+    def begin_epoch(self, epoch: int) -> None:
+        """An epoch begins, or what is left of it."""
+        self._epoch = epoch
+
+    def position(self, steps: int) -> int:
+        """Where the run is, for a rank that has made so many steps."""
+        if self._elastic is not None and self._elastic.is_disturbed(self._epoch):
+            position = self._elastic.position
+        else:
+            position = self._strategy.position(steps) + self._ahead
+        self._last = max(self._last, position)
+        return self._last
+
+    def is_over(self, steps: int) -> bool:
+        """Whether the epoch is known to be over without a look at its batches."""
+        if self._elastic is not None and self._elastic.is_disturbed(self._epoch):
+            return False
+        return self.position(steps) >= (self._epoch + 1) * len(self._batches)
+
+    def end_epoch(self, steps: int) -> None:
+        """The epoch is over, after however many steps of this rank."""
+        end = (self._epoch + 1) * len(self._batches)
+        if self._elastic is not None and self._elastic.is_disturbed(self._epoch):
+            self._ahead = end - self._strategy.position(steps)
+            self._last = max(self._last, end)
+
+    def batch(self, epoch: int, batch: int) -> int:
+        """How far an epoch is, in batches of a share, where this rank has made `batch` of it."""
+        if self._elastic is None or not self._elastic.is_disturbed(epoch):
+            return batch
+        return max(0, self._elastic.position - epoch * len(self._batches))
