@@ -5,6 +5,8 @@ from importlib.metadata import version as _version
 from gossipgrad import topology as topology
 from gossipgrad.comm import Group as Group
 from gossipgrad.comm import Heartbeats as Heartbeats
+from gossipgrad.comm import Joining as Joining
+from gossipgrad.comm import Loss as Loss
 from gossipgrad.comm import Membership as Membership
 from gossipgrad.comm import Outcome as Outcome
 from gossipgrad.data import RingShuffle as RingShuffle
@@ -22,6 +24,7 @@ from gossipgrad.decentralized import Weights as Weights
 from gossipgrad.decentralized import WeightsAndState as WeightsAndState
 from gossipgrad.decentralized import average_states as average_states
 from gossipgrad.decentralized import gossip as gossip
+from gossipgrad.decentralized import join as join
 from gossipgrad.decentralized import load_replica as load_replica
 from gossipgrad.errors import AgreementError as AgreementError
 from gossipgrad.errors import EvictedError as EvictedError

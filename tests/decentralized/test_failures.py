@@ -51,7 +51,7 @@ def test_an_interrupt_in_a_step_loses_no_round():
         assert outcomes["void"] <= 3  # a round that one rank was late for, an interrupt
 
 
-def _interrupt(*_):
+def _interrupt(*_, **__):
     raise KeyboardInterrupt
 
 

@@ -89,6 +89,9 @@ def test_in_mode_stale_no_step_waits_for_a_store_that_stands_still():
             def get(self, key):
                 return store.get(key)
 
+            def compare_set(self, key, expected, desired):
+                return store.compare_set(key, expected, desired)
+
         watch._store = StandingStill()
         assert standing.wait(5)
         time.sleep(beats.lease_seconds + 0.1)

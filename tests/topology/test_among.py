@@ -73,4 +73,21 @@ def test_one_is_left_and_sits_out():
 )
 def test_the_living_are_ranks(living, why):
     with pytest.raises(ValueError, match=why):
-        among(topology.matching(4), living)
+        among(topology.from_graph(networkx.cycle_graph(4)), living)
+
+
+@settings(max_examples=20)
+@given(
+    name=st.sampled_from(topology.SCHEDULE_NAMES),
+    living=st.sets(st.integers(0, 12), min_size=2),
+)
+def test_who_has_joined_meets_the_others_and_nobody_is_met_twice_in_a_round(name, living):
+    grown = among(by_name(name, 4, seed=3), living)
+    assert grown.world_size == max(4, *(rank + 1 for rank in living))
+    met = {rank: set() for rank in living}
+    for round in range(3 * grown.period):
+        assert is_doubly_stochastic(grown.mixing_matrix(round))
+        for rank in living:
+            met[rank] |= {*grown.peers(round, rank)} - {None}
+    assert all(met.values())
+    assert set().union(*met.values()) == living

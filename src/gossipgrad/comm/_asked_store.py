@@ -32,17 +32,21 @@ class AskedStore:
     one is unanswered, every other fails at once, and it goes on when the answer comes.
 
     Args:
-        store: The store; a clone of it is asked.
+        store: The store, of which a clone is asked; or what makes a connection to it.
         timeout_seconds: How long an answer is awaited.
     """
 
-    def __init__(self, store: dist.Store, *, timeout_seconds: float = 10.0) -> None:
+    def __init__(
+        self, store: dist.Store | Callable[[], dist.Store], *, timeout_seconds: float = 10.0
+    ) -> None:
         self.timeout_seconds = timeout_seconds
         self._questions: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
         self._pending: Future[Any] | None = None
         # A daemon: one that hangs would keep the interpreter from its end.
+        connect: Callable[[], dist.Store]
+        connect = store.clone if isinstance(store, dist.Store) else store  # pyrefly: ignore
         threading.Thread(
-            target=_answer, args=(store, self._questions), name="gossipgrad-store", daemon=True
+            target=_answer, args=(connect, self._questions), name="gossipgrad-store", daemon=True
         ).start()
         self.close = weakref.finalize(self, self._questions.put, None)
 
@@ -87,13 +91,15 @@ class AskedStore:
         return answer
 
 
-def _answer(store: dist.Store, questions: "queue.SimpleQueue[_Asked | None]") -> None:
+def _answer(
+    connect: Callable[[], dist.Store], questions: "queue.SimpleQueue[_Asked | None]"
+) -> None:
     connection: dist.Store | None = None
     while (asked := questions.get()) is not None:
         question, answer = asked
         try:
             if connection is None:
-                connection = store.clone()  # pyrefly: ignore[missing-attribute]
+                connection = connect()
             answer.set_result(question(connection))
         except BaseException as error:
             connection = None  # one that has failed once stays broken

@@ -4,15 +4,16 @@ import logging
 import os
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 
 from torch import Tensor
 
+from gossipgrad.comm._between_rounds import BetweenRounds
 from gossipgrad.comm._exchange import Exchange, Outcome
 from gossipgrad.comm._grants import Grants
 from gossipgrad.comm._hand_over import Severed, WithoutRun
-from gossipgrad.comm._ledger import Ledger
+from gossipgrad.comm._ledgers import LOST, Ledgers
 from gossipgrad.comm._news import News, Unheard
 from gossipgrad.comm._outbox import Outbox
 from gossipgrad.comm._part import Part, check_planned, check_run, header_of, read, values_of
@@ -27,11 +28,11 @@ __all__ = ["Channel"]
 logger = logging.getLogger(__name__)
 
 _LEAVE_SECONDS = 0.2  # for the last word; a peer that misses it sees the link go down
-_LOST, _LEFT = "was lost", "left"
+_LEFT = "left"
 _WAKE_SECONDS = 0.5  # a wait wakes this often, so that Ctrl-C and silent deaths are seen
 
 
-class Channel:
+class Channel(BetweenRounds):
     """Exchanges buckets with partners, one round after the other.
 
     An exchange counts iff both ends sent their part, in the same generation of the membership. A
@@ -50,6 +51,8 @@ class Channel:
             the memory: `credits + 1` snapshots.
         generation: The membership this rank lives in, until it enters another.
         news: Is told who is gone, and of later generations.
+        peers: The ranks that there are, where this one joins others: it says nothing of entering
+            until it arrives. None: those of the transport, who begin together.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class Channel:
         credits: int = 1,
         generation: int = 0,
         news: News | None = None,
+        peers: Collection[int] | None = None,
     ) -> None:
         check_run(run, credits)
         self.rank, self.world_size = transport.rank, transport.world_size
@@ -71,7 +75,8 @@ class Channel:
         self._lock = threading.RLock()
         self._news = Unheard() if news is None else news
         self._turn = Turn()
-        self._ledgers: defaultdict[int, Ledger] = defaultdict(Ledger)
+        self._ledgers = Ledgers(range(self.world_size) if peers is None else peers)
+        self._arrived = peers is None
         self._outbox = Outbox(
             transport,
             self._lock,
@@ -84,10 +89,20 @@ class Channel:
         self.closed, self._process = False, os.getpid()
 
     @property
+    def transport(self) -> Transport:
+        """Moves the bytes."""
+        return self._transport
+
+    @property
+    def run(self) -> bytes:
+        """What tells this run's messages from all others."""
+        return self._run
+
+    @property
     def early_bytes(self) -> int:
         """Memory of what came before this rank posted its round."""
         with self._lock:
-            return sum(ledger.early_bytes for ledger in self._ledgers.values())
+            return self._ledgers.early_bytes
 
     @property
     def bytes_sent(self) -> int:
@@ -98,7 +113,7 @@ class Channel:
     def gone(self) -> dict[int, str]:
         """Ranks that left or were lost, with which of the two."""
         with self._lock:
-            return {p: how for p, to in self._ledgers.items() if (how := to.gone) is not None}
+            return self._ledgers.gone
 
     def post(
         self,
@@ -135,8 +150,12 @@ class Channel:
             self._last_round = max(self._last_round, at)
             self._grants.answer(self.generation, self._last_round)
             header = self._header(Kind.DATA, round=round, bucket=bucket)
-            if send_to is not None and send_to != recv_from:  # it may never speak; the part tells
-                self._ledgers[send_to].silent_rounds = 0
+            if send_to is not None and send_to != recv_from:
+                receiver = self._ledgers[send_to]
+                if receiver.absent or at <= receiver.given_up:
+                    self.void(round, send_to)
+                    exchange.send_to = None
+                receiver.silent_rounds = 0  # it may never speak; the part tells
             if recv_from is None:
                 self._outbox.part(exchange, header, payload, ready)
                 exchange.finish(Outcome.DELIVERED)
@@ -199,12 +218,11 @@ class Channel:
             with self._lock:
                 for event in events:
                     if isinstance(event, Lost):
-                        self._lose(event.peer, _LOST)
+                        self._lose(event.peer, LOST)
                     else:
                         self._accept(event)
-                for peer in self._news.expelled():
-                    if self._ledgers[peer].gone is None:
-                        self._lose(peer, _LOST)
+                for peer in self._ledgers.there(self._news.expelled()):
+                    self._lose(peer, LOST)
                 self._grants.answer(self.generation, self._last_round)
 
     def cancel(self, exchange: Exchange) -> None:
@@ -223,75 +241,6 @@ class Channel:
             if ledger.gone is None and at > ledger.given_up and ledger.give_up(at):
                 self._grants.release(at)
                 self._say(Kind.NOTE, send_to, at)
-
-    def replan(self, plan: Sequence[Part]) -> None:
-        """Goes on with other buckets; nothing may be open, and all ranks do it between rounds."""
-        with self._lock:
-            assert not any(ledger.open for ledger in self._ledgers.values()), "exchanges are open"
-            for ledger in self._ledgers.values():
-                ledger.early.clear()
-            self.plan = tuple(plan)
-
-    def settle(self) -> tuple[int, int]:
-        """Tells everyone that nothing past the last posted round comes before `resume`.
-
-        Partners that are rounds ahead then see those rounds as void instead of waiting for us, and
-        so they are here, whenever their parts come.
-
-        Returns:
-            What `resume` needs to know of this rank on the others.
-        """
-        with self._lock:
-            last = self._last_round
-            self._grants.release(last)
-            peers = [ledger for peer, ledger in self._ledgers.items() if peer != self.rank]
-            self._settlements.forget((to.era, to.heard) for to in peers if to.gone is None)
-            number = self._settlements.add(self.generation, last)
-            for peer in [*self._ledgers]:
-                self._ledgers[peer].void_early(self.generation, past=last)
-                self._catch_up(peer)  # it may await that round, and we listen to nobody now
-            self._announce(Kind.SETTLE, range(self.world_size))
-            return number, last
-
-    def unsettle(self) -> None:
-        """Takes back `settle`: the ranks did not come together, and rounds go on as they were."""
-        with self._lock:
-            self._announce(Kind.GO_ON, range(self.world_size))
-
-    def resume(self, came: Mapping[int, Sequence[int]], next_round: int) -> None:
-        """Ends what `settle` began, once all ranks came together.
-
-        Args:
-            came: What `settle` returned on each rank. What is open past its last round is void, and
-                all that is open with those who are not among them.
-            next_round: Where rounds go on, equal on all ranks.
-        """
-        with self._lock:
-            for peer in range(self.world_size):
-                ledger = self._ledgers[peer]
-                if peer in came:
-                    ledger.resume(self.generation, *came[peer])
-                else:
-                    ledger.resolve(lambda at: True, Outcome.VOID)
-                ledger.prune(before=place(self.generation, next_round))
-
-    def enter(self, generation: int, next_round: int, living: Collection[int]) -> None:
-        """Lives in another membership from `next_round` on, and tells those who live in it.
-
-        What is under way with them counts if both have sent their part before they entered; with
-        others it is over. Rounds with a peer are void until it has said that it entered, too. Links
-        that broke between those who live are made anew.
-        """
-        with self._lock:
-            assert generation > self.generation, f"generation {generation} is no later one"
-            self.generation = generation
-            self._grants.release(self._last_round)
-            for peer in self._ledgers.keys() - set(living):
-                self._ledgers[peer].early.clear()
-            if getattr(self._transport, "reopens", False):
-                for peer in [peer for peer in living if self._ledgers[peer].gone == _LOST]:
-                    self._ledgers[peer] = Ledger()
-            self._outbox.tell(self._header(Kind.ENTER, round=next_round), {*living} - {self.rank})
 
     def close(self, linger_seconds: float = 2.0) -> None:
         """Says LEAVE on every link and closes; open exchanges end as `VOID`; local.
@@ -337,13 +286,15 @@ class Channel:
         bare = Header(kind, self._run, self.rank, generation, round, epoch, bucket=bucket)
         return header_of(bare, self.plan)
 
-    def _announce(self, kind: Kind, peers: Iterable[int]) -> None:
+    def _announce(self, kind: Kind, peers: Iterable[int], round: int | None = None) -> None:
         last = self._last_round - place(self.generation, 0)
-        self._outbox.tell(self._header(kind, round=last), set(peers) - {self.rank})
+        header = self._header(kind, round=last if round is None else round)
+        self._outbox.tell(header, set(peers) - {self.rank})
 
     def _accept(self, arrival: Arrival) -> None:
         try:
-            header = read(arrival, self.plan, run=self._run, rank=self.rank, among=self.world_size)
+            may_send = partial(self._ledgers.may_send, here=self.generation)
+            header = read(arrival, self.plan, run=self._run, rank=self.rank, may_send=may_send)
         except WireError as error:
             self.refused += 1
             logger.debug("rank %d dropped a message: %s", self.rank, error)
@@ -354,7 +305,7 @@ class Channel:
         if ledger.gone is not None:
             self.refused += 1
             last_word = header.kind in (Kind.LEAVE, Kind.PART)
-            if ledger.gone == _LOST and not ledger.parted and not last_word:
+            if ledger.gone == LOST and not ledger.parted and not last_word:
                 # Our link to it broke, not its to us: without a word it would wait for us.
                 ledger.parted = True
                 self._transport.send(peer, self._header(Kind.PART, round=-1).pack())
@@ -372,7 +323,7 @@ class Channel:
         elif header.kind is Kind.PART:
             if header.generation >= self.generation:  # else the link was made anew since
                 ledger.parted = True
-                self._lose(peer, _LOST)
+                self._lose(peer, LOST)
         elif header.kind is Kind.SETTLE:
             ledger.settle(header.generation, header.epoch, at)
         elif header.kind is Kind.GO_ON:

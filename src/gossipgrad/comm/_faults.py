@@ -5,6 +5,7 @@ import re
 import threading
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -144,6 +145,9 @@ class FaultyTransport:
         self._thread: threading.Thread | None = None
         self._receiving = threading.Lock()
         self._dead = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
     def open(self, peer: int) -> None:
         """Opens the link, unless this rank is dead."""

@@ -71,6 +71,7 @@ class Group:
         self._lock = threading.Lock()
         self._timeout_seconds = timeout_seconds
         self._gone = [gone]
+        self._newest: Callable[[], int] = lambda: 0
         self._name = "start"
         self._gloo: Any = None  # a ProcessGroupGloo, whose stub lacks its collectives
         if (size := len(self.members)) > 1:
@@ -132,19 +133,25 @@ class Group:
                 tensor.copy_(host)
         return tensor
 
-    def all_gather_object(self, value: Any) -> list[Any]:
-        """What every member has, in the order of `members`; values are those of JSON."""
+    def all_gather_object(self, value: Any, *, meets: bool = False) -> list[Any]:
+        """What every member has, in the order of `members`; values are those of JSON.
+
+        Args:
+            value: What this rank has.
+            meets: Members may come late to this one; it fails soon, too, when some have gone on to
+                another generation instead.
+        """
         encoded = json.dumps(value).encode()
         if len(self.members) == 1:
             return [json.loads(encoded)]
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in self.members]
         mine = torch.tensor([len(encoded)], dtype=torch.int64)
-        self._run(lambda gloo: gloo.allgather([sizes], [mine]))
+        self._run(lambda gloo: gloo.allgather([sizes], [mine]), meets=meets)
         longest = max(int(size) for size in sizes)
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
         parts = [torch.zeros(longest, dtype=torch.uint8) for _ in self.members]
-        self._run(lambda gloo: gloo.allgather([parts], [padded]))
+        self._run(lambda gloo: gloo.allgather([parts], [padded]), meets=meets)
         return [
             json.loads(part[: int(size)].numpy().tobytes())
             for part, size in zip(parts, sizes, strict=True)
@@ -193,14 +200,22 @@ class Group:
             self._broken = "this rank has closed its session" if self._closed else None
             self.generation, self.members = generation, tuple(members)
 
-    def follow(self, gone: Callable[[], Mapping[int, Loss]], name: str) -> None:
+    def follow(
+        self,
+        gone: Callable[[], Mapping[int, Loss]],
+        name: str,
+        *,
+        newest: Callable[[], int] = lambda: 0,
+    ) -> None:
         """Belongs to the membership of that name from now on; local.
 
         Args:
             gone: Asked, too, while waiting, who is not to be awaited any more.
             name: Sets its generations apart from those of others in the store.
+            newest: The newest generation that is known; asked while members are awaited, who may
+                have gone on to it.
         """
-        self._gone, self._name = [*self._gone, gone], name
+        self._gone, self._name, self._newest = [*self._gone, gone], name, newest
         self.generation = 0
 
     def _why(self, *, left: bool) -> str | None:
@@ -209,6 +224,13 @@ class Group:
             if rank in self.members and (left or not loss.left):
                 return f"rank {rank} has left" if loss.left else f"rank {rank} was lost: {loss.why}"
         return None
+
+    def _superseded(self) -> str | None:
+        """Whether members may have gone on to a later generation, in words."""
+        newest = self._newest()
+        if newest <= self.generation:
+            return None
+        return f"the members have gone on from generation {self.generation} to {newest}"
 
     def _place(self, source: int | None) -> int:
         if source is None:
@@ -226,10 +248,16 @@ class Group:
         place, size = self.members.index(self.rank), len(self.members)
         here = {rank: f"{prefix}/here/{rank}" for rank in self.members}
         deadline = time.monotonic() + self._timeout_seconds
+        hopeless_seconds = math.inf
 
         def look() -> None:
+            nonlocal hopeless_seconds
             if (why := self._why(left=True)) is not None:
                 raise RuntimeError(why)
+            if (why := self._superseded()) is not None:
+                hopeless_seconds = min(hopeless_seconds, time.monotonic() + _LAST_BYTES_SECONDS)
+                if time.monotonic() > hopeless_seconds:
+                    raise RuntimeError(why)
 
         # A store that hangs would hold this rank up for as long.
         asked = AskedStore(self.store)
@@ -257,14 +285,14 @@ class Group:
         gloo._set_default_timeout(timedelta(seconds=self._timeout_seconds))
         return gloo
 
-    def _run(self, start: Callable[[Any], Any]) -> None:
+    def _run(self, start: Callable[[Any], Any], *, meets: bool = False) -> None:
         with self._lock:
             if self._broken is not None:
                 raise GossipError(f"collectives are over: {self._broken}")
             try:
                 if self._gloo is None:
                     self._gloo = self._connect()
-                self._wait(start(self._gloo))
+                self._wait(start(self._gloo), meets=meets)
             except RuntimeError as error:
                 silent = isinstance(error, StoreSilentError)
                 why = first_line(error)
@@ -276,12 +304,13 @@ class Group:
                 self._break()
                 raise
 
-    def _wait(self, work: Any) -> None:
+    def _wait(self, work: Any, *, meets: bool) -> None:
         # Of one that has left or died Gloo knows by itself, of one that stands still it does not.
         hopeless_seconds = math.inf
         while not work.is_completed():
             time.sleep(_POLL_SECONDS)
-            if (why := self._why(left=False)) is not None:
+            why = self._why(left=False) or (self._superseded() if meets else None)
+            if why is not None:
                 hopeless_seconds = min(hopeless_seconds, time.monotonic() + _LAST_BYTES_SECONDS)
                 if time.monotonic() > hopeless_seconds:
                     self._break()

@@ -11,9 +11,10 @@ __all__ = ["Heartbeats"]
 class Heartbeats:
     """Signs of life through the rendezvous store, by a thread of each rank.
 
-    A beat costs a rank one write and two reads, however many ranks there are: each watches the next
-    one among the living. A rank whose process dies breaks its links, too, and is taken for dead
-    soon after `lease_seconds`; one that only stands still, after `silent_seconds`.
+    A beat costs a rank one write and two reads, a third where others may join, however many ranks
+    there are: each watches the next one among the living. A rank whose process dies breaks its
+    links, too, and is taken for dead soon after `lease_seconds`; one that only stands still, after
+    `silent_seconds`.
 
     Attributes:
         interval_seconds: Between two beats; also how soon a change of the membership is learnt.

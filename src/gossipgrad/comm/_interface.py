@@ -4,12 +4,21 @@ import contextlib
 import ipaddress
 import os
 import socket
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from gossipgrad.comm._group import Group
 
-__all__ = ["BIND", "Interface", "check_bound", "interface_of"]
+__all__ = [
+    "BIND",
+    "Interface",
+    "check_bound",
+    "here",
+    "interface_of",
+    "is_loopback",
+    "joining_address",
+]
 
 BIND = "GOSSIPGRAD_BIND"
 _WAY_OUT = (
@@ -42,13 +51,12 @@ def interface_of(group: Group, asked: str | None = None) -> Interface:
         ValueError: If another host could not reach the address.
     """
     asked = asked or os.environ.get(BIND) or None
-    here = f"{socket.gethostname()} {_network()}"
-    one_host = len(set(group.all_gather_object(here))) == 1
+    one_host = len(set(group.all_gather_object(here()))) == 1
     if asked is not None:
         return Interface(asked, one_host)
     if one_host:
         return Interface("127.0.0.1", one_host)
-    address = _own_address()
+    address = _own_address(os.environ.get("MASTER_ADDR"))
     if address.startswith("127."):
         raise ValueError(
             f"this host's name {socket.gethostname()!r} resolves to the loopback address "
@@ -82,8 +90,39 @@ def check_bound(interface: Interface, host: str) -> None:
         )
 
 
-def _own_address() -> str:
-    master = os.environ.get("MASTER_ADDR")
+def joining_address(others: Collection[str], *, towards: str) -> str:
+    """Where one that joins listens, so that ranks that listen at other addresses reach it; local.
+
+    What `GOSSIPGRAD_BIND` says, else loopback if the others listen there, else the address from
+    which this host reaches `towards`.
+
+    Raises:
+        ValueError: If they could not reach it.
+    """
+    asked = os.environ.get(BIND) or None
+    if asked is None:
+        local = any(is_loopback(other) for other in others)
+        asked = "127.0.0.1" if local else _own_address(towards)
+    if is_loopback(asked) and not all(is_loopback(other) for other in others):
+        raise ValueError(
+            f"ranks of the run listen on {', '.join(sorted(set(others)))}, and this one would "
+            f"listen on {asked}, where they cannot reach it: name an interface that they reach, "
+            f"{BIND}=10.0.0.7 or {BIND}=eth1 in the environment"
+        )
+    return asked
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address is of no use on another host."""
+    return address.startswith("127.") or address in ("::1", "lo", "localhost")
+
+
+def here() -> str:
+    """This host, and the network namespace on it."""
+    return f"{socket.gethostname()} {_network()}"
+
+
+def _own_address(master: str | None) -> str:
     if master is not None:
         with (
             contextlib.suppress(OSError),

@@ -42,6 +42,7 @@ class Ledger:
         latest: The highest round heard of; nothing comes of an earlier one any more.
         gone: How the peer ended, None while it lives.
         parted: Whether a peer that was lost, and still speaks, was told that it is.
+        absent: Whether the peer has joined, and takes no part in rounds yet.
     """
 
     open: dict[Key, Exchange] = field(default_factory=dict)
@@ -61,6 +62,7 @@ class Ledger:
     latest: int = -1
     gone: str | None = None
     parted: bool = False
+    absent: bool = False
 
     @property
     def early_bytes(self) -> int:
@@ -143,6 +145,7 @@ class Ledger:
 
     def move_on(self, generation: int, number: int, at: int, voided: set[int]) -> None:
         """The peer is at a place after so many collectives, and gave some rounds up on the way."""
+        self.absent = False
         if at > self.settled_at:  # whatever became of the collective
             self.go_on(generation, number)
         self._pass(at)

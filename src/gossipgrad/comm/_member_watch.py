@@ -5,12 +5,14 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from gossipgrad._said import first_line
 from gossipgrad.comm._heartbeats import Heartbeats
 from gossipgrad.comm._membership import Membership, Record, Store
+from gossipgrad.comm._wishes import Wishes
 from gossipgrad.errors import EvictedError
 
 __all__ = ["MemberWatch"]
@@ -60,6 +62,7 @@ class MemberWatch:
         latest: The newest membership that is known.
         frozen: Why no lease is kept and no change of the membership awaited, None while they are.
         waits: Whether `is_member` may wait for the store. Else nothing is sent meanwhile.
+        wishes: What newcomers ask of this rank.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class MemberWatch:
         self.latest = first
         self.frozen: str | None = None
         self.waits = True
+        self.wishes = Wishes(rank)
         self._store = store
         self._rank = rank
         self._settings = settings
@@ -102,6 +106,11 @@ class MemberWatch:
         """Begins to beat; all ranks must have made their watch before."""
         self._thread = threading.Thread(target=self._run, name="gossipgrad-members", daemon=True)
         self._thread.start()
+
+    def enter(self, donor: int, introduction: Sequence[Any]) -> None:
+        """Makes this rank a member, before `start`; waits for the store, and for nobody."""
+        rank = self._rank
+        self._learn(self._record.add(self.latest, rank, donor=donor, introduction=introduction))
 
     def ahead(self, generation: int) -> None:
         """Someone lives in a later generation: the store is asked at once."""
@@ -199,6 +208,7 @@ class MemberWatch:
         self._store.set(self._key(self._rank), str(self._beats))
         self._learn(self._record.read())
         if self._rank in self.latest.living:
+            self.wishes.look(self._store)
             dead = self._look()
             if dead:
                 self._give_up(dead)
@@ -332,6 +342,8 @@ class MemberWatch:
         for rank, loss in membership.gone.items():
             if rank in self.latest.living and rank != self._rank and not loss.left:
                 logger.warning("rank %d: rank %d is lost (%s)", self._rank, rank, loss.why)
+        for rank in set(membership.living) - {*self.latest.living, self._rank}:
+            logger.info("rank %d: rank %d has joined", self._rank, rank)
         self._expelled = frozenset(set(membership.lost) - {self._rank})
         with self._changed:
             self.latest = membership

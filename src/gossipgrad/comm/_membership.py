@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
-__all__ = ["Loss", "Membership", "Record", "Store"]
+__all__ = ["Joining", "Loss", "Membership", "Record", "Store"]
 
 _KEY = "membership"
 
@@ -32,18 +32,38 @@ class Loss:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Joining:
+    """How a rank became a member that was none at the start.
+
+    Attributes:
+        generation: The first generation with it.
+        when_seconds: When that was written, in seconds since 1970, by its own clock.
+        donor: The rank with whose replica it began.
+        introduction: Where its links listen, and that it knows the secret of the run.
+    """
+
+    generation: int
+    when_seconds: float
+    donor: int
+    introduction: tuple[Any, ...] = field(default=(), repr=False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Membership:
-    """One generation: the ranks that live in it, and those lost so far.
+    """One generation: the ranks that live in it, those lost so far, and those that came later.
 
     Attributes:
         generation: 0 at the start, one more with every change.
         living: The ranks that take part, rising.
         gone: Those that do not any more, and why.
+        joined: Those that were not there at the start, living or not; their numbers are above
+            those of the start, and none is given twice.
     """
 
     generation: int
     living: tuple[int, ...]
     gone: dict[int, Loss] = field(default_factory=dict)
+    joined: dict[int, Joining] = field(default_factory=dict)
 
     @classmethod
     def first(cls, world_size: int, living: Sequence[int] | None = None) -> "Membership":
@@ -73,6 +93,26 @@ class Membership:
             generation=number,
             living=tuple(rank for rank in self.living if rank not in ends),
             gone={**self.gone, **losses},
+            joined={
+                rank: replace(joining, introduction=()) if rank in ends else joining
+                for rank, joining in self.joined.items()
+            },
+        )
+
+    def with_newcomer(self, rank: int, *, donor: int, introduction: Sequence[Any]) -> "Membership":
+        """The next generation, with one rank more that never was a member."""
+        assert rank not in {*self.living, *self.gone}, f"rank {rank} was a member"
+        joining = Joining(
+            generation=self.generation + 1,
+            when_seconds=time.time(),
+            donor=donor,
+            introduction=tuple(introduction),
+        )
+        return replace(
+            self,
+            generation=joining.generation,
+            living=tuple(sorted((*self.living, rank))),
+            joined={**self.joined, rank: joining},
         )
 
     def renewed(self) -> "Membership":
@@ -91,6 +131,10 @@ class Membership:
             generation=told["generation"],
             living=tuple(told["living"]),
             gone={int(rank): Loss(**loss) for rank, loss in told["gone"].items()},
+            joined={
+                int(rank): Joining(introduction=tuple(joining.pop("introduction")), **joining)
+                for rank, joining in told["joined"].items()
+            },
         )
 
 
@@ -119,12 +163,13 @@ class Record:
 
     Args:
         store: Where it is kept; the same prefix on all ranks.
-        first: The membership at the start, the same on all ranks.
+        first: The membership at the start, the same on all ranks; None: there is one already.
     """
 
-    def __init__(self, store: Store, first: Membership) -> None:
+    def __init__(self, store: Store, first: Membership | None = None) -> None:
         self._store = store
-        store.compare_set(_KEY, "", first.to_text())
+        if first is not None:
+            store.compare_set(_KEY, "", first.to_text())
 
     def read(self) -> Membership:
         """The newest generation."""
@@ -137,3 +182,12 @@ class Record:
         return Membership.from_text(
             self._store.compare_set(_KEY, current.to_text(), desired.to_text())
         )
+
+    def add(
+        self, current: Membership, rank: int, *, donor: int, introduction: Sequence[Any]
+    ) -> Membership:
+        """Writes the next generation with a newcomer, whatever the newest is; returns it."""
+        while rank not in {*current.living, *current.gone}:
+            desired = current.with_newcomer(rank, donor=donor, introduction=introduction)
+            current = self.replace(current, desired)
+        return current

@@ -1,6 +1,6 @@
 """What a plan says of one bucket, and whether a message fits it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -59,8 +59,17 @@ def header_of(bare: Header, plan: Sequence[Part]) -> Header:
     return replace(bare, voided=(bare.round,)) if bare.kind is Kind.NOTE else bare
 
 
-def read(arrival: Arrival, plan: Sequence[Part], *, run: bytes, rank: int, among: int) -> Header:
+def read(
+    arrival: Arrival,
+    plan: Sequence[Part],
+    *,
+    run: bytes,
+    rank: int,
+    may_send: Callable[[int, int], bool],
+) -> Header:
     """The header of a message, if it is one of this run, to this rank, that fits the plan.
+
+    Whether a rank may send one of a generation is asked of `may_send`.
 
     Raises:
         WireError: If it is not.
@@ -70,7 +79,7 @@ def read(arrival: Arrival, plan: Sequence[Part], *, run: bytes, rank: int, among
         raise WireError("it belongs to another run")
     if arrival.sender not in (None, header.sender):
         raise WireError(f"rank {arrival.sender} speaks as rank {header.sender}")
-    if not 0 <= header.sender < among or header.sender == rank:
+    if header.sender == rank or not may_send(header.sender, header.generation):
         raise WireError(f"rank {header.sender} is no peer of this run")
     _check_fits(header, arrival.payload, plan)
     return header

@@ -16,7 +16,15 @@ from gossipgrad.comm._asked_store import AskedStore
 from gossipgrad.comm._group import Group
 from gossipgrad.errors import AgreementError, GossipError
 
-__all__ = ["SECRET_FILE", "Secret", "find_secret", "given_secret", "meet_secret"]
+__all__ = [
+    "SECRET_FILE",
+    "Secret",
+    "find_secret",
+    "given_secret",
+    "joining_secret",
+    "meet_secret",
+    "secret_in",
+]
 
 SECRET_FILE = "GOSSIPGRAD_SECRET_FILE"
 _LEAST_BYTES, _MOST_BYTES = 32, 4096
@@ -157,6 +165,34 @@ def find_secret(store: dist.Store, rank: int) -> Secret:
     """
     mine = given_secret()
     return _ask(store, rank, make=None) if mine is None else mine
+
+
+def joining_secret(held: bytes | None) -> Secret:
+    """The secret of a run, for one that joins it; local.
+
+    Args:
+        held: What the store of the run holds as its secret, None if nothing.
+
+    Raises:
+        ValueError: This rank has a file and the run has none, or the other way round, or the file
+            is no good.
+    """
+    mine = given_secret()
+    if (mine is None) == (held is None):
+        raise ValueError(
+            f"the run has its secret {'from a file' if held is None else 'in its store'}, and "
+            f"{SECRET_FILE} {'is not set' if mine is None else 'is set'} here: set it for those "
+            "who join as for the others"
+        )
+    if mine is not None:
+        return mine
+    assert held is not None
+    return Secret(held)
+
+
+def secret_in(store: dist.Store) -> bytes | None:
+    """What a store of a run holds as its secret, None if nothing."""
+    return store.get(_STORE_KEY) if store.check([_STORE_KEY]) else None
 
 
 def _ask(store: dist.Store, rank: int, *, make: bool | None) -> Secret:

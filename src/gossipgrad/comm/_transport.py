@@ -1,11 +1,12 @@
 """The narrow waist under a channel: move one header and one payload to a rank, in order."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-__all__ = ["Arrival", "Lost", "Sent", "Ticket", "Transport"]
+__all__ = ["Arrival", "Joinable", "Lost", "Sent", "Ticket", "Transport"]
 
 
 @runtime_checkable
@@ -78,3 +79,32 @@ class Transport(Protocol):
     def close(self, linger_seconds: float = 0.0) -> None:
         """Sends what is queued for at most `linger_seconds`, then closes every link."""
         ...
+
+
+@runtime_checkable
+class Joinable(Protocol):
+    """What a transport of a run can do, too, that others may join."""
+
+    introduction: list[Any]
+
+    @property
+    def occasion(self) -> str:
+        """What proofs of the secret are bound to, beside who shows them."""
+        ...
+
+    @property
+    def introductions(self) -> dict[int, list[Any]]:
+        """What all those introduced themselves with who were met, this rank among them."""
+        ...
+
+    def take_in(self, rank: int, introduction: Sequence[Any]) -> None:
+        """Gets to know a rank that has joined; links are made when first used, here and there."""
+        ...
+
+    def beside(self, occasion: str, *, max_payload_bytes: int) -> "JoinableTransport":
+        """Another transport of this rank and secret, for links of their own."""
+        ...
+
+
+class JoinableTransport(Joinable, Transport, Protocol):
+    """Both of it."""

@@ -150,8 +150,8 @@ class ZeroMQTransport:
             AgreementError: An introduction is not proven for that occasion.
         """
         self = cls.__new__(cls)
-        members = [rank, *introductions]
-        credentials = Credentials(secret, rank, members, encrypt=encrypt)
+        members = {*range(rank + 1), *introductions}  # who has joined just before is not known yet
+        credentials = Credentials(secret, rank, sorted(members), encrypt=encrypt)
         self._secret = secret
         self._make(credentials, rank, world_size, max_payload_bytes)
         with self._ended_by_an_error():

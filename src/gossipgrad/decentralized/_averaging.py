@@ -46,6 +46,7 @@ class Averaging:
         group: Where the collectives run.
         members: Which generation that is among.
         rounds: Whose rounds are brought to the same number; None if there are no partners.
+        joins: Whether this rank has joined others, who may have come to collectives before.
 
     Attributes:
         last_distance: The consensus distance when it was last computed, None before.
@@ -54,7 +55,9 @@ class Averaging:
         seconds: Spent in periodic averages, the wait for other ranks included.
     """
 
-    def __init__(self, group: Group, members: Members, rounds: Rounds | None) -> None:
+    def __init__(
+        self, group: Group, members: Members, rounds: Rounds | None, *, joins: bool = False
+    ) -> None:
         self.last_distance: float | None = None
         self.averages = 0
         self.averaged_bytes = 0
@@ -62,6 +65,7 @@ class Averaging:
         self._group = group
         self._members = members
         self._rounds = rounds
+        self._joins = joins
         self._failed_in: int | None = None
         self._number = 0  # of the collective of the user's that this rank is at
 
@@ -87,7 +91,7 @@ class Averaging:
             self._members.take_up(rounds)
             mine = [kind, rounds.next_round, rounds.channel.settle(), changed, self._number]
             try:
-                views = self._group.all_gather_object(mine)
+                views = self._group.all_gather_object(mine, meets=True)
             except GossipError:
                 rounds.channel.unsettle()
                 if self._members.changed():
@@ -107,6 +111,10 @@ class Averaging:
                 continue  # those train on, and come for the same as this rank in the end
             ahead = max(came, key=lambda rank: came[rank][4])
             behind = sorted(rank for rank in came if came[rank][4] < came[ahead][4])
+            if self._joins and self._number < came[ahead][4]:
+                self._number = came[ahead][4]
+                continue  # and the others, who see that this rank is behind, come again
+            self._joins = False
             if self._number < came[ahead][4]:
                 missed, self._number = self._number, came[ahead][4] - 1
                 raise GossipError(

@@ -4,6 +4,7 @@ import secrets
 from collections.abc import Callable
 
 from gossipgrad.comm import Channel, Group, News, Recorder, Transport
+from gossipgrad.decentralized._arrival import Arrival
 from gossipgrad.decentralized._deadlines import Deadlines
 from gossipgrad.decentralized._modes import Lagged, Stale
 from gossipgrad.decentralized._replayed_rounds import ReplayedRounds
@@ -41,15 +42,31 @@ def make_rounds(
     settings: Settings,
     recorder: Recorder | None,
     news: News | None = None,
+    arrival: Arrival | None = None,
 ) -> Rounds:
-    """The rounds of a session among the ranks of `group`; a collective."""
-    run = bytes.fromhex(group.broadcast_object(secrets.token_hex(16)))
+    """The rounds of a session among the ranks of `group`; a collective.
+
+    Local where this rank joins others: `arrival` says which run that is, and who lives in it.
+    """
+    run = (
+        bytes.fromhex(group.broadcast_object(secrets.token_hex(16)))
+        if arrival is None
+        else arrival.run
+    )
     mode = settings.mode
     credits = mode.snapshots if isinstance(mode, Stale) else 1
     planned = max(part.size_bytes for part in sections.parts)
     largest_bytes = max(planned, settings.bucket_bytes, sections.largest_piece_bytes)
     links = transport(group, _GROWTH * largest_bytes)
-    channel = Channel(links, run=run, plan=sections.parts, credits=credits, news=news)
+    channel = Channel(
+        links,
+        run=run,
+        plan=sections.parts,
+        credits=credits,
+        generation=0 if arrival is None else arrival.membership.generation,
+        news=news,
+        peers=None if arrival is None else arrival.membership.living,
+    )
     if isinstance(mode, Stale):
         kind = StaleRounds if mode.replay is None else ReplayedRounds
         return kind(channel, settings.schedule, mode=mode, recorder=recorder)

@@ -1,5 +1,6 @@
 """A session's place in the membership: taking up new generations, and leaving."""
 
+import logging
 from collections.abc import Mapping
 
 import torch.distributed as dist
@@ -10,17 +11,23 @@ from gossipgrad.comm import (
     Channel,
     Group,
     Heartbeats,
+    Joinable,
     Loss,
     Membership,
     MemberWatch,
     ScriptedDeathError,
+    Transport,
 )
+from gossipgrad.decentralized._arrival import Arrival
+from gossipgrad.decentralized._giving import Giving
 from gossipgrad.decentralized._rounds import Rounds
 from gossipgrad.decentralized._stale_rounds import StaleRounds
-from gossipgrad.errors import GossipError
+from gossipgrad.errors import AgreementError, GossipError
 from gossipgrad.topology import Schedule, among
 
 __all__ = ["Members"]
+
+logger = logging.getLogger(__name__)
 
 _FAREWELL_SECONDS = 0.5
 
@@ -35,17 +42,35 @@ class Members:
         group: The ranks at the start.
         schedule: Who meets whom while all are there.
         heartbeats: How ranks watch over each other; None: the membership never changes.
+        arrival: What one that joins knows of the others.
+
+    Attributes:
+        current: The membership that this rank trains in.
+        watch: Over the members, if it changes.
+        name: Of the membership, in the store of the group.
+        giving: Gives this rank's replica to those who join, if any can.
     """
 
-    def __init__(self, group: Group, schedule: Schedule, heartbeats: Heartbeats | None) -> None:
+    def __init__(
+        self,
+        group: Group,
+        schedule: Schedule,
+        heartbeats: Heartbeats | None,
+        arrival: Arrival | None = None,
+    ) -> None:
         self.current = Membership.first(group.world_size, group.members)
         self.watch: MemberWatch | None = None
+        self.name = ""
+        self.giving: Giving | None = None
         self._group = group
         self._channel: Channel | None = None
         self._schedule = schedule
+        if arrival is not None:
+            self.current = arrival.membership
         if heartbeats is not None and group.world_size > 1:
-            self.watch, name = _watch(group, self.current, heartbeats)
-            group.follow(self._gone, name)
+            named = None if arrival is None else arrival.name
+            self.watch, self.name = _watch(group, self.current, heartbeats, named)
+            group.follow(self._gone, self.name, newest=self._newest)
 
     def seat(self, rounds: Rounds) -> None:
         """Gives rounds the schedule of those that came to the start; local."""
@@ -86,6 +111,7 @@ class Members:
         if latest.generation == self.current.generation or self._group.rank in latest.gone:
             return False
         # Ctrl-C may end this anywhere; the next call then does what is left.
+        self._meet_newcomers(latest, rounds.channel.transport)
         rounds.schedule = among(self._schedule, latest.living)
         if rounds.channel.generation < latest.generation:
             rounds.channel.enter(latest.generation, rounds.next_round, latest.living)
@@ -93,6 +119,28 @@ class Members:
             self._group.enter(latest.generation, latest.living)
         self.current = latest
         return True
+
+    def enter(self, rounds: Rounds, donor: int) -> None:
+        """Becomes a member, where this rank joins others; waits for the store alone.
+
+        Raises:
+            GossipError: The store does not answer.
+        """
+        watch, transport = self.watch, rounds.channel.transport
+        assert watch is not None
+        assert isinstance(transport, Joinable)
+        asked = AskedStore(self._group.store)
+        try:
+            asked.ask(lambda store: watch.enter(donor, transport.introduction))
+        except RuntimeError as error:
+            raise GossipError(
+                f"the store could not be told that rank {self._group.rank} joins: "
+                f"{first_line(error)}"
+            ) from error
+        finally:
+            asked.close()
+        watch.start()
+        self.take_up(rounds)
 
     def changed(self) -> bool:
         """Whether a collective that broke can be tried again: members were lost, or have left.
@@ -126,6 +174,8 @@ class Members:
 
     def end(self, error: BaseException | None = None) -> None:
         """Leaves the membership; one that dies by script just falls silent."""
+        if self.giving is not None:
+            self.giving.close()
         if self.watch is not None:
             self.watch.stop() if isinstance(error, ScriptedDeathError) else self.watch.leave()
 
@@ -138,9 +188,30 @@ class Members:
         assert self.watch is not None
         return self.watch.latest.gone
 
+    def _newest(self) -> int:
+        assert self.watch is not None
+        return self.watch.latest.generation
 
-def _watch(group: Group, first: Membership, heartbeats: Heartbeats) -> tuple[MemberWatch, str]:
+    def _meet_newcomers(self, latest: Membership, transport: Transport) -> None:
+        """Gets to know those who have joined; who is no rank of this run is none here."""
+        met = transport.introductions if isinstance(transport, Joinable) else {}
+        for rank in {*latest.joined} & {*latest.living} - {*met, self._group.rank}:
+            try:
+                assert isinstance(transport, Joinable), "only those are joined"
+                transport.take_in(rank, latest.joined[rank].introduction)
+            except (AgreementError, ValueError, TypeError) as error:
+                logger.warning(
+                    "rank %d mixes nothing with rank %d, which has joined: %s",
+                    *(self._group.rank, rank, first_line(error)),
+                )
+
+
+def _watch(
+    group: Group, first: Membership, heartbeats: Heartbeats, name: str | None = None
+) -> tuple[MemberWatch, str]:
     """A watch over the members of a group, and the name of their membership in its store.
+
+    Without a name it is a new one.
 
     Raises:
         GossipError: The store cannot be reached.
@@ -148,14 +219,14 @@ def _watch(group: Group, first: Membership, heartbeats: Heartbeats) -> tuple[Mem
 
     def make(store: dist.Store) -> tuple[MemberWatch, str]:
         # One session may follow another on a group. The n-th here meets the n-th elsewhere.
-        name = f"members/{store.add(f'members/{group.rank}', 1)}"
+        kept = name or f"members/{store.add(f'members/{group.rank}', 1)}"
 
         def connect() -> dist.Store:
             # A clone has a connection of its own: what hangs in it holds up nobody else.
-            return dist.PrefixStore(name, group.store.clone())  # pyrefly: ignore[missing-attribute]
+            return dist.PrefixStore(kept, group.store.clone())  # pyrefly: ignore[missing-attribute]
 
         watch = MemberWatch(connect(), group.rank, first, heartbeats, reconnect=connect)
-        return watch, name
+        return watch, kept
 
     asked = AskedStore(group.store)
     try:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from gossipgrad.comm import Channel, Recorder
 from gossipgrad.decentralized._delivery_log import DeliveryLog, Mixed, Opening
+from gossipgrad.decentralized._jumping import jump
 from gossipgrad.decentralized._modes import Stale
 from gossipgrad.decentralized._section import Section, Transfer
 from gossipgrad.decentralized._stale_rounds import StaleRounds
@@ -60,7 +61,7 @@ class ReplayedRounds(StaleRounds):
             return
         self._mix_exactly(self._next.closed)
         self._note_late()
-        self._jump_to(self._next.round)
+        jump(self, self._next.round)
         self.closed_rounds += 1
 
     def _open(self, sections: Sequence[Section]) -> None:

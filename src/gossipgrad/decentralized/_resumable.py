@@ -275,8 +275,13 @@ class Resumable(ABC):
         for name, value in session["settings"].items():
             if settings.get(name) != value:
                 return f"{name} was {value}, here it is {settings.get(name)}: use the same"
+        if any(rank >= session["world_size"] for rank in session["living"]):
+            return (
+                f"it was saved among the ranks {', '.join(map(str, session['living']))}, some of "
+                "which had joined: begin a session from the consensus of all (gg.average_states)"
+            )
         if self._members.current.generation > 0:
-            return "ranks were lost since the session began: make a new one, and load there"
+            return "ranks were lost or have joined since the session began: load into a new one"
         return None
 
     def _go_on(

@@ -9,10 +9,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gossipgrad.comm import Group, Heartbeats, Membership, Recorder, Transport
+from gossipgrad.comm import Group, Heartbeats, Recorder, Transport
 from gossipgrad.decentralized._after_step import after_step
 from gossipgrad.decentralized._agreement import agree, fingerprint
+from gossipgrad.decentralized._arrival import Arrival
 from gossipgrad.decentralized._averaging import Averaging
+from gossipgrad.decentralized._belonging import Belonging
 from gossipgrad.decentralized._gradients import GradientExchange
 from gossipgrad.decentralized._hooks import StepHooks
 from gossipgrad.decentralized._making import check_growth, make_rounds
@@ -35,8 +37,8 @@ _CLOSE_SECONDS = 10.0  # how long a normal close waits for what is outstanding
 _LINGER_SECONDS = 30.0  # and then for what it has sent to leave, on a slow network
 
 
-class GossipSession(Resumable):
-    """What `gossip()` returns: mixes replicas behind the user's own training loop.
+class GossipSession(Belonging, Resumable):
+    """What `gossip()` and `join()` return: mixes replicas behind the user's own training loop.
 
     Use it as a context manager or call `close()`. Leaving the context by an exception closes
     without waiting for anyone.
@@ -57,6 +59,7 @@ class GossipSession(Resumable):
         scaler: torch.amp.GradScaler | None,
         recorder: Recorder | None,
         heartbeats: Heartbeats | None = None,
+        arrival: Arrival | None = None,
     ) -> None:
         self.group = group
         self.schedule = settings.schedule
@@ -77,21 +80,22 @@ class GossipSession(Resumable):
         self._sections = self._deal()
         self._watch = ReplicaWatch(model, self._optimizers)
         self._saving = warn_of_lone_replicas(model, self._replicas_differ)
-        self._members = Members(group, settings.schedule, heartbeats)
+        self._members = Members(group, settings.schedule, heartbeats, arrival)
         self._hooks = StepHooks(self._optimizers, scaler, self._before_step, self._after_step)
         self._hooks.closures = not self._sections.gradients
         try:
             if group.world_size > 1:
-                self._meet(transport)
-            self._averaging = Averaging(group, self._members, self._rounds)
-            self._begin()
+                self._meet(transport, arrival)
+            joins = arrival is not None
+            self._averaging = Averaging(group, self._members, self._rounds, joins=joins)
+            self._begin() if arrival is None else self._enter(arrival)
         except BaseException:
             self._close(wait_seconds=0.0)
             raise
 
     @property
     def rank(self) -> int:
-        """This rank."""
+        """This rank; at least `world_size` if it has joined."""
         return self.group.rank
 
     @property
@@ -100,21 +104,12 @@ class GossipSession(Resumable):
         return self.group.world_size
 
     @property
-    def membership(self) -> Membership:
-        """Who lives in the generation that this rank trains in, and who was lost, when and why."""
-        return self._members.current
-
-    @property
-    def unreachable(self) -> dict[int, str]:
-        """Members that this rank lost while the rendezvous store could not be asked, and why."""
-        return self._members.unreachable(self._rounds)
-
-    @property
     def position(self) -> int:
         """Steps that the run has come to; no communication.
 
         This rank's own, but in mode stale those of all rounds, jumped over or not: a slow rank is
-        where the others are, in fewer steps. Let learning rates and ends of training go by it.
+        where the others are, in fewer steps. One that has joined goes on where the others are, and
+        is there again after its first step. Let learning rates and ends of training go by it.
         """
         steps, every = self._steps, self._settings.every
         return steps if self._rounds is None else self._rounds.position(steps, every)
@@ -255,8 +250,9 @@ class GossipSession(Resumable):
 
     def stats(self) -> Stats:
         """What this rank has done so far; no communication."""
-        at, carried = (self.world_size, self._steps), self._carried
-        return collect(self._rounds, self._sections, self._averaging, carried, *at)
+        steps, carried = self._steps - self._steps_of_others, self._carried
+        of = self._rounds, self._sections, self._averaging, carried, self._members
+        return collect(*of, self.world_size, steps)
 
     def close(self) -> None:
         """Ends the session: mixes what is outstanding, says LEAVE, takes all hooks off; local.
@@ -277,16 +273,18 @@ class GossipSession(Resumable):
     ) -> None:
         self._close(wait_seconds=_CLOSE_SECONDS if kind is None else 0.0, error=error)
 
-    def _meet(self, transport: Callable[[Group, int], Transport]) -> None:
-        """Makes the links to the other ranks, and all replicas that of rank 0; a collective."""
+    def _meet(self, transport: Callable[[Group, int], Transport], arrival: Arrival | None) -> None:
+        """Makes the links to the others and, unless this rank joins them, equal replicas."""
         of, news, recorder = self._settings, self._members.watch, self._recorder
-        rounds = make_rounds(self.group, transport, self._sections, of, recorder, news)
+        rounds = make_rounds(self.group, transport, self._sections, of, recorder, news, arrival)
         # At interpreter exit a session that nobody closed still says LEAVE.
         self._farewell = weakref.finalize(self, self._members.farewell, rounds)
         self._rounds = rounds
         self._members.seat(rounds)
-        broadcast_replica(self.group, self._model, self._optimizers)
-        self._members.start()
+        self._open_door()
+        if arrival is None:
+            broadcast_replica(self.group, self._model, self._optimizers)
+            self._members.start()
 
     def _deal(self) -> Sections:
         """Deals what travels into sections and checks that all ranks do the same; a collective."""
@@ -307,8 +305,10 @@ class GossipSession(Resumable):
         if self._sections.gradients and self._gradients is None:
             self._gradients = GradientExchange(self._sections.gradients, rounds, self)
         rounds.patience.renew()
-        if sends and self._settings.sends_early and self._steps % self._settings.every == 0:
-            rounds.open(self._sections.of_round(rounds.next_round))
+        if sends and self._settings.sends_early:
+            self._arrive_together(rounds)
+            if self._steps % self._settings.every == 0:
+                rounds.open(self._sections.of_round(rounds.next_round))
         self._arm()
         self._watch.note()
 
@@ -324,6 +324,7 @@ class GossipSession(Resumable):
             return
         if not self._mid_step:
             self._watch.check(self._is_as_sent)
+            self._give()
         self.synchronize()
         self._mid_step = True
 
@@ -348,7 +349,7 @@ class GossipSession(Resumable):
                 self._watch.note()
 
     def _gossip(self, rounds: Rounds) -> None:
-        self._members.take_up(rounds)
+        self._take_up(rounds)
         of, steps, recorder = self._settings, self._steps, self._recorder
         if after_step(rounds, self._sections, self._averaging, of, steps=steps, recorder=recorder):
             self._equal_at_step = steps

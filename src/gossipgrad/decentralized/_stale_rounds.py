@@ -9,6 +9,7 @@ from torch import Tensor
 from gossipgrad.comm import Channel, Outcome, Recorder
 from gossipgrad.decentralized._deadlines import Deadlines
 from gossipgrad.decentralized._delivery_log import DeliveryLog, Mixed, Opening
+from gossipgrad.decentralized._jumping import jump
 from gossipgrad.decentralized._modes import Stale
 from gossipgrad.decentralized._rounds import TOGETHER_SECONDS, Rounds
 from gossipgrad.decentralized._section import Delta, Section, Transfer
@@ -19,7 +20,6 @@ __all__ = ["StaleRounds"]
 _NO_STEP_WAITS = Deadlines(
     floor_seconds=TOGETHER_SECONDS, ceiling_seconds=TOGETHER_SECONDS, deviations=1.0
 )
-_MOST_TOLD = 1024  # of the rounds jumped over, the last are told
 
 
 class StaleRounds(Rounds):
@@ -46,7 +46,7 @@ class StaleRounds(Rounds):
     ) -> None:
         super().__init__(channel, schedule, deadlines=_NO_STEP_WAITS, recorder=recorder)
         self._mode = mode
-        self._starts = 0  # rounds that began without a step: the first, and after averages
+        self.starts = 0  # rounds that began without a step: the first, and after averages
         self._opened = 0  # rounds that were this rank's, whether or not it sent its part
         self._opened_at: dict[int, int] = {}  # of the rounds under way
         self._late_ones: set[int] = set()
@@ -56,7 +56,7 @@ class StaleRounds(Rounds):
 
     def position(self, steps: int, every: int) -> int:
         """Rounds behind this rank, those jumped over too, in steps."""
-        return max(0, self.next_round - self._starts) * every + steps % every
+        return max(0, self.next_round - self.starts) * every + steps % every
 
     @property
     def cuts(self) -> int:
@@ -66,7 +66,7 @@ class StaleRounds(Rounds):
     def place(self) -> dict[str, Any]:
         """Where this rank is, as plain values."""
         return {
-            "starts": self._starts,
+            "starts": self.starts,
             "opened": self._opened,
             "opened_at": dict(self._opened_at),
             "late": sorted(self._late_ones),
@@ -77,7 +77,7 @@ class StaleRounds(Rounds):
 
     def go_to(self, place: Mapping[str, Any]) -> None:
         """Takes up what `place` gave."""
-        self._starts, self._opened = place["starts"], place["opened"]
+        self.starts, self._opened = place["starts"], place["opened"]
         self._opened_at = dict(place["opened_at"])
         self._late_ones = set(place["late"])
         self._last_opened, self._cut_at = place["last_opened"], place["cut_at"]
@@ -89,6 +89,11 @@ class StaleRounds(Rounds):
         rounds = {transfer.round for transfer in self._under_way}
         self._opened_at = {r: opened for r, opened in self._opened_at.items() if r in rounds}
         self._late_ones &= rounds
+
+    def come_to(self, round: int, starts: int) -> None:
+        """Goes on at a round that others are at, `starts` of theirs having begun without a step."""
+        self.next_round, self.starts = round, starts
+        self._last_opened = self._cut_at = round - 1
 
     def weight(self, transfer: Transfer) -> float:
         """How much of the delta this rank takes: of a matrix, at most what is stable."""
@@ -104,7 +109,7 @@ class StaleRounds(Rounds):
         try:
             self._open(sections)
         finally:
-            self._starts += self.next_round - before
+            self.starts += self.next_round - before
 
     def _open(self, sections: Sequence[Section]) -> None:
         """Sends the next round's snapshots, or voids the round; what has come already is mixed."""
@@ -263,15 +268,4 @@ class StaleRounds(Rounds):
         heard, every = self.channel.heard, self._mode.cut_every
         if every is not None and (cut := heard // every * every) >= self.next_round:
             heard = cut
-        self._jump_to(heard)
-
-    def _jump_to(self, heard: int) -> None:
-        if heard <= self.next_round:
-            return
-        rounds = range(max(self.next_round, heard - _MOST_TOLD), heard)
-        last = {self.schedule.peers(round, self._rank).send_to: round for round in rounds}
-        for partner, round in last.items():  # which stands for those before it
-            self.channel.void(round, partner)
-        self.outcomes[Outcome.VOID] += heard - self.next_round
-        self.void_rounds += heard - self.next_round
-        self.next_round = heard
+        jump(self, heard)

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from gossipgrad.decentralized._averaging import Averaging
+from gossipgrad.decentralized._members import Members
 from gossipgrad.decentralized._rounds import Rounds
 from gossipgrad.decentralized._sections import Sections
 from gossipgrad.decentralized._session_state import Carried
@@ -49,6 +50,8 @@ class Stats:
         averaging_seconds: Time that steps were blocked on periodic averages.
         all_reduce_bytes: What a ring all-reduce of all trained parameters' gradients would have
             sent in as many steps: computed, 2 (p - 1) / p of them each, and not measured.
+        replicas_given: Newcomers that have got this rank's replica.
+        giving_seconds: Time that steps were blocked on copies of it for them.
     """
 
     rounds: int
@@ -70,6 +73,8 @@ class Stats:
     averaged_bytes: int
     averaging_seconds: float
     all_reduce_bytes: int
+    replicas_given: int
+    giving_seconds: float
 
     def __str__(self) -> str:
         """The figures to look at first, in words.
@@ -100,13 +105,14 @@ def collect(
     sections: Sections,
     averaging: Averaging,
     carried: Carried,
+    members: Members,
     world_size: int,
     steps: int,
 ) -> Stats:
     """The figures of a session; `rounds` is None where there are no partners."""
     counted = {} if rounds is None else {o.value: n for o, n in rounds.outcomes.items()}
     squared = None if rounds is None else rounds.pair_distance.mean_square
-    p = world_size
+    p, here = world_size, max(2, len(members.current.living))
     return Stats(
         rounds=0 if rounds is None else rounds.closed_rounds,
         bytes_sent=carried.bytes_sent + (0 if rounds is None else rounds.channel.bytes_sent),
@@ -126,11 +132,13 @@ def collect(
         + (0 if rounds is None else rounds.channel.refused),
         torn_rounds=carried.torn_rounds,
         consensus_distance_estimate=(
-            None if squared is None else math.sqrt(squared * (p - 1) / (2 * p))
+            None if squared is None else math.sqrt(squared * (here - 1) / (2 * here))
         ),
         consensus_distance=averaging.last_distance,
         averages=averaging.averages,
         averaged_bytes=averaging.averaged_bytes,
         averaging_seconds=averaging.seconds,
         all_reduce_bytes=2 * (p - 1) * steps * sections.gradient_bytes // p,
+        replicas_given=0 if members.giving is None else members.giving.given,
+        giving_seconds=0.0 if members.giving is None else members.giving.seconds,
     )

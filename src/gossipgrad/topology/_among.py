@@ -1,4 +1,4 @@
-"""A schedule for those who are left: the same rule on fewer positions, and who stands on them."""
+"""A schedule for those who live: the same rule on their positions, and who stands on them."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -72,41 +72,46 @@ class Among(Schedule):
 
 
 def among(schedule: Schedule, living: Collection[int]) -> Schedule:
-    """The schedule that is left when some ranks are gone: for those who are, with their own ranks.
+    """The schedule when some ranks are gone, or others have joined: for those who live.
 
-    A rule that takes any number is played among as many as are left, each on the position that its
+    A rule that takes any number is played among as many as live, each on the position that its
     rank has among the living, with the same seed: nobody is left out, and mixing is as fast as in
     a world of that size. A hypercube becomes a matching where the number is no power of two. A
     graph or a matrix that was given stays as it is, and who would meet a rank that is gone sits the
     round out: whether the rest hangs together is up to the graph.
 
     Args:
-        schedule: for all ranks, those that are gone included; not itself made here.
-        living: the ranks that are left, at least one; the same on all of them.
+        schedule: for all ranks of the start, those that are gone included; not itself made here.
+        living: the ranks that take part, at least one; the same on all of them. Those who have
+            joined have numbers beyond the world size.
 
     Returns:
-        The schedule; its world size is that of `schedule`, and ranks that are gone sit out. It is
-        `schedule` itself if nobody is gone.
+        The schedule, with the ranks' own numbers; its world size is that of `schedule`, or more by
+        those who joined, and ranks that are gone sit out. It is `schedule` itself if nobody is gone
+        and nobody has joined.
 
     Raises:
-        ValueError: when nobody is left, or a rank is outside the world.
+        ValueError: when nobody is left, a rank is negative, or one has joined a graph or a matrix.
 
     Example:
         >>> from gossipgrad.topology import matching
         >>> left = among(matching(8, rotate=False), living=[1, 4, 6, 7])
         >>> [left.peers(round, rank=1).send_to for round in range(left.period)]
         [4, 7]
+        >>> among(matching(2), living=[0, 1, 2]).world_size
+        3
     """
     ranks = tuple(sorted(set(living)))
     if not ranks:
         raise ValueError("nobody is left: name at least one living rank")
-    if ranks[0] < 0 or ranks[-1] >= schedule.world_size:
+    p, n = max(schedule.world_size, ranks[-1] + 1), len(ranks)
+    given = not isinstance(schedule, RotatingSchedule)
+    if ranks[0] < 0 or (given and p > schedule.world_size):
         raise ValueError(
             f"rank {ranks[0] if ranks[0] < 0 else ranks[-1]} is outside world size "
             f"{schedule.world_size}: ranks run from 0 to {schedule.world_size - 1}"
         )
-    p, n = schedule.world_size, len(ranks)
-    if n == p:
+    if n == p == schedule.world_size:
         return schedule
     if not isinstance(schedule, RotatingSchedule):
         return Among(world_size=p, inner=schedule, living=ranks, relabelled=False)

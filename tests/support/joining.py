@@ -1,0 +1,108 @@
+"""Runs that others join: ranks in threads, over ZeroMQ, with a store that can be reached."""
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import gossipgrad as gg
+from gossipgrad.comm import Group, ScriptedDeathError
+from support.deaths import QUICK, Rank
+from support.ranks import run_ranks
+from support.replicas import backward, network, sgd
+
+__all__ = ["Newcomer", "Run", "run_open"]
+
+
+class _Cut:
+    """Cuts the links of a rank that dies."""
+
+    def __init__(self, session: gg.GossipSession) -> None:
+        self._session = session
+
+    def remove(self, rank: int) -> None:
+        self._session._rounds.channel.transport.close()
+
+
+class Newcomer(Rank):
+    """One that has joined; as a `Rank`, and with its number from the session."""
+
+
+class Run:
+    """What the threads of a run share.
+
+    Attributes:
+        world_size: How many begin.
+        invited: Of each newcomer, set when it is.
+        invitation: Its text.
+        everybody: A barrier for all, newcomers too.
+        store: That of the run.
+    """
+
+    def __init__(self, world_size: int, newcomers: int) -> None:
+        self.world_size = world_size
+        self.invited = [threading.Event() for _ in range(newcomers)]
+        self.invitation = ""
+        self.everybody = threading.Barrier(world_size + newcomers)
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def invite(self, session: gg.GossipSession, *which: int) -> None:
+        """Lets newcomers begin, by default all."""
+        self.invitation = session.invitation()
+        for each in which or range(len(self.invited)):
+            self.invited[each].set()
+
+    def connect(self) -> dist.Store:
+        """A connection to the store."""
+        port = self.store.port
+        return dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+
+
+def run_open(
+    world_size: int,
+    member: Callable[[Rank, Run], Any],
+    newcomer: Callable[[Newcomer, Run], Any],
+    *,
+    newcomers: int = 1,
+    heartbeats: gg.Heartbeats = QUICK,
+    gradients: Callable[[Any, int, int], None] = backward,
+    optimizer: Callable[[Any], torch.optim.Optimizer] = sgd,
+    timeout_seconds: float = 40,
+    **settings: Any,
+) -> list[Any]:
+    """Runs `member(me, run)` in a thread a rank, `newcomer(me, run)` for those who join.
+
+    What each returned, those who joined behind the others; None for those that die.
+    """
+    run = Run(world_size, newcomers)
+    settings = {"topology": "matching"} | settings
+
+    def main(place: int, group: Group) -> Any:
+        joins = place >= world_size
+        model = network(seed=place)
+        made = optimizer(list(model.parameters()))
+        steps = 0
+
+        def train() -> None:
+            nonlocal steps
+            gradients(model, place, steps)
+            made.step()
+            steps += 1
+
+        if joins:
+            assert run.invited[place - world_size].wait(timeout_seconds)
+            session = gg.join(model, made, run.invitation, timeout_seconds=20.0)
+        else:
+            store = dist.PrefixStore("run", run.connect())
+            private = Group(store, place, world_size, timeout_seconds=float(timeout_seconds))
+            session = gg.gossip(
+                model, made, process_group=private, heartbeats=heartbeats, **settings
+            )
+        with contextlib.suppress(ScriptedDeathError), session:
+            me = (Newcomer if joins else Rank)(session.rank, session, _Cut(session), train)
+            return (newcomer if joins else member)(me, run)
+
+    return run_ranks(world_size + newcomers, main, timeout_seconds)
