@@ -1,15 +1,18 @@
 """Real trainings with random faults, by seed: what survivors lose, and whether anything hangs.
 
 Processes are killed and paused; links are slowed and cut in the network laboratory (Linux and root;
-without them scripts with such faults are left out). Every script is a short training, compared
-with the undisturbed one of the same setting. What is there already is not run again.
+without them scripts with such faults are left out). Runs whose workers have all died are resumed,
+and compared bit for bit with their undisturbed twin where nobody waits in vain. Every script is a
+short training, compared with the undisturbed one of the same setting. What is there already is not
+run again.
 
-    python -m benchmarks.chaos                   # 200 scripts; goes on where it was stopped
+    python -m benchmarks.chaos                   # 240 scripts; goes on where it was stopped
     python -m benchmarks.chaos --seed 17         # one again, with its story
     python -m benchmarks.chaos --table           # what is there, nothing run
 """
 
 import argparse
+import hashlib
 import json
 import sys
 import threading
@@ -18,24 +21,39 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
+import gossipgrad
 from benchmarks._common import RESULTS
 from benchmarks._ends import ends_as_ctrl_c
 from benchmarks.netlab._probe import probe
 from benchmarks.netlab._system import missing
 from gossipgrad.train._summary import machine, versions, write_json
 
+from ._draw import SCRIPTS, draw_script
 from ._pool import Runner, Workplace
-from ._script import Script, Setting, draw_script
+from ._script import Script, Setting
 from ._training import EVALUATIONS, STEPS
 from ._verdict import judge, print_table
 
 
+def digest_of_sources() -> str:
+    """Tells with which state of the library a script was run."""
+    folder = Path(gossipgrad.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
 class Results:
-    """What is written down: a record a script by seed, and one an undisturbed setting."""
+    """What is written down: a record a script by seed, and one an undisturbed setting.
+
+    Each script tells by `engine` with which state of the library it was run.
+    """
 
     def __init__(self, path: Path, *, again: bool = False, keep: bool = True) -> None:
         self._path = path
         self._keep = keep
+        self._engine = digest_of_sources()
         self._lock = threading.Lock()
         self.scripts: dict[int, dict[str, Any]] = {}
         self.undisturbed: dict[str, dict[str, Any]] = {}
@@ -59,7 +77,7 @@ class Results:
     def add(self, record: dict[str, Any]) -> None:
         """Adds or replaces a script's record."""
         with self._lock:
-            self.scripts[record["seed"]] = record
+            self.scripts[record["seed"]] = record | {"engine": self._engine}
             self._write()
 
     def add_undisturbed(self, setting: Setting, record: dict[str, Any]) -> None:
@@ -180,7 +198,7 @@ def _wait_for(futures: list[Future[None]]) -> None:
 def main() -> int:
     """Runs what is missing and prints the table; the exit status tells whether any failed."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--scripts", type=int, default=200, help="seeds 0, 1, ... so many")
+    parser.add_argument("--scripts", type=int, default=SCRIPTS, help="seeds 0, 1, ... so many")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--seed", type=int, help="this one alone, with its story, not kept")
     parser.add_argument("--again", action="store_true", help="run anew what is there")

@@ -80,6 +80,8 @@ class Director:
                 self._events.tell("over", fault=number)
 
     def _meet(self, rank: int, pid: int) -> None:
+        if rank in self._handles:  # of an earlier start
+            os.close(self._handles.pop(rank))
         try:
             self._handles[rank] = os.pidfd_open(pid)
         except ProcessLookupError:

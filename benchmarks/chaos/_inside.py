@@ -83,13 +83,15 @@ class _Trigger:
         timer.start()
 
 
-def worker(script: dict[str, Any], folder: Path, subset: Path, spec: WorkerSpec, pipe: Any) -> None:
-    """A worker of the launcher, with faults armed."""
-    arm(Script.from_json(script), folder, subset, spec.rank)
+def worker(
+    script: dict[str, Any], start: int, folder: Path, subset: Path, spec: WorkerSpec, pipe: Any
+) -> None:
+    """A worker of the launcher, with the faults of this start of the run armed."""
+    arm(Script.from_json(script), folder, subset, spec.rank, start=start)
     worker_main(spec, pipe)
 
 
-def arm(script: Script, folder: Path, subset: Path, rank: int) -> None:
+def arm(script: Script, folder: Path, subset: Path, rank: int, *, start: int = 1) -> None:
     """Wraps what the moments of the faults stand by, in this process and for good."""
     faulthandler.register(signal.SIGUSR1, (folder / f"stacks-rank{rank}.txt").open("w"))
     events = Events(folder)
@@ -100,7 +102,7 @@ def arm(script: Script, folder: Path, subset: Path, rank: int) -> None:
     triggers = [
         _Trigger(fault, number, rank, events)
         for number, fault in enumerate(script.faults)
-        if fault.ranks[0] == rank
+        if fault.ranks[0] == rank and fault.start == start
     ]
     _arm_steps([t for t in triggers if t.fault.moment in ("between", "exchange", "anytime")])
     _arm_consensus([t for t in triggers if t.fault.moment == "consensus"])

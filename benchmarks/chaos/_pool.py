@@ -93,7 +93,9 @@ class Runner:
         }
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
-        hangs_at = _HANG_SECONDS + 2 * sum(fault.seconds for fault in script.faults)
+        hangs_at = (script.resumes + 1) * _HANG_SECONDS + 2 * sum(
+            fault.seconds for fault in script.faults
+        )
         try:
             answer = self._answers.get(timeout=hangs_at)
             found = json.loads(answer.replace(f"{folder}/", ""))  # paths as any machine has them

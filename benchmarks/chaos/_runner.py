@@ -24,6 +24,7 @@ from ._director import Director
 from ._inside import Events
 from ._leaks import Traces
 from ._script import Script
+from ._twin import differences
 from ._ways import PRELOAD, run_by_launcher, run_on_hosts
 
 _RATE_BITS_PER_SECOND = 1e9
@@ -46,6 +47,9 @@ def run_script(script: Script, folder: Path, subset: Path) -> dict[str, Any]:
         with Director(script, events, None, 0.0):
             found = run_by_launcher(script, folder, subset)
     seconds = time.monotonic() - start
+    if script.exact and "exit_code" in found:
+        twin = _twin(script, folder.parent, subset)
+        found["differs"] = differences(folder / "run", twin, script.setting.world_size)
     summary = folder / "run" / "summary.json"
     left = before.left()
     if (folder / "run" / "partial").exists():
@@ -65,6 +69,18 @@ def run_script(script: Script, folder: Path, subset: Path) -> dict[str, Any]:
             for rank in range(script.setting.world_size)
         },
     }
+
+
+def _twin(script: Script, folder: Path, subset: Path) -> Path:
+    """The folder of a run of the same setting that nothing disturbs, and that saves nothing."""
+    setting = script.setting
+    place = folder / f"twin-{str(setting).replace(', ', '-').replace(' ', '-')}"
+    if not place.exists():
+        place.mkdir()
+        twin = Script(seed=-1, setting=setting, kind="undisturbed", faults=())
+        found = run_by_launcher(twin, place, subset)
+        assert found.get("exit_code") == 0, f"{setting}: fails without any fault: {found}"
+    return place / "run"
 
 
 def _steps_of(metrics: Path) -> list[float]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from gossipgrad import topology
 
-__all__ = ["Fault", "Script", "Setting", "draw_script"]
+__all__ = ["Fault", "Script", "Setting", "draw_faults", "draw_setting"]
 
 # How often each kind of script is drawn. The first four kill, of one rank to all but one.
 _KINDS = {
@@ -66,6 +66,7 @@ class Fault:
         seconds_in: See `moment`.
         seconds: How long it lasts; a kill lasts.
         bits_per_second: Of a slow link.
+        start: In which start of the run it befalls: 1, or later ones where it is resumed.
     """
 
     kind: str
@@ -75,6 +76,7 @@ class Fault:
     seconds_in: float = 0.0
     seconds: float = 0.0
     bits_per_second: float = 0.0
+    start: int = 1
 
     @property
     def of_links(self) -> bool:
@@ -100,7 +102,7 @@ class Fault:
             "consensus": f"{after} evaluation {self.number}",
             "anytime": f"{after} step {self.number}",
         }[self.moment]
-        return f"{what}, {when}"
+        return f"{what}, {when}{f' of start {self.start}' * (self.start > 1)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +115,9 @@ class Script:
         kind: In words, what happens.
         faults: What happens.
         lost_after_seconds: How long a rank that stands still is a member.
+        checkpoint_every: Steps between checkpoints, if there are any.
+        resumes: How often all are killed, and the run is resumed.
+        exact: Whether it must come to what an undisturbed run does, bit for bit.
     """
 
     seed: int
@@ -120,6 +125,9 @@ class Script:
     kind: str
     faults: tuple[Fault, ...]
     lost_after_seconds: float = _LOST_AFTER_SECONDS
+    checkpoint_every: int | None = None
+    resumes: int = 0
+    exact: bool = False
 
     @property
     def of_links(self) -> bool:
@@ -128,8 +136,10 @@ class Script:
 
     @property
     def killed(self) -> set[int]:
-        """Ranks that are to die."""
-        return {rank for fault in self.faults if fault.kind == "kill" for rank in fault.ranks}
+        """Ranks that are to die, and do not come back with another start."""
+        last = self.resumes + 1
+        kills = [f for f in self.faults if f.kind == "kill" and f.start == last]
+        return {rank for fault in kills for rank in fault.ranks}
 
     @property
     def disturbed(self) -> set[int]:
@@ -154,12 +164,18 @@ class Script:
         return cls(**values | {"setting": Setting(**values["setting"]), "faults": faults})
 
 
-def draw_script(seed: int, *, steps: int, evaluations: int) -> Script:
-    """The script of a seed, for runs of so many steps and evaluations on each rank."""
-    rng = random.Random(seed)
+def draw_setting(rng: random.Random) -> Setting:
+    """What is trained."""
     p = rng.choice((3, 4, 5, 6))
     mode = rng.choice(("overlap", "sync", "stale"))
-    setting = Setting(world_size=p, topology=rng.choice(_topologies(p, mode)), mode=mode)
+    return Setting(world_size=p, topology=rng.choice(_topologies(p, mode)), mode=mode)
+
+
+def draw_faults(seed: int, *, steps: int, evaluations: int) -> Script:
+    """A script of faults in one start, for runs of so many steps and evaluations on each rank."""
+    rng = random.Random(seed)
+    setting = draw_setting(rng)
+    p = setting.world_size
     kind = rng.choices(list(_KINDS), list(_KINDS.values()))[0]
     draw = _Draw(rng, p, steps, evaluations)
     a, b, c = (draw.some(count) for count in (1, 1, 1))

@@ -46,6 +46,7 @@ def config_for(script: Script, out: Path) -> TrainConfig:
         log_every=1,
         trace=0,
         start_seconds=_START_SECONDS,
+        checkpoint_every=script.checkpoint_every,
         gossip=GossipConfig(
             topology=setting.topology,
             mode=setting.mode,

@@ -28,7 +28,8 @@ def judge(script: Script, found: dict[str, Any], undisturbed: dict[str, Any]) ->
     accuracies = {rank: results[rank]["own_accuracy"] for rank in survivors}
     accuracy = summary.get("accuracy")
     lasting = sum(fault.seconds for fault in script.faults)
-    bound = _SLOWER * undisturbed["seconds"] + 2 * lasting + _SPARE_SECONDS
+    starts = script.resumes + 1
+    bound = starts * (_SLOWER * undisturbed["seconds"] + _SPARE_SECONDS) + 2 * lasting
     why = [
         *_end(script, found),
         *(
@@ -52,6 +53,9 @@ def judge(script: Script, found: dict[str, Any], undisturbed: dict[str, Any]) ->
     if found["seconds"] > bound:
         why.append(f"took {found['seconds']:.1f} s, more than {bound:.1f} s")
     why += found["left"]
+    why += found.get("differs", [])
+    if found.get("starts", starts) != starts:
+        why.append(f"came to its end in start {found['starts']} of {starts}")
     steps = {
         rank: found["steps_seconds"][str(rank)]
         for rank in survivors
@@ -63,6 +67,7 @@ def judge(script: Script, found: dict[str, Any], undisturbed: dict[str, Any]) ->
         "kind": script.kind,
         "faults": [str(fault) for fault in script.faults],
         "faults_begun": len(found["begun"]),
+        "bit_for_bit": found["differs"] == [] if "differs" in found else None,
         "way": "hosts" if script.of_links else "launcher",
         "outcome": "failed" if why else "as promised",
         "why": why,

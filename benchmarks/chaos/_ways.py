@@ -23,7 +23,7 @@ import torch.distributed as dist
 from benchmarks.netlab import Network
 from gossipgrad import data
 from gossipgrad.errors import GossipError
-from gossipgrad.train import _launcher, run
+from gossipgrad.train import RunFailedError, _launcher, config_of_run, run
 
 from ._inside import Events, arm, worker
 from ._script import Script
@@ -37,14 +37,19 @@ _STORE_PORT = 29500
 
 
 def run_by_launcher(script: Script, folder: Path, subset: Path) -> dict[str, Any]:
-    """As `gossipgrad train --nproc` does it; what became of the run."""
-    _launcher.worker_main = functools.partial(worker, script.to_json(), folder, subset)
+    """As `gossipgrad train --nproc` does it, and `--resume` where all died; what became of it."""
     data.prepare = lambda *_, **__: None  # the subset is there
-    try:
-        outcome = run(config_for(script, folder / "run"))
-    except (GossipError, ValueError) as error:
-        return {"error": f"{type(error).__name__}: {error}"}
-    return {"exit_code": outcome.exit_code}
+    out = folder / "run"
+    for start in range(1, script.resumes + 2):
+        _launcher.worker_main = functools.partial(worker, script.to_json(), start, folder, subset)
+        try:
+            outcome = run(config_for(script, out) if start == 1 else config_of_run(out))
+        except (GossipError, ValueError) as error:
+            if start <= script.resumes and isinstance(error, RunFailedError):
+                continue
+            return {"error": f"{type(error).__name__}: {error}"}
+        return {"exit_code": outcome.exit_code, "starts": start}
+    raise AssertionError("the last start has ended somehow")
 
 
 def run_on_hosts(script: Script, folder: Path, subset: Path, network: Network) -> dict[str, Any]:

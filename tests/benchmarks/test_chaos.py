@@ -3,12 +3,16 @@
 import json
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from benchmarks.chaos.__main__ import Results
 from benchmarks.chaos._director import story
+from benchmarks.chaos._draw import FIRST_RESUMED, SCRIPTS, draw_script
 from benchmarks.chaos._pool import _begun_anew
-from benchmarks.chaos._script import Fault, Script, Setting, draw_script
+from benchmarks.chaos._script import Fault, Script, Setting
 from benchmarks.chaos._training import EVALUATIONS, STEPS
+from benchmarks.chaos._twin import differences
 from benchmarks.chaos._verdict import judge, print_table
 
 SETTING = Setting(world_size=3, topology="matching", mode="overlap")
@@ -22,8 +26,8 @@ def draw(seed):
 
 
 def test_a_seed_is_a_script_and_somebody_survives_it():
-    scripts = [draw(seed) for seed in range(300)]
-    assert scripts == [draw(seed) for seed in range(300)]
+    scripts = [draw(seed) for seed in range(FIRST_RESUMED)]
+    assert scripts == [draw(seed) for seed in range(FIRST_RESUMED)]
     for script in scripts:
         p = script.setting.world_size
         assert 1 <= len(script.faults) <= 3
@@ -156,4 +160,54 @@ def test_a_story_tells_in_order_what_happened():
         "  0.000 s  rank 1 begins (process 4)",
         "  2.500 s  fault: kill rank 1, before step 20",
         "  3.000 s  SIGKILL to rank 0",
+    ]
+
+
+def test_a_later_seed_is_a_run_whose_ranks_all_die_and_that_is_resumed():
+    scripts = [draw(seed) for seed in range(FIRST_RESUMED, SCRIPTS)]
+    assert scripts == [draw(seed) for seed in range(FIRST_RESUMED, SCRIPTS)]
+    for script in scripts:
+        everybody = {*range(script.setting.world_size)}
+        for start in range(1, script.resumes + 1):
+            kills = [f for f in script.faults if f.kind == "kill" and f.start == start]
+            assert {rank for fault in kills for rank in fault.ranks} == everybody
+            if kills[-1].moment != "consensus":
+                assert kills[-1].number > 2 * script.checkpoint_every
+        assert script.killed == set(), "all come back"
+        assert not script.of_links
+        assert not (script.exact and script.setting.mode == "stale")
+        assert Script.from_json(json.loads(json.dumps(script.to_json()))) == script
+    assert {script.resumes for script in scripts} == {1, 2}
+    assert sum(script.exact for script in scripts) > 15
+
+
+def test_a_run_that_differs_from_its_twin_is_not_as_promised(tmp_path):
+    script = draw(FIRST_RESUMED)
+    told = found(script, dict.fromkeys(range(3), 0.83), differs=["rank 1 differs"], starts=2)
+    assert judge(script, told, UNDISTURBED)["why"] == ["rank 1 differs"]
+    same = judge(script, told | {"differs": []}, UNDISTURBED)
+    assert (same["outcome"], same["bit_for_bit"]) == ("as promised", True)
+    early = judge(script, told | {"differs": [], "starts": 1}, UNDISTURBED)
+    assert early["why"] == ["came to its end in start 1 of 2"]
+
+
+def test_twins_are_compared_bit_for_bit_but_for_times(tmp_path):
+    def write(name, *, loss=0.25, weight=1.0, seconds=0.1):
+        folder = tmp_path / name
+        folder.mkdir()
+        lines = [{"step": 1, "loss": loss, "step_seconds": seconds}, {"step": 2, "loss": 0.1}]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (folder / "metrics-rank0.jsonl").write_text(text)
+        save_file({"w": torch.tensor([weight])}, folder / "model.safetensors")
+        return folder
+
+    twin = write("twin")
+    assert differences(write("same", seconds=0.2), twin, 1) == []
+    (loss,) = differences(write("loss", loss=0.26), twin, 1)
+    assert loss.startswith("metrics of rank 0 differ from its twin's in line 1: {'step': 1, 'loss'")
+    near = differences(write("near", weight=1.0000001), twin, 1)
+    assert near == ["the model differs from its twin's in w"]
+    (tmp_path / "same" / "metrics-rank0.jsonl").write_text("")
+    assert differences(tmp_path / "same", twin, 1) == [
+        "rank 0 wrote 0 lines of metrics, its twin 2"
     ]
