@@ -16,6 +16,7 @@ BENCHMARKS = (
     "staleness",
     "stall",
     "checkpoint",
+    "soak",
 )
 
 

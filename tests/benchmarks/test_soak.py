@@ -1,0 +1,89 @@
+"""The soak: what it looks at, its rule, a short one, and that the page shows what was measured."""
+
+import gc
+import json
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import torch.distributed as dist
+
+from benchmarks.soak import _rank
+from benchmarks.soak.__main__ import _part, growing
+from benchmarks.soak._flat import judge
+from benchmarks.soak._sizes import MEASURES, entries, sizes
+from gossipgrad.comm._ledger import Ledger
+
+
+class Holder:
+    """Not of the library: nobody looks into it."""
+
+    def __init__(self):
+        self.many = [*range(100)]
+
+
+def test_entries_are_those_of_the_librarys_containers():
+    ledger = Ledger()
+    ledger.voided |= {1, 2, 3}
+    found = entries({"ledger": ledger, "holder": Holder()})
+    assert found["[].voided"] == 3
+    assert sum(found.values()) == 5
+    ledger.voided.add(4)
+    assert sum(entries([ledger]).values()) == 5
+
+
+def samples(**rises):
+    flat = {"rss_bytes": 300e6, "handles": 40, "threads": 9, "blocks": 1e6, "entries": 500}
+    return [
+        {"exchanges": 100 * at} | {m: flat[m] + at * rises.get(m, 0) for m in MEASURES}
+        for at in range(100)
+    ]
+
+
+def test_what_grows_over_the_second_half_is_told():
+    assert all(found["flat"] for found in judge(samples()).values())
+    told = judge(samples(handles=0.02, blocks=1000, rss_bytes=1000))
+    assert [measure for measure in MEASURES if not told[measure]["flat"]] == ["handles", "blocks"]
+    assert told["handles"]["growth"] == 0.98
+    figures = {"parts": [{"part": "stale", "found": {"3": told}}]}
+    assert growing(figures)[0] == "stale: rank 3: handles grew by 1.0 (allowed 0.5) at 41.5"
+    early = [one | {"entries": 900 - min(at, 40)} for at, one in enumerate(samples())]
+    assert judge(early)["entries"]["flat"], "what comes to rest in the first half is flat"
+
+
+def test_a_short_one(tmp_path, monkeypatch):
+    """Ranks that are threads here; what they hold is then that of all of them."""
+    short = [replace(part, sessions=min(4, part.sessions), share=0.4) for part in _rank.PARTS]
+    monkeypatch.setattr(_rank, "PARTS", short)
+    monkeypatch.setattr(_rank, "SAMPLES", 4)
+    monkeypatch.setattr(gc, "collect", lambda: 0)  # it takes long where so much is loaded
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [
+        threading.Thread(target=_rank.rank_main, args=(rank, 2, store.port, tmp_path, 50))
+        for rank in range(2)
+    ]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join()
+    lines = {
+        rank: [
+            json.loads(line)
+            for line in (tmp_path / f"samples-rank{rank}.jsonl").read_text().splitlines()
+        ]
+        for rank in range(2)
+    }
+    for part in short:
+        found = _part(part.name, lines)
+        assert found["exchanges"] > 0
+        assert found["outcomes"]["dead_peer"] == 0
+        assert len(found["samples"][0]["handles"]) == 4
+        assert found["places"]["last"]
+
+
+def test_sizes_are_those_of_this_process():
+    with (Path(__file__)).open():
+        held = sizes([])
+    assert held["handles"] == sizes([])["handles"] + 1
+    assert held["rss_bytes"] > 50e6
+    assert held["threads"] >= threading.active_count()
