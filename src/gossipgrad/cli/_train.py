@@ -4,7 +4,7 @@ import argparse
 import os
 import signal
 import warnings
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -12,12 +12,20 @@ import tyro
 
 from gossipgrad.train import (
     DEFAULT_LR,
+    GossipConfig,
+    JoinConfig,
+    JoinOutcome,
     Outcome,
+    PostLocalConfig,
     TrainConfig,
     config_of_run,
     find_world,
+    join_run,
     run,
 )
+
+# What workers that join may have otherwise than the run.
+_OF_A_JOINER = ("nproc", "device", "data-dir", "threads", "quiet")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,18 +33,28 @@ class TrainOptions:
     """Train a model on several workers.
 
     Starts the workers on this machine, or, inside torchrun or Slurm, takes part as one of them.
-    With --checkpoint-every a run that was stopped, or died, goes on with --resume DIR.
+    With --checkpoint-every a run that was stopped, or died, goes on with --resume DIR. More workers
+    come into a gossip run that is training with --join DIR.
     The run leaves in its folder config.json, metrics-rank*.jsonl, summary.json,
     model.safetensors, trace.json and report.html.
     """
 
     config: Path | None = None
     """Repeat the run of this config.json; other options replace what it says."""
+    join: Path | None = None
+    """Join the run of this folder, which is training, with nproc workers of this machine (None: 1).
+    Beside it there are --nproc, --device, --data-dir, --threads and --quiet; all else is the
+    run's."""
     train: Annotated[TrainConfig, tyro.conf.arg(name="")] = field(default_factory=TrainConfig)
 
 
 def main(arguments: list[str]) -> int:
     """Parse, train, say where things are; returns the exit code."""
+    if (joining := parse_join(arguments)) is not None:
+        joined = join_run(joining)
+        if not joining.quiet:
+            print_joined(joined)
+        return joined.exit_code
     config = parse(arguments)
     outcome = run(config, show_config=not config.quiet)
     if not config.quiet:
@@ -87,6 +105,73 @@ def parse(arguments: list[str]) -> TrainConfig:
         config=(tyro.conf.OmitArgPrefixes,),
     )
     return options.train
+
+
+def parse_join(arguments: list[str]) -> JoinConfig | None:
+    """What a command line with `--join` means, None for one without.
+
+    Raises:
+        ValueError: There are options beside it that are the run's.
+    """
+    names = [argument.partition("=")[0].replace("_", "-") for argument in arguments]
+    if "--join" not in names or {"-h", "--help"} & {*names}:
+        return None
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--join", action="append", default=[])
+    runs = first.parse_known_args(arguments)[0].join
+    if len(runs) > 1:
+        raise ValueError(
+            f"--join is given {len(runs)} times ({', '.join(runs)}), but workers join one run: "
+            "start the command once for each."
+        )
+    known = {*_options(TrainConfig), *_options(GossipConfig), *_options(PostLocalConfig)}
+    for name in names:
+        if name in ("--config", "--resume", "--resume-step"):
+            raise ValueError(
+                f"{name} starts a run, and --join {runs[0]} takes part in one that is training: "
+                f"leave {name} out, or --join."
+            )
+        option = name.removeprefix("--no-") if name.startswith("--no-") else name.removeprefix("--")
+        if name.startswith("--") and option in known and option not in _OF_A_JOINER:
+            raise ValueError(
+                f"{name} is not for --join: a worker that joins trains as the run in {runs[0]} "
+                f"does, by its config.json; leave {name} out. Its own are "
+                f"{', '.join(f'--{one}' for one in _OF_A_JOINER)}."
+            )
+    options = tyro.cli(
+        TrainOptions,
+        args=arguments,
+        default=TrainOptions(),
+        prog="gossipgrad train",
+        config=(tyro.conf.OmitArgPrefixes,),
+    )
+    given = options.train
+    assert options.join is not None
+    return JoinConfig(
+        run=options.join,
+        nproc=given.nproc or 1,
+        device=given.device if "--device" in names else None,
+        data_dir=given.data_dir,
+        threads=given.threads if "--threads" in names else None,
+        quiet=given.quiet,
+    )
+
+
+def _options(kind: type) -> list[str]:
+    return [field.name.replace("_", "-") for field in fields(kind)]
+
+
+def print_joined(outcome: JoinOutcome) -> None:
+    """What workers that joined a run came to, in a few lines."""
+    for part in outcome.parts:
+        end = "and left the run, which goes on" if part["left"] else "to the end of the run"
+        samples = f"{part['steps']:,} steps on {part['samples']:,} samples"
+        print(f"rank {part['rank']} trained {samples}, {end}")
+    if not outcome.parts:
+        print("stopped before a worker had joined; the run goes on")
+    if outcome.summary is not None:
+        print(f"accuracy {outcome.summary['accuracy']:.2%}")
+        print(f"report {outcome.run_dir / 'report.html'}")
 
 
 def print_outcome(outcome: Outcome) -> None:

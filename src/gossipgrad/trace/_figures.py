@@ -12,12 +12,13 @@ from ._format import (
     number,
     percent,
 )
-from ._runs import Run, find_key
+from ._runs import Record, Run, find_key
 from ._values import (
     accuracy,
     bytes_per_step,
     consensus_distance,
     exposed_and_step_seconds,
+    joined_ranks,
     last_of,
     latest,
     lost_ranks,
@@ -70,7 +71,8 @@ def rank_rows(run: Run) -> list[list[str]]:
 
     Of many ranks these are the first; `ranks_left_out` says so.
     """
-    lost = {*lost_ranks(run)}
+    states = {told.get("rank"): "left" for told in joined_ranks(run) if told.get("end") == "left"}
+    states |= dict.fromkeys(lost_ranks(run), "lost")
     end = "finished" if run.finished else "unfinished"
     rows = []
     for rank in run.ranks[:MAX_RANKS_LISTED]:
@@ -80,7 +82,7 @@ def rank_rows(run: Run) -> list[list[str]]:
         rows.append(
             [
                 f"rank {rank}",
-                "lost" if rank in lost else end,
+                states.get(rank, end),
                 percent(of_rank(run.summary.get("accuracy_per_rank"), rank, run.world_size)),
                 number(last.get("loss")),
                 number(last.get("step") if counted is None else counted),
@@ -150,12 +152,27 @@ def notices(run: Run) -> list[str]:
         found.append(f"Rank {rank} {reason or 'was lost during the run'}.")
     if len(lost) > _MAX_LOST:
         found.append(f"{len(lost) - _MAX_LOST:,} more ranks were lost; summary.json names them.")
+    joined = joined_ranks(run)
+    found += [_joined_note(one) for one in joined[:_MAX_LOST]]
+    if len(joined) > _MAX_LOST:
+        found.append(f"{len(joined) - _MAX_LOST:,} more ranks joined; summary.json names them.")
     if run.summary.get("interrupted"):
         found.append(
             "The run was interrupted before its last step; the figures are those of that moment."
         )
     notes = run.summary.get("notes")
     return [*found, *(map(str, notes) if isinstance(notes, list) else []), *run.problems]
+
+
+def _joined_note(told: Record) -> str:
+    """What became of a rank that joined, in a sentence."""
+    ends = {"left": " and left", "lost": " and was lost"}
+    end = ends.get(str(told.get("end")), "")
+    steps, samples = number(told.get("steps")), number(told.get("samples"))
+    return (
+        f"Rank {told.get('rank')} joined from rank {told.get('from_rank')}, trained {steps} steps "
+        f"on {samples} samples{end}."
+    )
 
 
 def _strategy_note(run: Run) -> str:

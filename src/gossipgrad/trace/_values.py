@@ -118,6 +118,12 @@ def lost_ranks(run: Run) -> list[int]:
     return sorted(rank for rank in told if isinstance(rank, int)) if isinstance(told, list) else []
 
 
+def joined_ranks(run: Run) -> list[Record]:
+    """What the summary says of the ranks that joined under way."""
+    told = run.summary.get("joined")
+    return [one for one in told if isinstance(one, dict)] if isinstance(told, list) else []
+
+
 def latest(records_of_rank: dict[int, list[Record]]) -> Record:
     """The last record of the rank that came furthest."""
     last = [records[-1] for records in records_of_rank.values() if records]
@@ -131,7 +137,7 @@ def last_of(records_of_rank: dict[int, list[Record]], rank: int) -> Record:
 
 def of_rank(values: object, rank: int, world_size: int) -> object:
     """A rank's entry of a list over all ranks or of an object keyed by rank."""
-    if isinstance(values, list) and len(values) == world_size and rank < world_size:
+    if isinstance(values, list) and world_size <= len(values) > rank:
         return values[rank]
     return values.get(str(rank)) if isinstance(values, dict) else None
 

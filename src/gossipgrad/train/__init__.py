@@ -5,6 +5,9 @@ from ._config import GossipConfig as GossipConfig
 from ._config import PostLocalConfig as PostLocalConfig
 from ._config import TrainConfig as TrainConfig
 from ._given_world import find_world as find_world
+from ._join_run import JoinOutcome as JoinOutcome
+from ._join_run import join_run as join_run
+from ._joining import JoinConfig as JoinConfig
 from ._outcome import Outcome as Outcome
 from ._result import RunFailedError as RunFailedError
 from ._resume import config_of_run as config_of_run

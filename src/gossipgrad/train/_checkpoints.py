@@ -136,7 +136,10 @@ class Checkpoints:
             carried: For one who joins, what `carried` of another rank gave.
         """
         if carried is not None:
+            assert place is not None
             self._base = carried["base"]
+            # The others have saved what was due before.
+            self._last = self._strategy.checkpoint_label(place.metrics["steps"]) + self._base
             self._open(carried["attempt"])
             return
         if place is not None:

@@ -1,7 +1,6 @@
 """The end of a run in a given world: each rank hands in, and one of those left puts it together."""
 
 import contextlib
-import fcntl
 import json
 import time
 from collections.abc import Iterator, Mapping
@@ -13,9 +12,13 @@ import torch.distributed as dist
 
 from gossipgrad.comm import AskedStore
 
+from ._joined import collect_joined
 from ._layout import RunDir
 from ._result import RankResult
+from ._run_lock import run_lock
 
+# Of what ranks of a given world say to each other, in its store.
+MAILBOX = "gossipgrad/train"
 _POLL_SECONDS = 0.1
 _REPORT_SECONDS = 120.0
 # Between handing in and taking the lock one that lives does nothing.
@@ -86,7 +89,7 @@ class Ending:
             overdue = self._quiet_seconds(first, begun_seconds) > _REPORT_SECONDS
             absent = came_seconds is not None and now > came_seconds + _TURN_SECONDS
             if self._rank == first or overdue or absent:
-                with self._locked() as mine:
+                with run_lock(self._run_dir) as mine:
                     if mine and not self._is_done():
                         yield True
                         return
@@ -112,7 +115,8 @@ class Ending:
             else:
                 lost[rank] = content["cause"]
                 self.when_seconds[rank] = content["when_seconds"]
-        return results, lost
+        joined, missing = collect_joined(self._run_dir, results, read=self._read)
+        return results | joined, lost | missing
 
     def done(self) -> None:
         """Tell the others that the run is put together."""
@@ -147,20 +151,5 @@ class Ending:
             return self._mailbox.ask(lambda store: store.check(["done"]))
         return False
 
-    @contextmanager
-    def _locked(self) -> Iterator[bool]:
-        try:
-            file = (self._run_dir.partial / "lock").open("w")
-        except OSError:
-            yield False
-            return
-        with file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                yield False
-                return
-            yield True
-
     def _path(self, rank: int) -> Path:
-        return self._run_dir.partial / f"result-rank{rank}.json"
+        return self._run_dir.rank_result(rank)

@@ -3,21 +3,24 @@
 import signal
 import socket
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import wait
 from typing import TypeGuard
 
 import torch.distributed as dist
 
 from ._config import TrainConfig
+from ._joined import collect_joined, read_file
 from ._layout import RunDir
 from ._progress import Progress
 from ._result import RankResult, RunFailedError
 from ._signals import Stops, catch_stops
 from ._starting import start_workers
-from ._worker import LOOPBACK, WorkerSpec, worker_main
+from ._stop_word import StopWord
+from ._worker import LOOPBACK, WorkerSpec, group_store, worker_main
 from ._worker_handle import Failure, WorkerHandle
 
 _POLL_SECONDS = 0.1
@@ -61,9 +64,10 @@ def launch(config: TrainConfig, run_dir: RunDir, progress: Progress) -> Launched
     before anybody trains, they start again; an all-reduce run ends. One that stands still is ended
     if others can do nothing but wait for it (at the start, or when they are over), or a signal asks
     for the end. If all that are left stand still, nobody waits for them: that is told, and they
-    have half an hour to go on. The first signal asks the workers to stop at the next step and keeps
-    what was reached; the second kills them. A signal before the first step ends the run. No worker
-    outlives this call.
+    have half an hour to go on. Those who joined the run are awaited at its end, for a while, or as
+    long as they train on if they alone are left. The first signal asks the workers to stop at the
+    next step and keeps what was reached; the second kills them. A signal before the first step ends
+    the run. No worker outlives this call.
 
     Raises:
         RunFailedError: A worker could not start, one of an all-reduce was lost, or all were.
@@ -105,15 +109,45 @@ def launch(config: TrainConfig, run_dir: RunDir, progress: Progress) -> Launched
                     "without it"
                 )
             absent |= lost
+        results = {worker.rank: worker.result for worker in workers if worker.result is not None}
+        joined, missing = collect_joined(
+            run_dir,
+            results,
+            read=partial(read_file, run_dir),
+            hurry=_Hurry(stops, port, set(range(config.nproc or 0)) - set(absent), results),
+        )
     failures = {worker.rank: worker.failure for worker in workers if worker.failure is not None}
+    failures |= {rank: Failure(rank=rank, cause=why, started=True) for rank, why in missing.items()}
     launched = Launched(
-        results={worker.rank: worker.result for worker in workers if worker.result is not None},
+        results=results | joined,
         failures={**absent, **failures},
         stopped_by=stops.first,
         begun=any(worker.ready for worker in workers),
     )
     _check_end(launched, config, run_dir)
     return launched
+
+
+class _Hurry:
+    """Whether those who joined are awaited no longer; tells them to stop if nobody else can."""
+
+    def __init__(
+        self,
+        stops: Stops,
+        port: int,
+        members: Collection[int],
+        results: Mapping[int, RankResult],
+    ) -> None:
+        self._stops, self._port, self._members = stops, port, members
+        self._told = bool(results)  # a rank that was told to stop has said so
+
+    def __call__(self) -> bool:
+        if self._stops.first is not None and not self._told:
+            self._told = True
+            word = StopWord(group_store(self._port, self._members, "gossip"))
+            word.say()
+            word.close()
+        return self._stops.insisted
 
 
 def _lost_at_start(workers: list[WorkerHandle], config: TrainConfig) -> dict[int, Failure]:

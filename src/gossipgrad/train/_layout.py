@@ -52,6 +52,11 @@ class RunDir:
         """Checkpoints of all ranks."""
         return self.path / "checkpoints"
 
+    @property
+    def invitation(self) -> Path:
+        """How more workers join the run, while it trains."""
+        return self.path / "invitation.json"
+
     def metrics(self, rank: int) -> Path:
         """Metrics of a rank, one JSON object a line."""
         return self.path / f"metrics-rank{rank}.jsonl"
@@ -76,6 +81,18 @@ class RunDir:
     def tensorboard(self, rank: int) -> Path:
         """TensorBoard event files of a rank."""
         return self.path / "tensorboard" / f"rank{rank}"
+
+    def join_errors(self, number: int) -> Path:
+        """Traceback of a worker that could not join, by the id of its process."""
+        return self.path / f"errors-join{number}.txt"
+
+    def rank_result(self, rank: int) -> Path:
+        """What a rank hands in, where it has no launcher that all hear."""
+        return self.partial / f"result-rank{rank}.json"
+
+    def rank_joined(self, rank: int) -> Path:
+        """How a rank came in that joined the run."""
+        return self.partial / f"joined-rank{rank}.json"
 
     def rank_model(self, rank: int) -> Path:
         """What a rank has for export."""
@@ -106,7 +123,9 @@ class RunDir:
         return any(self.checkpoints.glob("step-*"))
 
     def remove_partial(self) -> None:
-        """Remove what ranks left for whoever put the run together."""
+        """Remove what ranks left for whoever put the run together, and invite nobody any more."""
+        with contextlib.suppress(OSError):
+            self.invitation.unlink()
         shutil.rmtree(self.partial, ignore_errors=True)
 
     def clear(self) -> None:
@@ -124,7 +143,7 @@ class RunDir:
             "report.html",
             "metrics-rank*.jsonl",
             "former/metrics-rank*.jsonl",
-            "errors-rank*.txt",
+            "errors-*.txt",
             "evicted-rank*.safetensors",
             "tensorboard/rank*/events.out.tfevents.*",
         ):
@@ -134,7 +153,7 @@ class RunDir:
     def reopen(self) -> None:
         """Make room for a run to go on; what its last end has left stays until that is sure."""
         self.remove_partial()
-        for file in self.path.glob("errors-rank*.txt"):
+        for file in self.path.glob("errors-*.txt"):
             file.unlink()
         self.partial.mkdir()
         self.resumes.touch()

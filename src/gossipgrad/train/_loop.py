@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
+from typing import Any
 
 import torch
 from jaxtyping import Int, Shaped
@@ -67,6 +68,7 @@ class Loop:
     emit: Callable[[Event], None]
     checkpoints: Checkpoints
     place: Place | None = None
+    _epoch: int = 0
     _batch: int = 0
     _last_progress: float = 0.0
 
@@ -92,7 +94,7 @@ class Loop:
         """Train on what is left of an epoch; whether it was finished."""
         if batch == 0:
             self.metrics.begin_epoch()
-        self._batch = batch
+        self._epoch, self._batch = epoch, batch
         self.course.begin_epoch(epoch)
         batches = self.batches.epoch(epoch, start_batch=batch)
         while not self.course.is_over(self.metrics.steps):
@@ -118,6 +120,16 @@ class Loop:
         self.course.end_epoch(self.metrics.steps)
         return True
 
+    def carried(self) -> dict[str, Any]:
+        """Where this rank is in the run, for one that joins; called between two steps."""
+        return {
+            "epoch": self._epoch,
+            "position": self.course.position(self.metrics.steps),
+            "seconds": self.metrics.seconds,
+            "strategy": self.strategy.place(),
+            "checkpoints": self.checkpoints.carried(),
+        }
+
     def _place(self, epoch: int) -> Place:
         metrics = self.metrics.state(epoch_batches=len(self.batches))
         metrics["position"] = self.course.position(self.metrics.steps)
@@ -125,6 +137,8 @@ class Loop:
         return Place(epoch=epoch, batch=batch, metrics=metrics)
 
     def _save_last(self, place: Place, evaluation: Evaluation) -> None:
+        if self.strategy.has_left:
+            return
         together = evaluation.is_consensus or not self.strategy.meets
         why = self.checkpoints.end(self.metrics.steps, place, together=together)
         if why is not None:
@@ -174,6 +188,8 @@ class Loop:
         if metrics.seconds - self._last_progress >= _PROGRESS_SECONDS:
             self._last_progress = metrics.seconds
             traffic = traffic or self.strategy.traffic()
+            for text in self.strategy.news():
+                self.emit({"event": "members", "text": text})
             self.emit(
                 {
                     "event": "progress",

@@ -29,7 +29,7 @@ def tell_losses(
     shares = tell_shares(ranks)
     told: dict[str, dict[str, Any]] = {}
     for rank in sorted(lost):
-        last = {} if run_dir is None else _last_step(run_dir, rank)
+        last = {} if run_dir is None else last_step(run_dir, rank)
         known = [r.lost[str(rank)] for r in ranks if str(rank) in r.lost]
         unseen = round(max(0, steps - last.get("step", 0)) * each)
         if shares is not None:
@@ -70,7 +70,7 @@ def _data(
     )
 
 
-def _last_step(run_dir: RunDir, rank: int) -> dict[str, Any]:
+def last_step(run_dir: RunDir, rank: int) -> dict[str, Any]:
     """The last step in the metrics of a rank; a line that it could not finish does not count."""
     last: dict[str, Any] = {}
     try:

@@ -45,6 +45,8 @@ class Progress:
                 self._show_step(event)
             elif kind == "epoch":
                 self._show_epoch(event)
+            elif kind == "members":
+                self.notice(event["text"])
 
     def lose(self, rank: int) -> None:
         """Take note that a rank is gone; the next one is shown if it was the lowest."""

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,10 +20,12 @@ from ._config import TrainConfig
 from ._course import Course
 from ._device import find_device
 from ._evaluate import TestPart, copy_of
+from ._invitation import invite, withdraw
 from ._layout import RunDir
 from ._loggers import open_loggers
 from ._loop import Loop
 from ._metrics import Event, Metrics
+from ._newcomer import Newcomer
 from ._optimizers import go_to_step, make_optimizers, make_schedulers, notes_on_muon
 from ._other_ranks import other_ranks, start_from_consensus
 from ._random_state import seed_rank
@@ -32,7 +34,7 @@ from ._resume import take_up
 from ._shares import notes_on_shares
 from ._spans import StepSpans
 from ._store_news import store_news
-from ._strategies import make_strategy
+from ._strategies import Strategy, make_strategy
 
 
 def train_rank(
@@ -46,6 +48,7 @@ def train_rank(
     emit: Callable[[Event], None],
     groups: Groups | None = None,
     members: Sequence[int] | None = None,
+    newcomer: Newcomer | None = None,
 ) -> RankResult:
     """Train one replica to the end or the stop, and leave it in `run_dir` for export.
 
@@ -59,13 +62,14 @@ def train_rank(
         config: The options; `lr` must be filled in.
         dataset: What to learn.
         run_dir: Where files go.
-        rank: This rank.
-        world_size: How many there are.
+        rank: This rank; of a newcomer its place on this machine, until it has a rank.
+        world_size: How many there are, or were at the start.
         stop: Set from outside to end the run at the next step boundary.
         emit: Takes events for whoever watches: "ready", "progress", "epoch", "checkpoint"; "store"
             from another thread.
         groups: Private groups of the ranks that came to the start, by name.
         members: These ranks, rising; None: all.
+        newcomer: Joins the run, which trains already; None: takes part from its start.
 
     Returns:
         The figures of this rank.
@@ -82,11 +86,17 @@ def train_rank(
     torch.manual_seed(config.seed)
     model = models.build(config.model, dataset.info).to(device)
     optimizers = make_optimizers(config, model)
-    # Equal weights at the start, but dropout masks of its own.
-    seed_rank(config.seed, rank)
     threads = config.batch_threads
     with ExitStack() as unstarted:  # a start that comes to no step leaves, and may be tried again
-        batches = make_batches(config, dataset, rank=rank, world_size=world_size, groups=groups)
+        session = None
+        if newcomer is not None:
+            session = newcomer.enter(model, optimizers)
+            unstarted.callback(session.close)
+            rank = session.rank
+        # Equal weights at the start, but dropout masks of its own.
+        seed_rank(config.seed, rank)
+        share = rank if newcomer is None else 0  # no share is a newcomer's, but parts of all
+        batches = make_batches(config, dataset, rank=share, world_size=world_size, groups=groups)
         if isinstance(batches, RingBatches):
             unstarted.callback(batches.close)
         total_steps = config.epochs * len(batches)
@@ -115,9 +125,13 @@ def train_rank(
             stop=stop,
             spans=spans,
             groups=groups,
+            session=session,
+            leaver=newcomer,
         )
         unstarted.callback(strategy.close)
         batches = deal_anew(config, batches, strategy.session)
+        if newcomer is not None and isinstance(batches, ElasticBatches):
+            place = newcomer.take_place(strategy, batches)
         schedulers = make_schedulers(
             config.learning_rate, optimizers, steps_per_epoch=len(batches), epochs=config.epochs
         )
@@ -133,16 +147,17 @@ def train_rank(
             device=device,
             emit=emit,
         )
-        if place is not None:
+        if newcomer is None and place is not None:
             strategy.start_at(place.metrics["steps"])
         elif config.resume is not None:
             place = checkpoints.resume()
-        checkpoints.begin(place)
+        checkpoints.begin(place, None if newcomer is None else newcomer.carried["checkpoints"])
         resumed = None if place is None else place.metrics
         course = Course(strategy, batches, resumed)
         if resumed is not None:
             go_to_step(schedulers, course.position(resumed["steps"]))
             spans.go_to_step(resumed["steps"])
+        if config.resume is not None:
             strategy.notes.append(note)
         anew = resumed is not None and resumed["offset"] is None
         take_up(config, run_dir, rank=rank, anew=anew)
@@ -153,9 +168,7 @@ def train_rank(
             _saved_if_evicted(model, run_dir.evicted_model(rank)),
             store_news(emit) as store_losses,
         ):
-            emit({"event": "ready", "total_steps": total_steps})
-            unstarted.pop_all()
-            final = Loop(
+            loop = Loop(
                 strategy=strategy,
                 optimizers=optimizers,
                 schedulers=schedulers,
@@ -171,24 +184,36 @@ def train_rank(
                 emit=emit,
                 checkpoints=checkpoints,
                 place=place,
-            ).run()
+            )
+            if strategy.session is not None:
+                strategy.session.carry = loop.carried
+            if (why := _invite(strategy, dataset, run_dir, config)) is not None:
+                strategy.notes.append(why)
+            emit({"event": "ready", "total_steps": total_steps})
+            unstarted.pop_all()
+            final = loop.run()
             seconds = metrics.seconds
+    if not strategy.has_left:
+        withdraw(run_dir)
     traffic, lost_ranks = strategy.traffic(), strategy.lost_ranks()
     own_accuracy = test.accuracy(model) if strategy.replicas_differ else final.accuracy
     shares = None
     if isinstance(batches, ElasticBatches):
-        batches.close()
+        if not strategy.has_left:
+            batches.close()
         shares = batches.stats()
     strategy.close()
     shuffle = None
     if isinstance(batches, RingBatches):
         batches.close()
         shuffle = batches.stats()
-    run_dir.rank_model(rank).write_bytes(save(final.weights))
-    spans.save(run_dir.rank_trace(rank))
+    # A run that is over, and did not wait, takes no model of one that joined any more.
+    with nullcontext() if newcomer is None else suppress(FileNotFoundError):
+        run_dir.rank_model(rank).write_bytes(save(final.weights))
+        spans.save(run_dir.rank_trace(rank))
     return RankResult(
         rank=rank,
-        steps=metrics.steps,
+        steps=metrics.steps - (0 if newcomer is None else newcomer.begun_step),
         epochs=metrics.epochs,
         samples=metrics.samples,
         seconds=seconds,
@@ -214,6 +239,8 @@ def train_rank(
         shuffle_rows_held=0 if shuffle is None else shuffle.rows_held,
         shares=None if shares is None else asdict(shares),
         lost=lost_ranks,
+        joined=strategy.joined_ranks(),
+        left=strategy.has_left,
         store_losses=store_losses,
         notes=(
             *strategy.notes,
@@ -223,6 +250,18 @@ def train_rank(
             *notes_on_muon(optimizers),
         ),
     )
+
+
+def _invite(
+    strategy: Strategy, dataset: Dataset, run_dir: RunDir, config: TrainConfig
+) -> str | None:
+    """Has the lowest rank of the start invite others, where there are samples for them."""
+    session = strategy.session
+    if session is None or config.shuffle != "global":
+        return None
+    if session.rank != min(session.membership.living):
+        return None
+    return invite(session, dataset, run_dir)
 
 
 @contextmanager

@@ -69,8 +69,12 @@ class RankResult:
     """What was dealt anew, as `ElasticStats`, where samples are."""
     lost: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     """Ranks that the others took for dead, with when and why, as this rank knew of them."""
+    joined: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    """Ranks that joined the run under way, from whom and when, as this rank knew of them."""
     store_losses: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     """When the rendezvous store was lost, and why, as this rank saw it."""
+    left: bool = False
+    """Whether it had joined the run, and left before the others stopped."""
     notes: tuple[str, ...] = ()
     """What the user should know of this rank's end."""
 

@@ -5,12 +5,14 @@ import os
 from ._check import check
 from ._config import TrainConfig
 from ._given_world import find_world
+from ._joined import let_go
 from ._launcher import launch
-from ._layout import claim
+from ._layout import RunDir, claim
 from ._losses import stands_for_most
 from ._outcome import Outcome, exit_code_of
 from ._progress import make_progress
 from ._resume import reopen
+from ._run_lock import run_lock
 from ._summary import compose, finish
 from ._versions import versions
 from ._world import run_in_world
@@ -57,16 +59,22 @@ def run(config: TrainConfig, *, show_config: bool = False) -> Outcome:
         config.write(run_dir.config, versions())
     if show_config:
         print(config.text(versions()), end="", flush=True)
+    with run_lock(run_dir):  # so that nobody who joins puts it together
+        return _run_here(config, run_dir, nproc)
+
+
+def _run_here(config: TrainConfig, run_dir: RunDir, nproc: int) -> Outcome:
+    """The run in local workers, from their start to the report."""
     progress = make_progress(config, nproc)
     try:
         launched = launch(config, run_dir, progress)
     except BaseException:
-        run_dir.remove_partial()
+        let_go(run_dir)
         raise
     finally:
         progress.close()
     if not launched.results:
-        run_dir.remove_partial()
+        let_go(run_dir)
         return Outcome(
             exit_code=exit_code_of(launched.stopped_by),
             begun=launched.begun,

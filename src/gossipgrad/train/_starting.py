@@ -40,6 +40,7 @@ def start_workers(
     context.set_forkserver_preload(
         [
             "gossipgrad.train._worker",
+            "gossipgrad.train._join_worker",
             "torch._dynamo",  # the first optimizer of a process loads it, in a second
             *(["sklearn.datasets"] if config.data == "digits" else []),
         ]

@@ -13,6 +13,7 @@ from typing import Any
 from gossipgrad.trace import merge_traces, write_report
 
 from ._config import TrainConfig
+from ._joined import tell_joined
 from ._layout import RunDir
 from ._losses import tell_losses
 from ._result import RankResult
@@ -56,7 +57,7 @@ def compose(
 
     Args:
         config: The resolved options.
-        results: Of the ranks that came to their end.
+        results: Of the ranks that came to their end, those that joined among them.
         lost: Why each of the others did not.
         world_size: How many ranks there were at the start.
         exported: The rank whose model is exported.
@@ -65,6 +66,9 @@ def compose(
         when_seconds: When others were seen to be lost, as far as that is known.
     """
     ranks = list(results.values())
+    started = [result for rank, result in results.items() if rank < world_size] or ranks
+    # Entries of those that joined come behind those of the start.
+    places = max([world_size, *(rank + 1 for rank in (*results, *lost))])
     outcomes: Counter[str] = Counter()
     for result in ranks:
         outcomes.update(result.outcomes)
@@ -76,13 +80,13 @@ def compose(
         "optimizer": config.optimizer,
         "accuracy": exported.accuracy,
         "accuracy_per_rank": [
-            results[rank].own_accuracy if rank in results else None for rank in range(world_size)
+            results[rank].own_accuracy if rank in results else None for rank in range(places)
         ],
         "model_is_consensus": exported.is_consensus,
         "model_from_rank": exported.rank,
         "consensus_distance": exported.consensus_distance,
         "steps": max(result.steps for result in ranks),
-        **_by_rank(results, world_size, "steps"),
+        **_by_rank(results, places, "steps"),
         "epochs": max(result.epochs for result in ranks),
         "seconds": max(result.seconds for result in ranks),
         "samples_per_second": sum(_ratio(r.samples, r.train_seconds) or 0.0 for r in ranks),
@@ -98,12 +102,13 @@ def compose(
         **_shuffle(config, ranks),
         "shares": tell_shares(ranks),
         "outcomes": dict(outcomes),
-        **_by_rank(results, world_size, "late_rounds", "void_rounds"),
-        "interrupted": any(result.stopped for result in ranks),
+        **_by_rank(results, places, "late_rounds", "void_rounds"),
+        "interrupted": any(result.stopped for result in started),
         "stopped_by": None if stopped_by is None else stopped_by.name,
         "lost_ranks": sorted(lost),
         "lost_because": {str(rank): lost[rank] for rank in sorted(lost)},
         "losses": tell_losses(config, results, lost, run_dir, when_seconds or {}),
+        "joined": tell_joined(results, run_dir),
         "store_losses": _store_losses(ranks),
         "notes": [*notes_on_store(_store_losses(ranks)), *_notes(ranks, exported)],
         "parameters": exported.parameters,
@@ -119,12 +124,12 @@ def _store_losses(ranks: list[RankResult]) -> list[dict[str, Any]]:
 
 
 def _by_rank(
-    results: Mapping[int, RankResult], world_size: int, *names: str
+    results: Mapping[int, RankResult], places: int, *names: str
 ) -> dict[str, list[int | None]]:
     """Figures of every rank, None of one that did not come to its end."""
     return {
         f"{name}_per_rank": [
-            getattr(results[rank], name) if rank in results else None for rank in range(world_size)
+            getattr(results[rank], name) if rank in results else None for rank in range(places)
         ]
         for name in names
     }

@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -63,12 +63,23 @@ def worker_main(spec: WorkerSpec, pipe: Connection) -> None:
 def _join(spec: WorkerSpec) -> Groups | None:
     # Without this Gloo listens where the host name leads, which may be a public address.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = dist.TCPStore(LOOPBACK, spec.store_port, is_master=False, timeout=timedelta(minutes=5))
     if spec.config.needs_every_rank:
+        store = _store(spec.store_port)
         dist.init_process_group("gloo", store=store, rank=spec.rank, world_size=spec.world_size)
         return None
-    # Groups of their own can be among those who are left of an earlier start.
-    start = dist.PrefixStore(f"start{len(spec.members)}", store)
     return lambda name: Group(
-        dist.PrefixStore(name, start), spec.rank, spec.world_size, members=spec.members
+        group_store(spec.store_port, spec.members, name),
+        spec.rank,
+        spec.world_size,
+        members=spec.members,
     )
+
+
+def group_store(port: int, members: Collection[int], name: str) -> dist.Store:
+    """Where the group of that name meets, of a start with such members."""
+    # Groups of their own can be among those who are left of an earlier start.
+    return dist.PrefixStore(name, dist.PrefixStore(f"start{len(members)}", _store(port)))
+
+
+def _store(port: int) -> dist.Store:
+    return dist.TCPStore(LOOPBACK, port, is_master=False, timeout=timedelta(minutes=5))

@@ -6,9 +6,9 @@ import time
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
+from typing import Protocol, runtime_checkable
 
 from ._metrics import Event
-from ._progress import Progress
 from ._result import RankResult
 
 _EXIT_GRACE_SECONDS = 10.0
@@ -37,6 +37,14 @@ class Failure:
     """When that was noticed, in seconds since 1970."""
 
 
+@runtime_checkable
+class Listener(Protocol):
+    """Whoever takes the events of workers."""
+
+    def take(self, rank: int, event: Event, /) -> None:
+        """Take an event of a worker."""
+
+
 class WorkerHandle:
     """One worker, as the launcher sees it.
 
@@ -63,6 +71,11 @@ class WorkerHandle:
         self._looked_seconds = time.monotonic()
 
     @property
+    def pid(self) -> int | None:
+        """The id of its process."""
+        return self._process.pid
+
+    @property
     def over(self) -> bool:
         """Whether it has handed in its result or was lost."""
         return self.result is not None or self.failure is not None
@@ -77,7 +90,7 @@ class WorkerHandle:
         with contextlib.suppress(OSError):
             self.pipe.send("stop")
 
-    def listen(self, progress: Progress, *, awaited: bool) -> None:
+    def listen(self, progress: Listener, *, awaited: bool) -> None:
         """Take in what it has sent; the end of the pipe before a result is its end.
 
         Args:
@@ -101,7 +114,7 @@ class WorkerHandle:
                 was_killed=True,
             )
 
-    def _take(self, event: Event, progress: Progress) -> None:
+    def _take(self, event: Event, progress: Listener) -> None:
         self.silent_seconds = self.awaited_seconds = 0.0
         self.heard = True
         if event["event"] == "ready":

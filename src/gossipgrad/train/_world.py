@@ -17,7 +17,7 @@ from gossipgrad.errors import EvictedError
 
 from ._check import check
 from ._config import TrainConfig
-from ._ending import Ending
+from ._ending import MAILBOX, Ending
 from ._gathering import Gathering, open_store
 from ._given_start import train_with_those_who_come
 from ._given_world import World
@@ -87,7 +87,7 @@ def run_in_world(config: TrainConfig, world: World, *, show_config: bool = False
     start = _Start(world)
     with hear_stops(start.on_stop) as stops:
         store = open_store(world.rank, world.world_size, config.start_seconds)
-        mailbox = dist.PrefixStore("gossipgrad/train", store)
+        mailbox = dist.PrefixStore(MAILBOX, store)
         gathering = Gathering(
             mailbox,
             world.rank,

@@ -15,10 +15,11 @@ from gossipgrad.errors import EvictedError, GossipError
 from gossipgrad.train._config import GossipConfig
 from gossipgrad.train._evaluate import Evaluation, TestPart
 from gossipgrad.train._spans import StepSpans
+from gossipgrad.train._stop_word import StopWord
 
 from ._consensus import MissedError, consensus_evaluation, session_traffic
 from ._stop_together import StopTogether, first_beyond
-from ._strategy import Strategy, Traffic, alone
+from ._strategy import Leaver, Strategy, Traffic, alone
 
 _TRIES = 3  # one that dies in the middle of each is not to be expected
 _WAITING = {"overlap": gg.Overlap, "sync": gg.Sync, "lagged": gg.Lagged}
@@ -46,10 +47,15 @@ class Gossip(Strategy):
         spans: StepSpans,
         group: gg.Group | None = None,
         checkpoint_every: int | None = None,
+        session: gg.GossipSession | None = None,
+        leaver: Leaver | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self._evaluations = self._ahead = 0
+        self._leaver = leaver
+        self._has_left = False
+        self._told: set[str] = set()
         self._every = options.every
         self._accord: StopTogether | None = None
         cut_every = None if checkpoint_every is None else max(1, checkpoint_every // options.every)
@@ -59,7 +65,7 @@ class Gossip(Strategy):
             if options.faults is None
             else FaultyLinks(Faults.parse(options.faults), encrypt=encrypt)
         )
-        self._session = gg.gossip(
+        self._session = session or gg.gossip(
             model,
             optimizers,
             topology=options.topology,
@@ -82,11 +88,21 @@ class Gossip(Strategy):
                 lambda: self._session.round_number,
                 self._beyond,
             )
+        self._word: StopWord | None = None
+        self.news()  # of one that joins, what was before
         if options.faults is not None:
             self.notes.append(f"faults by script: {options.faults}")
 
     def evaluate(self, test: TestPart, *, final: bool) -> Evaluation:
-        """Evaluate the consensus of the living, shared out over them."""
+        """Evaluate the consensus of the living, shared out over them.
+
+        One that leaves the run before its end evaluates its own replica, when it has left.
+        """
+        if self._leaver is not None and self._leaver.leaves:
+            self._has_left = True
+            self._leaver.let_go()
+            self._session.close()  # or the others' steps would wait
+            return alone(self.model, test, final=True, is_consensus=False)
         self._evaluations += 1
         told = ""
         for _ in range(_TRIES):
@@ -113,6 +129,11 @@ class Gossip(Strategy):
     def is_stale(self) -> bool:
         """Whether the mode is stale."""
         return isinstance(self._session.mode, gg.Stale)
+
+    @property
+    def has_left(self) -> bool:
+        """Whether this rank has left the run that it had joined, and the others go on."""
+        return self._has_left
 
     @property
     def living(self) -> tuple[int, ...]:
@@ -159,7 +180,15 @@ class Gossip(Strategy):
         self._ahead = steps
 
     def stops_before(self, step: int) -> bool:
-        """At once, or where there are checkpoints after as many steps as the others."""
+        """At once, or where there are checkpoints after as many steps as the others.
+
+        Those who joined the run have nobody else who tells them.
+        """
+        if self._leaver is not None and self._leaver.leaves:
+            return True
+        if self._leaver is None and self._session.world_size > 1 and self._word is None:
+            self._word = StopWord(self._session.group.store)
+            self._word.say()
         return self._accord is None or self._accord.stops_now()
 
     def position(self, steps: int) -> int:
@@ -180,6 +209,33 @@ class Gossip(Strategy):
         lost = self._session.membership.lost
         return told | {str(rank): asdict(loss) for rank, loss in lost.items()}
 
+    def joined_ranks(self) -> dict[str, dict[str, Any]]:
+        """Who has joined, by the membership."""
+        return {
+            str(rank): {
+                "from_rank": told.donor,
+                "generation": told.generation,
+                "when_seconds": told.when_seconds,
+            }
+            for rank, told in self._session.membership.joined.items()
+        }
+
+    def news(self) -> list[str]:
+        """Who has joined since this was last asked, and who of these has left or was lost."""
+        of = self._session.membership
+        said = [
+            f"rank {rank} has joined, with the weights of rank {told.donor}"
+            for rank, told in of.joined.items()
+        ]
+        for rank, loss in of.gone.items():
+            if rank in of.joined:
+                said.append(
+                    f"rank {rank} " + ("has left" if loss.left else f"is lost ({loss.why})")
+                )
+        fresh = [text for text in said if text not in self._told]
+        self._told |= {*fresh}
+        return fresh
+
     def traffic(self) -> Traffic:
         """What the session counted."""
         return session_traffic(self._session)
@@ -188,6 +244,8 @@ class Gossip(Strategy):
         """Leave the session; partners skip this rank from now on."""
         if self._accord is not None:
             self._accord.close()
+        if self._word is not None:
+            self._word.close()
         self._session.close()
 
 

@@ -18,7 +18,7 @@ from ._averaged import EveryLogP
 from ._gossip import Gossip
 from ._local import Local
 from ._post_local import PostLocal
-from ._strategy import Strategy
+from ._strategy import Leaver, Strategy
 
 
 def make_strategy(
@@ -30,8 +30,13 @@ def make_strategy(
     stop: threading.Event,
     spans: StepSpans,
     groups: Groups | None = None,
+    session: gg.GossipSession | None = None,
+    leaver: Leaver | None = None,
 ) -> Strategy:
-    """The strategy that `config` names; a collective but for `local`."""
+    """The strategy that `config` names; a collective but for `local`, and for one that joined.
+
+    That one has its `session` already, and is the `leaver` that may go before the others stop.
+    """
     if config.strategy == "local":
         return Local(model)
     if config.strategy == "allreduce":
@@ -49,6 +54,8 @@ def make_strategy(
             spans=spans,
             group=group,
             checkpoint_every=config.checkpoint_every,
+            session=session,
+            leaver=leaver,
         )
     assert dist.group.WORLD is not None
     group = gg.Group.from_process_group(dist.group.WORLD)

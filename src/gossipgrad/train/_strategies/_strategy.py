@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
@@ -25,6 +25,19 @@ class Traffic:
     outcomes: dict[str, int] = field(default_factory=dict)
     late_rounds: int = 0
     void_rounds: int = 0
+
+
+@runtime_checkable
+class Leaver(Protocol):
+    """A rank that may leave before the others."""
+
+    @property
+    def leaves(self) -> bool:
+        """Whether it does."""
+        ...
+
+    def let_go(self) -> None:
+        """Gives up what others could use, before it leaves."""
 
 
 class Strategy(ABC):
@@ -52,6 +65,11 @@ class Strategy(ABC):
     @property
     def is_stale(self) -> bool:
         """Whether ranks take steps of their own, and nobody waits."""
+        return False
+
+    @property
+    def has_left(self) -> bool:
+        """Whether this rank, which had joined the run, has left it before the others stopped."""
         return False
 
     @property
@@ -95,6 +113,14 @@ class Strategy(ABC):
     def lost_ranks(self) -> dict[str, dict[str, Any]]:
         """Ranks that are taken for dead, and when and why, where others can go on; local."""
         return {}
+
+    def joined_ranks(self) -> dict[str, dict[str, Any]]:
+        """Ranks that joined the run under way, from whom and when; local."""
+        return {}
+
+    def news(self) -> list[str]:
+        """What became of the members since this was last asked, for whoever watches; local."""
+        return []
 
     @abstractmethod
     def evaluate(self, test: TestPart, *, final: bool) -> Evaluation:

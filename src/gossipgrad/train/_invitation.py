@@ -1,0 +1,141 @@
+"""The invitation of a run under way: a file in its folder by which more workers find it."""
+
+import contextlib
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gossipgrad.data import Dataset, Samples
+from gossipgrad.decentralized import GossipSession
+
+from ._layout import RunDir
+
+# Targets of so many samples tell two texts apart, which have no labels.
+_PROBED_SAMPLES = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Invitation:
+    """How to join a run, or why nobody can.
+
+    It lets nobody in: who joins must know the secret of the run.
+
+    Attributes:
+        text: For `gg.join`; None if the run cannot be joined.
+        refusal: Why not.
+        store: Host and port of the run's store.
+        data: What tells its data set from others.
+        version: Of gossipgrad.
+    """
+
+    text: str | None
+    refusal: str | None
+    store: tuple[str, int] | None
+    data: str
+    version: str
+
+    @classmethod
+    def of(cls, session: GossipSession, dataset: Dataset) -> "Invitation":
+        """The invitation to a session that trains on a data set."""
+        text = refusal = None
+        try:
+            text = session.invitation()
+        except ValueError as error:
+            refusal = str(error)
+        return cls(
+            text=text,
+            refusal=refusal,
+            store=_place_of(session.group.store),
+            data=fingerprint_of(dataset),
+            version=version("gossipgrad"),
+        )
+
+    def write(self, run_dir: RunDir) -> None:
+        """Leave it in the folder of the run, readable by its owner alone."""
+        partial = run_dir.invitation.with_suffix(".partial")
+        partial.unlink(missing_ok=True)
+        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(json.dumps(asdict(self), indent=2) + "\n")
+        partial.replace(run_dir.invitation)
+
+    @classmethod
+    def read(cls, run_dir: RunDir) -> "Invitation | None":
+        """What a run has left, None if there is none.
+
+        Raises:
+            ValueError: It cannot be read, or is none.
+        """
+        try:
+            told: dict[str, Any] = json.loads(run_dir.invitation.read_text())
+            if told["version"] != version("gossipgrad"):  # another one may hold other things
+                told = {**_NOTHING, "version": str(told["version"])}
+            place = told["store"]
+            return cls(
+                text=told["text"],
+                refusal=told["refusal"],
+                store=None if place is None else (str(place[0]), int(place[1])),
+                data=told["data"],
+                version=told["version"],
+            )
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise ValueError(
+                f"cannot read {run_dir.invitation}: {error.strerror}; whoever started the run can "
+                "join it."
+            ) from error
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{run_dir.invitation} is no invitation of a run ({type(error).__name__}: {error})"
+            ) from error
+
+
+def invite(session: GossipSession, dataset: Dataset, run_dir: RunDir) -> str | None:
+    """Leave an invitation in the folder of the run; why there is none, if so."""
+    try:
+        Invitation.of(session, dataset).write(run_dir)
+    except OSError as error:
+        return f"nobody can join: {run_dir.invitation} could not be written ({error.strerror})"
+    return None
+
+
+def withdraw(run_dir: RunDir) -> None:
+    """Invite nobody any more."""
+    with contextlib.suppress(OSError):
+        run_dir.invitation.unlink()
+
+
+_NOTHING: dict[str, Any] = {"text": None, "refusal": None, "store": None, "data": ""}
+
+
+def fingerprint_of(dataset: Dataset) -> str:
+    """A digest of what a data set is and of the labels of its samples."""
+    digest = hashlib.blake2b(repr(dataset.info).encode(), digest_size=16)
+    for samples in (dataset.train, dataset.test):
+        digest.update(_targets(samples).to(torch.int64).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _targets(samples: Samples) -> torch.Tensor:
+    if samples.labels is not None or not len(samples):
+        return torch.empty(0) if samples.labels is None else samples.labels
+    chosen = torch.linspace(0, len(samples) - 1, _PROBED_SAMPLES).long()
+    return samples.batch(chosen)[1]
+
+
+def root_of(store: dist.Store) -> dist.Store:
+    """The store below all prefixes."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def _place_of(store: dist.Store) -> tuple[str, int] | None:
+    root = root_of(store)
+    return (root.host, root.port) if isinstance(root, dist.TCPStore) else None

@@ -1,0 +1,147 @@
+"""A worker that joins a run under way: how it comes in, and how it learns that the run stops."""
+
+import contextlib
+import json
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+import gossipgrad as gg
+from gossipgrad.data import ElasticBatches
+
+from ._checkpoints import Place
+from ._ending import MAILBOX
+from ._invitation import root_of
+from ._layout import RunDir
+from ._metrics import Event
+from ._stop_word import StopWord
+from ._strategies import Strategy
+
+JOIN_SECONDS = 300.0
+_LOOK_SECONDS = 0.5
+
+
+class Newcomer:
+    """Joins a run, and is told to stop with it, or to leave it before.
+
+    While it trains it shows signs of life in the folder of the run, for whoever puts the run
+    together, and looks whether the run stops.
+
+    Args:
+        invitation: What `gg.join` takes.
+        run_dir: The folder of the run.
+        stop: Set from outside when this worker is to leave; set here when the run stops.
+        emit: Takes a "joined" event.
+
+    Attributes:
+        carried: What the donor's loop told of itself.
+        begun_step: The step of the run after which this worker begins.
+        mailbox: Where ranks of a given world hand in; None before it has joined.
+    """
+
+    def __init__(
+        self,
+        invitation: str,
+        run_dir: RunDir,
+        *,
+        stop: threading.Event,
+        emit: Callable[[Event], None],
+    ) -> None:
+        self._invitation = invitation
+        self._run_dir = run_dir
+        self._stop = stop
+        self._emit = emit
+        self.begun_step = 0
+        self.mailbox: dist.Store | None = None
+        self.carried: dict[str, Any] = {}
+        self._batches: ElasticBatches | None = None
+        self._called = False
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def leaves(self) -> bool:
+        """Whether this worker was told to stop, and the run was not."""
+        return self._stop.is_set() and not self._called
+
+    def enter(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> gg.GossipSession:
+        """Join; model and optimizers are then those of a living rank, but for the initial rates.
+
+        Raises:
+            ValueError, GossipError: As `gg.join`.
+        """
+        rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
+        session = gg.join(model, optimizers, self._invitation, timeout_seconds=JOIN_SECONDS)
+        for optimizer, initial in zip(optimizers, rates, strict=True):
+            for group, rate in zip(optimizer.param_groups, initial, strict=True):
+                group["initial_lr"] = rate  # what schedules go by
+        assert session.joined_with is not None
+        self.mailbox = dist.PrefixStore(MAILBOX, root_of(session.group.store))
+        self.carried = session.joined_with
+        told = session.membership.joined[session.rank]
+        marker = self._run_dir.rank_joined(session.rank)
+        with contextlib.suppress(OSError):
+            if not self._run_dir.summary.exists():
+                marker.parent.mkdir(exist_ok=True)
+                marker.write_text(json.dumps({"from_rank": told.donor, "step": session.position}))
+        self._thread = threading.Thread(
+            target=self._look,
+            args=(StopWord(session.group.store), marker),
+            name="gossipgrad-newcomer",
+            daemon=True,
+        )
+        self._thread.start()
+        self._emit({"event": "joined", "rank": session.rank, "from_rank": told.donor})
+        return session
+
+    def take_place(self, strategy: Strategy, batches: ElasticBatches) -> Place:
+        """Where the run is, by what the donor told and who has gone on since; local.
+
+        Args:
+            strategy: Goes on from the donor's.
+            batches: Know the newest epoch, and are told of by `let_go`.
+        """
+        self._batches = batches
+        told, place = self.carried, dict(self.carried["strategy"])
+        epoch = max(told["epoch"], batches.newest_epoch() or 0)
+        place["evaluations"] += epoch - told["epoch"]  # one at the end of each
+        strategy.go_to(place)
+        self.begun_step = strategy.position(0)
+        metrics = {
+            "steps": self.begun_step,
+            "epochs": epoch,
+            "position": told["position"],
+            "seconds": told["seconds"],
+            "offset": None,
+            **dict.fromkeys(("samples", "train_seconds", "loss_sum"), 0),
+            **dict.fromkeys(("epoch_samples", "epoch_seconds"), 0),
+        }
+        return Place(epoch=epoch, batch=0, metrics=metrics)
+
+    def let_go(self) -> None:
+        """Tell which samples were used, before this worker leaves, so that no others are lost."""
+        if self._batches is not None:
+            self._batches.close()
+
+    def close(self) -> None:
+        """Look no more."""
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _look(self, word: StopWord, marker: Path) -> None:
+        while not self._over.wait(_LOOK_SECONDS):
+            with contextlib.suppress(OSError):
+                os.utime(marker)
+            if not self._called:
+                said = word.was_said()
+                if said or (said is None and self._run_dir.summary.exists()):
+                    self._called = True
+                    self._stop.set()
+        word.close()

@@ -1,0 +1,206 @@
+"""Ranks as threads, and others that join them: what they take part in, and how they go."""
+
+import json
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gossipgrad import checkpoint
+from gossipgrad.comm import Group
+from gossipgrad.data import Dataset, DatasetInfo, TensorSamples
+from gossipgrad.train import GossipConfig, TrainConfig
+from gossipgrad.train._invitation import Invitation
+from gossipgrad.train._layout import claim
+from gossipgrad.train._newcomer import Newcomer
+from gossipgrad.train._rank import train_rank
+from support.launched import count
+from support.waiting import until
+
+ENDLESS = 100_000
+SAMPLES = 48
+
+
+class Slow(TensorSamples):
+    """Samples that take their time, until somebody has joined."""
+
+    hurry = threading.Event()
+
+    def batch(self, indices, *, augment=None):
+        self.hurry.wait(0.01)
+        return super().batch(indices, augment=augment)
+
+
+class Run:
+    """Two ranks that gossip, and those who join them; all in threads."""
+
+    def __init__(self, tmp_path, **options):
+        generator = torch.Generator().manual_seed(0)
+        x, y = torch.randn(SAMPLES, 1, 2, 3, generator=generator), torch.arange(SAMPLES) % 3
+        info = DatasetInfo(
+            name="toy",
+            input_shape=(1, 2, 3),
+            num_classes=3,
+            train_samples=SAMPLES,
+            test_samples=SAMPLES,
+        )
+        self.dataset = Dataset(info=info, train=Slow(x, y), test=TensorSamples(x, y))
+        self.dataset.train.hurry.clear()
+        self.run_dir = claim(tmp_path / "run", name="", overwrite=True)
+        usual = {"batch_size": 4, "log_every": 1, "trace": 0, "epochs": ENDLESS}
+        config = TrainConfig(nproc=2, **usual | options)
+        self.config = config.resolved(nproc=2, out=self.run_dir.path)
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.stop = threading.Event()
+        self.events, self.results, self.threads = [], {}, []
+        for rank in range(2):
+            self._start(rank, self._train, rank)
+        self.wait(self.run_dir.invitation.exists)
+
+    def wait(self, condition):
+        """Until it holds; what a rank has failed of is raised before."""
+        until(lambda: self._failure() is not None or condition(), timeout_seconds=60)
+        if (failure := self._failure()) is not None:
+            raise failure
+
+    def join(self):
+        """Has another join; its rank, and what tells it to leave."""
+        leave, joined = threading.Event(), []
+
+        def emit(event):
+            if event["event"] == "joined":
+                joined.append(event["rank"])
+
+        self._start(-1, self._join, leave, emit)
+        self.wait(lambda: bool(joined))
+        rank = joined[0]
+        self.wait(lambda: count(self.run_dir.path, rank) > 8)
+        self.dataset.train.hurry.set()
+        return rank, leave
+
+    def end(self):
+        """Waits until all are at their end; their results."""
+        self.wait(lambda: not any(thread.is_alive() for thread in self.threads))
+        return self.results
+
+    def _failure(self):
+        found = [one for one in self.results.values() if isinstance(one, BaseException)]
+        return found[0] if found else None
+
+    def _start(self, name, body, *arguments):
+        def run():
+            try:
+                result = body(*arguments)
+                self.results[result.rank] = result
+            except BaseException as error:
+                self.results[threading.current_thread().name] = error
+
+        self.threads.append(threading.Thread(target=run, name=f"rank {name}", daemon=True))
+        self.threads[-1].start()
+
+    def _train(self, rank):
+        store = dist.TCPStore(
+            "127.0.0.1", self.store.port, is_master=False, timeout=timedelta(seconds=30)
+        )
+        return train_rank(
+            self.config,
+            self.dataset,
+            self.run_dir,
+            rank=rank,
+            world_size=2,
+            stop=self.stop,
+            emit=self.events.append,
+            groups=lambda name: Group(dist.PrefixStore(name, store), rank, 2),
+        )
+
+    def _join(self, leave, emit):
+        invited = Invitation.read(self.run_dir)
+        newcomer = Newcomer(invited.text, self.run_dir, stop=leave, emit=emit)
+        try:
+            return train_rank(
+                self.config,
+                self.dataset,
+                self.run_dir,
+                rank=0,
+                world_size=2,
+                stop=leave,
+                emit=emit,
+                newcomer=newcomer,
+            )
+        finally:
+            newcomer.close()
+
+
+@pytest.fixture
+def make(tmp_path):
+    threads = torch.get_num_threads()
+    yield lambda **options: Run(tmp_path, **options)
+    torch.set_num_threads(threads)
+
+
+def options(mode):
+    return {"gossip": GossipConfig(mode=mode, topology="matching")}
+
+
+@pytest.mark.parametrize("mode", ["overlap", "sync", "stale"])
+def test_who_joins_stops_with_the_run_and_has_its_consensus(make, mode):
+    run = make(checkpoint_every=1000, **options(mode))
+    rank, _ = run.join()
+    run.wait(lambda: count(run.run_dir.path, rank, "epoch") > 1)
+    run.stop.set()
+    results = run.end()
+    assert sorted(results) == [0, 1, rank] == [0, 1, 2]
+    assert all(one.is_consensus for one in results.values())
+    assert len({one.accuracy for one in results.values()}) == 1
+    assert all(one.lost == {} for one in results.values())
+    assert all(one.joined["2"]["from_rank"] in (0, 1) for one in results.values())
+    assert results[2].steps > 8
+    assert results[2].steps < results[0].steps
+    assert results[2].stopped
+    assert not results[2].left
+    assert not run.run_dir.invitation.exists()
+    assert run.run_dir.rank_model(2).exists()
+    last = checkpoint.steps(run.run_dir.checkpoints)[-1]
+    assert checkpoint.members(run.run_dir.checkpoints, step=last) == (0, 1, 2)
+
+
+def test_who_joins_comes_to_the_end_of_the_run_with_the_others(make):
+    run = make(epochs=20, **options("overlap"))
+    run.join()
+    results = run.end()
+    assert all(one.is_consensus for one in results.values())
+    assert {one.epochs for one in results.values()} == {20}
+    assert not any(one.stopped for one in results.values())
+    assert sum(one.samples for one in results.values()) == 20 * SAMPLES
+    last = [json.loads(run.run_dir.metrics(2).read_text().splitlines()[-1])]
+    assert last[0]["epoch"] == 19
+
+
+def test_who_leaves_is_not_missed(make):
+    run = make(checkpoint_every=1000, **options("overlap"))
+    rank, leave = run.join()
+    leave.set()
+    run.wait(lambda: rank in run.results)
+    left = run.results[rank]
+    assert left.left
+    assert not left.is_consensus
+    assert left.notes == ()
+    said = [event["text"] for event in run.events if event["event"] == "members"]
+    run.wait(lambda: "rank 2 has left" in [event.get("text") for event in run.events])
+    assert "rank 2 has joined, with the weights of rank " in " ".join(said)
+    run.stop.set()
+    results = run.end()
+    assert results[0].is_consensus
+    assert results[0].lost == {}
+    assert not results[0].left
+
+
+def test_several_join_also_from_one_another(make):
+    run = make(**options("overlap"))
+    assert [run.join()[0] for _ in range(3)] == [2, 3, 4]
+    run.stop.set()
+    results = run.end()
+    assert all(one.is_consensus for one in results.values())
+    assert {one.rank for one in results.values()} == {0, 1, 2, 3, 4}
