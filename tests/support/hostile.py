@@ -76,6 +76,8 @@ class Tap:
             while data := source.recv(1 << 16):
                 said += data
                 target.sendall(data)
+        with contextlib.suppress(OSError):
+            target.shutdown(socket.SHUT_RDWR)
 
 
 def garbage(connection: socket.socket, rng: random.Random, tap: Tap) -> None:

@@ -18,6 +18,7 @@ from gossipgrad.comm._group import Group
 from gossipgrad.comm._interface import Interface, interface_of
 from gossipgrad.comm._secret import SECRET_FILE, Secret, meet_secret
 from gossipgrad.comm._transport import Arrival, Lost, Sent, Ticket
+from gossipgrad.comm._waiting import HANDSHAKE_SECONDS
 from gossipgrad.comm._zeromq_link import WATCHED, Link
 from gossipgrad.comm._zeromq_listener import Listener
 
@@ -328,6 +329,7 @@ class ZeroMQTransport:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.IPV6, 1)
             socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MILLISECONDS)
+            socket.setsockopt(zmq.HANDSHAKE_IVL, int(1000 * HANDSHAKE_SECONDS))
             idle, interval = _KEEPALIVE_SECONDS
             socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
             socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, idle)
