@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from gossipgrad.comm import Channel, Outcome, Part, ZeroMQTransport, find_secret
+from gossipgrad.comm import Channel, Outcome, Part, ZeroMQTransport, joining_secret, secret_in
 from gossipgrad.comm._credentials import Credentials
 from gossipgrad.comm._interface import Interface, check_bound
 from gossipgrad.comm._secret import Secret
@@ -107,7 +107,7 @@ def test_one_that_joins_talks_with_those_who_are_there(encrypt):
     run_ranks(2, start)
     ends.sort(key=lambda end: end.rank)
     newcomer = ZeroMQTransport.joining(
-        find_secret(stores[0], 2),
+        joining_secret(secret_in(stores[0])),
         2,
         2,
         occasion=ends[0].occasion,

@@ -22,7 +22,14 @@ from gossipgrad.comm import (
     resolve_transport,
 )
 from gossipgrad.comm import _secret as secret_module
-from gossipgrad.comm._secret import SECRET_FILE, Secret, find_secret, meet_secret
+from gossipgrad.comm._interface import Interface
+from gossipgrad.comm._secret import (
+    SECRET_FILE,
+    Secret,
+    joining_secret,
+    meet_secret,
+    secret_in,
+)
 from gossipgrad.errors import AgreementError, GossipError
 from support.links import RUN
 from support.ranks import run_ranks
@@ -102,13 +109,16 @@ def test_what_is_no_file_with_a_secret_is_refused_at_once(tmp_path, monkeypatch)
 
 def test_who_comes_later_finds_the_secret_in_its_file_or_the_store(secrets_of):
     def meet(rank, group):
-        return meet_secret(group).derive("x"), find_secret(group.store, 7).derive("x")
+        return meet_secret(group).derive("x"), secret_in(group.store)
 
-    assert all(met == found for met, found in run_ranks(2, meet))
-    with pytest.raises(GossipError, match=r"rank 7 could not find .*: the ranks have theirs from"):
-        find_secret(torch.distributed.HashStore(), 7)
+    for met, held in run_ranks(2, meet):
+        assert joining_secret(held).derive("x") == met
+    with pytest.raises(
+        ValueError, match=r"has its secret from a file, and .*_FILE is not set here"
+    ):
+        joining_secret(None)
     secrets_of(b"k" * 32)
-    assert run_ranks(1, meet) == [(Secret(b"k" * 32).derive("x"),) * 2]
+    assert run_ranks(1, meet) == [(Secret(b"k" * 32).derive("x"), None)]
 
 
 def test_without_a_file_each_run_has_its_own_from_the_store():
@@ -257,10 +267,13 @@ def test_the_interface_may_be_named_in_the_environment(monkeypatch):
         run_ranks(1, lambda rank, group: ZeroMQTransport(group))
 
 
-def test_a_warning_says_that_a_secret_from_the_store_is_no_secret_to_who_listens(monkeypatch):
+def test_a_warning_says_what_encryption_on_several_hosts_leaves_open(monkeypatch):
     monkeypatch.delenv(SECRET_FILE, raising=False)
-    with pytest.warns(UserWarning, match="went over the rendezvous store.*name a file"):
-        _zeromq._warn_of_told_secret("10.0.0.7")
-    _zeromq._warn_of_told_secret("127.0.0.1")
+    several = Interface("10.0.0.7", one_host=False)
+    told = "the secret of the run went over the rendezvous store.*name a file"
+    with pytest.warns(UserWarning, match=f"send whole models in the clear.*{told}"):
+        _zeromq._warn_of_what_is_open(several)
+    _zeromq._warn_of_what_is_open(Interface("10.0.0.7", one_host=True))
     monkeypatch.setenv(SECRET_FILE, "somewhere")
-    _zeromq._warn_of_told_secret("10.0.0.7")
+    with pytest.warns(UserWarning, match="send whole models in the clear.*WireGuard$"):
+        _zeromq._warn_of_what_is_open(several)

@@ -36,7 +36,6 @@ from gossipgrad.comm._parcel import ParcelRefusedError as ParcelRefusedError
 from gossipgrad.comm._part import Part as Part
 from gossipgrad.comm._recorder import Recorder as Recorder
 from gossipgrad.comm._secret import Secret as Secret
-from gossipgrad.comm._secret import find_secret as find_secret
 from gossipgrad.comm._secret import given_secret as given_secret
 from gossipgrad.comm._secret import joining_secret as joining_secret
 from gossipgrad.comm._secret import secret_in as secret_in

@@ -19,7 +19,6 @@ from gossipgrad.errors import AgreementError, GossipError
 __all__ = [
     "SECRET_FILE",
     "Secret",
-    "find_secret",
     "given_secret",
     "joining_secret",
     "meet_secret",
@@ -135,7 +134,7 @@ def meet_secret(group: Group) -> Secret:
     except ValueError as error:
         mistake = error
     if mine is None and mistake is None and group.rank == group.members[0]:
-        _ask(group.store, group.rank, make=True)
+        _ask(group, make=True)
     told = group.all_gather_object([mine is not None, None if mistake is None else str(mistake)])
     if mistake is not None:
         raise mistake
@@ -149,22 +148,7 @@ def meet_secret(group: Group) -> Secret:
             f"rank {one} has a secret from {SECRET_FILE} and rank {other} has none: set it on "
             "every rank, or on none"
         )
-    return _ask(group.store, group.rank, make=False) if mine is None else mine
-
-
-def find_secret(store: dist.Store, rank: int) -> Secret:
-    """The secret of a run that has begun: this rank's file, else what the store holds; local.
-
-    Args:
-        store: Of the group whose ranks have met.
-        rank: Who asks.
-
-    Raises:
-        ValueError: The file cannot be read, or is too short.
-        GossipError: There is neither, or the store does not answer.
-    """
-    mine = given_secret()
-    return _ask(store, rank, make=None) if mine is None else mine
+    return _ask(group, make=False) if mine is None else mine
 
 
 def joining_secret(held: bytes | None) -> Secret:
@@ -195,20 +179,18 @@ def secret_in(store: dist.Store) -> bytes | None:
     return store.get(_STORE_KEY) if store.check([_STORE_KEY]) else None
 
 
-def _ask(store: dist.Store, rank: int, *, make: bool | None) -> Secret:
-    """The secret in the store; `make`: if there is none, and None: which is not awaited either."""
-    asked = AskedStore(store)
+def _ask(group: Group, *, make: bool) -> Secret:
+    """The secret in the store; made if there is none, which may not be awaited by others."""
+    asked = AskedStore(group.store)
     try:
         if make:
             fresh = secrets.token_hex(_LEAST_BYTES)
             held = asked.ask(lambda store: store.compare_set(_STORE_KEY, "", fresh))
-        elif make is None and not asked.ask(lambda store: store.check([_STORE_KEY])):
-            raise RuntimeError(f"it has none: the ranks have theirs from {SECRET_FILE}")
         else:
             held = asked.ask(lambda store: store.get(_STORE_KEY))
     except RuntimeError as error:
         raise GossipError(
-            f"rank {rank} could not {'leave' if make else 'find'} the secret of the run in "
+            f"rank {group.rank} could not {'leave' if make else 'find'} the secret of the run in "
             f"the rendezvous store: {first_line(error)}"
         ) from error
     finally:

@@ -53,14 +53,19 @@ def _end(context: zmq.Context[zmq.Socket[bytes]], listener: Listener) -> None:
     threading.Thread(target=wait, name="gossipgrad-door-end", daemon=True).start()
 
 
-def _warn_of_told_secret(address: str) -> None:
-    local = address.startswith("127.") or address in ("::1", "lo")
-    if not local and not os.environ.get(SECRET_FILE):
-        warnings.warn(
-            "encrypt=True, but the secret of the run went over the rendezvous store, where whoever "
-            f"listens to it can read it: name a file with a secret on every rank, {SECRET_FILE}",
-            stacklevel=2,
+def _warn_of_what_is_open(interface: Interface) -> None:
+    if interface.one_host:
+        return
+    told = (
+        "encrypt=True encrypts links alone: torch's collectives, at the start and in every average "
+        "or consensus, send whole models in the clear"
+    )
+    if not os.environ.get(SECRET_FILE):
+        told += (
+            "; and the secret of the run went over the rendezvous store, where whoever listens to "
+            f"it can read it: name a file with a secret on every rank, {SECRET_FILE}"
         )
+    warnings.warn(f"{told}. A network that encrypts everything is WireGuard", stacklevel=2)
 
 
 class ZeroMQTransport:
@@ -108,7 +113,7 @@ class ZeroMQTransport:
         with self._ended_by_an_error():
             interface = interface_of(group, bind)
             if encrypt and group.rank == group.members[0]:
-                _warn_of_told_secret(interface.address)
+                _warn_of_what_is_open(interface)
             members = group.members
             endpoint = self._listener.bind(interface)
             told = group.all_gather_object(credentials.introduce(endpoint))
