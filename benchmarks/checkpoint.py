@@ -170,6 +170,7 @@ def row(parameters: int, repeats: int, folder: Path, order: random.Random) -> di
         "parameters": parameters,
         "state_bytes": sum(tensor.nbytes for tensor in tensors_of(state)),
         "file_bytes": stats.size_bytes,
+        "load_average": os.getloadavg()[0],
         "held_first_seconds": first["held"],
         **{f"{name}_seconds": seconds for name, seconds in taken.items()},
     }
