@@ -42,6 +42,7 @@ COLUMNS = {
     "`torch.save` and fsync": "torch_save_fsync_seconds",
     "`checkpoint.save`": "save_seconds",
 }
+LOAD = "load_average"  # of the machine just before, other work among it
 ALONE_STEPS = 20
 
 
@@ -146,7 +147,7 @@ def ways(state: dict[str, Any], folder: Path, background: Background) -> dict[st
 
 def row(parameters: int, repeats: int, folder: Path, order: random.Random) -> dict[str, Any]:
     """All ways for one size, in turns, each turn in an order of its own; the first warms up."""
-    state = state_of(parameters)
+    state, load = state_of(parameters), os.getloadavg()[0]
     background = Background(folder / "background")
     compared = ways(state, folder, background)
     taken: dict[str, list[float]] = {}
@@ -170,7 +171,7 @@ def row(parameters: int, repeats: int, folder: Path, order: random.Random) -> di
         "parameters": parameters,
         "state_bytes": sum(tensor.nbytes for tensor in tensors_of(state)),
         "file_bytes": stats.size_bytes,
-        "load_average": os.getloadavg()[0],
+        LOAD: load,
         "held_first_seconds": first["held"],
         **{f"{name}_seconds": seconds for name, seconds in taken.items()},
     }
@@ -208,17 +209,17 @@ def fill_page(page: Path = DOCS / "checkpoint.md", results: Path = RESULTS) -> N
     lines = [
         [
             f"{BYTES_PER_PARAMETER * parameters / 1e6:.0f} MB",
-            *(_cell(measured, parameters, key) for key in COLUMNS.values()),
+            *(_cell(measured, parameters, key) for key in (*COLUMNS.values(), LOAD)),
         ]
         for parameters in PARAMETERS
     ]
-    page.write_text(fill(page.read_text(), table(["state", *COLUMNS], lines)))
+    page.write_text(fill(page.read_text(), table(["state", *COLUMNS, "load average"], lines)))
 
 
 def _cell(measured: list[dict], parameters: int, key: str) -> str:
     for one in measured:
         if one["parameters"] == parameters:
-            return cell(one[key])
+            return f"{one[key]:.1f}" if key == LOAD else cell(one[key])
     return "not measured"
 
 

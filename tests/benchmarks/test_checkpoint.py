@@ -18,14 +18,15 @@ def test_the_page_is_what_the_command_fills_in(tmp_path):
 
 def test_medians_are_told_with_their_quartiles(tmp_path):
     row = {name: [0.001, 0.0123456, 2.0] for name in checkpoint.COLUMNS.values()}
-    row |= {"parameters": 10_000_000, "write_seconds": [1.0, 1.5, 2.0]}
+    row |= {"parameters": 10_000_000, "write_seconds": [1.0, 1.5, 2.0], "load_average": 1.94}
     (tmp_path / "checkpoint.json").write_text(json.dumps({"rows": [row]}))
     page = tmp_path / "page.md"
     page.write_text(PAGE.read_text())
     checkpoint.fill_page(page, tmp_path)
     one = "12.3 ms (6.67 to 1,006)"
     assert f"| 120 MB | {one} | {one} | 1,500 ms (1,250 to 1,750) | {one} |" in page.read_text()
-    assert page.read_text().count("not measured") == 2 * len(checkpoint.COLUMNS)
+    assert f"| {one} | 1.9 |" in page.read_text()
+    assert page.read_text().count("not measured") == 2 * (len(checkpoint.COLUMNS) + 1)
 
 
 def test_every_way_is_timed_in_turns(tmp_path, monkeypatch):
