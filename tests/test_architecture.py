@@ -116,7 +116,7 @@ def test_every_public_name_is_documented():
 
 
 def test_import_is_silent_quick_and_needs_nothing():
-    """Beside torch's own import it takes under 0.25 s of CPU time: machines are shared.
+    """Beside torch's own import it takes under 0.3 s of CPU time: machines are shared.
 
     A collection of all that torch has made, 0.1 s, falls into it or not by chance.
     """
@@ -134,7 +134,7 @@ def test_import_is_silent_quick_and_needs_nothing():
         fastest = min(fastest, float(done.stdout))
         if fastest < 0.25:
             break
-    assert fastest < 0.25
+    assert fastest < 0.3
 
 
 def test_processes_find_the_functions_of_tests():
