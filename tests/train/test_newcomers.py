@@ -27,9 +27,10 @@ class Slow(TensorSamples):
     """Samples that take their time, until somebody has joined."""
 
     hurry = threading.Event()
+    pause_seconds = 0.01
 
     def batch(self, indices, *, augment=None):
-        self.hurry.wait(0.01)
+        self.hurry.wait(self.pause_seconds)
         return super().batch(indices, augment=augment)
 
 
@@ -65,8 +66,8 @@ class Run:
         if (failure := self._failure()) is not None:
             raise failure
 
-    def join(self):
-        """Has another join; its rank, and what tells it to leave."""
+    def join(self, *, steps=8):
+        """Has another join and make some steps; its rank, and what tells it to leave."""
         leave, joined = threading.Event(), []
 
         def emit(event):
@@ -76,7 +77,7 @@ class Run:
         self._start(-1, self._join, leave, emit)
         self.wait(lambda: bool(joined))
         rank = joined[0]
-        self.wait(lambda: count(self.run_dir.path, rank) > 8)
+        self.wait(lambda: count(self.run_dir.path, rank) >= steps)
         self.dataset.train.hurry.set()
         return rank, leave
 
@@ -144,7 +145,7 @@ def options(mode):
     return {"gossip": GossipConfig(mode=mode, topology="matching")}
 
 
-@pytest.mark.parametrize("mode", ["overlap", "sync", "stale"])
+@pytest.mark.parametrize("mode", ["overlap", "stale"])
 def test_who_joins_stops_with_the_run_and_has_its_consensus(make, mode):
     run = make(checkpoint_every=1000, **options(mode))
     rank, _ = run.join()
@@ -156,7 +157,7 @@ def test_who_joins_stops_with_the_run_and_has_its_consensus(make, mode):
     assert len({one.accuracy for one in results.values()}) == 1
     assert all(one.lost == {} for one in results.values())
     assert all(one.joined["2"]["from_rank"] in (0, 1) for one in results.values())
-    assert results[2].steps > 8
+    assert results[2].steps >= 8
     assert results[2].steps < results[0].steps
     assert results[2].stopped
     assert not results[2].left
@@ -166,41 +167,40 @@ def test_who_joins_stops_with_the_run_and_has_its_consensus(make, mode):
     assert checkpoint.members(run.run_dir.checkpoints, step=last) == (0, 1, 2)
 
 
-def test_who_joins_comes_to_the_end_of_the_run_with_the_others(make):
-    run = make(epochs=20, **options("overlap"))
-    run.join()
+def test_who_joins_comes_to_the_end_of_the_run_with_the_others(make, monkeypatch):
+    monkeypatch.setattr(Slow, "pause_seconds", 0.1)  # so that it does not come too late
+    run = make(epochs=30, **options("overlap"))
+    run.join(steps=0)
     results = run.end()
     assert all(one.is_consensus for one in results.values())
-    assert {one.epochs for one in results.values()} == {20}
+    assert {one.epochs for one in results.values()} == {30}
     assert not any(one.stopped for one in results.values())
-    assert sum(one.samples for one in results.values()) == 20 * SAMPLES
-    last = [json.loads(run.run_dir.metrics(2).read_text().splitlines()[-1])]
-    assert last[0]["epoch"] == 19
+    assert sum(one.samples for one in results.values()) == 30 * SAMPLES
+    last = json.loads(run.run_dir.metrics(2).read_text().splitlines()[-1])
+    assert last["epoch"] == 29
 
 
-def test_who_leaves_is_not_missed(make):
+def test_of_several_who_join_one_leaves_and_is_not_missed(make):
     run = make(checkpoint_every=1000, **options("overlap"))
-    rank, leave = run.join()
+    (first, leave), (second, _) = run.join(), run.join()
+    assert (first, second) == (2, 3)
     leave.set()
-    run.wait(lambda: rank in run.results)
-    left = run.results[rank]
+    run.wait(lambda: first in run.results)
+    left = run.results[first]
     assert left.left
     assert not left.is_consensus
     assert left.notes == ()
-    said = [event["text"] for event in run.events if event["event"] == "members"]
-    run.wait(lambda: "rank 2 has left" in [event.get("text") for event in run.events])
-    assert "rank 2 has joined, with the weights of rank " in " ".join(said)
+
+    def said():
+        return [event.get("text") for event in run.events]
+
+    run.wait(lambda: "rank 2 has left" in said())
+    for rank in (first, second):
+        assert any(f"rank {rank} has joined, with the weights of rank" in str(e) for e in said())
     run.stop.set()
     results = run.end()
-    assert results[0].is_consensus
-    assert results[0].lost == {}
-    assert not results[0].left
-
-
-def test_several_join_also_from_one_another(make):
-    run = make(**options("overlap"))
-    assert [run.join()[0] for _ in range(3)] == [2, 3, 4]
-    run.stop.set()
-    results = run.end()
-    assert all(one.is_consensus for one in results.values())
-    assert {one.rank for one in results.values()} == {0, 1, 2, 3, 4}
+    assert {one.rank for one in results.values()} == {0, 1, 2, 3}
+    for rank in (0, 1, second):
+        assert results[rank].is_consensus
+        assert results[rank].lost == {}
+        assert not results[rank].left
