@@ -139,7 +139,9 @@ def test_every_choice_of_an_option_is_described():
     assert described > 30
 
 
-@pytest.mark.parametrize(("page", "least"), [("guarantees.md", 30), ("checkpoint.md", 8)])
+@pytest.mark.parametrize(
+    ("page", "least"), [("guarantees.md", 30), ("checkpoint.md", 8), ("join.md", 12)]
+)
 def test_every_guarantee_names_tests_that_exist(page, least):
     text = (ROOT / "docs" / page).read_text().split("\n## What is not\n")[0]
     rows = re.findall(r"^\|(?! promised|---| what \|)(.*)\|$", text, re.MULTILINE)

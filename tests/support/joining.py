@@ -94,7 +94,10 @@ def run_open(
 
         if joins:
             assert run.invited[place - world_size].wait(timeout_seconds)
-            session = gg.join(model, made, run.invitation, timeout_seconds=20.0)
+            try:
+                session = gg.join(model, made, run.invitation, timeout_seconds=20.0)
+            except ScriptedDeathError:
+                return None
         else:
             store = dist.PrefixStore("run", run.connect())
             private = Group(store, place, world_size, timeout_seconds=float(timeout_seconds))
