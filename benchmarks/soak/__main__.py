@@ -7,7 +7,7 @@ at all the while; over the second half of each part they must be flat, by a rule
 down beside them.
 
     python -m benchmarks.soak                # a quarter of an hour
-    python -m benchmarks.soak --steps 5000   # a short one
+    python -m benchmarks.soak --parts stale  # one again, in place of that there is
 """
 
 import argparse
@@ -16,8 +16,8 @@ import multiprocessing
 import os
 import sys
 import tempfile
-import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,8 @@ RANKS = 4
 STEPS = 150_000
 
 
-def run(steps: int) -> dict[str, Any]:
-    """Runs all parts on all ranks; samples and what became of exchanges, by part and rank.
+def run(steps: int, names: Sequence[str]) -> list[dict[str, Any]]:
+    """Runs parts on all ranks; samples and what became of exchanges, by part and rank.
 
     Raises:
         RuntimeError: A rank failed.
@@ -48,9 +48,8 @@ def run(steps: int) -> dict[str, Any]:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="gossipgrad-soak-") as name:
         folder = Path(name)
-        start = time.monotonic()
         ranks = [
-            context.Process(target=rank_main, args=(rank, RANKS, store.port, folder, steps))
+            context.Process(target=rank_main, args=(rank, RANKS, store.port, folder, steps, names))
             for rank in range(RANKS)
         ]
         try:
@@ -63,7 +62,6 @@ def run(steps: int) -> dict[str, Any]:
         finally:
             for process in ranks:
                 process.kill()
-        seconds = time.monotonic() - start
         lines = {
             rank: [
                 json.loads(line)
@@ -71,7 +69,7 @@ def run(steps: int) -> dict[str, Any]:
             ]
             for rank in range(RANKS)
         }
-    return {"seconds": round(seconds, 1), "parts": [_part(p.name, lines) for p in PARTS]}
+    return [_part(name, lines) | {"steps_per_rank": steps} for name in names]
 
 
 def _part(name: str, lines: dict[int, list[dict[str, Any]]]) -> dict[str, Any]:
@@ -132,30 +130,35 @@ def page_table(figures: dict[str, Any]) -> str:
 def main() -> int:
     """Runs it and writes it down; the exit status tells whether anything grows."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--steps", type=int, default=STEPS, help="of each rank")
+    names = [part.name for part in PARTS]
+    parser.add_argument("--steps", type=int, default=STEPS, help="of each rank, in all parts")
+    parser.add_argument("--parts", nargs="+", choices=names, default=names, help="the others stay")
     parser.add_argument("--out", type=Path, default=RESULTS / "soak.json")
     options = parser.parse_args()
     try:
         with ends_as_ctrl_c():
-            figures = run(options.steps)
+            parts = run(options.steps, options.parts)
     except KeyboardInterrupt:
         print("\nstopped; nothing was written", file=sys.stderr)
         return 130
-    total = sum(part["exchanges"] for part in figures["parts"])
+    if options.out.exists():
+        kept = json.loads(options.out.read_text())["parts"]
+        parts += [part for part in kept if part["part"] not in options.parts]
+    parts.sort(key=lambda part: names.index(part["part"]))
+    total = sum(part["exchanges"] for part in parts)
     figures = {
         "seed": 0,
         "ranks": RANKS,
         "bucket_bytes": BUCKET_BYTES,
-        "steps_per_rank": options.steps,
         "exchanges": total,
         "rule": {
             "over": "the second half of each part, on each rank: the rise of the least-squares "
             "line, at most this share of the mean or so much, whichever is more",
             "allowed": {name: {"share": a, "least": b} for name, (a, b) in ALLOWED.items()},
         },
-        **figures,
+        "parts": parts,
     }
-    print(f"{total:,} exchanges in {figures['seconds']:.0f} s")
+    print(f"{total:,} exchanges in {sum(part['seconds'] for part in parts):.0f} s")
     print(page_table(figures))
     print(write("soak", figures, path=options.out))
     page = DOCS / "soak.md"

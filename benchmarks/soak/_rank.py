@@ -3,7 +3,7 @@
 import gc
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,8 +96,10 @@ class Log:
         self._file.write(json.dumps(what) + "\n")
 
 
-def rank_main(rank: int, world_size: int, port: int, folder: Path, steps: int) -> None:
-    """All parts, one after the other.
+def rank_main(
+    rank: int, world_size: int, port: int, folder: Path, steps: int, names: Sequence[str]
+) -> None:
+    """Parts of the run, one after the other.
 
     Args:
         rank: This rank.
@@ -105,11 +107,12 @@ def rank_main(rank: int, world_size: int, port: int, folder: Path, steps: int) -
         port: Of the store.
         folder: For samples and checkpoints.
         steps: Of all parts together.
+        names: Which parts; what steps the others would take is left out.
     """
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     with closing(Log(folder, rank)) as log:
-        for part in PARTS:
+        for part in (part for part in PARTS if part.name in names):
             _run(part, rank, world_size, store, folder, log, steps)
 
 

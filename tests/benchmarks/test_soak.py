@@ -57,9 +57,10 @@ def test_a_short_one(tmp_path, monkeypatch):
     monkeypatch.setattr(_rank, "PARTS", short)
     monkeypatch.setattr(_rank, "SAMPLES", 4)
     monkeypatch.setattr(gc, "collect", lambda: 0)  # it takes long where so much is loaded
+    names = [part.name for part in short]
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = [
-        threading.Thread(target=_rank.rank_main, args=(rank, 2, store.port, tmp_path, 50))
+        threading.Thread(target=_rank.rank_main, args=(rank, 2, store.port, tmp_path, 50, names))
         for rank in range(2)
     ]
     for thread in ranks:
