@@ -7,6 +7,7 @@ import torch
 
 from gossipgrad.comm import Channel, Outcome, Part
 from support.links import RUN
+from support.waiting import until
 from support.wires import Wires
 
 D, L, V = Outcome.DELIVERED, Outcome.LATE, Outcome.VOID
@@ -184,3 +185,23 @@ def test_a_part_that_comes_after_a_failed_collective_counts_on_neither_end(when)
             ranks.post(rank)
     ranks.check()
     assert ranks.exchanges[0][0, posted // BUCKETS, 0].outcome is D, "the link goes on"
+
+
+def test_a_void_round_that_is_named_late_does_not_say_that_the_collective_is_over(channels):
+    """It may lie past the last one posted, and is named as its rank comes to the collective."""
+    a, b = channels()
+    for round in range(90):  # to one that is silent: after the first 64, only some are named
+        a.void(round, 1)
+    assert a._ledgers[1].named_rounds < 90
+    came = a.settle()
+    until(lambda: b.poll() or b._ledgers[0].known == 1)
+    ahead = b.post(200, 0, torch.zeros(4), send_to=0, recv_from=0)
+    assert ahead.outcome is V, "nothing comes before the collective is over"
+    others = b.settle()
+    for end in (a, b):
+        end.resume({0: came, 1: others}, 201)
+    sent = [
+        end.post(201, 0, torch.ones(4), send_to=1 - r, recv_from=1 - r)
+        for r, end in ((0, a), (1, b))
+    ]
+    assert [end.take(x, 3.0) for end, x in zip((a, b), sent, strict=True)] == [D, D]

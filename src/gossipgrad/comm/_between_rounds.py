@@ -56,10 +56,12 @@ class BetweenRounds(ABC):
             self._grants.release(last)
             self._ledgers.pop(self.rank, None)
             self._settlements.forget(self._ledgers.heard_of())
-            number = self._settlements.add(self.generation, last)
             for peer in [*self._ledgers]:
                 self._ledgers[peer].void_early(self.generation, past=last)
-                self._catch_up(peer)  # it may await that round, and we listen to nobody now
+                # It may await that round, and we listen to nobody now. With the number of what
+                # begins here it would take the collective for over: the round may be past the last.
+                self._catch_up(peer)
+            number = self._settlements.add(self.generation, last)
             self._announce(Kind.SETTLE, self._ledgers.peers)
             return number, last
 
