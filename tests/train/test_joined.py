@@ -4,15 +4,18 @@ import json
 import os
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from gossipgrad.comm import Membership
 from gossipgrad.trace import write_report
 from gossipgrad.train import TrainConfig, _joined
 from gossipgrad.train._joined import collect_joined, let_go, read_file
 from gossipgrad.train._layout import RunDir
 from gossipgrad.train._orphaned import put_together_if_orphaned
 from gossipgrad.train._run_lock import run_lock
+from gossipgrad.train._strategies._gossip import Gossip
 from gossipgrad.train._summary import compose
 from support.results import result
 from support.waiting import until
@@ -196,3 +199,12 @@ def test_it_is_left_to_the_run_while_that_lives(run_dir):
         assert mine, "as the launcher of a run holds it"
         assert orphans(run_dir, knows(2, 2, lost=lost)) is None
     assert orphans(run_dir, knows(2, 2, lost=lost)) is not None
+
+
+@pytest.mark.parametrize(("unreachable", "leaves"), [({}, True), ({0: "killed"}, False)])
+def test_the_last_one_that_is_left_does_not_leave_but_ends_the_run(unreachable, leaves):
+    strategy = object.__new__(Gossip)
+    living = Membership(generation=3, living=(0, 2))
+    strategy._session = SimpleNamespace(rank=2, membership=living, unreachable=unreachable)
+    strategy._leaver = SimpleNamespace(leaves=True)
+    assert strategy._leaves == leaves

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ._join_launcher import Joiners, launch_joiners
+from ._join_launcher import launch_joiners
 from ._joining import JoinConfig, find_run
 from ._layout import RunDir
 from ._orphaned import put_together_if_orphaned
@@ -74,10 +74,11 @@ def join_run(options: JoinConfig) -> JoinOutcome:
         ) from error
     finally:
         progress.close()
-    cut_short = _was_cut_short(joiners)
-    summary = None
-    if not cut_short and (summary := _await_summary(run_dir)) is None:
+    results, summary = joiners.results.values(), None
+    if results and not any(result.left for result in results):
         summary = put_together_if_orphaned(config, run_dir, joiners.results)
+        summary = summary or _await_summary(run_dir)
+    cut_short = not results or any(result.stopped for result in results)
     return JoinOutcome(
         exit_code=exit_code_of(joiners.stopped_by if cut_short else None),
         run_dir=run_dir.path,
@@ -92,12 +93,6 @@ def join_run(options: JoinConfig) -> JoinOutcome:
         ],
         summary=summary,
     )
-
-
-def _was_cut_short(joiners: Joiners) -> bool:
-    """Whether a signal here ended the part of these workers, and not the run."""
-    results = joiners.results.values()
-    return joiners.stopped_by is not None and (not results or any(r.left for r in results))
 
 
 def _await_summary(run_dir: RunDir) -> dict[str, Any] | None:

@@ -98,7 +98,7 @@ class Gossip(Strategy):
 
         One that leaves the run before its end evaluates its own replica, when it has left.
         """
-        if self._leaver is not None and self._leaver.leaves:
+        if self._leaver is not None and self._leaves:
             self._has_left = True
             self._leaver.let_go()
             self._session.close()  # or the others' steps would wait
@@ -129,6 +129,12 @@ class Gossip(Strategy):
     def is_stale(self) -> bool:
         """Whether the mode is stale."""
         return isinstance(self._session.mode, gg.Stale)
+
+    @property
+    def _leaves(self) -> bool:
+        """Whether this rank leaves a run that others go on with; the last one ends it."""
+        others = {*self.living} - {self._session.rank} - {*self._session.unreachable}
+        return self._leaver is not None and self._leaver.leaves and bool(others)
 
     @property
     def has_left(self) -> bool:
@@ -184,7 +190,7 @@ class Gossip(Strategy):
 
         Those who joined the run have nobody else who tells them.
         """
-        if self._leaver is not None and self._leaver.leaves:
+        if self._leaves:
             return True
         if self._leaver is None and self._session.world_size > 1 and self._word is None:
             self._word = StopWord(self._session.group.store)
