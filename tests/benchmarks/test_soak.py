@@ -8,8 +8,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from benchmarks._common import RESULTS
+from benchmarks._pages import DOCS
 from benchmarks.soak import _rank
-from benchmarks.soak.__main__ import _part, growing
+from benchmarks.soak.__main__ import _part, growing, page_table
 from benchmarks.soak._flat import judge
 from benchmarks.soak._sizes import MEASURES, entries, sizes
 from gossipgrad.comm._ledger import Ledger
@@ -49,6 +51,13 @@ def test_what_grows_over_the_second_half_is_told():
     assert growing(figures)[0] == "stale: rank 3: handles grew by 1.0 (allowed 0.5) at 41.5"
     early = [one | {"entries": 900 - min(at, 40)} for at, one in enumerate(samples())]
     assert judge(early)["entries"]["flat"], "what comes to rest in the first half is flat"
+
+
+def test_the_page_shows_what_was_measured_and_nothing_grew():
+    figures = json.loads((RESULTS / "soak.json").read_text())
+    assert page_table(figures) in (DOCS / "soak.md").read_text()
+    assert growing(figures) == []
+    assert figures["exchanges"] > 1_000_000
 
 
 def test_a_short_one(tmp_path, monkeypatch):
