@@ -6,7 +6,7 @@ and compared bit for bit with their undisturbed twin where nobody waits in vain.
 short training, compared with the undisturbed one of the same setting. What is there already is not
 run again.
 
-    python -m benchmarks.chaos                   # 240 scripts; goes on where it was stopped
+    python -m benchmarks.chaos                   # 280 scripts; goes on where it was stopped
     python -m benchmarks.chaos --seed 17         # one again, with its story
     python -m benchmarks.chaos --table           # what is there, nothing run
 """

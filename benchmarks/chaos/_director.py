@@ -30,6 +30,7 @@ class Director:
         events: Where workers tell of themselves.
         network: Whose links are slowed or cut, if there is one.
         rate_bits_per_second: Of its links.
+        join: Has the others come in that a fault of this number tells of.
     """
 
     def __init__(
@@ -38,7 +39,9 @@ class Director:
         events: Events,
         network: Network | None,
         rate_bits_per_second: float,
+        join: Callable[[int], None] | None = None,
     ) -> None:
+        self._join = join
         self._script = script
         self._events = events
         self._network = network
@@ -95,9 +98,10 @@ class Director:
             "slow": lambda: self._net.set_rate(fault.ranks[0], fault.bits_per_second),
             "cut": lambda: self._net.cut(*fault.ranks),
             "off": lambda: self._net.cut_off(fault.ranks[0]),
+            "join": lambda: None if self._join is None else self._join(number),
         }
         act[fault.kind]()
-        if fault.kind != "kill":
+        if fault.kind not in ("kill", "join"):
             heapq.heappush(self._undo, (time.monotonic() + fault.seconds, number, fault))
 
     def _take_back(self, fault: Fault) -> None:
@@ -148,6 +152,7 @@ def story(events: list[dict[str, Any]], script: Script) -> list[str]:
             "begins": lambda e: f"rank {e['rank']} begins (process {e['pid']})",
             "fault": lambda e: f"fault: {script.faults[e['fault']]}",
             "over": lambda e: f"over: {script.faults[e['fault']]}",
+            "joins": lambda e: f"those of fault {e['fault']} come",
             "ends": lambda e: f"rank {e['rank']} ends: {e['how']}",
         }
         said = words.get(event["what"], lambda e: f"{e['what']} to rank {e.get('rank')}")(event)

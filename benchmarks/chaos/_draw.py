@@ -1,18 +1,25 @@
-"""The script of a seed: faults in one start, then runs that all die in and that are resumed."""
+"""The script of a seed: faults in one start, runs that are resumed, runs that others join."""
 
 import random
 
 from ._script import Fault, Script, draw_faults, draw_setting
 
-__all__ = ["FIRST_RESUMED", "SCRIPTS", "draw_script"]
+__all__ = ["FIRST_JOINED", "FIRST_RESUMED", "SCRIPTS", "draw_script"]
 
 FIRST_RESUMED = 200
-SCRIPTS = 240
+FIRST_JOINED = 240
+SCRIPTS = 280
 _RESUMED = {
     "all die": 5,
     "all die twice": 2,
     "one dies, then all": 2,
     "one pauses, then all die": 2,
+}
+_JOINED = {
+    "some join": 4,
+    "some join, later more": 2,
+    "some join, one dies": 4,
+    "some join, one pauses": 3,
 }
 _EVERY = (20, 50, 90)
 _MOMENTS = ("between", "exchange", "anytime", "consensus")
@@ -24,7 +31,7 @@ def draw_script(seed: int, *, steps: int, evaluations: int) -> Script:
     """The script of a seed, for runs of so many steps and evaluations on each rank."""
     if seed < FIRST_RESUMED:
         return draw_faults(seed, steps=steps, evaluations=evaluations)
-    return _draw_resumed(seed, steps)
+    return _draw_resumed(seed, steps) if seed < FIRST_JOINED else _draw_joined(seed, steps)
 
 
 def _draw_resumed(seed: int, steps: int) -> Script:
@@ -64,6 +71,38 @@ def _draw_resumed(seed: int, steps: int) -> Script:
         resumes=2 if kind == "all die twice" else 1,
         exact=setting.mode != "stale" and kind != "one dies, then all",
     )
+
+
+def _draw_joined(seed: int, steps: int) -> Script:
+    rng = random.Random(seed)
+    setting = draw_setting(rng)
+    p = setting.world_size
+    kind = rng.choices(list(_JOINED), list(_JOINED.values()))[0]
+    clock, one, *_ = rng.sample(range(p), p)
+
+    def join() -> Fault:
+        at = rng.randint(20, steps)
+        return Fault(
+            kind="join", ranks=(clock,), moment="between", number=at, count=rng.choice((1, 1, 2))
+        )
+
+    faults = [join()]
+    if kind == "some join, later more":
+        faults.append(join())
+    near = faults[0].number + rng.randint(-15, 60)  # before, meanwhile or after
+    if kind == "some join, one dies":
+        faults.append(_kill(rng, (one,), near, rng.choice(_MOMENTS[:3])))
+    elif kind == "some join, one pauses":
+        faults.append(
+            Fault(
+                kind="pause",
+                ranks=(one,),
+                moment="between",
+                number=near,
+                seconds=round(rng.uniform(*_PAUSE_SECONDS), 1),
+            )
+        )
+    return Script(seed=seed, setting=setting, kind=kind, faults=tuple(faults))
 
 
 def _kill(

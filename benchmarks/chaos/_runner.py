@@ -22,6 +22,7 @@ from benchmarks.netlab import Network
 
 from ._director import Director
 from ._inside import Events
+from ._joiners import Joiners
 from ._leaks import Traces
 from ._script import Script
 from ._twin import differences
@@ -44,8 +45,13 @@ def run_script(script: Script, folder: Path, subset: Path) -> dict[str, Any]:
         ):
             found = run_on_hosts(script, folder, subset, network)
     else:
-        with Director(script, events, None, 0.0):
+        with (
+            Joiners(script, folder, subset) as joiners,
+            Director(script, events, None, 0.0, joiners.let_in),
+        ):
+            start = time.monotonic()
             found = run_by_launcher(script, folder, subset)
+        found["joins"] = joiners.outcomes()
     seconds = time.monotonic() - start
     if script.exact and "exit_code" in found:
         twin = _twin(script, folder.parent, subset)

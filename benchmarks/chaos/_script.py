@@ -56,7 +56,7 @@ class Fault:
 
     Attributes:
         kind: `kill`, `pause`, `slow` (the rank's link to all others), `cut` (the link between two
-            ranks), `off` (the rank from everything).
+            ranks), `off` (the rank from everything), `join` (others come in).
         ranks: Who it befalls; of `cut`, the two ends.
         moment: `start`: `seconds_in` after the process has begun. `between`: before the step.
             `exchange`: in the step, when the part is sent and the partner's awaited. `consensus`:
@@ -67,6 +67,7 @@ class Fault:
         seconds: How long it lasts; a kill lasts.
         bits_per_second: Of a slow link.
         start: In which start of the run it befalls: 1, or later ones where it is resumed.
+        count: How many join.
     """
 
     kind: str
@@ -77,6 +78,7 @@ class Fault:
     seconds: float = 0.0
     bits_per_second: float = 0.0
     start: int = 1
+    count: int = 0
 
     @property
     def of_links(self) -> bool:
@@ -93,6 +95,7 @@ class Fault:
             f"for {self.seconds:.1f} s",
             "cut": f"cut the link of {who} for {self.seconds:.1f} s",
             "off": f"cut {who} off for {self.seconds:.1f} s",
+            "join": f"{self.count} join, by the clock of {who}",
         }[self.kind]
         after = f"{1e3 * self.seconds_in:.0f} ms into"
         when = {
@@ -144,7 +147,13 @@ class Script:
     @property
     def disturbed(self) -> set[int]:
         """Ranks that are held up, or out of reach, for a while."""
-        return {rank for fault in self.faults if fault.kind != "kill" for rank in fault.ranks}
+        held = [fault for fault in self.faults if fault.kind not in ("kill", "join")]
+        return {rank for fault in held for rank in fault.ranks}
+
+    @property
+    def joins(self) -> list[int]:
+        """Which of its faults bring others in."""
+        return [number for number, fault in enumerate(self.faults) if fault.kind == "join"]
 
     @property
     def paused(self) -> set[int]:

@@ -11,6 +11,8 @@ __all__ = ["judge", "print_table"]
 
 _POINTS = 1.0  # of accuracy that faults may cost
 _SPARE_SECONDS = 20.0  # beyond the undisturbed run and the faults themselves
+_LONGER_BY = 3.0  # trainings that others join
+_IS_OVER = ("came to its end", "is over", "has ended")
 _SLOWER = 3.0  # than undisturbed, where ranks share few cores with another script
 
 
@@ -29,7 +31,8 @@ def judge(script: Script, found: dict[str, Any], undisturbed: dict[str, Any]) ->
     accuracy = summary.get("accuracy")
     lasting = sum(fault.seconds for fault in script.faults)
     starts = script.resumes + 1
-    bound = starts * (_SLOWER * undisturbed["seconds"] + _SPARE_SECONDS) + 2 * lasting
+    longer = _LONGER_BY * _SLOWER * undisturbed["seconds"] if script.joins else 0.0
+    bound = starts * (_SLOWER * undisturbed["seconds"] + _SPARE_SECONDS) + 2 * lasting + longer
     why = [
         *_end(script, found),
         *(
@@ -54,6 +57,7 @@ def judge(script: Script, found: dict[str, Any], undisturbed: dict[str, Any]) ->
         why.append(f"took {found['seconds']:.1f} s, more than {bound:.1f} s")
     why += found["left"]
     why += found.get("differs", [])
+    why += _not_joined(found)
     if found.get("starts", starts) != starts:
         why.append(f"came to its end in start {found['starts']} of {starts}")
     steps = {
@@ -68,6 +72,7 @@ def judge(script: Script, found: dict[str, Any], undisturbed: dict[str, Any]) ->
         "faults": [str(fault) for fault in script.faults],
         "faults_begun": len(found["begun"]),
         "bit_for_bit": found["differs"] == [] if "differs" in found else None,
+        "joined": sorted(one["rank"] for one in summary.get("joined", [])),
         "way": "hosts" if script.of_links else "launcher",
         "outcome": "failed" if why else "as promised",
         "why": why,
@@ -85,6 +90,15 @@ def judge(script: Script, found: dict[str, Any], undisturbed: dict[str, Any]) ->
         "steps_per_rank": summary.get("steps_per_rank"),
         "lost_because": summary.get("lost_because"),
     }
+
+
+def _not_joined(found: dict[str, Any]) -> list[str]:
+    """What kept others from joining, but that the run was over before."""
+    return [
+        f"join {number}: {how.get('error') or 'exit code ' + str(how['exit_code'])}"
+        for number, how in found.get("joins", {}).items()
+        if how.get("exit_code") != 0 and not any(w in how.get("error", "") for w in _IS_OVER)
+    ]
 
 
 def _points(undisturbed: float, accuracies: Sequence[float]) -> float | None:

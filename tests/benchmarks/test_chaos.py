@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from benchmarks.chaos.__main__ import Results
 from benchmarks.chaos._director import story
-from benchmarks.chaos._draw import FIRST_RESUMED, SCRIPTS, draw_script
+from benchmarks.chaos._draw import FIRST_JOINED, FIRST_RESUMED, SCRIPTS, draw_script
 from benchmarks.chaos._pool import _begun_anew
 from benchmarks.chaos._script import Fault, Script, Setting
 from benchmarks.chaos._training import EVALUATIONS, STEPS
@@ -164,8 +164,8 @@ def test_a_story_tells_in_order_what_happened():
 
 
 def test_a_later_seed_is_a_run_whose_ranks_all_die_and_that_is_resumed():
-    scripts = [draw(seed) for seed in range(FIRST_RESUMED, SCRIPTS)]
-    assert scripts == [draw(seed) for seed in range(FIRST_RESUMED, SCRIPTS)]
+    scripts = [draw(seed) for seed in range(FIRST_RESUMED, FIRST_JOINED)]
+    assert scripts == [draw(seed) for seed in range(FIRST_RESUMED, FIRST_JOINED)]
     for script in scripts:
         everybody = {*range(script.setting.world_size)}
         for start in range(1, script.resumes + 1):
@@ -211,3 +211,32 @@ def test_twins_are_compared_bit_for_bit_but_for_times(tmp_path):
     assert differences(tmp_path / "same", twin, 1) == [
         "rank 0 wrote 0 lines of metrics, its twin 2"
     ]
+
+
+def test_the_last_seeds_are_runs_that_others_join():
+    scripts = [draw(seed) for seed in range(FIRST_JOINED, SCRIPTS)]
+    assert scripts == [draw(seed) for seed in range(FIRST_JOINED, SCRIPTS)]
+    for script in scripts:
+        assert script.joins
+        assert not script.of_links
+        for number in script.joins:
+            (clock,) = script.faults[number].ranks
+            assert clock not in script.killed | script.disturbed, "somebody must tell the time"
+            assert script.faults[number].count in (1, 2)
+        assert Script.from_json(json.loads(json.dumps(script.to_json()))) == script
+    assert {len(script.killed) for script in scripts} == {0, 1}
+
+
+def test_who_could_not_join_is_told_unless_the_run_was_over():
+    script = draw(FIRST_JOINED)
+    told = found(script, dict.fromkeys(range(3), 0.83))
+
+    def why(**joins):
+        return judge(script, told | {"joins": joins}, UNDISTURBED)["why"]
+
+    assert why(**{"0": {"exit_code": 0, "parts": []}}) == []
+    assert why(**{"0": {"error": "RunFailedError: the run came to its end meanwhile"}}) == []
+    assert why(**{"0": {"error": "GossipError: nobody answers"}}) == [
+        "join 0: GossipError: nobody answers"
+    ]
+    assert why(**{"0": {"exit_code": 130}}) == ["join 0: exit code 130"]
