@@ -4,14 +4,17 @@ import socket
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from gossipgrad.data import Dataset, DatasetInfo, TensorSamples
+from gossipgrad.decentralized import GossipSession
+from gossipgrad.errors import GossipError
 from gossipgrad.train import JoinConfig, TrainConfig, join_run
-from gossipgrad.train._invitation import Invitation, fingerprint_of, root_of
+from gossipgrad.train._invitation import Invitation, fingerprint_of, invite, root_of
 from gossipgrad.train._joining import find_run
 from gossipgrad.train._layout import RunDir
 
@@ -147,6 +150,27 @@ def test_what_is_no_invitation_is_refused(run_dir, content):
 def test_a_secret_that_is_no_good_is_refused(run_dir, tmp_path, monkeypatch):
     monkeypatch.setenv("GOSSIPGRAD_SECRET_FILE", str(tmp_path / "none"))
     assert refused(run_dir).startswith("cannot read GOSSIPGRAD_SECRET_FILE=")
+
+
+def test_a_store_that_is_slow_to_answer_ends_no_run(run_dir):
+    class Slow(GossipSession):
+        group = SimpleNamespace(store=dist.HashStore())
+
+        def __init__(self):
+            pass
+
+        def invitation(self):
+            raise GossipError("the store does not answer: it had 10 s")
+
+    x = torch.zeros(4, 1, 2, 3)
+    samples = TensorSamples(x, torch.arange(4))
+    info = DatasetInfo(
+        name="toy", input_shape=(1, 2, 3), num_classes=4, train_samples=4, test_samples=4
+    )
+    assert invite(Slow(), Dataset(info=info, train=samples, test=samples), run_dir) is None
+    assert refused(run_dir) == (
+        "the run in RUN cannot be joined: the store does not answer: it had 10 s"
+    )
 
 
 def test_options_of_a_joiner_are_checked():

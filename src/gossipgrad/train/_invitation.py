@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from gossipgrad.data import Dataset, Samples
 from gossipgrad.decentralized import GossipSession
+from gossipgrad.errors import GossipError
 
 from ._layout import RunDir
 
@@ -46,7 +47,7 @@ class Invitation:
         text = refusal = None
         try:
             text = session.invitation()
-        except ValueError as error:
+        except (ValueError, GossipError) as error:  # a slow store is no reason not to train
             refusal = str(error)
         return cls(
             text=text,
