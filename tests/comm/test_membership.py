@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from gossipgrad.comm import Heartbeats, Membership, MemberWatch
 from gossipgrad.comm._membership import Record
+from gossipgrad.errors import GossipError
 from support.waiting import until
 from support.watches import SETTINGS, pass_seconds
 
@@ -67,6 +68,16 @@ def test_a_record_comes_back_from_its_text():
     assert Membership.from_text(second.to_text()) == second
     assert (second.generation, second.living, set(second.lost)) == (2, (2,), {1})
     assert second.without({1: "again"}, left=False, by=2) is second
+
+
+def test_nobody_joins_a_run_whose_members_have_all_left():
+    """Though a newcomer that knows an older generation still sees some of them."""
+    first = Membership.first(2)
+    record = Record(dist.HashStore(), first)
+    over = record.replace(first, first.without({0: "left", 1: "left"}, left=True, by=0))
+    with pytest.raises(GossipError, match="the run is over: rank 2 joins nobody"):
+        record.add(first, 2, donor=0, introduction=())
+    assert record.read() == over
 
 
 def test_who_beats_stays(watches, clock):

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
+from gossipgrad.errors import GossipError
+
 __all__ = ["Joining", "Loss", "Membership", "Record", "Store"]
 
 _KEY = "membership"
@@ -186,8 +188,16 @@ class Record:
     def add(
         self, current: Membership, rank: int, *, donor: int, introduction: Sequence[Any]
     ) -> Membership:
-        """Writes the next generation with a newcomer, whatever the newest is; returns it."""
+        """Writes the next generation with a newcomer, whatever the newest is; returns it.
+
+        Raises:
+            GossipError: Nobody lives any more whom it could join.
+        """
         while rank not in {*current.living, *current.gone}:
+            if not current.living:
+                raise GossipError(
+                    f"the run is over: rank {rank} joins nobody, all members have ended"
+                )
             desired = current.with_newcomer(rank, donor=donor, introduction=introduction)
             current = self.replace(current, desired)
         return current

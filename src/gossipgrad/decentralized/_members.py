@@ -124,7 +124,7 @@ class Members:
         """Becomes a member, where this rank joins others; waits for the store alone.
 
         Raises:
-            GossipError: The store does not answer.
+            GossipError: The store does not answer, or all members have ended.
         """
         watch, transport = self.watch, rounds.channel.transport
         assert watch is not None
@@ -132,6 +132,8 @@ class Members:
         asked = AskedStore(self._group.store)
         try:
             asked.ask(lambda store: watch.enter(donor, transport.introduction))
+        except GossipError:
+            raise
         except RuntimeError as error:
             raise GossipError(
                 f"the store could not be told that rank {self._group.rank} joins: "
