@@ -217,6 +217,27 @@ def test_long_past_epochs_are_forgotten_in_the_store():
     assert store.check(["shares/11/0", "shares/11/1"])
 
 
+@pytest.mark.parametrize("disturbed", [False, True])
+@pytest.mark.parametrize("make_store", [dist.HashStore, tcp_store])
+def test_a_rank_that_is_many_epochs_behind_doubles_nothing(make_store, disturbed):
+    """The others have let go of the epoch that it is in, and it has news to tell of that."""
+    run = Run(36, 3, make_store())
+    run.in_turn(0, 1, 2, epoch=0, steps=1)
+    if disturbed:
+        run.change(1, 2)
+    run.in_turn(2, epoch=0, steps=1)
+    others = (1,) if disturbed else (0, 1)
+    for epoch in range(10):
+        run.in_turn(*others, epoch=epoch)
+    for epoch in range(10):
+        run.in_turn(2, epoch=epoch)
+        lost = run.times(epoch, 0) if disturbed else {}
+        assert set(run.times(epoch)) == set(range(36))
+        assert all(times == 1 + (one in lost) for one, times in run.times(epoch).items()), epoch
+    run.ranks[2].leave()
+    assert run.total("samples_untold") == 0, "the store is never awaited in vain"
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_a_storm_of_comings_and_goings(seed):
     """Ranks come, leave or die, and hear of it at unlike times, or when their epoch is over."""

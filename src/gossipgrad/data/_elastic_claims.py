@@ -90,6 +90,7 @@ class Claims:
         self._epochs: dict[int, _Epoch] = {}
         self._arrears: deque[Piece] = deque()
         self._generation = -1
+        self._newest = -1  # epoch that is known to have begun
 
     def take(self, store: ClaimStore, view: View, epoch: int, used: Parts) -> Piece | None:
         """Claims what comes next for this rank, None if nothing is left; tells what it has used.
@@ -149,6 +150,13 @@ class Claims:
                     return piece._replace(start=free.start, stop=free.stop)
         return None
 
+    def _is_past(self, epoch: int) -> bool:
+        """Whether the store may have let go of an epoch: what it says of it counts no more.
+
+        Of one in which ranks came or went, others have taken by then what nobody had claimed.
+        """
+        return epoch + _KEPT_EPOCHS <= self._newest
+
     def _next(self, store: ClaimStore, view: View, epoch: int, used: Parts) -> Piece | None:
         for queue in (self._arrears, self._epochs[epoch].queue):
             while queue:
@@ -165,7 +173,7 @@ class Claims:
         """Claims of what nobody has: ever less at a time, so that all come to the end together."""
         deal, living = self._deal, len(view.living)
         surveyed = False
-        while True:
+        while not self._is_past(epoch):
             free = [
                 Piece(epoch, share, part.start, part.stop)
                 for share in range(deal.shares)
@@ -185,6 +193,7 @@ class Claims:
             part = self._write(store, view, epoch, piece.share, used, wanted)
             if part is not None:
                 return piece._replace(start=part.start, stop=part.stop)
+        return None
 
     def _look_back(self, store: ClaimStore, view: View, used: Parts) -> None:
         """Looks up what those who are gone since have left of the epochs before."""
@@ -192,6 +201,9 @@ class Claims:
             if not (gone := set(ended) - set(view.living)):
                 continue
             self._survey(store, view, epoch, used)
+            if self._is_past(epoch):
+                self.ended.pop(epoch)
+                continue
             for share in range(self._deal.shares):
                 for batch in self._left_by(gone, view, epoch, share, ended):
                     self._arrears.append(Piece(epoch, share, batch, batch + 1))
@@ -216,14 +228,21 @@ class Claims:
         ]
 
     def _survey(self, store: ClaimStore, view: View, epoch: int, used: Parts) -> None:
-        """Reads all claims of an epoch."""
-        state = self._epochs.setdefault(epoch, _Epoch())
-        others = 0
+        """Reads all claims of an epoch, unless the store may have let go of them."""
+        if self._is_past(epoch):
+            return
+        texts = {}
         for share in range(self._deal.shares):
             self.requests += 1
-            state.texts[share] = store.compare_set(self._key(epoch, share), "", "").decode()
-            spans = self._known(epoch, share)
-            others += sum(span.used for span in spans if span.rank != view.rank)
+            texts[share] = store.compare_set(self._key(epoch, share), "", "").decode()
+        # Asked behind them: what is let go of after that was read in time.
+        self._newest = max(self._newest, self.newest(store))
+        if self._is_past(epoch):
+            return
+        state = self._epochs.setdefault(epoch, _Epoch())
+        state.texts = texts
+        spans = [span for share in texts for span in self._known(epoch, share)]
+        others = sum(span.used for span in spans if span.rank != view.rank)
         state.surveyed_seconds = self._now()
         own = sum(len(part) for (e, _), parts in used.items() if e == epoch for part in parts)
         self.done[epoch] = Done(others=others, own=own, living=len(view.living))
@@ -253,11 +272,19 @@ class Claims:
             after = to_text(spans if part is None else claimed(spans, part, view))
             if after == to_text(parse(before)):
                 return None
+            if self._is_past(epoch):
+                if epoch in self.disturbed or share != view.rank:
+                    return None
+                texts[share] = after  # its own share, which nobody else takes of
+                return part
             self.requests += 1
             texts[share] = store.compare_set(self._key(epoch, share), before, after).decode()
-            if texts[share] == after:  # else another rank was faster
+            if texts[share] == after:
                 self.begun += [Piece(epoch, share, one.start, one.stop) for one in over]
                 return part
+            if texts[share] == before:  # what torch's stores say of a key that is gone
+                self._newest = max(self._newest, epoch + _KEPT_EPOCHS)
+            # Else another rank was faster.
 
     def _begin(self, store: ClaimStore, view: View, epoch: int) -> None:
         """Says that an epoch has begun; lets go of those long past, here and in the store."""
@@ -266,6 +293,7 @@ class Claims:
             self.requests += 1
             told = store.compare_set(_NEWEST, before, str(epoch)).decode()
             before, begun = told, int(told or -1)
+        self._newest = max(self._newest, begun)
         for past in [e for e in self._epochs if e < epoch - _REMEMBERED_EPOCHS]:
             del self._epochs[past]
             self.done.pop(past, None)
