@@ -47,6 +47,9 @@ def test_training_goes_on_when_the_store_is_lost(caplog):
         me.train(2)
         assert me.session.unreachable.keys() == {1}
         assert "its link broke, and the rendezvous store is lost" in me.session.unreachable[1]
+        if me.rank == 0:
+            me.train_until(lambda: me.session.departed == {1, 2})
+            assert me.session.unreachable.keys() == {1}, "rank 2 has left"
         return mean
 
     with caplog.at_level(logging.WARNING, "gossipgrad.comm._member_watch"):

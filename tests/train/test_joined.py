@@ -10,7 +10,8 @@ import pytest
 
 from gossipgrad.comm import Membership
 from gossipgrad.trace import write_report
-from gossipgrad.train import TrainConfig, _joined
+from gossipgrad.train import JoinConfig, TrainConfig, _join_run, _joined
+from gossipgrad.train._join_launcher import Joiners
 from gossipgrad.train._joined import collect_joined, let_go, read_file
 from gossipgrad.train._layout import RunDir
 from gossipgrad.train._orphaned import put_together_if_orphaned
@@ -201,10 +202,38 @@ def test_it_is_left_to_the_run_while_that_lives(run_dir):
     assert orphans(run_dir, knows(2, 2, lost=lost)) is not None
 
 
-@pytest.mark.parametrize(("unreachable", "leaves"), [({}, True), ({0: "killed"}, False)])
-def test_the_last_one_that_is_left_does_not_leave_but_ends_the_run(unreachable, leaves):
+def test_all_who_left_at_once_put_it_together_unless_others_go_on(run_dir):
+    lost = {"0": LOSS, "1": LOSS}
+    left = [knows(rank, 2, 3, 4, lost=lost, left=True) for rank in (2, 3)]
+    run_dir.rank_joined(4).touch()
+    assert orphans(run_dir, *left) is None, "rank 4 goes on"
+    hand_in(run_dir, 4, cause="failed: no memory")
+    summary = orphans(run_dir, *left)
+    assert [one["end"] for one in summary["joined"]] == ["left", "left", "lost"]
+    assert run_dir.model.exists()
+
+
+def test_one_of_several_that_left_does_not_keep_the_last_from_it(run_dir, monkeypatch):
+    lost = {"0": LOSS, "1": LOSS}
+    results = [knows(2, 2, 3, lost=lost, left=True), knows(3, 2, 3, lost=lost)]
+    config = TrainConfig(nproc=2).resolved(nproc=2, out=run_dir.path)
+    config.write(run_dir.config, {})
+    for one in results:
+        run_dir.rank_model(one.rank).write_bytes(b"")
+    joiners = Joiners(
+        results={one.rank: one for one in results}, failures=[], stopped_by=None, joined=True
+    )
+    monkeypatch.setattr(_join_run, "find_run", lambda _: (config, run_dir, None))
+    monkeypatch.setattr(_join_run, "launch_joiners", lambda *_: joiners)
+    outcome = _join_run.join_run(JoinConfig(run=run_dir.path, nproc=2, quiet=True))
+    assert outcome.summary is not None
+    assert [one["end"] for one in outcome.summary["joined"]] == ["left", "finished"]
+
+
+@pytest.mark.parametrize(("departed", "leaves"), [(set(), True), ({0}, False)])
+def test_the_last_one_that_is_left_does_not_leave_but_ends_the_run(departed, leaves):
     strategy = object.__new__(Gossip)
     living = Membership(generation=3, living=(0, 2))
-    strategy._session = SimpleNamespace(rank=2, membership=living, unreachable=unreachable)
+    strategy._session = SimpleNamespace(rank=2, membership=living, departed=departed)
     strategy._leaver = SimpleNamespace(leaves=True)
     assert strategy._leaves == leaves

@@ -81,6 +81,11 @@ class Belonging(ABC):
         """Members that this rank lost while the rendezvous store could not be asked, and why."""
         return self._members.unreachable(self._rounds)
 
+    @property
+    def departed(self) -> set[int]:
+        """Members that were lost, or left, while the rendezvous store could not be asked."""
+        return self._members.departed(self._rounds)
+
     def invitation(self) -> str:
         """What others need to know to join this run with `gg.join`; local, but for the store.
 

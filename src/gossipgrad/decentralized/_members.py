@@ -174,6 +174,12 @@ class Members:
             if how != "left" and rank in self.current.living
         }
 
+    def departed(self, rounds: Rounds | None) -> set[int]:
+        """Members whose links ended, in order or not, while the membership is frozen."""
+        if self.watch is None or rounds is None or self.watch.frozen is None:
+            return set()
+        return {*rounds.channel.gone} & {*self.current.living}
+
     def end(self, error: BaseException | None = None) -> None:
         """Leaves the membership; one that dies by script just falls silent."""
         if self.giving is not None:

@@ -75,9 +75,10 @@ def join_run(options: JoinConfig) -> JoinOutcome:
     finally:
         progress.close()
     results, summary = joiners.results.values(), None
-    if results and not any(result.left for result in results):
+    if results:
         summary = put_together_if_orphaned(config, run_dir, joiners.results)
-        summary = summary or _await_summary(run_dir)
+    if summary is None and not all(result.left for result in results):
+        summary = _await_summary(run_dir)
     cut_short = not results or any(result.stopped for result in results)
     return JoinOutcome(
         exit_code=exit_code_of(joiners.stopped_by if cut_short else None),

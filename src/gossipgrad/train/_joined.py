@@ -77,6 +77,16 @@ def let_go(run_dir: RunDir) -> None:
         run_dir.remove_partial()
 
 
+def some_go_on(run_dir: RunDir, results: Mapping[int, RankResult], lost: Iterable[int]) -> bool:
+    """Whether ranks that joined may train on, beside those that came to their end or are lost."""
+    now = time.time()
+    return any(
+        read_file(run_dir, rank) is None
+        and now - _last_sign_seconds(run_dir, rank) < _SILENT_SECONDS
+        for rank in {*_came(run_dir)} - {*results} - {*lost}
+    )
+
+
 def read_file(run_dir: RunDir, rank: int) -> HandedIn | None:
     """What a rank has left in the folder of the run."""
     with suppress(OSError, ValueError):

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from ._config import TrainConfig
-from ._joined import collect_joined, read_file
+from ._joined import collect_joined, read_file, some_go_on
 from ._layout import RunDir
 from ._losses import stands_for_most
 from ._result import RankResult
@@ -18,7 +18,7 @@ def put_together_if_orphaned(
 ) -> dict[str, Any] | None:
     """The summary of a run that nobody else puts together: all ranks of its start are lost.
 
-    None if they are not, or somebody is at it.
+    None if they are not, or somebody is at it, or those here have left it and others go on.
 
     Args:
         config: The options, resolved.
@@ -29,6 +29,8 @@ def put_together_if_orphaned(
     lost = {int(rank): loss["why"] for one in results.values() for rank, loss in one.lost.items()}
     founders = range(config.nproc)
     if not set(founders) <= set(lost):
+        return None
+    if all(one.left for one in results.values()) and some_go_on(run_dir, results, lost):
         return None
     with run_lock(run_dir) as mine:
         if not mine:

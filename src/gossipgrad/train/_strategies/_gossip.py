@@ -133,7 +133,7 @@ class Gossip(Strategy):
     @property
     def _leaves(self) -> bool:
         """Whether this rank leaves a run that others go on with; the last one ends it."""
-        others = {*self.living} - {self._session.rank} - {*self._session.unreachable}
+        others = {*self.living} - {self._session.rank} - self._session.departed
         return self._leaver is not None and self._leaver.leaves and bool(others)
 
     @property
