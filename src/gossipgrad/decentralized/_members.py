@@ -1,6 +1,7 @@
 """A session's place in the membership: taking up new generations, and leaving."""
 
 import logging
+import threading
 from collections.abc import Mapping
 
 import torch.distributed as dist
@@ -129,9 +130,19 @@ class Members:
         watch, transport = self.watch, rounds.channel.transport
         assert watch is not None
         assert isinstance(transport, Joinable)
+        over = threading.Event()
+
+        def enter(_: dist.Store) -> None:
+            if over.is_set():
+                return
+            watch.enter(donor, transport.introduction)
+            if over.is_set():  # too late: nobody beats for this rank
+                watch.leave()
+                watch.start()  # and says in the store that it has left
+
         asked = AskedStore(self._group.store)
         try:
-            asked.ask(lambda store: watch.enter(donor, transport.introduction))
+            asked.ask(enter)
         except GossipError:
             raise
         except RuntimeError as error:
@@ -140,6 +151,7 @@ class Members:
                 f"{first_line(error)}"
             ) from error
         finally:
+            over.set()  # a question without an answer by now comes to nothing
             asked.close()
         watch.start()
         self.take_up(rounds)
