@@ -163,6 +163,27 @@ def test_what_a_dead_rank_left_of_an_epoch_is_used_in_the_next():
     assert run.times(1) == once(120)
 
 
+@pytest.mark.parametrize("heard_of", [False, True])
+def test_what_a_newcomer_left_that_came_unheard_of_is_used_in_the_next(heard_of):
+    """The others had come to the end of the epoch without it; it died before they knew, or soon."""
+    run = Run(80, 2)
+    run.in_turn(0, 1, epoch=0, steps=3)
+    run.change(0, 1, 2, known_to=(2,))
+    run.in_turn(2, epoch=0, steps=3)
+    run.in_turn(0, 1, epoch=0)
+    assert len(run.times(0)) < 80
+    if heard_of:
+        run.learn(0, 1)
+        run.in_turn(0, 1, epoch=1, steps=3)
+    run.change(0, 1)
+    run.in_turn(0, 1, epoch=1)
+    assert len(run.times(0)) == 80
+    assert sum(run.times(0).values()) - 80 <= run.total("samples_used_twice_at_most", 0, 1)
+    for rank in (0, 1):
+        run.ranks[rank].leave()
+    assert run.total("samples_left", 0, 1) == 0
+
+
 def test_what_nobody_trains_on_any_more_is_told():
     run = Run(120, 3)
     run.in_turn(0, 1, 2, epoch=0, steps=7)

@@ -197,16 +197,24 @@ class Claims:
 
     def _look_back(self, store: ClaimStore, view: View, used: Parts) -> None:
         """Looks up what those who are gone since have left of the epochs before."""
+        if view.generation == 0:
+            return  # nobody has gone
+        waiting = {*self._arrears}
         for epoch, ended in [*self.ended.items()]:
-            if not (gone := set(ended) - set(view.living)):
-                continue
             self._survey(store, view, epoch, used)
             if self._is_past(epoch):
                 self.ended.pop(epoch)
                 continue
-            for share in range(self._deal.shares):
-                for batch in self._left_by(gone, view, epoch, share, ended):
-                    self._arrears.append(Piece(epoch, share, batch, batch + 1))
+            shares = range(self._deal.shares)
+            # Those, too, that joined and have gone without this rank's hearing of them.
+            claimants = {span.rank for share in shares for span in self._known(epoch, share)}
+            gone = {*ended, *claimants} - {*view.living}
+            left = [
+                Piece(epoch, share, batch, batch + 1)
+                for share in shares
+                for batch in self._left_by(gone, view, epoch, share, ended)
+            ]
+            self._arrears.extend(piece for piece in left if piece not in waiting)
             self.ended[epoch] = view.living
         # Each begins elsewhere, or all would claim the same.
         self._arrears.rotate(
