@@ -83,5 +83,8 @@ def test_tells_what_each_did(capsys):
         "accuracy 95.00%",
         "report run/report.html",
     ]
+    failures = ["rank 5 was killed by SIGKILL"]
+    print_joined(JoinOutcome(exit_code=0, run_dir=Path("run"), parts=parts[:1], failures=failures))
+    assert capsys.readouterr().out.splitlines()[1:] == failures
     print_joined(JoinOutcome(exit_code=130, run_dir=Path("run"), parts=[]))
     assert capsys.readouterr().out == "stopped before a worker had joined; the run goes on\n"

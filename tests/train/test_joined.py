@@ -220,13 +220,15 @@ def test_one_of_several_that_left_does_not_keep_the_last_from_it(run_dir, monkey
     config.write(run_dir.config, {})
     for one in results:
         run_dir.rank_model(one.rank).write_bytes(b"")
+    failures = ["rank 4 failed: no memory"]
     joiners = Joiners(
-        results={one.rank: one for one in results}, failures=[], stopped_by=None, joined=True
+        results={one.rank: one for one in results}, failures=failures, stopped_by=None, joined=True
     )
     monkeypatch.setattr(_join_run, "find_run", lambda _: (config, run_dir, None))
     monkeypatch.setattr(_join_run, "launch_joiners", lambda *_: joiners)
     outcome = _join_run.join_run(JoinConfig(run=run_dir.path, nproc=2, quiet=True))
     assert outcome.summary is not None
+    assert outcome.failures == failures
     assert [one["end"] for one in outcome.summary["joined"]] == ["left", "finished"]
 
 

@@ -167,6 +167,8 @@ def print_joined(outcome: JoinOutcome) -> None:
         end = "and left the run, which goes on" if part["left"] else "to the end of the run"
         samples = f"{part['steps']:,} steps on {part['samples']:,} samples"
         print(f"rank {part['rank']} trained {samples}, {end}")
+    for failure in outcome.failures:
+        print(failure)
     if not outcome.parts:
         print("stopped before a worker had joined; the run goes on")
     if outcome.summary is not None:

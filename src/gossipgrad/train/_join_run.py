@@ -2,7 +2,7 @@
 
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +24,21 @@ class JoinOutcome:
     """How joining a run ended.
 
     Attributes:
-        exit_code: For the shell: 0 when the run came to its end, 130 after Ctrl-C and 143 after
-            SIGTERM.
+        exit_code: For the shell: 0 when the run came to its end, also when some of several workers
+            failed on the way; 130 after Ctrl-C and 143 after SIGTERM.
         run_dir: The folder of the run.
         parts: Of each worker that joined and came to its end: its "rank", its "steps" and
             "samples", and whether it "left" before the others stopped.
         summary: The content of the run's `summary.json`; None if it goes on, or was not put
             together in time.
+        failures: Why workers did not come to their end, each in words that begin with which.
     """
 
     exit_code: int
     run_dir: Path
     parts: list[dict[str, Any]]
     summary: dict[str, Any] | None = None
+    failures: list[str] = field(default_factory=list)
 
 
 def join_run(options: JoinConfig) -> JoinOutcome:
@@ -93,6 +95,7 @@ def join_run(options: JoinConfig) -> JoinOutcome:
             for rank, result in sorted(joiners.results.items())
         ],
         summary=summary,
+        failures=joiners.failures,
     )
 
 
