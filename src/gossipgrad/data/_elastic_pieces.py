@@ -215,6 +215,7 @@ class Pieces:
                 "come or go meanwhile, some may be used twice or not at all",
                 self._member.rank,
                 why,
+                extra={"store_silent": why},
             )
         piece = self.claims.guess(self._view(), epoch, self._given.parts)
         if piece is not None:

@@ -7,8 +7,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from gossipgrad.comm import MemberWatch
+from gossipgrad.data import ElasticBatches
 
 from ._metrics import Event
+
+_SHARES = f"{ElasticBatches.__module__}_pieces"
 
 # Since when, until when if it came back, in seconds since 1970, and why.
 StoreLoss = dict[str, Any]
@@ -16,7 +19,10 @@ StoreLoss = dict[str, Any]
 
 @contextmanager
 def store_news(emit: Callable[[Event], None]) -> Iterator[list[StoreLoss]]:
-    """Hears, inside, when the store was lost; each time is noted, and told as a "store" event."""
+    """Hears, inside, when the store was lost; each time is noted, and told as a "store" event.
+
+    That samples are dealt without it is not told beside that: the summary says what came of it.
+    """
     losses: list[StoreLoss] = []
 
     def hear(record: logging.LogRecord) -> bool:
@@ -30,12 +36,17 @@ def store_news(emit: Callable[[Event], None]) -> Iterator[list[StoreLoss]]:
             emit({"event": "store", "lost": why is not None, "text": text})
         return True
 
-    logger = logging.getLogger(MemberWatch.__module__)
-    logger.addFilter(hear)
+    def told_already(record: logging.LogRecord) -> bool:
+        return not hasattr(record, "store_silent")
+
+    watch, shares = logging.getLogger(MemberWatch.__module__), logging.getLogger(_SHARES)
+    watch.addFilter(hear)
+    shares.addFilter(told_already)
     try:
         yield losses
     finally:
-        logger.removeFilter(hear)
+        watch.removeFilter(hear)
+        shares.removeFilter(told_already)
 
 
 def notes_on_store(losses: Collection[StoreLoss]) -> tuple[str, ...]:
