@@ -190,7 +190,7 @@ def test_a_link_that_broke_is_not_made_again_by_itself_and_is_no_attack(
     while not ends[1]._listener.door._speakers:  # a new connection makes the door look
         dial(port_of(ends[1])).close()
         dialled += 1
-        until(lambda: ends[1].refused_connections == dialled)
+        until(lambda count=dialled: ends[1].refused_connections == count)
     before = ends[1].refused_connections
     relay.cut()
     if polls:
