@@ -36,3 +36,11 @@ def test_what_any_rank_could_not_save_is_told(capsys):
     progress = PlainProgress(TrainConfig(), 2)
     progress.take(1, {"event": "checkpoint", "text": "rank 1: a checkpoint could not be saved"})
     assert capsys.readouterr().err == "gossipgrad: rank 1: a checkpoint could not be saved\n"
+
+
+def test_what_any_rank_knows_of_who_came_and_went_is_told_once(capsys):
+    """Of the rank that tells of steps nothing may come any more."""
+    progress = PlainProgress(TrainConfig(), 3)
+    for rank, text in ((1, "rank 3 has joined"), (0, "rank 3 has joined"), (2, "rank 3 has left")):
+        progress.take(rank, {"event": "members", "text": text})
+    assert capsys.readouterr().err == "gossipgrad: rank 3 has joined\ngossipgrad: rank 3 has left\n"

@@ -26,6 +26,7 @@ class Progress:
         self._lost: set[int] = set()
         self._world_size = world_size
         self._store_lost = False
+        self._news: set[str] = set()
 
     def take(self, rank: int, event: Event) -> None:
         """Take an event of a rank."""
@@ -38,6 +39,10 @@ class Progress:
             self.notice(event["text"])
         if kind == "checkpoint":
             self.notice(event["text"])
+        # All learn of it, and one of them may die just then.
+        if kind == "members" and event["text"] not in self._news:
+            self._news.add(event["text"])
+            self.notice(event["text"])
         if rank == min(set(range(self._world_size)) - self._lost, default=None):
             if kind == "ready":
                 self._show_start(event["total_steps"])
@@ -45,8 +50,6 @@ class Progress:
                 self._show_step(event)
             elif kind == "epoch":
                 self._show_epoch(event)
-            elif kind == "members":
-                self.notice(event["text"])
 
     def lose(self, rank: int) -> None:
         """Take note that a rank is gone; the next one is shown if it was the lowest."""
