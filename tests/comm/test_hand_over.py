@@ -4,7 +4,7 @@ import secrets
 
 import torch
 
-from gossipgrad.comm import Channel, Hub, Outcome, Part
+from gossipgrad.comm import Channel, Hub, Outcome, Part, is_joinable
 
 PLAN = (Part(torch.float32, 2),)
 
@@ -55,3 +55,11 @@ def test_what_a_stranger_sends_is_still_refused():
     assert a.refused == 1
     for channel in (a, b):
         channel.close(0.0)
+
+
+def test_links_that_were_handed_over_can_be_joined_as_before():
+    hub = Hub(2)
+    plain, joinable = hub.transport(0), hub.transport(1)
+    joinable.take_in = lambda rank, introduction: None
+    a, b = channels([plain, joinable])
+    assert [is_joinable(channel.hand_over()) for channel in (a, b)] == [False, True]

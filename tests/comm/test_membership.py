@@ -68,6 +68,10 @@ def test_a_record_comes_back_from_its_text():
     assert Membership.from_text(second.to_text()) == second
     assert (second.generation, second.living, set(second.lost)) == (2, (2,), {1})
     assert second.without({1: "again"}, left=False, by=2) is second
+    third = second.with_newcomer(3, donor=2, introduction=("tcp://host:1", "00", False, "ab"))
+    assert Membership.from_text(third.to_text()) == third
+    assert third.joined[3].introduction == ("tcp://host:1", "00", False, "ab")
+    assert third.without({3: "silent"}, left=False, by=2).joined[3].introduction == ()
 
 
 def test_nobody_joins_a_run_whose_members_have_all_left():

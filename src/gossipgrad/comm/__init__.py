@@ -48,6 +48,7 @@ from gossipgrad.comm._transport import Lost as Lost
 from gossipgrad.comm._transport import Sent as Sent
 from gossipgrad.comm._transport import Ticket as Ticket
 from gossipgrad.comm._transport import Transport as Transport
+from gossipgrad.comm._transport import is_joinable as is_joinable
 from gossipgrad.comm._transports import FaultyLinks as FaultyLinks
 from gossipgrad.comm._transports import resolve_transport as resolve_transport
 from gossipgrad.comm._wire import Header as Header

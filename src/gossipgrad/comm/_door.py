@@ -171,13 +171,14 @@ class Door:
         for socket in (self._questions, self._events, self._stopped):
             poller.register(socket, zmq.POLLIN)
         looked_seconds = time.monotonic()
-        waiting, sent_away = self._waiting, list[Peer]()
+        waiting = self._waiting
         while not self._stopped.closed:
             tick = int(1000 * _TICK_SECONDS) if len(waiting) else None
             ready = dict(poller.poll(0 if len(waiting) > waiting.most else tick))
             if self._stopped in ready:
                 return
             self._note_speakers()
+            sent_away = list[Peer]()
             if self._questions in ready:
                 sent_away += self._note_events()
                 self._answer()
@@ -189,7 +190,6 @@ class Door:
             # Behind those: whoever was found to be let in has made its event before that.
             sent_away += self._note_events()
             self._count(sent_away)
-            sent_away.clear()
 
     def _note_speakers(self) -> None:
         while self._spoke:

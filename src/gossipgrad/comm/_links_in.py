@@ -103,16 +103,13 @@ class LinksIn:
             BrokenLinkError: Something is missing before it: the link is over.
             WireError: It is none of a link.
         """
-        _, number, identity = numbered(sealed)
+        _, _, identity = numbered(sealed)
         name = f"{sender}.{identity.hex()}"
         link = self._links.get(name)
         if link is None:
             if name in self._forgotten:
                 raise WireError("it came over a link that is long over")
             link = self._add(name, _Link(sender, None))
-            if number != 1:
-                link.over = True
-                raise BrokenLinkError(sender, f"its first message has the number {number}")
         return self._open(name, link, name, sealed, 0)
 
     def _open(

@@ -69,7 +69,6 @@ class ParcelEnd:
     def send_sign(self) -> None:
         """Shows that this end lives, if it has not for a second."""
         if time.monotonic() - self._sign_seconds > _SIGN_SECONDS:
-            self._sign_seconds = time.monotonic()
             self.say("wait")
 
     def hear(self, *expected: str) -> tuple[dict[str, Any], Tensor | None]:

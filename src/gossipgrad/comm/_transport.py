@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 from torch import Tensor
 
-__all__ = ["Arrival", "Joinable", "Lost", "Sent", "Ticket", "Transport"]
+__all__ = ["Arrival", "Joinable", "Lost", "Sent", "Ticket", "Transport", "is_joinable"]
 
 
 @runtime_checkable
@@ -85,7 +85,10 @@ class Transport(Protocol):
 class Joinable(Protocol):
     """What a transport of a run can do, too, that others may join."""
 
-    introduction: list[Any]
+    @property
+    def introduction(self) -> list[Any]:
+        """What this rank introduces itself with."""
+        ...
 
     @property
     def occasion(self) -> str:
@@ -108,3 +111,9 @@ class Joinable(Protocol):
 
 class JoinableTransport(Joinable, Transport, Protocol):
     """Both of it."""
+
+
+def is_joinable(transport: object) -> TypeGuard[JoinableTransport]:
+    """Whether others may join over a transport, or over what it wraps."""
+    # isinstance() does not see what a wrapper gives by __getattr__, from Python 3.12 on.
+    return hasattr(transport, "take_in")

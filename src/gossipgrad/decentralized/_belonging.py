@@ -14,9 +14,9 @@ from gossipgrad.comm import (
     AskedStore,
     Group,
     Heartbeats,
-    Joinable,
     Membership,
     here,
+    is_joinable,
     is_sharded,
     secret_in,
 )
@@ -104,7 +104,7 @@ class Belonging(ABC):
         assert self._rounds is not None
         assert self._heartbeats is not None
         transport = self._rounds.channel.transport
-        assert isinstance(transport, Joinable)
+        assert is_joinable(transport)
         root = _root_of(self.group.store)
         asked = AskedStore(self.group.store)
         try:
@@ -135,7 +135,7 @@ class Belonging(ABC):
             return "it began with one rank, which has no links: begin with two"
         if self._heartbeats is None:
             return "its membership never changes: leave heartbeats=None out"
-        if not isinstance(self._rounds.channel.transport, Joinable):
+        if not is_joinable(self._rounds.channel.transport):
             return "its links are no ZeroMQ ones: use transport='zeromq'"
         if not isinstance(_root_of(self.group.store), dist.TCPStore):
             return (
@@ -158,7 +158,7 @@ class Belonging(ABC):
             return
         assert self._heartbeats is not None
         transport = self._rounds.channel.transport
-        assert isinstance(transport, Joinable)
+        assert is_joinable(transport)
         patience = max(_LEAST_PATIENCE_SECONDS, self._heartbeats.silent_seconds)
         giving = Giving(
             self.group.rank,

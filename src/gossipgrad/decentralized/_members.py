@@ -12,12 +12,12 @@ from gossipgrad.comm import (
     Channel,
     Group,
     Heartbeats,
-    Joinable,
     Loss,
     Membership,
     MemberWatch,
     ScriptedDeathError,
     Transport,
+    is_joinable,
 )
 from gossipgrad.decentralized._arrival import Arrival
 from gossipgrad.decentralized._giving import Giving
@@ -129,7 +129,7 @@ class Members:
         """
         watch, transport = self.watch, rounds.channel.transport
         assert watch is not None
-        assert isinstance(transport, Joinable)
+        assert is_joinable(transport)
         over = threading.Event()
 
         def enter(_: dist.Store) -> None:
@@ -214,10 +214,10 @@ class Members:
 
     def _meet_newcomers(self, latest: Membership, transport: Transport) -> None:
         """Gets to know those who have joined; who is no rank of this run is none here."""
-        met = transport.introductions if isinstance(transport, Joinable) else {}
+        met = transport.introductions if is_joinable(transport) else {}
         for rank in {*latest.joined} & {*latest.living} - {*met, self._group.rank}:
             try:
-                assert isinstance(transport, Joinable), "only those are joined"
+                assert is_joinable(transport), "only those are joined"
                 transport.take_in(rank, latest.joined[rank].introduction)
             except (AgreementError, ValueError, TypeError) as error:
                 logger.warning(
