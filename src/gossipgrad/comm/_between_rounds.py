@@ -54,7 +54,6 @@ class BetweenRounds(ABC):
         with self._lock:
             last = self._last_round
             self._grants.release(last)
-            self._ledgers.pop(self.rank, None)
             self._settlements.forget(self._ledgers.heard_of())
             for peer in [*self._ledgers]:
                 self._ledgers[peer].void_early(self.generation, past=last)

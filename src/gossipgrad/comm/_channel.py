@@ -75,7 +75,7 @@ class Channel(BetweenRounds):
         self._lock = threading.RLock()
         self._news = Unheard() if news is None else news
         self._turn = Turn()
-        self._ledgers = Ledgers(range(self.world_size) if peers is None else peers)
+        self._ledgers = Ledgers(self.rank, range(self.world_size) if peers is None else peers)
         self._arrived = peers is None
         self._outbox = Outbox(
             transport,

@@ -135,8 +135,6 @@ class FaultyTransport:
     def __init__(self, inner: Transport, faults: Faults) -> None:
         self.rank = inner.rank
         self.world_size = inner.world_size
-        self.reopens = getattr(inner, "reopens", False)
-        self.max_payload_bytes: int | None = getattr(inner, "max_payload_bytes", None)
         self._inner = inner
         self._faults = faults
         self._changed = threading.Condition()

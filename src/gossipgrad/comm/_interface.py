@@ -1,7 +1,6 @@
 """Which network interface a rank listens on."""
 
 import contextlib
-import ipaddress
 import os
 import socket
 from collections.abc import Collection
@@ -9,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gossipgrad.comm._group import Group
+from gossipgrad.comm._tcp import host_of
 
 __all__ = [
     "BIND",
@@ -21,6 +21,7 @@ __all__ = [
 ]
 
 BIND = "GOSSIPGRAD_BIND"
+_EVERYWHERE = ("0.0.0.0", "::")
 _WAY_OUT = (
     f"name the interface: {BIND}=10.0.0.7 or {BIND}=eth1 in the environment, or "
     "transport=lambda group: ZeroMQTransport(group, bind='10.0.0.7')"
@@ -50,9 +51,9 @@ def interface_of(group: Group, asked: str | None = None) -> Interface:
     Raises:
         ValueError: If another host could not reach the address.
     """
-    asked = asked or os.environ.get(BIND) or None
+    asked = asked or os.environ.get(BIND)
     one_host = len(set(group.all_gather_object(here()))) == 1
-    if asked is not None:
+    if asked:
         return Interface(asked, one_host)
     if one_host:
         return Interface("127.0.0.1", one_host)
@@ -76,14 +77,10 @@ def check_bound(interface: Interface, host: str) -> None:
         ValueError: It is such.
     """
     asked = interface.address
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return
-    address = getattr(address, "ipv4_mapped", None) or address
-    if address.is_unspecified:
+    address = host_of(host)
+    if address in _EVERYWHERE:
         raise ValueError(f"bind={asked!r} is every interface, and no address to tell: {_WAY_OUT}")
-    if address.is_loopback and not interface.one_host:
+    if is_loopback(address) and not interface.one_host:
         raise ValueError(
             f"bind={asked!r} is a loopback address, {address}, and ranks are on several hosts, "
             f"which cannot reach it: {_WAY_OUT}"
@@ -99,8 +96,8 @@ def joining_address(others: Collection[str], *, towards: str) -> str:
     Raises:
         ValueError: If they could not reach it.
     """
-    asked = os.environ.get(BIND) or None
-    if asked is None:
+    asked = os.environ.get(BIND)
+    if not asked:
         local = any(is_loopback(other) for other in others)
         asked = "127.0.0.1" if local else _own_address(towards)
     if is_loopback(asked) and not all(is_loopback(other) for other in others):
@@ -114,7 +111,8 @@ def joining_address(others: Collection[str], *, towards: str) -> str:
 
 def is_loopback(address: str) -> bool:
     """Whether an address is of no use on another host."""
-    return address.startswith("127.") or address in ("::1", "lo", "localhost")
+    host = host_of(address)
+    return host.startswith("127.") or host in ("::1", "lo", "localhost")
 
 
 def here() -> str:

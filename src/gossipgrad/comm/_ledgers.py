@@ -16,15 +16,17 @@ class Ledgers(defaultdict[int, Ledger]):
     """A ledger for each peer, made when first asked for.
 
     Args:
-        peers: The ranks that there are at the start, this one among them or not.
+        rank: This one; it has no ledger.
+        members: The ranks that there are at the start, this one among them or not.
 
     Attributes:
-        peers: All ranks that were members in a generation that this rank has lived in.
+        peers: All other ranks that were members in a generation that this rank has lived in.
     """
 
-    def __init__(self, peers: Iterable[int]) -> None:
+    def __init__(self, rank: int, members: Iterable[int]) -> None:
         super().__init__(Ledger)
-        self.peers = set(peers)
+        self._rank = rank
+        self.peers = set(members) - {rank}
 
     @property
     def early_bytes(self) -> int:
@@ -53,14 +55,15 @@ class Ledgers(defaultdict[int, Ledger]):
 
     def enter(self, living: Collection[int], *, reopens: bool) -> None:
         """Goes on among those who live: links that were lost are made anew, or new ones met."""
-        for peer in self.keys() - set(living):
+        peers = set(living) - {self._rank}
+        for peer in self.keys() - peers:
             self[peer].early.clear()
-        for peer in living:
+        for peer in peers:
             if reopens and peer in self and self[peer].gone == LOST:
                 self[peer] = Ledger()
             if peer not in self.peers and self[peer].latest < 0:
                 self[peer].absent = True
-        self.peers.update(living)
+        self.peers |= peers
 
     def resume(self, generation: int, came: Mapping[int, Sequence[int]], next_round: int) -> None:
         """A collective is over, to which some came; see `Channel.resume`."""
