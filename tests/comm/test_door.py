@@ -20,7 +20,7 @@ from gossipgrad.comm._introduction import Introduction
 from gossipgrad.comm._secret import Secret
 from gossipgrad.comm._waiting import most_waiting
 from gossipgrad.comm._zeromq_listener import Listener
-from support.hostile import command, dial, greeting, is_open
+from support.hostile import command, dial, few_may_wait, greeting, is_open, port_of
 from support.ranks import run_ranks
 from support.relays import Relay
 from support.waiting import until
@@ -50,10 +50,6 @@ def relays():
         relay.close()
 
 
-def port_of(end):
-    return int(end._endpoints[end.rank].rpartition(":")[2])
-
-
 def led_through(end, relay, peer=1):
     end._endpoints[peer] = f"tcp://127.0.0.1:{relay.port}"
 
@@ -63,11 +59,6 @@ def arrivals(end, count=1, timeout_seconds=5.0):
     events = []
     until(lambda: events.extend(end.receive(0.02)) or len(events) >= count, timeout_seconds)
     return [event.header for event in events]
-
-
-def few_may_wait(monkeypatch, most):
-    monkeypatch.setattr(_waiting, "_LEAST_WAITING", most)
-    monkeypatch.setattr(_waiting, "_MOST_WAITING", most)
 
 
 def handles_open():

@@ -12,7 +12,7 @@ import zmq
 
 import gossipgrad as gg
 from gossipgrad.comm import Channel, Outcome, Part, ZeroMQTransport, _tcp, _waiting
-from support.hostile import Tap, dial, greeting, is_open, under_attack
+from support.hostile import Tap, dial, few_may_wait, greeting, is_open, port_of, under_attack
 from support.links import RUN
 from support.ranks import run_ranks
 from support.replicas import network, set_gradients, sgd
@@ -23,10 +23,6 @@ needs_linux = pytest.mark.skipif(
 )
 D = Outcome.DELIVERED
 STEPS = 30
-
-
-def port_of(end):
-    return int(end._endpoints[end.rank].rpartition(":")[2])
 
 
 @pytest.fixture
@@ -47,11 +43,6 @@ def ends():
     yield make
     for end in made:
         end.close()
-
-
-def few_may_wait(monkeypatch, most):
-    monkeypatch.setattr(_waiting, "_LEAST_WAITING", most)
-    monkeypatch.setattr(_waiting, "_MOST_WAITING", most)
 
 
 def exchanges(a, b, rounds, first=0):
@@ -77,7 +68,7 @@ def train(mode, *, encrypt=False, tap=None):
             ports[group.rank] = port_of(end)
             if group.rank == 0:
                 for peer in (1, 2, 3):
-                    tapped = tap.on(int(end._endpoints[peer].rpartition(":")[2]))
+                    tapped = tap.on(port_of(end, peer))
                     end._endpoints[peer] = f"tcp://127.0.0.1:{tapped}"
             until(lambda: end.refused_connections >= 4, 30.0)
         return end

@@ -7,7 +7,21 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
-__all__ = ["ATTACKS", "Tap", "dial", "greeting", "is_open", "under_attack"]
+import pytest
+
+from gossipgrad.comm import ZeroMQTransport, _waiting
+
+__all__ = [
+    "ATTACKS",
+    "Tap",
+    "command",
+    "dial",
+    "few_may_wait",
+    "greeting",
+    "is_open",
+    "port_of",
+    "under_attack",
+]
 
 Attack = Callable[[socket.socket, random.Random, "Tap"], None]
 
@@ -19,6 +33,18 @@ def greeting(mechanism: bytes) -> bytes:
 
 def command(body: bytes) -> bytes:
     return b"\x06" + len(body).to_bytes(8, "big") + body
+
+
+def port_of(end: ZeroMQTransport, rank: int | None = None) -> int:
+    """Where a rank listens, as one knows; its own port by default."""
+    endpoint = end._endpoints[end.rank if rank is None else rank]
+    return int(endpoint.rpartition(":")[2])
+
+
+def few_may_wait(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """So many connections may wait at a door, whatever the system allows."""
+    monkeypatch.setattr(_waiting, "_LEAST_WAITING", most)
+    monkeypatch.setattr(_waiting, "_MOST_WAITING", most)
 
 
 def dial(port: int, host: str = "127.0.0.1") -> socket.socket:
