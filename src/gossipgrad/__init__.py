@@ -9,6 +9,7 @@ from gossipgrad.comm import Joining as Joining
 from gossipgrad.comm import Loss as Loss
 from gossipgrad.comm import Membership as Membership
 from gossipgrad.comm import Outcome as Outcome
+from gossipgrad.comm import load_replica as load_replica
 from gossipgrad.data import RingShuffle as RingShuffle
 from gossipgrad.decentralized import DeliveryLog as DeliveryLog
 from gossipgrad.decentralized import GossipDataParallel as GossipDataParallel
@@ -25,7 +26,6 @@ from gossipgrad.decentralized import WeightsAndState as WeightsAndState
 from gossipgrad.decentralized import average_states as average_states
 from gossipgrad.decentralized import gossip as gossip
 from gossipgrad.decentralized import join as join
-from gossipgrad.decentralized import load_replica as load_replica
 from gossipgrad.errors import AgreementError as AgreementError
 from gossipgrad.errors import EvictedError as EvictedError
 from gossipgrad.errors import GossipError as GossipError

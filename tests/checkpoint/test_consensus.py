@@ -15,7 +15,7 @@ from torch import nn
 
 from gossipgrad import checkpoint
 from gossipgrad.checkpoint import _consensus, _mean
-from gossipgrad.decentralized import replica_state
+from gossipgrad.comm import replica_state
 from support.trees import assert_same
 
 

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import gossipgrad as gg
-from gossipgrad.decentralized import average_states, load_replica, misfit, replica_state
+from gossipgrad.comm import load_replica, misfit, replica_state
+from gossipgrad.decentralized import average_states
 from support.ranks import run_ranks
 from support.replicas import backward, flat, network, sgd
 from support.resuming import assert_same

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import gossipgrad as gg
-from gossipgrad.comm import Hub
-from gossipgrad.decentralized import average_states, load_replica, misfit
+from gossipgrad.comm import Hub, load_replica, misfit
+from gossipgrad.decentralized import average_states
 from support.ranks import run_ranks
 from support.replicas import adam, backward, flat, network, set_gradients, sgd
 from support.resuming import run_on

@@ -9,7 +9,7 @@ from torch import nn
 
 import gossipgrad as gg
 from gossipgrad import topology
-from gossipgrad.decentralized._gossip import _check_optimizers
+from gossipgrad.comm import check_optimizers
 from support.ranks import run_ranks
 from support.replicas import network, sgd, transport_by_name
 
@@ -106,7 +106,7 @@ def test_wrong_optimizers():
     with pytest.raises(ValueError, match="no optimizer: give the one"):
         gg.gossip(model, [])
     with pytest.raises(ValueError, match=r"often its `\.optimizer`"):
-        _check_optimizers([object()])
+        check_optimizers([object()])
     frozen = nn.Linear(2, 2).requires_grad_(False)
     with pytest.raises(ValueError, match="train no parameter"):
         gg.gossip(frozen, torch.optim.SGD(frozen.parameters(), lr=0.1))

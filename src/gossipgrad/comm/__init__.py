@@ -1,5 +1,7 @@
 """How bytes move between ranks: channels, links, buckets and the private group."""
 
+from gossipgrad.comm._agreement import agree_on as agree_on
+from gossipgrad.comm._agreement import fingerprint as fingerprint
 from gossipgrad.comm._asked_store import AskedStore as AskedStore
 from gossipgrad.comm._asked_store import StoreSilentError as StoreSilentError
 from gossipgrad.comm._buckets import DEFAULT_BUCKET_BYTES as DEFAULT_BUCKET_BYTES
@@ -29,12 +31,23 @@ from gossipgrad.comm._membership import Loss as Loss
 from gossipgrad.comm._membership import Membership as Membership
 from gossipgrad.comm._membership import Record as Record
 from gossipgrad.comm._news import News as News
+from gossipgrad.comm._optimizer_state import plain as plain
+from gossipgrad.comm._parameters import all_parameters as all_parameters
+from gossipgrad.comm._parameters import parameters_of as parameters_of
+from gossipgrad.comm._parameters import trained_parameters as trained_parameters
 from gossipgrad.comm._parcel import MOST_BYTES as MOST_BYTES
 from gossipgrad.comm._parcel import ParcelEnd as ParcelEnd
 from gossipgrad.comm._parcel import ParcelError as ParcelError
 from gossipgrad.comm._parcel import ParcelRefusedError as ParcelRefusedError
 from gossipgrad.comm._part import Part as Part
+from gossipgrad.comm._ranks import check_optimizers as check_optimizers
+from gossipgrad.comm._ranks import check_ranks as check_ranks
+from gossipgrad.comm._ranks import resolve_group as resolve_group
 from gossipgrad.comm._recorder import Recorder as Recorder
+from gossipgrad.comm._replica_state import load_replica as load_replica
+from gossipgrad.comm._replica_state import misfit as misfit
+from gossipgrad.comm._replica_state import replica_state as replica_state
+from gossipgrad.comm._same_start import broadcast_replica as broadcast_replica
 from gossipgrad.comm._secret import Secret as Secret
 from gossipgrad.comm._secret import given_secret as given_secret
 from gossipgrad.comm._secret import joining_secret as joining_secret

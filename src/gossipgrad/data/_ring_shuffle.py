@@ -13,8 +13,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from gossipgrad.comm import Group, resolve_transport
-from gossipgrad.decentralized import resolve_group
+from gossipgrad.comm import Group, resolve_group, resolve_transport
 
 from ._checks import check_whole
 from ._ring_shuffle_batch import RowBatch

@@ -6,7 +6,6 @@ from gossipgrad.decentralized._delivery_log import DeliveryLog as DeliveryLog
 from gossipgrad.decentralized._delivery_log import Opening as Opening
 from gossipgrad.decentralized._gossip import check_settings as check_settings
 from gossipgrad.decentralized._gossip import gossip as gossip
-from gossipgrad.decentralized._gossip import resolve_group as resolve_group
 from gossipgrad.decentralized._join import join as join
 from gossipgrad.decentralized._modes import Lagged as Lagged
 from gossipgrad.decentralized._modes import Mode as Mode
@@ -15,9 +14,6 @@ from gossipgrad.decentralized._modes import Stale as Stale
 from gossipgrad.decentralized._modes import Sync as Sync
 from gossipgrad.decentralized._modes import check_never_waits as check_never_waits
 from gossipgrad.decentralized._modes import resolve_mode as resolve_mode
-from gossipgrad.decentralized._replica_state import load_replica as load_replica
-from gossipgrad.decentralized._replica_state import misfit as misfit
-from gossipgrad.decentralized._replica_state import replica_state as replica_state
 from gossipgrad.decentralized._session import GossipSession as GossipSession
 from gossipgrad.decentralized._settings import Gradients as Gradients
 from gossipgrad.decentralized._settings import GradientsAndWeights as GradientsAndWeights

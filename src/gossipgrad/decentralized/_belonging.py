@@ -15,21 +15,21 @@ from gossipgrad.comm import (
     Group,
     Heartbeats,
     Membership,
+    all_parameters,
+    fingerprint,
     here,
     is_joinable,
     is_sharded,
+    plain,
+    replica_state,
     secret_in,
 )
-from gossipgrad.decentralized._agreement import fingerprint
 from gossipgrad.decentralized._arrival import Arrival, Arriving, place_of
 from gossipgrad.decentralized._giving import Giving
 from gossipgrad.decentralized._invitation import Invitation, settings_of
 from gossipgrad.decentralized._members import Members
-from gossipgrad.decentralized._optimizer_state import plain
-from gossipgrad.decentralized._replica_state import replica_state
 from gossipgrad.decentralized._rounds import Rounds
 from gossipgrad.decentralized._settings import Settings
-from gossipgrad.decentralized._tensors import all_parameters
 from gossipgrad.errors import GossipError
 
 __all__ = ["Belonging"]

@@ -1,6 +1,5 @@
 """The door: where `None` and strings become settings, and a session begins."""
 
-import os
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,6 +16,9 @@ from gossipgrad.comm import (
     Heartbeats,
     Recorder,
     Transport,
+    check_optimizers,
+    check_ranks,
+    resolve_group,
     resolve_transport,
 )
 from gossipgrad.decentralized._modes import Mode, Stale, check_never_waits, resolve_mode
@@ -127,7 +129,7 @@ def gossip(
         `gossipgrad.decentralized._reference`.
     """
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    _check_optimizers(optimizers)
+    check_optimizers(optimizers)
     group = resolve_group(process_group, mesh)
     try:
         check_settings(
@@ -197,7 +199,7 @@ def check_settings(
     Raises:
         ValueError: For the first of them.
     """
-    _check_ranks(process_group, mesh)
+    check_ranks(process_group, mesh)
     check_numbers(every=every, bucket_bytes=bucket_bytes, wire_dtype=wire_dtype)
     resolved_mode = resolve_mode(mode)
     resolved = resolve_payload(payload, resolved_mode)
@@ -233,67 +235,6 @@ def check_settings(
             "heartbeats must be gg.Heartbeats(...), or None for a membership that never changes, "
             f"got {heartbeats!r}"
         )
-
-
-def _check_ranks(process_group: object, mesh: object) -> None:
-    if process_group is not None and mesh is not None:
-        raise ValueError("process_group and mesh name the same thing: give one of them")
-    if mesh is not None and not isinstance(mesh, DeviceMesh):
-        raise ValueError(
-            f"mesh must be a DeviceMesh of one axis, such as mesh['gossip'], got {mesh!r}"
-        )
-    if isinstance(mesh, DeviceMesh) and mesh.ndim != 1:
-        raise ValueError(
-            f"mesh has {mesh.ndim} axes {mesh.mesh_dim_names}: name the one to gossip along, "
-            "for example mesh=mesh['gossip']"
-        )
-    if process_group is not None and not isinstance(process_group, dist.ProcessGroup | Group):
-        raise ValueError(
-            "process_group must be one of torch.distributed, such as dist.group.WORLD, or a "
-            f"gossipgrad.Group, got {process_group!r}"
-        )
-
-
-def _check_optimizers(optimizers: Sequence[object]) -> None:
-    if not optimizers:
-        raise ValueError("no optimizer: give the one that trains the model, or a sequence")
-    for optimizer in optimizers:
-        if not isinstance(optimizer, Optimizer):
-            raise ValueError(
-                f"{type(optimizer).__name__} is no torch.optim.Optimizer: pass the optimizer that "
-                "it wraps (often its `.optimizer`)"
-            )
-
-
-def resolve_group(
-    process_group: dist.ProcessGroup | Group | None,
-    mesh: DeviceMesh | None = None,
-    *,
-    asks: str = "gossip()",
-) -> Group:
-    """The ranks that take part: those of a group or a mesh axis, by default all.
-
-    Raises:
-        ValueError: Both are given, the mesh has several axes, or this process was launched as one
-            of several and has no process group; `asks` is then named in the message.
-    """
-    _check_ranks(process_group, mesh)
-    if isinstance(process_group, Group):
-        return process_group
-    if mesh is not None:
-        return Group.from_process_group(mesh.get_group())
-    if process_group is not None:
-        return Group.from_process_group(process_group)
-    if dist.is_initialized():
-        assert dist.group.WORLD is not None
-        return Group.from_process_group(dist.group.WORLD)
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    if launched > 1:
-        raise ValueError(
-            f"WORLD_SIZE is {launched}, but torch.distributed is not initialised: call "
-            f"torch.distributed.init_process_group('gloo') before {asks}"
-        )
-    return Group(dist.HashStore(), 0, 1)
 
 
 def _named(topology: Any, mode: Mode) -> Any:

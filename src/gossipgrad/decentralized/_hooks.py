@@ -1,13 +1,12 @@
 """Hooks on the user's optimizers and scaler; they come off again."""
 
-import sys
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from gossipgrad._unknown_scaler import warn_of_unknown_scaler
 from gossipgrad.errors import GossipError
 
 __all__ = ["StepHooks"]
@@ -64,7 +63,9 @@ class StepHooks:
     def _on_pre(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._checked:
             self._checked = True
-            _warn_of_unknown_scaler()
+            warn_of_unknown_scaler(
+                "gossip", "a step that the scaler skips will leave this rank's partner waiting"
+            )
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is not None and not self.closures:
             raise GossipError(
@@ -86,20 +87,3 @@ class StepHooks:
             self._before()
             self._after()
         return result
-
-
-def _warn_of_unknown_scaler() -> None:
-    code = torch.amp.GradScaler.step.__code__
-    frame = sys._getframe(1)
-    for _ in range(12):
-        if frame is None:
-            return
-        if frame.f_code is code:
-            warnings.warn(
-                "optimizer.step() is called by a GradScaler that the session does not know: a step "
-                "that the scaler skips will leave this rank's partner waiting. Pass "
-                "gossip(..., scaler=scaler)",
-                stacklevel=5,
-            )
-            return
-        frame = frame.f_back

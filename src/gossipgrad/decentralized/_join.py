@@ -6,11 +6,17 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gossipgrad.comm import Group, Recorder, Transport, ZeroMQTransport
-from gossipgrad.decentralized._agreement import fingerprint
+from gossipgrad.comm import (
+    Group,
+    Recorder,
+    Transport,
+    ZeroMQTransport,
+    fingerprint,
+    load_replica,
+    misfit,
+)
 from gossipgrad.decentralized._arrival import Arrival
 from gossipgrad.decentralized._invitation import Invitation
-from gossipgrad.decentralized._replica_state import load_replica, misfit
 from gossipgrad.decentralized._session import GossipSession
 from gossipgrad.decentralized._taking import Taking
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gossipgrad.comm import Group, Recorder
+from gossipgrad.comm import Group, Recorder, load_replica, misfit, replica_state
 from gossipgrad.decentralized._averaging import Averaging
 from gossipgrad.decentralized._delivery_log import DeliveryLog
 from gossipgrad.decentralized._gradients import GradientExchange
@@ -18,7 +18,6 @@ from gossipgrad.decentralized._making import make_rounds
 from gossipgrad.decentralized._members import Members
 from gossipgrad.decentralized._modes import Mode
 from gossipgrad.decentralized._outstanding import capture, is_complete, owe, restore, view_of
-from gossipgrad.decentralized._replica_state import load_replica, misfit, replica_state
 from gossipgrad.decentralized._rounds import TOGETHER_SECONDS, Rounds
 from gossipgrad.decentralized._sections import Sections
 from gossipgrad.decentralized._session_state import (

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gossipgrad.comm import Part, local
+from gossipgrad.comm import Part, all_parameters, local, trained_parameters
 from gossipgrad.decentralized._section import Section
 from gossipgrad.decentralized._settings import (
     Gradients,
@@ -16,11 +16,9 @@ from gossipgrad.decentralized._settings import (
 )
 from gossipgrad.decentralized._tensors import (
     Entry,
-    all_parameters,
     gradient_entries,
     largest_piece_bytes,
     state_entries,
-    trained_parameters,
     weight_entries,
 )
 

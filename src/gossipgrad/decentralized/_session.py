@@ -9,9 +9,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gossipgrad.comm import Group, Heartbeats, Recorder, Transport
+from gossipgrad.comm import Group, Heartbeats, Recorder, Transport, agree_on, broadcast_replica
 from gossipgrad.decentralized._after_step import after_step
-from gossipgrad.decentralized._agreement import agree, fingerprint
 from gossipgrad.decentralized._arrival import Arrival
 from gossipgrad.decentralized._averaging import Averaging
 from gossipgrad.decentralized._belonging import Belonging
@@ -26,7 +25,6 @@ from gossipgrad.decentralized._sections import Sections
 from gossipgrad.decentralized._session_state import Carried
 from gossipgrad.decentralized._settings import Settings
 from gossipgrad.decentralized._sharding import reshard
-from gossipgrad.decentralized._start import broadcast_replica
 from gossipgrad.decentralized._stats import Stats, collect
 from gossipgrad.decentralized._watch import ReplicaWatch
 from gossipgrad.errors import GossipError, ReplicaChangedError
@@ -292,7 +290,7 @@ class GossipSession(Belonging, Resumable):
         sections = Sections(self._model, self._optimizers, self._settings)
         if self.world_size > 1:
             settings = {**self._settings.describe(), "heartbeats": self._heartbeats}
-            agree(self.group, fingerprint(self._model, self._optimizers, settings))
+            agree_on(self.group, self._model, self._optimizers, settings)
         if self._rounds is not None:
             check_growth(self._rounds, sections)
         return sections

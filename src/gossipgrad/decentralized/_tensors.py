@@ -1,17 +1,17 @@
 """Which tensors of the user's model and optimizers travel."""
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gossipgrad.comm import TensorSpec, local
+from gossipgrad.comm import TensorSpec, local, parameters_of
 from gossipgrad.errors import GossipError
 
-__all__ = ["Entry", "gradient_entries", "state_entries", "trained_parameters", "weight_entries"]
+__all__ = ["Entry", "gradient_entries", "state_entries", "weight_entries"]
 
 # Adam and its kin; Adamax; Adagrad; RMSprop and Adadelta; Rprop; Adafactor, whose factors have the
 # shape of a parameter that is one row or one column.
@@ -91,30 +91,6 @@ def largest_piece_bytes(
     return largest
 
 
-def all_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
-    """The model's parameters, and those that only an optimizer holds, by name; tied ones once."""
-    named = dict(model.named_parameters())
-    known = {id(p) for p in named.values()}
-    for number, optimizer in enumerate(optimizers):
-        for place, parameter in enumerate(_parameters(optimizer)):
-            if id(parameter) not in known:
-                known.add(id(parameter))
-                named[f"optimizer {number}, parameter {place}"] = parameter
-    return named
-
-
-def trained_parameters(
-    model: nn.Module, optimizers: Sequence[Optimizer]
-) -> dict[str, nn.Parameter]:
-    """The parameters that the optimizers train, by name, in the model's order.
-
-    Frozen parameters stay out: they are equal on all ranks after the start.
-    """
-    owned = {id(p) for optimizer in optimizers for p in _parameters(optimizer)}
-    named = all_parameters(model, optimizers)
-    return {name: p for name, p in named.items() if id(p) in owned and p.requires_grad}
-
-
 def weight_entries(parameters: dict[str, nn.Parameter]) -> list[Entry]:
     """One entry a parameter.
 
@@ -151,11 +127,6 @@ def state_entries(
     return entries
 
 
-def _parameters(optimizer: Optimizer) -> Iterator[nn.Parameter]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
-
-
 def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
     """A small parameter of as many dims, no two of one size, so that shapes tell what is what."""
     shape = [min(size, 2 + dim) for dim, size in enumerate(parameter.shape)]
@@ -165,7 +136,7 @@ def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _kept(optimizer: Optimizer) -> list[tuple[nn.Parameter, str, torch.dtype]]:
-    stand_ins = {id(p): _stand_in(p) for p in _parameters(optimizer) if p.requires_grad}
+    stand_ins = {id(p): _stand_in(p) for p in parameters_of(optimizer) if p.requires_grad}
     clone = object.__new__(type(optimizer))
     clone.__dict__.update(
         {name: value for name, value in vars(optimizer).items() if name != "step"}
@@ -187,7 +158,7 @@ def _kept(optimizer: Optimizer) -> list[tuple[nn.Parameter, str, torch.dtype]]:
         ) from error
     return [
         (parameter, key, value.dtype)
-        for parameter in _parameters(optimizer)
+        for parameter in parameters_of(optimizer)
         if parameter.requires_grad
         for key, value in clone.state.get(stand_ins[id(parameter)], {}).items()
         if key != "step"

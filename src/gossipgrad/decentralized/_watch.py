@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gossipgrad.comm import is_sharded, local
-from gossipgrad.decentralized._tensors import trained_parameters
+from gossipgrad.comm import is_sharded, local, trained_parameters
 from gossipgrad.errors import ReplicaChangedError
 
 __all__ = ["ReplicaWatch"]

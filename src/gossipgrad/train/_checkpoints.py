@@ -11,7 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gossipgrad import checkpoint
-from gossipgrad.decentralized import GossipSession, load_replica, misfit, replica_state
+from gossipgrad.comm import load_replica, misfit, replica_state
+from gossipgrad.decentralized import GossipSession
 from gossipgrad.errors import GossipError
 
 from ._batches import Batches, RingBatches

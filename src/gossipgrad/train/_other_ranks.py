@@ -7,7 +7,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gossipgrad import checkpoint
-from gossipgrad.decentralized import average_states, load_replica, misfit, replica_state
+from gossipgrad.comm import load_replica, misfit, replica_state
+from gossipgrad.decentralized import average_states
 
 from ._checkpoints import Place, is_behind
 from ._config import TrainConfig

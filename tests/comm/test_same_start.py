@@ -3,9 +3,7 @@
 import torch
 from torch import nn
 
-from gossipgrad.comm import Group
-from gossipgrad.decentralized import _start
-from gossipgrad.decentralized._start import broadcast_replica
+from gossipgrad.comm import Group, _same_start, broadcast_replica
 from support.ranks import run_ranks
 
 
@@ -62,4 +60,4 @@ def test_every_tensor_becomes_rank_0s_in_few_messages(monkeypatch):
             assert all(torch.equal(optimizer_state[place][key], held[key]) for key in held)
     # Weights: all before the large one, it, all behind it; state: the same, two large ones.
     assert len(messages) <= 3 + 5
-    assert sum(size > _start._TOGETHER_BYTES for size in messages) == 3
+    assert sum(size > _same_start._TOGETHER_BYTES for size in messages) == 3

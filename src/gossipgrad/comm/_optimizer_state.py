@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gossipgrad.comm import is_sharded, local
+from gossipgrad.comm._buckets import is_sharded, local
 from gossipgrad.errors import GossipError
 
 __all__ = ["copied", "group_sizes", "load_optimizer", "optimizer_state", "plain", "to_host"]

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gossipgrad.comm import local
-from gossipgrad.decentralized._optimizer_state import (
+from gossipgrad.comm._buckets import local
+from gossipgrad.comm._optimizer_state import (
     copied,
     group_sizes,
     load_optimizer,
@@ -16,8 +16,8 @@ from gossipgrad.decentralized._optimizer_state import (
     plain,
     to_host,
 )
-from gossipgrad.decentralized._sharding import shard_of
-from gossipgrad.decentralized._tensors import all_parameters
+from gossipgrad.comm._parameters import all_parameters
+from gossipgrad.comm._sharding import shard_of
 
 __all__ = ["load_replica", "misfit", "replica_state"]
 

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gossipgrad.comm import Group, is_sharded, local
-from gossipgrad.decentralized._tensors import all_parameters
+from gossipgrad.comm._buckets import is_sharded, local
+from gossipgrad.comm._group import Group
+from gossipgrad.comm._parameters import all_parameters
 from gossipgrad.errors import GossipError
 
 __all__ = ["broadcast_replica"]
@@ -94,7 +95,7 @@ def _outline(
                 raise GossipError(
                     f"optimizer {number} ({type(optimizer).__name__}) keeps a "
                     f"{type(value).__name__} as {key!r}, which cannot be sent to the other ranks: "
-                    "start gossip() before its first step, when it keeps nothing yet"
+                    "start the session before its first step, when it keeps nothing yet"
                 )
     return outline
 

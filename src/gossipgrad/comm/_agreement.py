@@ -8,11 +8,12 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from gossipgrad.comm import Group, local
-from gossipgrad.decentralized._tensors import all_parameters
+from gossipgrad.comm._buckets import local
+from gossipgrad.comm._group import Group
+from gossipgrad.comm._parameters import all_parameters
 from gossipgrad.errors import AgreementError
 
-__all__ = ["agree", "fingerprint"]
+__all__ = ["agree_on", "fingerprint"]
 
 
 def fingerprint(
@@ -37,13 +38,16 @@ def fingerprint(
     return table
 
 
-def agree(group: Group, table: dict[str, str]) -> None:
-    """Returns if all ranks have the same table; a collective.
+def agree_on(
+    group: Group, model: nn.Module, optimizers: Sequence[Optimizer], settings: dict[str, Any]
+) -> None:
+    """Returns if all ranks train the same with the same settings; a collective.
 
     Raises:
         AgreementError: On every rank, with the first difference to rank 0.
         GossipError: If a rank died before it came here.
     """
+    table = fingerprint(model, optimizers, settings)
     digest = hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
     if len(set(group.all_gather_object(digest))) == 1:
         return

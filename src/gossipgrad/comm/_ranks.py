@@ -1,0 +1,75 @@
+"""Who takes part: `None`, a group of torch or a mesh becomes the ranks of a session."""
+
+import os
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from gossipgrad.comm._group import Group
+
+__all__ = ["check_optimizers", "check_ranks", "resolve_group"]
+
+
+def check_ranks(process_group: object, mesh: object) -> None:
+    """Raises `ValueError` for what names no ranks, or names them twice; local."""
+    if process_group is not None and mesh is not None:
+        raise ValueError("process_group and mesh name the same thing: give one of them")
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise ValueError(
+            f"mesh must be a DeviceMesh of one axis, such as mesh['gossip'], got {mesh!r}"
+        )
+    if isinstance(mesh, DeviceMesh) and mesh.ndim != 1:
+        raise ValueError(
+            f"mesh has {mesh.ndim} axes {mesh.mesh_dim_names}: name the one to gossip along, "
+            "for example mesh=mesh['gossip']"
+        )
+    if process_group is not None and not isinstance(process_group, dist.ProcessGroup | Group):
+        raise ValueError(
+            "process_group must be one of torch.distributed, such as dist.group.WORLD, or a "
+            f"gossipgrad.Group, got {process_group!r}"
+        )
+
+
+def check_optimizers(optimizers: Sequence[object]) -> None:
+    """Raises `ValueError` if there are none, or one is no optimizer of torch; local."""
+    if not optimizers:
+        raise ValueError("no optimizer: give the one that trains the model, or a sequence")
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise ValueError(
+                f"{type(optimizer).__name__} is no torch.optim.Optimizer: pass the optimizer that "
+                "it wraps (often its `.optimizer`)"
+            )
+
+
+def resolve_group(
+    process_group: dist.ProcessGroup | Group | None,
+    mesh: DeviceMesh | None = None,
+    *,
+    asks: str = "gossip()",
+) -> Group:
+    """The ranks that take part: those of a group or a mesh axis, by default all.
+
+    Raises:
+        ValueError: Both are given, the mesh has several axes, or this process was launched as one
+            of several and has no process group; `asks` is then named in the message.
+    """
+    check_ranks(process_group, mesh)
+    if isinstance(process_group, Group):
+        return process_group
+    if mesh is not None:
+        return Group.from_process_group(mesh.get_group())
+    if process_group is not None:
+        return Group.from_process_group(process_group)
+    if dist.is_initialized():
+        assert dist.group.WORLD is not None
+        return Group.from_process_group(dist.group.WORLD)
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched > 1:
+        raise ValueError(
+            f"WORLD_SIZE is {launched}, but torch.distributed is not initialised: call "
+            f"torch.distributed.init_process_group('gloo') before {asks}"
+        )
+    return Group(dist.HashStore(), 0, 1)
