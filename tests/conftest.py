@@ -12,17 +12,12 @@ from beartype.claw import beartype_packages
 from jaxtyping import install_import_hook
 
 SOURCES = Path(__file__).parents[1] / "src"
-
-
-DOORS = {"_gossip.py", "_ranks.py"}
+DOORS = {"_gossip.py", "_ranks.py"}  # where what users give is refused in words
 
 
 def is_hot(path: Path) -> bool:
     """Whether a module is run in every step, and has neither shapes nor checks of its own."""
-    in_steps = path.parent.name in {"comm", "decentralized"} and path.name not in {
-        "_gossip.py",
-        "_ranks.py",
-    }
+    in_steps = path.parent.name in {"comm", "decentralized"} and path.name not in DOORS
     return in_steps and not re.search("jaxtyping|__post_init__", path.read_text())
 
 
