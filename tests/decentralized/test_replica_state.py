@@ -136,6 +136,17 @@ def test_extra_states_of_modules_are_part_of_it():
         replica_state(model, optimizers[0])
 
 
+@pytest.mark.parametrize("other", [counting, lambda parameters: sgd(parameters[:2])])
+def test_states_of_unlike_optimizers_have_no_mean(other):
+    states = []
+    for make in (sgd, other):
+        model = network()
+        optimizer = make(list(model.parameters()))
+        states.append(replica_state(model, [optimizer]))
+    with pytest.raises(ValueError, match="state 1 is of other optimizers than state 0"):
+        average_states(states)
+
+
 def test_gradients_that_have_been_sent_are_in_no_state():
     def main(rank, group):
         model = network()

@@ -33,9 +33,7 @@ def average_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for number, state in enumerate(states):
         if state["model"].keys() != states[0]["model"].keys():
             raise ValueError(f"state {number} is of another model than state 0")
-        if [o["sizes"] for o in state["optimizers"]] != [
-            o["sizes"] for o in states[0]["optimizers"]
-        ]:
+        if _kinds(state) != _kinds(states[0]):
             raise ValueError(f"state {number} is of other optimizers than state 0")
         if state["shard"] != states[0]["shard"]:
             raise ValueError(
@@ -57,6 +55,11 @@ def average_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             for number, one in enumerate(first["optimizers"])
         ],
     }
+
+
+def _kinds(state: Mapping[str, Any]) -> list[tuple[str, list[int]]]:
+    """Of each optimizer its kind, and how many parameters its groups have."""
+    return [(each["kind"], list(each["sizes"])) for each in state["optimizers"]]
 
 
 def _mean(values: Sequence[Tensor], owed: Sequence[Tensor | None]) -> Tensor:

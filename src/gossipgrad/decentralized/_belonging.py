@@ -22,10 +22,9 @@ from gossipgrad.comm import (
     is_sharded,
     plain,
     replica_state,
-    secret_in,
 )
 from gossipgrad.decentralized._arrival import Arrival, Arriving, place_of
-from gossipgrad.decentralized._giving import Giving
+from gossipgrad.decentralized._giving import Giving, patience
 from gossipgrad.decentralized._invitation import Invitation, settings_of
 from gossipgrad.decentralized._members import Members
 from gossipgrad.decentralized._rounds import Rounds
@@ -35,7 +34,6 @@ from gossipgrad.errors import GossipError
 __all__ = ["Belonging"]
 
 _WORDS_BEATS = 2.0  # how long one that joins waits for others to say where they are
-_LEAST_PATIENCE_SECONDS = 10.0
 
 Values = Mapping[str, Any]
 
@@ -108,7 +106,7 @@ class Belonging(ABC):
         root = _root_of(self.group.store)
         asked = AskedStore(self.group.store)
         try:
-            prefix, held = asked.ask(lambda store: (_prefix_of(store), secret_in(store)))
+            prefix = asked.ask(_prefix_of)
         except RuntimeError as error:
             raise GossipError(f"the store does not answer: {error}") from error
         finally:
@@ -121,7 +119,6 @@ class Belonging(ABC):
             name=self._members.name,
             where=here(),
             world_size=self.group.world_size,
-            secret_in_store=held is not None,
             settings=settings_of(self._settings),
             heartbeats=asdict(self._heartbeats),
             fingerprint=fingerprint(self._model, self._optimizers, settings),
@@ -159,13 +156,12 @@ class Belonging(ABC):
         assert self._heartbeats is not None
         transport = self._rounds.channel.transport
         assert is_joinable(transport)
-        patience = max(_LEAST_PATIENCE_SECONDS, self._heartbeats.silent_seconds)
         giving = Giving(
             self.group.rank,
             self.group.store,
             self._members.name,
             transport,
-            patience_seconds=patience,
+            patience_seconds=patience(self._heartbeats.silent_seconds),
         )
         self._members.giving, watch.wishes.heard = giving, giving.hear
 

@@ -14,17 +14,31 @@ from gossipgrad._said import first_line
 from gossipgrad.comm import MOST_BYTES, AskedStore, Joinable, ParcelEnd, ParcelError
 from gossipgrad.errors import AgreementError
 
-__all__ = ["Giving", "answer_key"]
+__all__ = ["Giving", "answer_key", "number_beside", "patience"]
 
 logger = logging.getLogger(__name__)
 
 _FAREWELL_SECONDS = 1.0
+_LEAST_PATIENCE_SECONDS = 10.0
 _LOOK_SECONDS = 0.05
 
 
 def answer_key(name: str, wish: str) -> str:
     """Where a member answers a wish, in the store of the run whose membership has that name."""
     return f"{name}/answer/{wish}"
+
+
+def number_beside(donor: int) -> int:
+    """The number of a newcomer on the link that a donor's replica comes over; nobody else is on it.
+
+    Its own in the run it gets when it has the replica.
+    """
+    return donor + 1
+
+
+def patience(silent_seconds: float) -> float:
+    """How long, in seconds, an end of that link may be silent, where a member may for so long."""
+    return max(_LEAST_PATIENCE_SECONDS, silent_seconds)
 
 
 class Giving:
@@ -114,7 +128,7 @@ class Giving:
         except (ValueError, TypeError, KeyError) as error:
             logger.warning("rank %d cannot read a wish: %r", self._rank, error)
             return
-        newcomer = self._rank + 1  # on this link, where no other is
+        newcomer = number_beside(self._rank)
         end = ParcelEnd(
             beside,
             newcomer,

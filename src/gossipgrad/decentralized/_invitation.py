@@ -30,7 +30,6 @@ class Invitation:
         name: Of its membership.
         where: The host that told this, and its network.
         world_size: How many ranks took part at the start.
-        secret_in_store: Whether the secret of the run is there, and not in a file on every rank.
         settings: Those of the session, as plain values.
         heartbeats: How its ranks watch over each other.
         fingerprint: What is trained, and how; see `fingerprint`.
@@ -44,7 +43,6 @@ class Invitation:
     name: str
     where: str
     world_size: int
-    secret_in_store: bool
     settings: dict[str, Any]
     heartbeats: dict[str, float]
     fingerprint: dict[str, str]

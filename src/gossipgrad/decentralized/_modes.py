@@ -126,6 +126,8 @@ class Stale:
                 f"{number!r}: 2 bears most networks, and each further round costs a snapshot"
             )
         object.__setattr__(self, "max_staleness", int(number))
+        if self.cut_every is not None:
+            object.__setattr__(self, "cut_every", int(self.cut_every))
 
     @property
     def weight(self) -> float:

@@ -81,7 +81,6 @@ class ReplayedRounds(StaleRounds):
                 self._void(round, peers)
         else:
             transfers = self._await_snapshots(sections, round, peers)
-            self._opened_at[round] = self._opened
             self._send(transfers)
             self._mix_exactly(opening.taken)
         self._mixed_now()  # it is what the opening says

@@ -27,6 +27,10 @@ __all__ = [
 ]
 
 VERSION = 1
+_COUNTS = (  # of rounds, each saved and loaded under its own name
+    *("next_round", "closed_rounds", "late_rounds", "void_rounds"),
+    *("exposed_seconds", "mixing_seconds"),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,13 +77,8 @@ def rounds_of(rounds: Rounds, carried: Carried) -> dict[str, Any]:
         torn_rounds=carried.torn_rounds,
     )
     return {
-        "next_round": rounds.next_round,
-        "closed_rounds": rounds.closed_rounds,
-        "late_rounds": rounds.late_rounds,
-        "void_rounds": rounds.void_rounds,
+        **{name: getattr(rounds, name) for name in _COUNTS},
         "outcomes": {outcome.value: count for outcome, count in rounds.outcomes.items()},
-        "exposed_seconds": rounds.exposed_seconds,
-        "mixing_seconds": rounds.mixing_seconds,
         "pair_distance": rounds.pair_distance.state(),
         "mixed": [list(met) for met in rounds.mixed],
         "carried": asdict(now),
@@ -89,11 +88,9 @@ def rounds_of(rounds: Rounds, carried: Carried) -> dict[str, Any]:
 
 def load_rounds(rounds: Rounds, state: Mapping[str, Any]) -> None:
     """Takes up what `rounds_of` gave, in rounds that have posted nothing."""
-    for name in ("next_round", "closed_rounds", "late_rounds", "void_rounds"):
+    for name in _COUNTS:
         setattr(rounds, name, state[name])
     rounds.outcomes.update({Outcome(name): count for name, count in state["outcomes"].items()})
-    rounds.exposed_seconds = state["exposed_seconds"]
-    rounds.mixing_seconds = state["mixing_seconds"]
     rounds.pair_distance.load(state["pair_distance"])
     rounds.mixed.extend((round, other) for round, other in state["mixed"])
     if isinstance(rounds, StaleRounds):

@@ -83,11 +83,6 @@ class Settings:
         return self.mode.snapshots if isinstance(self.mode, Stale) else 2
 
     @property
-    def waits(self) -> bool:
-        """Whether a step waits for its partner."""
-        return not isinstance(self.mode, Stale)
-
-    @property
     def sends_early(self) -> bool:
         """Whether a round's weights leave as it begins, and not at its end."""
         of_gradients = isinstance(self.payload, Gradients | GradientsAndWeights)

@@ -125,7 +125,6 @@ class StaleRounds(Rounds):
                 self._void(round, peers)
             self._record(Opening(round, sent=False, closed=self._mixed_now()))
             return
-        self._opened_at[round] = self._opened  # first: an interrupt may leave it under way
         self._send(transfers)
         self._spent("snapshot", start, round=round)
         sent = any(e.open or e.received is not None for e in transfers[0].exchanges.values())

@@ -38,7 +38,7 @@ class Stats:
         refused_messages: Messages dropped because they did not fit the plan or were not sealed by a
             rank, and connections refused because they did not know the secret of the run.
         torn_rounds: Rounds that a resumption found mixed at one end alone; the mean over ranks has
-            shifted by them. None if the states were taken as they should be.
+            shifted by them. 0 if the states were taken as they should be.
         consensus_distance_estimate: From the differences to this rank's own partners in the last
             period; None before the first round and where no weights travel. It costs no traffic.
             Partners that met recently are closer than any two ranks, so it tends to read low.

@@ -30,7 +30,7 @@ from gossipgrad.comm import (
     secret_in,
     wish_key,
 )
-from gossipgrad.decentralized._giving import answer_key
+from gossipgrad.decentralized._giving import answer_key, number_beside, patience
 from gossipgrad.decentralized._invitation import Invitation
 from gossipgrad.errors import AgreementError, GossipError
 
@@ -43,7 +43,6 @@ _STORE_SECONDS = 10.0
 _LOOK_SECONDS = 0.02
 _ANSWER_BEATS = 8.0  # within so many the donor hears of the wish, or stands still
 _LEAST_ANSWER_SECONDS = 3.0
-_LEAST_PATIENCE_SECONDS = 10.0
 _PAUSE_SECONDS = 0.2
 _COPY_SECONDS = 3.0  # for a donor's step to end; for the next one's twice as long
 
@@ -155,11 +154,10 @@ class Taking:
         return self._invited.world_size - 1 + number, self.membership(), store
 
     def _take_from(self, donor: int, membership: Membership, wait_seconds: float) -> Any:
-        heartbeats = self._invited.heartbeats
         number, of = secrets.token_hex(8), self.introductions(membership)[donor]
         beside = ZeroMQTransport.joining(
             self.secret,
-            donor + 1,  # on this link, where no other is
+            number_beside(donor),
             self._invited.world_size,
             occasion=f"{self._invited.occasion}/{number}",
             introductions={},
@@ -171,7 +169,7 @@ class Taking:
         end = ParcelEnd(
             beside,
             donor,
-            patience_seconds=max(_LEAST_PATIENCE_SECONDS, heartbeats["silent_seconds"]),
+            patience_seconds=patience(self._invited.heartbeats["silent_seconds"]),
             stop=lambda: time.monotonic() > deadline,
         )
         try:
