@@ -36,6 +36,23 @@ def first_transfer(monkeypatch):
     return begun, go_on
 
 
+def failing_join(monkeypatch, error, match, *, first=lambda: None):
+    """Whoever joins fails like this, and gives up; an event that is set then."""
+    over, join = threading.Event(), gg.join
+
+    def joining(*arguments, **more):
+        first()
+        try:
+            with pytest.raises(error, match=match):
+                join(*arguments, **more)
+        finally:
+            over.set()
+        raise ScriptedDeathError("it gives up")
+
+    monkeypatch.setattr(gg, "join", joining)
+    return over
+
+
 def test_a_donor_that_dies_in_the_middle_is_replaced_by_another(first_transfer):
     begun, go_on = first_transfer
     givers = []
@@ -110,7 +127,7 @@ def test_a_newcomer_that_dies_in_the_middle_ends_its_donors_thread_and_nothing_e
 
 @pytest.mark.parametrize("when", ["before a donor is asked", "before it enters"])
 def test_a_store_that_is_lost_ends_a_join_and_nothing_else(when, monkeypatch):
-    ask, done = AskedStore.ask, threading.Event()
+    ask = AskedStore.ask
 
     def failing(self, question, **more):
         ours = threading.current_thread().name == "rank 2"
@@ -126,20 +143,12 @@ def test_a_store_that_is_lost_ends_a_join_and_nothing_else(when, monkeypatch):
         return tree
 
     monkeypatch.setattr(ParcelEnd, "receive", received)
-    join = gg.join
-
-    def joining(*arguments, **more):
-        monkeypatch.setattr(AskedStore, "ask", failing)
-        try:
-            with pytest.raises(
-                gg.GossipError, match=r"the store of the run at 127\.0\.0\.1:\d+ cannot be reached"
-            ):
-                join(*arguments, **more)
-        finally:
-            done.set()
-        raise ScriptedDeathError("it gives up")
-
-    monkeypatch.setattr(gg, "join", joining)
+    done = failing_join(
+        monkeypatch,
+        gg.GossipError,
+        r"the store of the run at 127\.0\.0\.1:\d+ cannot be reached",
+        first=lambda: monkeypatch.setattr(AskedStore, "ask", failing),
+    )
 
     def member(me, run):
         if me.rank == 0:
@@ -205,19 +214,8 @@ def test_another_secret_is_refused_by_the_donor(monkeypatch, caplog):
     """A stranger who reaches the store gets no replica."""
     from gossipgrad.comm import Secret
 
-    asked = threading.Event()
     monkeypatch.setattr(_taking, "joining_secret", lambda held: Secret(bytes(32)))
-    join = gg.join
-
-    def joining(*arguments, **more):
-        try:
-            with pytest.raises(gg.AgreementError, match="refused this one: it has another secret"):
-                join(*arguments, **more)
-        finally:
-            asked.set()
-        raise ScriptedDeathError("it gives up")
-
-    monkeypatch.setattr(gg, "join", joining)
+    asked = failing_join(monkeypatch, gg.AgreementError, "refused this one: it has another secret")
 
     def member(me, run):
         if me.rank == 0:
@@ -232,20 +230,9 @@ def test_another_secret_is_refused_by_the_donor(monkeypatch, caplog):
 
 
 def test_a_loop_that_carries_what_cannot_be_sent_is_told_on_both_sides(monkeypatch, caplog):
-    asked = threading.Event()
-    join = gg.join
-
-    def joining(*arguments, **more):
-        try:
-            with pytest.raises(
-                gg.GossipError, match=r"no member can give its replica.*carry gives is a Module"
-            ):
-                join(*arguments, **more)
-        finally:
-            asked.set()
-        raise ScriptedDeathError("it gives up")
-
-    monkeypatch.setattr(gg, "join", joining)
+    asked = failing_join(
+        monkeypatch, gg.GossipError, "no member can give its replica.*carry gives is a Module"
+    )
 
     def member(me, run):
         me.session.carry = {"model": torch.nn.Module()}

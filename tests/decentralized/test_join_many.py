@@ -71,7 +71,6 @@ def test_a_number_is_never_given_twice_and_newcomers_invite_others():
         assert me.session.membership.joined.keys() == {2, 3}
         me.train_until(lambda: me.session.stats().outcomes["delivered"] > 3)
         done.append(rank)
-        return
 
     done = []
     membership, *_ = run_open(2, member, newcomer, newcomers=2)

@@ -74,15 +74,20 @@ def assert_mean(found, expected):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
-def assert_goes_on(states, mean, steps=3):
-    """With other gradients than before, and the mean as it is saved."""
-    world = Scripted(
+def resumed(states):
+    """Ranks that go on from their states."""
+    return Scripted(
         len(states),
         optimizer=plain_sgd,
         make=double,
         mode=MODE,
         first=lambda _, session: session.load_state_dict(states[session.rank]),
     )
+
+
+def assert_goes_on(states, mean, steps=3):
+    """With other gradients than before, and the mean as it is saved."""
+    world = resumed(states)
     further = [torch.zeros_like(mean) for _ in states]
     for _ in range(steps):
         for rank, model in enumerate(world.models):
@@ -184,13 +189,7 @@ def test_a_round_that_is_lost_is_looked_after_no_more():
     world.run([("step", 0), ("step", 1), ("deliver", 1, 0), ("step", 0)])
     states = [session.state_dict() for session in world.sessions]
     world.close()
-    again = Scripted(
-        2,
-        optimizer=plain_sgd,
-        make=double,
-        mode=MODE,
-        first=lambda _, session: session.load_state_dict(states[session.rank]),
-    )
+    again = resumed(states)
     assert again.sessions[1].stats().torn_rounds > 0
     for session in again.sessions:
         rounds = session._rounds

@@ -165,16 +165,24 @@ def test_the_mean_of_all_states_is_the_consensus(dtype):
 
 
 def test_a_state_is_taken_between_two_steps():
+    hub = Hub(2)
+
     def main(rank, group):
         model = network()
         first, second = (sgd(list(part.parameters())) for part in (model[0], model[2]))
-        with gg.gossip(model, [first, second], process_group=group) as session:
-            if session.world_size == 1:
-                session._mid_step = True
+        with gg.gossip(
+            model,
+            [first, second],
+            process_group=group,
+            transport=lambda group: hub.transport(group.rank),
+        ) as session:
+            backward(model, rank, 0)
+            first.step()
             with pytest.raises(gg.GossipError, match="in the middle of a step"):
                 session.state_dict()
-            session._mid_step = False
+            second.step()
+            assert session.state_dict()["session"]["steps"] == 1
             with session.consensus(), pytest.raises(gg.GossipError, match="inside consensus"):
                 session.state_dict()
 
-    run_ranks(1, main)
+    run_ranks(2, main)

@@ -38,7 +38,6 @@ class Run:
         world_size: How many begin.
         invited: Of each newcomer, set when it is.
         invitation: Its text.
-        everybody: A barrier for all, newcomers too.
         store: That of the run.
     """
 
@@ -46,7 +45,6 @@ class Run:
         self.world_size = world_size
         self.invited = [threading.Event() for _ in range(newcomers)]
         self.invitation = ""
-        self.everybody = threading.Barrier(world_size + newcomers)
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def invite(self, session: gg.GossipSession, *which: int) -> None:
