@@ -41,7 +41,7 @@ def collect_joined(
 
     Args:
         run_dir: Where they show signs of life.
-        results: Of the ranks that the run was started with.
+        results: Of ranks that are known to have come to their end: those are not awaited.
         read: Gives what a rank has handed in.
         hurry: Whether to wait no longer; asked in between.
     """
@@ -49,7 +49,7 @@ def collect_joined(
     found: dict[int, RankResult] = {}
     lost: dict[int, str] = {}
     dead = {int(rank): loss["why"] for one in results.values() for rank, loss in one.lost.items()}
-    for rank in sorted({*known_joined(results.values()), *_came(run_dir)}):
+    for rank in sorted({*known_joined(results.values()), *_came(run_dir)} - {*results}):
         while (content := read(rank)) is None and rank not in dead and not hurry():
             now = time.time()
             if now - max(begun_seconds, _last_sign_seconds(run_dir, rank)) > _SILENT_SECONDS:
