@@ -189,6 +189,29 @@ def test_an_interrupted_collective_ends_the_group_everywhere(monkeypatch):
     run_ranks(3, work, timeout_seconds=15)
 
 
+def test_who_waits_for_the_others_no_more_meets_them_later():
+    elsewhere = threading.Event()
+
+    def work(rank, group):
+        group.enter(1, (0, 1))
+        if rank == 1:
+            elsewhere.wait(5)
+            return group.all_gather_object(rank)
+
+        def unless():
+            raise GossipError("rank 1 is elsewhere")
+
+        group.unless = unless
+        with pytest.raises(GossipError, match=r"^rank 1 is elsewhere$"):
+            group.barrier()
+        assert group.broken is None
+        group.unless = lambda: None
+        elsewhere.set()
+        return group.all_gather_object(rank)
+
+    assert run_ranks(2, work, timeout_seconds=15) == [[0, 1], [0, 1]]
+
+
 def test_the_source_is_a_rank():
     group = Group(dist.HashStore(), 0, 1)
     with pytest.raises(ValueError, match=r"source must lie in 0\.\.0, got 1"):

@@ -211,7 +211,11 @@ def test_a_newcomer_that_is_too_late_for_an_epoch_goes_on_with_the_next():
     run.change(0, 1, 2)
     assert run.ranks[2].batches.newest_epoch() == 0
     run.in_turn(2, epoch=0)
+    assert not run.ranks[2].batches.is_behind()
+    run.ranks[0].step(1)
+    assert run.ranks[2].batches.is_behind()
     run.in_turn(0, 1, 2, epoch=1)
+    assert not run.ranks[2].batches.is_behind()
     assert {one.batches.newest_epoch() for one in run.ranks.values()} == {1}
     assert run.times(0) == run.times(1) == once(60)
     assert 2 not in run.times(0, 2)

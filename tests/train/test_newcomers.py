@@ -2,6 +2,7 @@
 
 import json
 import threading
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import pytest
@@ -11,11 +12,13 @@ import torch.distributed as dist
 from gossipgrad import checkpoint
 from gossipgrad.comm import Group
 from gossipgrad.data import Dataset, DatasetInfo, TensorSamples
+from gossipgrad.decentralized._members import Members
 from gossipgrad.train import GossipConfig, TrainConfig
 from gossipgrad.train._invitation import Invitation
 from gossipgrad.train._layout import claim
 from gossipgrad.train._newcomer import Newcomer
 from gossipgrad.train._rank import train_rank
+from gossipgrad.train._strategies._gossip import Gossip
 from support.launched import count
 from support.waiting import until
 
@@ -34,10 +37,52 @@ class Slow(TensorSamples):
         return super().batch(indices, augment=augment)
 
 
+class Dead(BaseException):
+    """Ends the thread of a rank that is to die."""
+
+
+class Gate:
+    """What holds readers up while it is shut.
+
+    Attributes:
+        open: Set while it is open.
+        waiting: How many readers wait.
+        deadly: By the name of a thread, what is done as it is let through and dies.
+    """
+
+    def __init__(self):
+        self.open, self.waiting, self.deadly = threading.Event(), 0, {}
+        self.open.set()
+        self._lock = threading.Lock()
+
+    def go_through(self):
+        if self.open.is_set():
+            return
+        with self._lock:
+            self.waiting += 1
+        assert self.open.wait(60)
+        with self._lock:
+            self.waiting -= 1
+        if (die := self.deadly.pop(threading.current_thread().name, None)) is not None:
+            die()
+            raise Dead
+
+
+@dataclass(frozen=True)
+class Gated(TensorSamples):
+    """Samples behind a gate."""
+
+    gate: Gate = field(default_factory=Gate)
+
+    def batch(self, indices, *, augment=None):
+        self.gate.go_through()
+        return super().batch(indices, augment=augment)
+
+
 class Run:
     """Two ranks that gossip, and those who join them; all in threads."""
 
-    def __init__(self, tmp_path, **options):
+    def __init__(self, tmp_path, train=None, **options):
         generator = torch.Generator().manual_seed(0)
         x, y = torch.randn(SAMPLES, 1, 2, 3, generator=generator), torch.arange(SAMPLES) % 3
         info = DatasetInfo(
@@ -47,8 +92,8 @@ class Run:
             train_samples=SAMPLES,
             test_samples=SAMPLES,
         )
-        self.dataset = Dataset(info=info, train=Slow(x, y), test=TensorSamples(x, y))
-        self.dataset.train.hurry.clear()
+        self.dataset = Dataset(info=info, train=(train or Slow)(x, y), test=Gated(x, y))
+        Slow.hurry.clear()
         self.run_dir = claim(tmp_path / "run", name="", overwrite=True)
         usual = {"batch_size": 4, "log_every": 1, "trace": 0, "epochs": ENDLESS}
         config = TrainConfig(nproc=2, **usual | options)
@@ -68,6 +113,13 @@ class Run:
 
     def join(self, *, steps=8):
         """Has another join and make some steps; its rank, and what tells it to leave."""
+        rank, leave = self.begin_to_join()
+        self.wait(lambda: count(self.run_dir.path, rank()) >= steps)
+        Slow.hurry.set()
+        return rank(), leave
+
+    def begin_to_join(self):
+        """Has another join: a function that waits for its rank, and what tells it to leave."""
         leave, joined = threading.Event(), []
 
         def emit(event):
@@ -75,10 +127,11 @@ class Run:
                 joined.append(event["rank"])
 
         self._start(-1, self._join, leave, emit)
-        self.wait(lambda: bool(joined))
-        rank = joined[0]
-        self.wait(lambda: count(self.run_dir.path, rank) >= steps)
-        self.dataset.train.hurry.set()
+
+        def rank():
+            self.wait(lambda: bool(joined))
+            return joined[0]
+
         return rank, leave
 
     def end(self):
@@ -95,6 +148,8 @@ class Run:
             try:
                 result = body(*arguments)
                 self.results[result.rank] = result
+            except Dead:
+                pass
             except BaseException as error:
                 self.results[threading.current_thread().name] = error
 
@@ -204,3 +259,67 @@ def test_of_several_who_join_one_leaves_and_is_not_missed(make):
         assert results[rank].is_consensus
         assert results[rank].lost == {}
         assert not results[rank].left
+
+
+@pytest.fixture
+def sessions(monkeypatch):
+    """The sessions of ranks that have evaluated, by rank."""
+    found, evaluate = {}, Gossip.evaluate
+
+    def noted(self, *args, **options):
+        found[self.session.rank] = self.session
+        return evaluate(self, *args, **options)
+
+    monkeypatch.setattr(Gossip, "evaluate", noted)
+    return found
+
+
+@pytest.fixture
+def held(make, sessions, monkeypatch):
+    """Two ranks in the middle of an evaluation, one that is just about to enter; the epoch."""
+    evaluating, enter = threading.Event(), Members.enter
+
+    def late(*args):
+        run.dataset.test.gate.open.clear()
+        run.wait(lambda: run.dataset.test.gate.waiting == 2)
+        evaluating.set()
+        enter(*args)
+
+    monkeypatch.setattr(Members, "enter", late)
+    run = make(train=Gated, batch_size=1, **options("overlap"))
+    rank, _ = run.begin_to_join()
+    run.wait(evaluating.is_set)
+    epoch = rows(run.run_dir, 0)[-1]["epoch"]
+    return run, rank(), epoch
+
+
+def rows(run_dir, rank):
+    """The steps that a rank has told of."""
+    found = map(json.loads, run_dir.metrics(rank).read_text().splitlines())
+    return [each for each in found if each["event"] == "step"]
+
+
+def test_who_joins_during_an_evaluation_trains_with_the_others_from_its_end_on(held):
+    run, rank, epoch = held
+    run.dataset.train.gate.open.clear()
+    run.dataset.test.gate.open.set()
+    run.wait(lambda: run.dataset.train.gate.waiting == 3)  # all are at their first batch
+    run.dataset.train.gate.open.set()
+    run.wait(lambda: count(run.run_dir.path, rank, "epoch") > 1)
+    run.stop.set()
+    results = run.end()
+    assert rows(run.run_dir, rank)[0]["epoch"] == epoch + 1
+    assert all(one.is_consensus and one.notes == () for one in results.values())
+    assert len({one.accuracy for one in results.values()}) == 1
+
+
+def test_who_joins_has_a_part_in_an_evaluation_that_is_tried_again(held, sessions):
+    run, rank, epoch = held
+    run.dataset.test.gate.deadly["rank 1"] = sessions[1].close
+    run.dataset.test.gate.open.set()
+    run.wait(lambda: count(run.run_dir.path, rank) > 1)
+    run.stop.set()
+    results = run.end()
+    assert rows(run.run_dir, rank)[0]["epoch"] == epoch + 1
+    assert {*results} == {0, rank}
+    assert all(one.is_consensus and one.notes == () for one in results.values())

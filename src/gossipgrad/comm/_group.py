@@ -49,6 +49,9 @@ class Group:
         world_size: How many ranks there were at the start.
         members: Those that take part now, rising.
         generation: The generation of the membership that they are the members of.
+        unless: Called while members are awaited to the first collective of a generation. A
+            `GossipError` that it raises ends the wait, and nothing else: it comes from the
+            collective, which this rank may come to later.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class Group:
         self.store = store
         self.members = tuple(range(world_size) if members is None else members)
         self.generation = 0
+        self.unless: Callable[[], object] = lambda: None
         self._broken: str | None = None
         self._closed = False
         self._lock = threading.Lock()
@@ -265,6 +269,12 @@ class Group:
             asked.ask(lambda store: store.set(here[self.rank], ""), listen=look)
             while not asked.ask(lambda store: store.check([*here.values()]), listen=look):
                 look()
+                try:
+                    self.unless()
+                except GossipError:
+                    # Others who come while this rank is elsewhere wait for it as long as they like.
+                    asked.begin(lambda store: store.delete_key(here[self.rank]))
+                    raise
                 if time.monotonic() > deadline:
                     missing = next(
                         rank for rank in here if not asked.ask(lambda s, r=rank: s.check([here[r]]))
@@ -293,6 +303,8 @@ class Group:
                 if self._gloo is None:
                     self._gloo = self._connect()
                 self._wait(start(self._gloo), meets=meets)
+            except GossipError:  # of `unless`
+                raise
             except RuntimeError as error:
                 silent = isinstance(error, StoreSilentError)
                 why = first_line(error)

@@ -135,6 +135,7 @@ class ElasticBatches:
         )
         self._orders: dict[int, Int[np.ndarray, " sample"]] = {}
         self._own = self._position = self._samples = self._anew = self._left = 0
+        self._epoch = -1
 
     def __len__(self) -> int:
         """Batches of this rank in an epoch while nobody comes or goes."""
@@ -160,6 +161,14 @@ class ElasticBatches:
         """
         return self._pieces.newest_epoch()
 
+    def is_behind(self) -> bool:
+        """Whether another rank has begun a later epoch than this one; asks the store.
+
+        False, too, if that does not answer in `patience_seconds`.
+        """
+        newest = self.newest_epoch()
+        return newest is not None and newest > self._epoch
+
     def is_disturbed(self, epoch: int) -> bool:
         """Whether others than the ranks of the start take part in an epoch, or did; local."""
         first = tuple(range(self.world_size))
@@ -182,6 +191,7 @@ class ElasticBatches:
         check_whole(0, epoch=epoch, start_batch=start_batch)
         before = min(start_batch, len(self)) if self._rank < self.world_size else 0
         self._pieces.begin(epoch, before)
+        self._epoch = epoch
         self._own, self._position = before, max(self._position, epoch * len(self) + before)
         drawn: deque[Piece] = deque()
 

@@ -94,7 +94,7 @@ class Averaging:
                 views = self._group.all_gather_object(mine, meets=True)
             except GossipError:
                 rounds.channel.unsettle()
-                if self._members.changed():
+                if self._group.broken is not None and self._members.changed():
                     continue  # nothing was done yet: the living meet again
                 raise
             except BaseException:  # Ctrl-C too must not leave partners waiting for us

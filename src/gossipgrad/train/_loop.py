@@ -83,12 +83,14 @@ class Loop:
                 self.metrics.epochs += 1
                 self._batch = 0
                 place = self._place(epoch + 1)
-            if evaluation.final:
+            if evaluation is not None and evaluation.final:
                 self._save_last(place, evaluation)
                 return evaluation
         # It was at its end when it was resumed, and has told of its last epoch.
         self.metrics.begin_epoch()
-        return self._evaluate(self.epochs - 1, final=True)
+        evaluation = self._evaluate(self.epochs - 1, final=True)
+        assert evaluation is not None, "nobody trains on behind the last epoch"
+        return evaluation
 
     def _train_epoch(self, epoch: int, batch: int) -> bool:
         """Train on what is left of an epoch; whether it was finished."""
@@ -202,11 +204,11 @@ class Loop:
                 }
             )
 
-    def _evaluate(self, epoch: int, *, final: bool) -> Evaluation:
+    def _evaluate(self, epoch: int, *, final: bool) -> Evaluation | None:
         metrics = self.metrics
         with self.spans.measure("evaluate", metrics.steps):
             evaluation = self.strategy.evaluate(self.test, final=final)
-        if not metrics.epoch_samples:
+        if evaluation is None or not metrics.epoch_samples:
             return evaluation
         event = metrics.write(
             "epoch",

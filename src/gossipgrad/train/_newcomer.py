@@ -2,8 +2,10 @@
 
 import contextlib
 import json
+import math
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from ._strategies import Strategy
 
 JOIN_SECONDS = 300.0
 _LOOK_SECONDS = 0.5
+_ASK_SECONDS = 0.1
 
 
 class Newcomer:
@@ -62,6 +65,7 @@ class Newcomer:
         self.carried: dict[str, Any] = {}
         self._batches: ElasticBatches | None = None
         self._called = False
+        self._asked_seconds = -math.inf
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -128,6 +132,14 @@ class Newcomer:
         """Tell which samples were used, before this worker leaves, so that no others are lost."""
         if self._batches is not None:
             self._batches.close()
+
+    def is_behind(self) -> bool:
+        """Whether the others train in an epoch that this rank has not begun; asked often."""
+        now = time.monotonic()
+        if self._batches is None or now - self._asked_seconds < _ASK_SECONDS:
+            return False
+        self._asked_seconds = now
+        return self._batches.is_behind()
 
     def close(self) -> None:
         """Look no more."""

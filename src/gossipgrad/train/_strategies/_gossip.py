@@ -30,7 +30,8 @@ class Gossip(Strategy):
 
     When a rank dies the others train on, and the consensus is theirs. One that dies in the middle
     of a consensus makes the others try again; if that fails, each evaluates its own replica, as
-    does one whose evaluation came about on the others alone. A rank that stood still for so long
+    does one whose evaluation came about on the others alone. A rank that joins while the others
+    evaluate waits until they train on, and goes on with them. A rank that stood still for so long
     that the others gave it up ends with an `EvictedError`.
     """
 
@@ -55,6 +56,7 @@ class Gossip(Strategy):
         self._evaluations = self._ahead = 0
         self._leaver = leaver
         self._has_left = False
+        self._has_met = leaver is None
         self._told: set[str] = set()
         self._every = options.every
         self._accord: StopTogether | None = None
@@ -93,10 +95,11 @@ class Gossip(Strategy):
         if options.faults is not None:
             self.notes.append(f"faults by script: {options.faults}")
 
-    def evaluate(self, test: TestPart, *, final: bool) -> Evaluation:
+    def evaluate(self, test: TestPart, *, final: bool) -> Evaluation | None:
         """Evaluate the consensus of the living, shared out over them.
 
-        One that leaves the run before its end evaluates its own replica, when it has left.
+        One that leaves the run before its end evaluates its own replica, when it has left. None on
+        one that joined as the others had come together already, once they train on.
         """
         if self._leaver is not None and self._leaves:
             self._has_left = True
@@ -107,18 +110,31 @@ class Gossip(Strategy):
         told = ""
         for _ in range(_TRIES):
             try:
-                return consensus_evaluation(
+                if not self._has_met:
+                    self._session.group.unless = self._train_on
+                evaluation = consensus_evaluation(
                     self._session, self.model, test, final=final, number=self._evaluations
                 )
+                self._has_met = True
+                return evaluation
             except EvictedError:
                 raise
             except MissedError as error:
+                if not self._has_met:
+                    return None
                 told = str(error)
                 break
             except GossipError as error:
                 told = str(error)
+            finally:
+                self._session.group.unless = lambda: None
         self.notes.append(f"no consensus: {told}")
         return alone(self.model, test, final=final, is_consensus=False)
+
+    def _train_on(self) -> None:
+        """Ends the wait for others who have evaluated without this rank, and train on."""
+        if self._leaver is not None and self._leaver.is_behind():
+            raise MissedError(f"the others began without rank {self._session.rank}, and train on")
 
     @property
     def session(self) -> gg.GossipSession:

@@ -127,7 +127,7 @@ class PostLocal(Strategy):
         """Run the backward pass; see `Strategy.backward`."""
         self._part.backward(loss)
 
-    def evaluate(self, test: TestPart, *, final: bool) -> Evaluation:
+    def evaluate(self, test: TestPart, *, final: bool) -> Evaluation | None:
         """Evaluate as the part under way does."""
         return self._part.evaluate(test, final=final)
 

@@ -29,7 +29,7 @@ class Traffic:
 
 @runtime_checkable
 class Leaver(Protocol):
-    """A rank that may leave before the others."""
+    """A rank that came later than the others, and may leave before them."""
 
     @property
     def leaves(self) -> bool:
@@ -38,6 +38,10 @@ class Leaver(Protocol):
 
     def let_go(self) -> None:
         """Gives up what others could use, before it leaves."""
+
+    def is_behind(self) -> bool:
+        """Whether the others train on while this rank waits for them; asked again and again."""
+        ...
 
 
 class Strategy(ABC):
@@ -123,8 +127,11 @@ class Strategy(ABC):
         return []
 
     @abstractmethod
-    def evaluate(self, test: TestPart, *, final: bool) -> Evaluation:
-        """Evaluate the model that stands for all ranks; a collective but for `local`."""
+    def evaluate(self, test: TestPart, *, final: bool) -> Evaluation | None:
+        """Evaluate the model that stands for all ranks; a collective but for `local`.
+
+        None on a rank that joined the others as they were at it already: it has no part in it.
+        """
 
     @abstractmethod
     def traffic(self) -> Traffic:
