@@ -1,5 +1,6 @@
 """Those who join a script's run: ready from the start, let in when their moment has come."""
 
+import contextlib
 import functools
 import json
 import multiprocessing
@@ -38,6 +39,8 @@ class Joiners:
         self._subset = subset
         self._words: dict[int, Connection] = {}
         self._processes: dict[int, Any] = {}
+        self._let_in: set[int] = set()
+        self._ends: dict[int, str] = {}
 
     def __enter__(self) -> Self:
         context = multiprocessing.get_context("forkserver")
@@ -61,24 +64,33 @@ class Joiners:
     ) -> None:
         for pipe in self._words.values():
             pipe.close()  # whose moment has not come ends
-        for process in self._processes.values():
+        for number, process in self._processes.items():
             process.join(_END_SECONDS)
             if process.is_alive():
                 process.kill()
                 process.join()
+                self._ends[number] = f"hang: was not over {_END_SECONDS:g} s after the run"
+            elif not self._told(number).exists():
+                self._ends[number] = f"ended without a word, with exit code {process.exitcode}"
             process.close()
 
     def let_in(self, number: int) -> None:
         """The moment of a fault has come."""
-        self._words[number].send("join")
+        self._let_in.add(number)
+        with contextlib.suppress(OSError):  # one that has crashed is told of at the end
+            self._words[number].send("join")
 
     def outcomes(self) -> dict[int, dict[str, Any]]:
-        """How it went for those whose moment had come."""
+        """How it went for those whose moment had come; behind the block."""
         return {
-            number: json.loads(path.read_text())
-            for number in self._script.joins
-            if (path := self._folder / f"join{number}.json").exists()
+            number: {"error": self._ends[number]}
+            if number in self._ends
+            else json.loads(self._told(number).read_text())
+            for number in sorted(self._let_in)
         }
+
+    def _told(self, number: int) -> Path:
+        return _result(self._folder, number)
 
 
 def _join(pipe: Connection, number: int, count: int, folder: Path, subset: Path) -> None:
@@ -113,7 +125,12 @@ def _let_in(number: int, count: int, folder: Path, subset: Path) -> None:
     except BaseException:
         traceback.print_exc()
         found = {"error": traceback.format_exc()}
-    (folder / f"join{number}.json").write_text(json.dumps(found))
+    _result(folder, number).write_text(json.dumps(found))
+
+
+def _result(folder: Path, number: int) -> Path:
+    """Where those who join leave how it went."""
+    return folder / f"join{number}.json"
 
 
 def _worker(subset: Path, spec: JoinSpec, pipe: Connection) -> None:

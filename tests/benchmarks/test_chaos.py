@@ -1,6 +1,7 @@
 """Fault scripts: drawn by seed alone, always with a survivor; and what counts as promised."""
 
 import json
+from multiprocessing import Pipe
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from safetensors.torch import save_file
 from benchmarks.chaos.__main__ import Results
 from benchmarks.chaos._director import story
 from benchmarks.chaos._draw import FIRST_JOINED, FIRST_RESUMED, SCRIPTS, draw_script
+from benchmarks.chaos._joiners import Joiners
 from benchmarks.chaos._pool import _begun_anew
 from benchmarks.chaos._script import Fault, Script, Setting
 from benchmarks.chaos._training import EVALUATIONS, STEPS
@@ -240,3 +242,42 @@ def test_who_could_not_join_is_told_unless_the_run_was_over():
         "join 0: GossipError: nobody answers"
     ]
     assert why(**{"0": {"exit_code": 130}}) == ["join 0: exit code 130"]
+
+
+class Ended:
+    """A process that has ended, or will not."""
+
+    def __init__(self, exitcode):
+        self.exitcode = exitcode
+
+    def is_alive(self):
+        return self.exitcode is None
+
+    def kill(self):
+        self.exitcode = -9
+
+    def join(self, timeout=None):
+        pass
+
+    close = join
+
+
+@pytest.mark.parametrize(
+    ("exitcode", "writes", "told"),
+    [
+        (0, True, {"exit_code": 0}),
+        (-11, False, {"error": "ended without a word, with exit code -11"}),
+        (None, False, {"error": "hang: was not over 60 s after the run"}),
+        (None, True, {"error": "hang: was not over 60 s after the run"}),
+    ],
+)
+def test_one_that_was_let_in_and_hangs_or_crashes_is_told(tmp_path, exitcode, writes, told):
+    joiners = Joiners(draw(FIRST_JOINED), tmp_path, tmp_path)
+    (ours, theirs), (others, _) = Pipe(), Pipe()
+    joiners._words, joiners._processes = {0: ours, 1: others}, {0: Ended(exitcode), 1: Ended(0)}
+    joiners.let_in(0)
+    assert theirs.recv() == "join"
+    if writes:
+        (tmp_path / "join0.json").write_text(json.dumps(told if exitcode == 0 else {}))
+    joiners.__exit__(None, None, None)
+    assert joiners.outcomes() == {0: told}
