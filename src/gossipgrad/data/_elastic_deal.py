@@ -44,11 +44,6 @@ class Deal:
     batches: int
     chunk: int
 
-    @property
-    def total(self) -> int:
-        """Batches of an epoch, of all shares."""
-        return self.shares * self.batches
-
     def hand(self, epoch: int, rank: int, living: Sequence[int]) -> Iterator[Piece]:
         """The chunks that go to a rank, in their order."""
         chunks = -(-self.batches // self.chunk)
