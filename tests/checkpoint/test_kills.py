@@ -20,7 +20,7 @@ def instants(directory, monkeypatch, act):
     """Copies of a directory as it was before each thing that `act()` did to it."""
     copies, busy = [], []
 
-    def spied(name):
+    def spied(patch, name):
         original = getattr(os, name)
 
         def called(*arguments, **settings):
@@ -31,13 +31,12 @@ def instants(directory, monkeypatch, act):
                 busy.pop()
             return original(*arguments, **settings)
 
-        monkeypatch.setattr(os, name, called)
+        patch.setattr(os, name, called)
 
-    with monkeypatch.context():
+    with monkeypatch.context() as patch:
         for name in ("mkdir", "fsync", "replace", "rename", "unlink", "rmdir"):
-            spied(name)
+            spied(patch, name)
         act()
-        monkeypatch.undo()
     return copies
 
 

@@ -1,7 +1,6 @@
 """Where checkpoints lie, and which of them are complete."""
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -69,11 +68,7 @@ def steps(
     if rank is not None:
         own = own_steps(directory, rank)
         return [s for s, m in own.items() if isinstance(m, Manifest) and run in (None, m.run)]
-    return [
-        found.step
-        for found in all_steps(directory)
-        if any(run in (None, whole.run) for whole in found.complete())
-    ]
+    return [found.step for found in all_steps(directory) if found.complete(run)]
 
 
 def manifest(
@@ -148,9 +143,8 @@ def whole_of(directory: Path, step: int | None, run: str | None) -> Manifest:
     if step not in there:
         has = f"there are {', '.join(map(str, there))}" if there else "there is none at all"
         raise ValueError(f"there is no checkpoint of step {step} in {directory}; {has}")
-    for whole in there[step].complete():
-        if run in (None, whole.run):
-            return whole
+    if wholes := there[step].complete(run):
+        return wholes[0]
     raise ValueError(
         f"the checkpoint of step {step} in {directory} is not complete, it "
         f"{there[step].lacks(run)}: name a step that is, or one rank for its replica"
@@ -161,9 +155,8 @@ def newest(directory: Path, run: str | None) -> Manifest:
     """One manifest of the newest complete checkpoint, or why there is none."""
     found = all_steps(directory)
     for one in reversed(found):
-        for whole in one.complete():
-            if run in (None, whole.run):
-                return whole
+        if wholes := one.complete(run):
+            return wholes[0]
     if not found:
         raise ValueError(f"there is no checkpoint in {directory}: name a directory that has one")
     raise ValueError(
@@ -181,17 +174,17 @@ class Found:
     damaged: dict[int, str] = field(default_factory=dict)
     """Why, by rank."""
 
-    def complete(self) -> list[Manifest]:
+    def complete(self, run: str | None = None) -> list[Manifest]:
         """One manifest of each whole that all its members have committed; mostly one or none.
 
-        That of the most members comes first.
+        Of a run, or of any. That of the most members comes first.
         """
-        wholes = [m for m in self._wholes() if not self._missing(m)]
+        wholes = [m for m in self._wholes(run) if not self._missing(m)]
         return sorted(wholes, key=lambda whole: -len(whole.members))
 
     def lacks(self, run: str | None = None) -> str:
         """Why it is not complete: `lacks rank 1 and 3`."""
-        wholes = [m for m in self._wholes() if run in (None, m.run)]
+        wholes = self._wholes(run)
         if not wholes:
             other = next(iter(self.manifests.values()), None)
             named = "has no readable manifest" if other is None else f"is of run {other.run!r}"
@@ -205,8 +198,9 @@ class Found:
             reasons.append(f"the part of rank {foreign[0]} is of another start or other members")
         return "; ".join([*reasons, *self.damaged.values()])
 
-    def _wholes(self) -> Iterator[Manifest]:
-        return iter({m.whole: m for m in self.manifests.values()}.values())
+    def _wholes(self, run: str | None) -> list[Manifest]:
+        wholes = {m.whole: m for m in self.manifests.values()}
+        return [whole for whole in wholes.values() if run in (None, whole.run)]
 
     def _missing(self, one: Manifest) -> list[int]:
         there = self.manifests

@@ -6,7 +6,7 @@ from os import PathLike
 from pathlib import Path
 
 from ._files import sync_folder
-from ._layout import all_steps, folder_of, own_folders, own_steps, rank_folders, step_folders
+from ._layout import folder_of, own_folders, own_steps, rank_folders, step_folders, steps
 from ._manifest import MANIFEST, Manifest, is_own_file, read_manifest
 
 __all__ = [
@@ -108,7 +108,7 @@ def make_way(directory: Path, part: Manifest, *, shared: bool) -> list[str]:
     later = [step for step, one in found.items() if one is not None]
     complete = set(later)
     if shared and later:
-        complete = {one.step for one in all_steps(directory) if one.complete()}
+        complete = set(steps(directory))
     same = found.get(part.step)
     if isinstance(same, Manifest) and part.attempt and same.attempt == part.attempt:
         raise ValueError(
@@ -161,14 +161,8 @@ def prune(
     Returns:
         Own steps that wait for other ranks; what could not be removed, and why.
     """
-    own = [s for s, m in own_steps(directory, part.rank).items() if isinstance(m, Manifest)]
-    complete = own
-    if shared:
-        complete = [
-            found.step
-            for found in all_steps(directory)
-            if any(whole.run == part.run for whole in found.complete())
-        ]
+    own = steps(directory, rank=part.rank)
+    complete = steps(directory, run=part.run) if shared else own
     if not complete:
         return own, []
     old = [step for step in own if step < complete[-1] and step not in complete[-keep:]]
