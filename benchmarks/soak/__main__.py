@@ -6,7 +6,7 @@ other. Memory, open handles, threads, Python's blocks and the entries of all con
 at all the while; over the second half of each part they must be flat, by a rule that is written
 down beside them.
 
-    python -m benchmarks.soak                # a quarter of an hour
+    python -m benchmarks.soak                # about 40 minutes
     python -m benchmarks.soak --parts stale  # one again, in place of that there is
 """
 
@@ -69,7 +69,7 @@ def run(steps: int, names: Sequence[str]) -> list[dict[str, Any]]:
             ]
             for rank in range(RANKS)
         }
-    return [_part(name, lines) | {"steps_per_rank": steps} for name in names]
+    return [_part(name, lines) | {"steps_of_all_parts": steps} for name in names]
 
 
 def _part(name: str, lines: dict[int, list[dict[str, Any]]]) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def page_table(figures: dict[str, Any]) -> str:
             scale = 1e6 if measure == "rss_bytes" else 1.0
             digits = 1 if measure == "rss_bytes" else 0
             mean = max(one["mean"] for one in found) / scale
-            grew = max((one["growth"] for one in found), key=abs) / scale
+            grew = max(one["growth"] for one in found) / scale
             cells.append(f"{mean:,.{digits}f} ({grew:+,.{digits + 1}f})")
         rows.append(cells)
     return table(head, rows)
