@@ -18,7 +18,7 @@ from gossipgrad.train import GossipConfig, TrainConfig
 
 from ._script import Script
 
-__all__ = ["EVALUATIONS", "STEPS", "config_for", "load_subset", "save_subset"]
+__all__ = ["EVALUATIONS", "LONGER", "STEPS", "config_for", "load_subset", "save_subset"]
 
 _NAME = "fashion-mnist"
 _TRAIN_SAMPLES, _TEST_SAMPLES = 2400, 5000
@@ -26,7 +26,7 @@ _BATCH_SIZE = 32
 _EPOCHS_PER_RANK = 6
 STEPS = _EPOCHS_PER_RANK * _TRAIN_SAMPLES // _BATCH_SIZE  # of each rank, roughly
 _START_SECONDS = 5.0
-_LONGER = 4  # where others are to join: they need a second or two to come in
+LONGER = 4  # where others are to join: they need a second or two to come in
 EVALUATIONS = 3 * _EPOCHS_PER_RANK  # of the smallest world
 
 
@@ -36,7 +36,7 @@ def config_for(script: Script, out: Path) -> TrainConfig:
     return TrainConfig(
         data=_NAME,
         model="mlp",
-        epochs=(_LONGER if script.joins else 1) * _EPOCHS_PER_RANK * setting.world_size,
+        epochs=(LONGER if script.joins else 1) * _EPOCHS_PER_RANK * setting.world_size,
         batch_size=_BATCH_SIZE,
         lr=0.05,
         weight_decay=5e-3,

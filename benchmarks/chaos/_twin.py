@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 __all__ = ["differences"]
 
@@ -27,10 +28,15 @@ def differences(ours: Path, theirs: Path, ranks: int) -> list[str]:
     models = [load_file(folder / "model.safetensors") for folder in (ours, theirs)]
     if models[0].keys() != models[1].keys():
         return [*told, "the models have other tensors than their twin's"]
-    differ = [name for name in models[0] if not torch.equal(models[0][name], models[1][name])]
+    differ = [name for name, ours in models[0].items() if not _same_bits(ours, models[1][name])]
     if differ:
         told.append(f"the model differs from its twin's in {', '.join(differ)}")
     return told
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    alike = (one.dtype, one.shape) == (other.dtype, other.shape)
+    return alike and torch.equal(*(each.flatten().view(torch.uint8) for each in (one, other)))
 
 
 def _metrics(file: Path) -> list[dict[str, Any]]:

@@ -6,12 +6,12 @@ from statistics import median
 from typing import Any
 
 from ._script import Script
+from ._training import LONGER
 
 __all__ = ["judge", "print_table"]
 
 _POINTS = 1.0  # of accuracy that faults may cost
 _SPARE_SECONDS = 20.0  # beyond the undisturbed run and the faults themselves
-_LONGER_BY = 3.0  # trainings that others join
 _IS_OVER = ("came to its end", "is over", "has ended")
 _SLOWER = 3.0  # than undisturbed, where ranks share few cores with another script
 
@@ -31,7 +31,7 @@ def judge(script: Script, found: dict[str, Any], undisturbed: dict[str, Any]) ->
     accuracy = summary.get("accuracy")
     lasting = sum(fault.seconds for fault in script.faults)
     starts = script.resumes + 1
-    longer = _LONGER_BY * _SLOWER * undisturbed["seconds"] if script.joins else 0.0
+    longer = (LONGER - 1) * _SLOWER * undisturbed["seconds"] if script.joins else 0.0
     bound = starts * (_SLOWER * undisturbed["seconds"] + _SPARE_SECONDS) + 2 * lasting + longer
     why = [
         *_end(script, found),

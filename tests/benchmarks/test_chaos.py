@@ -183,7 +183,7 @@ def test_a_later_seed_is_a_run_whose_ranks_all_die_and_that_is_resumed():
     assert sum(script.exact for script in scripts) > 15
 
 
-def test_a_run_that_differs_from_its_twin_is_not_as_promised(tmp_path):
+def test_a_run_that_differs_from_its_twin_is_not_as_promised():
     script = draw(FIRST_RESUMED)
     told = found(script, dict.fromkeys(range(3), 0.83), differs=["rank 1 differs"], starts=2)
     assert judge(script, told, UNDISTURBED)["why"] == ["rank 1 differs"]
@@ -207,6 +207,8 @@ def test_twins_are_compared_bit_for_bit_but_for_times(tmp_path):
     assert differences(write("same", seconds=0.2), twin, 1) == []
     (loss,) = differences(write("loss", loss=0.26), twin, 1)
     assert loss.startswith("metrics of rank 0 differ from its twin's in line 1: {'step': 1, 'loss'")
+    none = differences(write("none", weight=-0.0), write("zero", weight=0.0), 1)
+    assert none == ["the model differs from its twin's in w"]
     near = differences(write("near", weight=1.0000001), twin, 1)
     assert near == ["the model differs from its twin's in w"]
     (tmp_path / "same" / "metrics-rank0.jsonl").write_text("")

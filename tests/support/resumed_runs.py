@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from gossipgrad import checkpoint
-from support.resuming import assert_same
+from support.resuming import assert_same, session_of_training
 
 __all__ = ["assert_same_runs", "metrics_of", "state_of"]
 
@@ -28,12 +28,6 @@ def state_of(folder: Path, rank: int, step: int | None = None) -> dict[str, Any]
     loop = state["loop"]
     metrics = {k: v for k, v in loop["metrics"].items() if "seconds" not in k and k != "offset"}
     session = state.get("session")
-    if session is not None:
-        rounds = session["rounds"] or {}
-        left_out = ("exposed_seconds", "mixing_seconds", "carried")
-        rounds = {name: value for name, value in rounds.items() if name not in left_out}
-        averaging = {k: v for k, v in session["averaging"].items() if k != "seconds"}
-        session = {**session, "rounds": rounds, "averaging": averaging}
     strategy = {k: v for k, v in state["strategy"].items() if "seconds" not in k}
     # A stop takes an evaluation more; in the others are times.
     left_out = ("first", "before", "evaluations")
@@ -42,7 +36,7 @@ def state_of(folder: Path, rank: int, step: int | None = None) -> dict[str, Any]
     return {
         **state,
         "loop": {**loop, "metrics": metrics},
-        "session": session,
+        "session": session and session_of_training(session),
         "strategy": strategy,
         "batches": batches,
     }

@@ -10,8 +10,9 @@ import gossipgrad as gg
 from gossipgrad.comm import Group
 from support.ranks import run_ranks
 from support.replicas import OptimizerFactory, backward, network, sgd, transport_by_name
+from support.trees import bits
 
-__all__ = ["assert_same", "run_on", "stop_and_resume", "without_times"]
+__all__ = ["assert_same", "run_on", "session_of_training", "stop_and_resume", "without_times"]
 
 # What has come by now, and is not mixed, is a matter of time, too.
 TIMES = (
@@ -26,13 +27,15 @@ def without_times(stats: gg.Stats) -> dict[str, Any]:
 
 
 def assert_same(ours: Any, theirs: Any, where: str = "") -> None:
-    """Two trees are equal, tensors bit for bit."""
+    """Two trees are equal, tensors and arrays bit for bit."""
     if isinstance(ours, torch.Tensor):
         assert isinstance(theirs, torch.Tensor), where
-        assert ours.dtype == theirs.dtype, where
-        assert torch.equal(ours, theirs), f"{where}: {(ours - theirs).abs().max():.3g} apart"
+        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape), where
+        assert bits(ours) == bits(theirs), f"{where}: {(ours - theirs).abs().max():.3g} apart"
     elif isinstance(ours, np.ndarray):
-        assert np.array_equal(ours, theirs), where
+        assert isinstance(theirs, np.ndarray), where
+        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape), where
+        assert ours.tobytes() == theirs.tobytes(), where
     elif isinstance(ours, dict):
         assert ours.keys() == theirs.keys(), where
         for key in ours:
@@ -91,15 +94,17 @@ def stop_and_resume(world_size: int, stop: int, end: int, **settings: Any) -> No
     # Other initial weights: what is not loaded would show.
     _, resumed = run_on(world_size, stop, end, states=states, seed=1, **settings)
     for rank, (mine, theirs) in enumerate(zip(resumed, uninterrupted, strict=True)):
-        assert_same(_of_training(mine[0]), _of_training(theirs[0]), f"rank {rank}")
+        states = [
+            {**state, "session": session_of_training(state["session"])}
+            for state in (mine[0], theirs[0])
+        ]
+        assert_same(*states, f"rank {rank}")
         assert_same(mine[1], theirs[1], f"rank {rank}: stats")
 
 
-def _of_training(state: dict[str, Any]) -> dict[str, Any]:
-    """A state less times and what has just come."""
-    session = {k: v for k, v in state["session"].items() if k not in ("rounds", "averaging")}
-    averaging = {k: v for k, v in state["session"]["averaging"].items() if k != "seconds"}
-    rounds = state["session"]["rounds"] or {}
+def session_of_training(session: dict[str, Any]) -> dict[str, Any]:
+    """What a state has of a session, less times and what has just come."""
     left_out = ("exposed_seconds", "mixing_seconds", "carried")
-    rounds = {name: value for name, value in rounds.items() if name not in left_out}
-    return {**state, "session": {**session, "averaging": averaging, "rounds": rounds}}
+    rounds = {k: v for k, v in (session["rounds"] or {}).items() if k not in left_out}
+    averaging = {k: v for k, v in session["averaging"].items() if k != "seconds"}
+    return {**session, "rounds": rounds, "averaging": averaging}

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["assert_same", "replica"]
+__all__ = ["assert_same", "bits", "replica"]
 
 
 def assert_same(found: Any, wanted: Any) -> None:
@@ -36,6 +36,7 @@ def assert_same(found: Any, wanted: Any) -> None:
 
 
 def bits(tensor: Tensor) -> bytes:
+    """What it holds, told apart where `==` does not (0 and -0) and alike where it is not (NaN)."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.dtype is torch.complex128:
         tensor = torch.view_as_real(tensor)
