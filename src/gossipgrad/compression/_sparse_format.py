@@ -1,0 +1,214 @@
+"""A sparse tensor as one message of fixed size: values and indices together."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int, UInt8
+from torch import Tensor
+
+from gossipgrad.compression._index_encodings import (
+    INDEX_ENCODINGS,
+    LARGEST_INT32,
+    check_ascending,
+    decode,
+    encode,
+    encoded_bytes,
+    smallest,
+)
+
+__all__ = ["SparseFormat"]
+
+_VALUE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_ALIGNMENT_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class SparseFormat:
+    """How `count` of `numel` values travel: all messages of a format are of equal size.
+
+    So an all-gather of them needs no exchange of sizes before, and values and indices share one
+    start-up. A message is the values, then the indices, each filled up with zeros to a multiple of
+    8 bytes; it does not name its format, which all ranks have to agree on. Numbers are in the
+    machine's byte order.
+
+    | index encoding | bytes | smallest where |
+    |---|---|---|
+    | `"int32"` | 4 an index | fewer than 2 indices fall in 65,536 elements |
+    | `"uint16"` | 2 an index, and 4 for each block of 65,536 elements | between |
+    | `"bitmap"` | a bit an element | more than 1 in 16 is sent |
+
+    Attributes:
+        numel: Elements of the dense tensor.
+        count: Of them that are sent, 1 to `numel`.
+        value_dtype: float32, bfloat16, float16 or float64.
+        index_encoding: The smallest by default, as in the table.
+
+    Raises:
+        ValueError: A number is out of range, the type has no place in messages, or `"int32"` is
+            too short for `numel`.
+
+    Example:
+        >>> form = SparseFormat(1_000_000, 1000)
+        >>> form.index_encoding, form.size_bytes
+        ('uint16', 6064)
+        >>> message = torch.empty(form.size_bytes, dtype=torch.uint8)
+        >>> _ = form.pack(torch.arange(0, 1_000_000, 1000), torch.ones(1000), message)
+        >>> dense = torch.zeros(1_000_000)
+        >>> form.add_to(message, dense)
+        >>> dense.sum()
+        tensor(1000.)
+    """
+
+    numel: int
+    count: int
+    value_dtype: torch.dtype = torch.float32
+    index_encoding: str = "auto"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.count <= self.numel:
+            raise ValueError(f"count is {self.count}: of {self.numel} values, 1 or more are sent")
+        if self.value_dtype not in _VALUE_DTYPES:
+            raise ValueError(
+                f"value_dtype is {self.value_dtype}: values travel as one of "
+                f"{', '.join(map(str, _VALUE_DTYPES))}"
+            )
+        if self.index_encoding == "auto":
+            object.__setattr__(self, "index_encoding", smallest(self.numel, self.count))
+        if self.index_encoding not in INDEX_ENCODINGS:
+            raise ValueError(
+                f"there is no index encoding {self.index_encoding!r}: choose 'auto' or one of "
+                f"{', '.join(INDEX_ENCODINGS)}"
+            )
+        if self.index_encoding == "int32" and self.numel > LARGEST_INT32 + 1:
+            raise ValueError(
+                f"indices of {self.numel} elements are too large for 'int32': use 'uint16'"
+            )
+
+    @property
+    def size_bytes(self) -> int:
+        """What a message takes, a multiple of 8."""
+        return self._values_end_bytes + _aligned(self._index_bytes)
+
+    @property
+    def _values_bytes(self) -> int:
+        return self.count * self.value_dtype.itemsize
+
+    @property
+    def _values_end_bytes(self) -> int:
+        return _aligned(self._values_bytes)
+
+    @property
+    def _index_bytes(self) -> int:
+        return encoded_bytes(self.index_encoding, self.numel, self.count)
+
+    def pack(
+        self,
+        indices: Int[Tensor, " count"],
+        values: Float[Tensor, " count"],
+        out: UInt8[Tensor, " size"],
+    ) -> Float[Tensor, " count"]:
+        """Writes a message.
+
+        Finite values beyond the range of a narrower `value_dtype` become its largest finite value;
+        NaN and inf stay what they are, so that the receivers see them.
+
+        Args:
+            indices: Ascending and all different, as `top_k` returns them.
+            values: Those at the indices, of any floating type.
+            out: Of `size_bytes` bytes, contiguous, on the device of the others; in a larger buffer
+                it begins at a multiple of 8 bytes.
+
+        Returns:
+            The values as the receivers will see them, in `out` itself. What error feedback has to
+            carry over is the difference from `values`.
+
+        Raises:
+            ValueError: There are not `count` indices and values, `out` does not fit, or, on the
+                CPU, the indices do not ascend from 0 to below `numel`. Elsewhere indices are not
+                looked at: that would wait for the device.
+        """
+        if indices.numel() != self.count or values.numel() != self.count:
+            raise ValueError(
+                f"{indices.numel()} indices and {values.numel()} values were given to a format of "
+                f"{self.count}: give as many"
+            )
+        if indices.device.type == "cpu":
+            check_ascending(indices, self.numel, "there are")
+        self._check_size(out)
+        if out.storage_offset() % _ALIGNMENT_BYTES:
+            raise ValueError(
+                f"the message is to begin at byte {out.storage_offset()} of a larger buffer: begin "
+                f"at a multiple of {_ALIGNMENT_BYTES}"
+            )
+        out[self._values_bytes : self._values_end_bytes] = 0
+        sent = out[: self._values_bytes].view(self.value_dtype)
+        sent.copy_(_within_range(values.detach(), self.value_dtype))
+        index_end_bytes = self._values_end_bytes + self._index_bytes
+        out[index_end_bytes:] = 0
+        region = out[self._values_end_bytes : index_end_bytes]
+        encode(self.index_encoding, indices, self.numel, region)
+        return sent
+
+    def unpack(
+        self, message: UInt8[Tensor, " size"]
+    ) -> tuple[Int[Tensor, " count"], Float[Tensor, " count"]]:
+        """Indices, ascending, and values of a message, which may come from anywhere.
+
+        The values lie in the message itself, where that is aligned. On an accelerator the checks
+        wait for the device.
+
+        Raises:
+            ValueError: It is not of `size_bytes` bytes, or its indices are not `count` different
+                ones below `numel` in ascending order. Values are not judged.
+        """
+        self._check_size(message)
+        if message.storage_offset() % _ALIGNMENT_BYTES:
+            message = message.clone()
+        region = message[self._values_end_bytes : self._values_end_bytes + self._index_bytes]
+        indices = decode(self.index_encoding, region, self.numel, self.count)
+        return indices, message[: self._values_bytes].view(self.value_dtype)
+
+    def add_to(self, message: UInt8[Tensor, " size"], dense: Float[Tensor, " n"]) -> None:
+        """Adds the values of a message to the elements that its indices name.
+
+        An element is added to at most once by a message. So ranks that add the same messages in
+        the same order to equal tensors have equal sums, bit for bit.
+
+        Args:
+            message: As `pack` wrote it, maybe on another rank.
+            dense: Of `numel` elements, on the message's device; of any floating type, to which
+                the values are converted.
+
+        Raises:
+            ValueError: As in `unpack`, or `dense` is of another size. `dense` is unchanged then.
+        """
+        if dense.numel() != self.numel:
+            raise ValueError(
+                f"the dense tensor has {dense.numel()} elements, the format {self.numel}: give the "
+                "one that was selected from"
+            )
+        indices, values = self.unpack(message)
+        dense.detach().index_add_(0, indices, values.to(dense.dtype))
+
+    def _check_size(self, message: UInt8[Tensor, " size"]) -> None:
+        if message.dtype is not torch.uint8 or not message.is_contiguous():
+            raise ValueError(
+                f"a message is contiguous bytes; this is of type {message.dtype} with a stride of "
+                f"{message.stride(0)}: give a flat tensor of torch.uint8"
+            )
+        if message.numel() != self.size_bytes:
+            raise ValueError(
+                f"a message of {message.numel()} bytes was given to a format of {self.size_bytes}: "
+                "all ranks have to use the same format"
+            )
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+def _within_range(values: Float[Tensor, " count"], dtype: torch.dtype) -> Float[Tensor, " count"]:
+    largest = torch.finfo(dtype).max
+    if torch.finfo(values.dtype).max <= largest:
+        return values
+    return torch.where(values.isinf(), values, values.clamp(-largest, largest))

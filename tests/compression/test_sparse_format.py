@@ -1,0 +1,228 @@
+"""Messages of a sparse format: what is packed is what is added, and damage is found."""
+
+import itertools
+import math
+import random
+
+import pytest
+import torch
+
+from gossipgrad.compression import SparseFormat, top_k
+
+ENCODINGS = ("int32", "uint16", "bitmap")
+SIZES = (1, 7, 8, 65_536, 65_537, 200_001)
+
+
+def message_of(form, seed=0, device="cpu"):
+    generator = torch.Generator().manual_seed(seed)
+    indices = torch.randperm(form.numel, generator=generator)[: form.count].sort().values
+    values = torch.randn(form.count, generator=generator)
+    message = torch.full((form.size_bytes,), 0xAB, dtype=torch.uint8, device=device)
+    sent = form.pack(indices.to(device), values.to(device), message)
+    return indices, values, message, sent
+
+
+def cases():
+    for numel, encoding in itertools.product(SIZES, ENCODINGS):
+        for count in sorted({1, -(-numel // 1000), -(-numel // 3), numel}):
+            yield numel, count, encoding
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_what_is_packed_is_unpacked(dtype):
+    for numel, count, encoding in cases():
+        form = SparseFormat(numel, count, dtype, encoding)
+        indices, values, message, sent = message_of(form)
+        assert form.size_bytes % 8 == 0
+        for taken in (message, torch.cat([message[:3], message])[3:]):  # aligned, and not
+            found, received = form.unpack(taken)
+            assert found.dtype == torch.int64
+            assert torch.equal(found, indices), (numel, count, encoding)
+            assert received.dtype == dtype
+            assert torch.equal(received, values.to(dtype))
+        assert torch.equal(sent, received)
+        assert sent.untyped_storage().data_ptr() == message.untyped_storage().data_ptr()
+
+
+def test_the_smallest_encoding_is_chosen_and_size_is_fixed_by_the_numbers():
+    for numel, count, _ in cases():
+        chosen = SparseFormat(numel, count)
+        sizes = [SparseFormat(numel, count, index_encoding=e).size_bytes for e in ENCODINGS]
+        assert chosen.size_bytes == min(sizes)
+    assert SparseFormat(1 << 20, 10).index_encoding == "int32"
+    assert SparseFormat(1 << 20, 1000).index_encoding == "uint16"
+    assert SparseFormat(1 << 20, 1 << 17).index_encoding == "bitmap"
+    assert SparseFormat(1 << 33, 10).index_encoding == "uint16"
+    assert SparseFormat(25_000_000, 25_000).size_bytes == 6 * 25_000 + 4 * 382
+    assert SparseFormat(25_000_000, 25_000, torch.bfloat16).size_bytes == 4 * 25_000 + 4 * 382
+
+
+def test_equal_input_makes_equal_bytes():
+    for numel, count, encoding in cases():
+        form = SparseFormat(numel, count, torch.bfloat16, encoding)
+        indices, values, message, _ = message_of(form)
+        other = torch.zeros_like(message)
+        form.pack(indices, values, other)
+        assert torch.equal(message, other)
+
+
+def test_messages_of_many_ranks_add_up():
+    form = SparseFormat(70_000, 700)
+    gathered = torch.empty(5 * form.size_bytes, dtype=torch.uint8)
+    dense, expected = torch.zeros(70_000), torch.zeros(70_000, dtype=torch.float64)
+    for rank, part in enumerate(gathered.split(form.size_bytes)):
+        gradient = torch.randn(70_000, generator=torch.Generator().manual_seed(rank))
+        indices = top_k(gradient, 700)
+        form.pack(indices, gradient[indices], part)
+        expected[indices] += gradient[indices].double()
+    again = torch.zeros(70_000)
+    for part in gathered.split(form.size_bytes):
+        form.add_to(part, dense)
+        form.add_to(part, again)
+    assert torch.equal(dense, again)
+    torch.testing.assert_close(dense, expected.float())
+
+
+def test_values_are_converted_to_what_they_are_added_to():
+    form = SparseFormat(100, 10, torch.bfloat16)
+    indices, _, message, sent = message_of(form)
+    for dtype in (torch.float64, torch.float32, torch.float16):
+        dense = torch.zeros(100, dtype=dtype)
+        form.add_to(message, dense)
+        assert torch.equal(dense[indices], sent.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_narrow_type_keeps_finite_values_finite_and_shows_what_is_not(dtype):
+    form = SparseFormat(6, 6, dtype)
+    message = torch.empty(form.size_bytes, dtype=torch.uint8)
+    values = torch.tensor([1.0, 3.4e38, -3.4e38, math.inf, -math.inf, math.nan])
+    largest = torch.finfo(dtype).max
+    sent = form.pack(torch.arange(6), values, message).tolist()
+    assert sent[:5] == [1.0, largest, -largest, math.inf, -math.inf]
+    assert math.isnan(sent[5])
+
+
+def test_what_the_receivers_see_is_known_to_the_sender():
+    form = SparseFormat(10, 1, torch.bfloat16)
+    message = torch.empty(form.size_bytes, dtype=torch.uint8)
+    residual = torch.full((10,), 1 / 3)
+    sent = form.pack(torch.tensor([4]), residual[4:5], message)
+    residual[4:5] -= sent
+    dense = torch.zeros(10)
+    form.add_to(message, dense)
+    assert 0 < abs(residual[4]) < 1e-3
+    assert residual[4] + dense[4] == torch.tensor(1 / 3)
+
+
+def test_foreign_indices_are_checked():
+    form = SparseFormat(1000, 4, index_encoding="int32")
+    dense = torch.zeros(1000)
+    for indices, message in (
+        ([1, 2, 3, 1000], "from 1 to 1000 of 1000 elements: they have to ascend and be 0 to 999"),
+        ([-1, 2, 3, 4], "from -1 to 4"),
+        ([1, 3, 2, 4], "not in ascending order"),
+        ([1, 2, 2, 4], "not all different"),
+    ):
+        *_, data, _ = message_of(form)
+        data[16:32].view(torch.int32).copy_(torch.tensor(indices))
+        with pytest.raises(ValueError, match=message):
+            form.add_to(data, dense)
+    assert not dense.any()
+
+
+def test_foreign_counts_of_blocks_are_checked():
+    form = SparseFormat(70_000, 4, index_encoding="uint16")
+    for counts, message in (
+        ([3, 2], "4 indices says that its blocks hold 5"),
+        ([5, -1], "the least of them -1"),
+        ([0, 0], "hold 0"),
+    ):
+        *_, data, _ = message_of(form)
+        data[16:24].view(torch.int32).copy_(torch.tensor(counts))
+        with pytest.raises(ValueError, match=message):
+            form.unpack(data)
+    *_, data, _ = message_of(form)
+    data[16:24].view(torch.int32).copy_(torch.tensor([0, 4]))
+    data[24:32].view(torch.uint16).copy_(torch.tensor([1, 2, 3, 4464]))
+    with pytest.raises(ValueError, match="from 65537 to 70000 of 70000 elements"):
+        form.unpack(data)
+
+
+def test_foreign_bitmaps_are_checked():
+    form = SparseFormat(11, 4, index_encoding="bitmap")
+    for marked, message in (
+        ([0xFF, 0], "a message of 4 indices marks 8 elements"),
+        ([0b111, 0b1000], "from 0 to 11 of 11 elements"),
+    ):
+        *_, data, _ = message_of(form)
+        data[16:18] = torch.tensor(marked, dtype=torch.uint8)
+        with pytest.raises(ValueError, match=message):
+            form.unpack(data)
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_damaged_messages_are_refused_or_hold_good_indices(encoding):
+    rng = random.Random(5)
+    form = SparseFormat(66_000, 50, torch.float16, encoding)
+    *_, message, _ = message_of(form)
+    for _ in range(200):
+        data = message.clone()
+        for _ in range(rng.randint(1, 4)):
+            data[rng.randrange(data.numel())] = rng.randrange(256)
+        try:
+            indices, values = form.unpack(data)
+        except ValueError:
+            continue
+        assert indices.numel() == values.numel() == 50
+        assert torch.equal(indices, indices.unique())
+        assert indices[0] >= 0
+        assert indices[-1] < 66_000
+
+
+def test_what_does_not_fit_is_refused():
+    form = SparseFormat(1000, 4)
+    indices, values, message, _ = message_of(form)
+    with pytest.raises(ValueError, match=r"message of 25 bytes was given to a format of 32"):
+        form.pack(indices, values, torch.empty(25, dtype=torch.uint8))
+    with pytest.raises(ValueError, match=r"message of 31 bytes .* have to use the same format"):
+        form.unpack(message[:-1])
+    with pytest.raises(ValueError, match=r"contiguous bytes; this is of type torch\.uint8 with"):
+        form.unpack(torch.empty(64, dtype=torch.uint8)[::2])
+    with pytest.raises(ValueError, match="begin at byte 4 of a larger buffer: begin at a multiple"):
+        form.pack(indices, values, torch.empty(40, dtype=torch.uint8)[4:36])
+    with pytest.raises(ValueError, match="3 indices and 3 values were given to a format of 4"):
+        form.pack(indices[:3], values[:3], message)
+    with pytest.raises(ValueError, match=r"there are 4 indices from .* not in ascending order"):
+        form.pack(indices.flip(0), values, message)
+    with pytest.raises(ValueError, match="from 1 to 1000 of 1000 elements"):
+        form.pack(torch.tensor([1, 2, 3, 1000]), values, message)
+    with pytest.raises(ValueError, match="dense tensor has 999 elements, the format 1000"):
+        form.add_to(message, torch.zeros(999))
+
+
+def test_formats_that_cannot_be_are_refused():
+    for count in (0, 11, -1):
+        with pytest.raises(ValueError, match=f"count is {count}: of 10 values"):
+            SparseFormat(10, count)
+    with pytest.raises(ValueError, match=r"value_dtype is torch.int32: values travel as one of"):
+        SparseFormat(10, 1, torch.int32)
+    with pytest.raises(ValueError, match="no index encoding 'delta': choose 'auto' or one of"):
+        SparseFormat(10, 1, index_encoding="delta")
+    with pytest.raises(ValueError, match="too large for 'int32': use 'uint16'"):
+        SparseFormat((1 << 31) + 1, 1, index_encoding="int32")
+    assert SparseFormat(1 << 31, 1, index_encoding="int32").size_bytes == 16
+
+
+@pytest.mark.gpu
+def test_a_gpu_packs_the_same_bytes():
+    for numel, count, encoding in cases():
+        form = SparseFormat(numel, count, torch.bfloat16, encoding)
+        indices, values, message, _ = message_of(form)
+        *_, moved, _ = message_of(form, device="cuda")
+        assert torch.equal(message, moved.cpu())
+        dense, expected = torch.zeros(numel, device="cuda"), torch.zeros(numel)
+        form.add_to(moved, dense)
+        form.add_to(message, expected)
+        assert torch.equal(dense.cpu(), expected)
+        assert torch.equal(expected[indices], values.bfloat16().float())
