@@ -2,13 +2,16 @@
 
 import json
 import threading
+from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import gossipgrad as gg
 from gossipgrad import checkpoint
 from gossipgrad.comm import Group
 from gossipgrad.data import Dataset, DatasetInfo, TensorSamples
@@ -194,6 +197,23 @@ def make(tmp_path):
     threads = torch.get_num_threads()
     yield lambda **options: Run(tmp_path, **options)
     torch.set_num_threads(threads)
+
+
+def test_where_one_began_counts_what_the_run_had_done_before_it_was_resumed(tmp_path, monkeypatch):
+    run_dir = claim(tmp_path / "run", name="", overwrite=True)
+
+    class Joined(gg.GossipSession):
+        rank, position = 3, 7
+        membership = SimpleNamespace(joined={3: SimpleNamespace(donor=1)})
+        group = SimpleNamespace(store=dist.HashStore())
+
+        def __init__(self):
+            self.joined_with = {"strategy": {"ahead": 40}}
+
+    monkeypatch.setattr(gg, "join", lambda *_, **__: Joined())
+    with closing(Newcomer("", run_dir, stop=threading.Event(), emit=lambda _: None)) as newcomer:
+        newcomer.enter(torch.nn.Linear(1, 1), [])
+    assert json.loads(run_dir.rank_joined(3).read_text()) == {"step": 47}
 
 
 def options(mode):

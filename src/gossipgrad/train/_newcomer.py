@@ -25,7 +25,7 @@ from ._metrics import Event
 from ._stop_word import StopWord
 from ._strategies import Strategy
 
-JOIN_SECONDS = 300.0
+_JOIN_SECONDS = 300.0
 _LOOK_SECONDS = 0.5
 _ASK_SECONDS = 0.1
 
@@ -81,7 +81,7 @@ class Newcomer:
             ValueError, GossipError: As `gg.join`.
         """
         rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
-        session = gg.join(model, optimizers, self._invitation, timeout_seconds=JOIN_SECONDS)
+        session = gg.join(model, optimizers, self._invitation, timeout_seconds=_JOIN_SECONDS)
         for optimizer, initial in zip(optimizers, rates, strict=True):
             for group, rate in zip(optimizer.param_groups, initial, strict=True):
                 group["initial_lr"] = rate  # what schedules go by
@@ -93,7 +93,8 @@ class Newcomer:
         with contextlib.suppress(OSError):
             if not self._run_dir.summary.exists():
                 marker.parent.mkdir(exist_ok=True)
-                marker.write_text(json.dumps({"from_rank": told.donor, "step": session.position}))
+                begun = self.carried["strategy"]["ahead"] + session.position
+                marker.write_text(json.dumps({"step": begun}))
         self._thread = threading.Thread(
             target=self._look,
             args=(StopWord(session.group.store), marker),
