@@ -36,6 +36,8 @@ def test_overwrite_removes_the_run_and_nothing_else(tmp_path):
     run_dir = claim(tmp_path, name="", overwrite=False)
     for file in (run_dir.config, run_dir.summary, run_dir.metrics(7), run_dir.errors(3)):
         file.write_text("old")
+    for name in ("config.json.partial", "summary.json.partial", "invitation.partial"):
+        (tmp_path / name).write_text("half")
     (run_dir.partial / "x").write_text("old")
     (tmp_path / "notes.txt").write_text("mine")
     claim(tmp_path, name="", overwrite=True)

@@ -138,6 +138,8 @@ class RunDir:
             "config.json",
             "config.json.partial",
             "summary.json",
+            "summary.json.partial",
+            "invitation.partial",
             "model.safetensors",
             "trace.json",
             "report.html",
