@@ -138,7 +138,7 @@ def composed(run_dir, results, lost):
 
 
 def test_the_summary_tells_who_joined_and_what_they_did(run_dir):
-    run_dir.rank_joined(3).write_text('{"from_rank": 1, "step": 40}')
+    run_dir.rank_joined(3).write_text('{"step": 40}')
     step = {"event": "step", "step": 65, "epoch": 1, "seconds": 9.0, "samples": 400}
     run_dir.metrics(3).write_text(json.dumps(step) + "\n")
     left = knows(2, 2, 3, 4, steps=5, samples=50, stopped=True, left=True)
@@ -221,9 +221,8 @@ def test_one_of_several_that_left_does_not_keep_the_last_from_it(run_dir, monkey
     for one in results:
         run_dir.rank_model(one.rank).write_bytes(b"")
     failures = ["rank 4 failed: no memory"]
-    joiners = Joiners(
-        results={one.rank: one for one in results}, failures=failures, stopped_by=None, joined=True
-    )
+    of = {one.rank: one for one in results}
+    joiners = Joiners(results=of, failures=failures, stopped_by=None)
     monkeypatch.setattr(_join_run, "find_run", lambda _: (config, run_dir, None))
     monkeypatch.setattr(_join_run, "launch_joiners", lambda *_: joiners)
     outcome = _join_run.join_run(JoinConfig(run=run_dir.path, nproc=2, quiet=True))

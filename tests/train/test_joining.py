@@ -206,5 +206,7 @@ def test_data_sets_are_told_apart_by_their_labels(shape):
 
 def test_the_store_below_all_prefixes_is_found():
     root = dist.HashStore()
-    assert root_of(dist.PrefixStore("a", dist.PrefixStore("b", root))) is not None
+    found = root_of(dist.PrefixStore("a", dist.PrefixStore("b", root)))
+    found.set("key", "value")
+    assert root.get("key") == b"value"
     assert root_of(root) is root

@@ -10,7 +10,7 @@ import torch
 from gossipgrad import checkpoint
 from gossipgrad.train import GossipConfig, TrainConfig, config_of_run
 from gossipgrad.train._layout import claim
-from gossipgrad.train._resume import reopen, saved_ranks, take_up
+from gossipgrad.train._resume import reopen, take_up
 
 
 @pytest.fixture
@@ -85,14 +85,3 @@ def test_metrics_of_ranks_that_the_run_goes_on_without_are_put_aside(run_dir):
     assert (run_dir.path / "former" / "metrics-rank1-2.jsonl").read_text() == "again"
     claim(run_dir.path, name="", overwrite=True)
     assert not list(run_dir.path.rglob("*.jsonl")), "of a run that is replaced, nothing stays"
-
-
-def test_parts_of_the_dead_are_no_part_of_what_is_resumed(run_dir):
-    for rank, members in ((0, (0, 1, 2)), (1, (1, 2)), (2, (1, 2))):
-        checkpoint.save(
-            run_dir.checkpoints, {}, rank=rank, world_size=3, members=members, step=100, run="it"
-        )
-    assert saved_ranks(run_dir.checkpoints, 10) == (0, 2)
-    assert saved_ranks(run_dir.checkpoints, 100) == (1, 2)
-    with pytest.raises(ValueError, match="there is no checkpoint of step 7"):
-        saved_ranks(run_dir.checkpoints, 7)

@@ -315,14 +315,15 @@ class TrainConfig:
 
     @classmethod
     def from_file(cls, path: Path, *, same_run: bool = False) -> "TrainConfig":
-        """The configuration in a `config.json`, without the folder it was written to.
+        """The configuration in a `config.json`, less what is of one start, such as its folder.
 
         Args:
             path: The file.
-            same_run: Whether it is to be the same run, of the same name.
+            same_run: Whether it is to be the same run: its name stays, too.
 
         Raises:
-            ValueError: The file is missing or is no `config.json`; the message names it.
+            ValueError: The file cannot be read, is no `config.json`, or holds an option that is not
+                as it should be; the message names it.
         """
         try:
             values = json.loads(path.read_text())

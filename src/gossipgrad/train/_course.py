@@ -27,7 +27,6 @@ class Course:
     ) -> None:
         self._strategy = strategy
         self._batches = batches
-        self._elastic = batches if isinstance(batches, ElasticBatches) else None
         self._epoch = self._last = self._ahead = 0
         if resumed is not None:
             position = strategy.position(resumed["steps"])
@@ -40,8 +39,8 @@ class Course:
 
     def position(self, steps: int) -> int:
         """Where the run is, for a rank that has made so many steps."""
-        if self._elastic is not None and self._elastic.is_disturbed(self._epoch):
-            position = self._elastic.position
+        if (elastic := self._disturbed(self._epoch)) is not None:
+            position = elastic.position
         else:
             position = self._strategy.position(steps) + self._ahead
         self._last = max(self._last, position)
@@ -49,19 +48,26 @@ class Course:
 
     def is_over(self, steps: int) -> bool:
         """Whether the epoch is known to be over without a look at its batches."""
-        if self._elastic is not None and self._elastic.is_disturbed(self._epoch):
+        if self._disturbed(self._epoch) is not None:
             return False
         return self.position(steps) >= (self._epoch + 1) * len(self._batches)
 
     def end_epoch(self, steps: int) -> None:
         """The epoch is over, after however many steps of this rank."""
         end = (self._epoch + 1) * len(self._batches)
-        if self._elastic is not None and self._elastic.is_disturbed(self._epoch):
+        if self._disturbed(self._epoch) is not None:
             self._ahead = end - self._strategy.position(steps)
             self._last = max(self._last, end)
 
     def batch(self, epoch: int, batch: int) -> int:
         """How far an epoch is, in batches of a share, where this rank has made `batch` of it."""
-        if self._elastic is None or not self._elastic.is_disturbed(epoch):
+        if (elastic := self._disturbed(epoch)) is None:
             return batch
-        return max(0, self._elastic.position - epoch * len(self._batches))
+        return max(0, elastic.position - epoch * len(self._batches))
+
+    def _disturbed(self, epoch: int) -> ElasticBatches | None:
+        """The batches, where ranks came or went in an epoch."""
+        batches = self._batches
+        if isinstance(batches, ElasticBatches) and batches.is_disturbed(epoch):
+            return batches
+        return None

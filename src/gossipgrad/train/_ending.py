@@ -5,14 +5,12 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
 from gossipgrad.comm import AskedStore
 
-from ._joined import collect_joined
+from ._joined import HandedIn, collect_joined, read_file, taken_for_dead
 from ._layout import RunDir
 from ._result import RankResult
 from ._run_lock import run_lock
@@ -25,8 +23,6 @@ _REPORT_SECONDS = 120.0
 _TURN_SECONDS = 5.0
 # A store that hangs is not waited for: what is in it is in the folder, too.
 _STORE_SECONDS = 2.0
-
-HandedIn = dict[str, Any]
 
 
 class Ending:
@@ -65,7 +61,7 @@ class Ending:
         text = json.dumps({**content, "when_seconds": time.time()})
         with contextlib.suppress(RuntimeError):
             self._mailbox.ask(lambda store: store.set(f"rank{self._rank}", text))
-        path = self._path(self._rank)
+        path = self._run_dir.rank_result(self._rank)
         with contextlib.suppress(OSError):  # the run may have been put together without us
             partial = path.with_suffix(".partial")
             partial.write_text(text)
@@ -109,7 +105,7 @@ class Ending:
             if content is None:
                 nothing = f"handed nothing in within {_REPORT_SECONDS:.0f} s"
                 why = self._lost.get(rank)
-                lost[rank] = nothing if why is None else f"was taken for dead: {why}"
+                lost[rank] = nothing if why is None else taken_for_dead(why)
             elif "result" in content:
                 results[rank] = RankResult.from_json(content["result"])
             else:
@@ -132,16 +128,12 @@ class Ending:
         return time.time() - begun_seconds
 
     def _read(self, rank: int) -> HandedIn | None:
-        try:
-            return json.loads(self._path(rank).read_text())
-        except OSError:
-            pass
-        try:
-            key = f"rank{rank}"
+        if (content := read_file(self._run_dir, rank)) is not None:
+            return content
+        key = f"rank{rank}"
+        with contextlib.suppress(RuntimeError):
             if self._mailbox.ask(lambda store: store.check([key])):
                 return json.loads(self._mailbox.ask(lambda store: store.get(key)))
-        except RuntimeError:
-            pass
         return None
 
     def _is_done(self) -> bool:
@@ -150,6 +142,3 @@ class Ending:
         with contextlib.suppress(RuntimeError):
             return self._mailbox.ask(lambda store: store.check(["done"]))
         return False
-
-    def _path(self, rank: int) -> Path:
-        return self._run_dir.rank_result(rank)

@@ -33,13 +33,11 @@ class Joiners:
         results: Of those that came to their end, by rank.
         failures: Why others did not, in words that begin with the worker.
         stopped_by: The signal that had them leave, if one did.
-        joined: Whether one had joined.
     """
 
     results: dict[int, RankResult]
     failures: list[str]
     stopped_by: signal.Signals | None
-    joined: bool
 
 
 class _JoinProgress:
@@ -75,7 +73,8 @@ def launch_joiners(
     others; a second one ends all at once. No worker outlives this call.
 
     Raises:
-        RunFailedError: A worker could not be started, or none has joined; with the first reason.
+        RunFailedError: A worker could not be started, or none came to its end though no signal
+            was given; with the first reason.
     """
     shown = _JoinProgress(progress)
     specs = [
@@ -102,7 +101,6 @@ def launch_joiners(
         results={worker.result.rank: worker.result for worker in workers if worker.result},
         failures=failures,
         stopped_by=stops.first,
-        joined=bool(shown.ranks),
     )
     if failures and not joiners.results and stops.first is None:
         raise RunFailedError(_first_of(workers, shown, run_dir))

@@ -27,6 +27,16 @@ def known_joined(results: Iterable[RankResult]) -> dict[int, dict[str, Any]]:
     return dict(sorted(told.items()))
 
 
+def known_lost(results: Iterable[RankResult]) -> dict[int, str]:
+    """Who was taken for dead and why, by what the ranks know."""
+    return {int(rank): loss["why"] for result in results for rank, loss in result.lost.items()}
+
+
+def taken_for_dead(why: str) -> str:
+    """Of a rank in `known_lost`, in words that begin with the rank."""
+    return f"was taken for dead: {why}"
+
+
 def collect_joined(
     run_dir: RunDir,
     results: Mapping[int, RankResult],
@@ -48,7 +58,7 @@ def collect_joined(
     begun_seconds = time.time()
     found: dict[int, RankResult] = {}
     lost: dict[int, str] = {}
-    dead = {int(rank): loss["why"] for one in results.values() for rank, loss in one.lost.items()}
+    dead = known_lost(results.values())
     for rank in sorted({*known_joined(results.values()), *_came(run_dir)} - {*results}):
         while (content := read(rank)) is None and rank not in dead and not hurry():
             now = time.time()
@@ -60,7 +70,7 @@ def collect_joined(
         if content is None:
             why = dead.get(rank)
             nothing = "had handed nothing in by the end of the run"
-            lost[rank] = nothing if why is None else f"was taken for dead: {why}"
+            lost[rank] = nothing if why is None else taken_for_dead(why)
         elif "result" in content:
             found[rank] = RankResult.from_json(content["result"])
         else:

@@ -48,7 +48,7 @@ class Loop:
         metrics: Where figures are counted and written.
         spans: Where spans of time go.
         stop: Set from outside to end at the next step boundary, or the one that ranks agree on.
-        emit: Takes "progress" and "epoch" events for whoever watches.
+        emit: Takes "progress", "members" and "epoch" events for whoever watches.
         checkpoints: Saves what it takes to go on.
         place: Where the run goes on, if it is resumed.
     """

@@ -31,9 +31,11 @@ def tell_losses(
     for rank in sorted(lost):
         last = {} if run_dir is None else last_step(run_dir, rank)
         known = [r.lost[str(rank)] for r in ranks if str(rank) in r.lost]
-        unseen = round(max(0, steps - last.get("step", 0)) * each)
-        if shares is not None:
-            unseen = shares["samples_left"]
+        unseen = (
+            round(max(0, steps - last.get("step", 0)) * each)
+            if shares is None
+            else shares["samples_left"]
+        )
         told[str(rank)] = {
             "because": lost[rank],
             "step": last.get("step", 0),
@@ -42,13 +44,17 @@ def tell_losses(
             "when_seconds": (known[0]["when_seconds"] if known else None) or when_seconds.get(rank),
             "generation": known[0]["generation"] if known else None,
             "samples_not_seen": unseen,
-            "data": _data(config, ranks, unseen, lost),
+            "data": _data(config, ranks, unseen, lost, shares),
         }
     return told
 
 
 def _data(
-    config: TrainConfig, ranks: Sequence[RankResult], unseen: int, lost: Collection[int]
+    config: TrainConfig,
+    ranks: Sequence[RankResult],
+    unseen: int,
+    lost: Collection[int],
+    shares: Mapping[str, Any] | None,
 ) -> str:
     if config.shuffle == "local":
         return (
@@ -62,7 +68,7 @@ def _data(
             f"the rows that it alone held: of {dealt:,} samples {missing:,} are gone with the lost "
             "ranks, all together"
         )
-    if (shares := tell_shares(ranks)) is not None:
+    if shares is not None:
         return what_was_dealt_anew(shares)
     return (
         f"its share of each epoch that was left ({unseen:,} samples); shares are drawn anew each "

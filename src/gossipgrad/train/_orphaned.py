@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from ._config import TrainConfig
-from ._joined import collect_joined, read_file, some_go_on
+from ._joined import collect_joined, known_lost, read_file, some_go_on, taken_for_dead
 from ._layout import RunDir
 from ._losses import stands_for_most
 from ._result import RankResult
@@ -26,7 +26,7 @@ def put_together_if_orphaned(
         results: Of the ranks that joined here and came to their end.
     """
     assert config.nproc is not None, "resolve the configuration first"
-    lost = {int(rank): loss["why"] for one in results.values() for rank, loss in one.lost.items()}
+    lost = known_lost(results.values())
     founders = range(config.nproc)
     if not set(founders) <= set(lost):
         return None
@@ -37,7 +37,7 @@ def put_together_if_orphaned(
             return None
         others, missing = collect_joined(run_dir, results, read=partial(read_file, run_dir))
         every = {**results, **others}
-        why = {rank: f"was taken for dead: {lost[rank]}" for rank in founders}
+        why = {rank: taken_for_dead(lost[rank]) for rank in founders}
         exported = stands_for_most(
             {rank: one for rank, one in every.items() if run_dir.rank_model(rank).exists()}
         )

@@ -13,7 +13,6 @@ from gossipgrad.decentralized import average_states
 from ._checkpoints import Place, is_behind
 from ._config import TrainConfig
 from ._layout import RunDir
-from ._resume import saved_ranks
 
 
 def other_ranks(
@@ -35,7 +34,8 @@ def other_ranks(
     if config.resume is None:
         return None
     assert config.resume_step is not None
-    saved = saved_ranks(run_dir.checkpoints, config.resume_step, config.run_name)
+    step, run = config.resume_step, config.run_name
+    saved = checkpoint.members(run_dir.checkpoints, step=step, run=run)
     if config.strategy == "local":
         before = checkpoint.manifest(
             run_dir.checkpoints, rank=saved[0], step=config.resume_step

@@ -65,8 +65,8 @@ def train_rank(
         rank: This rank; of a newcomer its place on this machine, until it has a rank.
         world_size: How many there are, or were at the start.
         stop: Set from outside to end the run at the next step boundary.
-        emit: Takes events for whoever watches: "ready", "progress", "epoch", "checkpoint"; "store"
-            from another thread.
+        emit: Takes events for whoever watches: "ready", "progress", "members", "epoch",
+            "checkpoint"; "store" from another thread.
         groups: Private groups of the ranks that came to the start, by name.
         members: These ranks, rising; None: all.
         newcomer: Joins the run, which trains already; None: takes part from its start.

@@ -14,7 +14,7 @@ from ._versions import other_versions, versions
 
 # What a run may be resumed with another value of: how far it goes, where things lie, how long ranks
 # wait, what befalls them by a script, and what is told of it. All else decides figures.
-MAY_CHANGE = frozenset(
+_MAY_CHANGE = frozenset(
     {
         *("epochs", "nproc", "out", "overwrite", "resume", "resume_step", "data_dir"),
         *("checkpoint_every", "keep_checkpoints", "data_threads", "start_seconds"),
@@ -112,17 +112,8 @@ def take_up(config: TrainConfig, run_dir: RunDir, *, rank: int, anew: bool) -> N
             _put_aside(run_dir, former)
 
 
-def saved_ranks(directory: Path, step: int, run: str | None = None) -> tuple[int, ...]:
-    """The ranks whose states make up the checkpoint of a step, all of which have saved it.
-
-    Raises:
-        ValueError: There is none that is complete.
-    """
-    return checkpoint.members(directory, step=step, run=run)
-
-
 def _read_all(run_dir: RunDir, step: int, run: str | None) -> None:
-    for rank in saved_ranks(run_dir.checkpoints, step, run):
+    for rank in checkpoint.members(run_dir.checkpoints, step=step, run=run):
         try:
             checkpoint.load(run_dir.checkpoints, rank=rank, step=step)
         except ValueError as error:
@@ -145,7 +136,7 @@ def _check_alike(config: TrainConfig, saved: TrainConfig, folder: Path) -> None:
     ours = _flat(config.resolved(nproc=nproc, out=folder))
     theirs = _flat(saved.resolved(nproc=nproc, out=folder))
     for name, value in theirs.items():
-        if name not in MAY_CHANGE and ours[name] != value:
+        if name not in _MAY_CHANGE and ours[name] != value:
             option = name.rpartition(".")[2]
             raise ValueError(
                 f"{option} is {ours[name]}, but the run in {folder} has {option}={value}: leave "

@@ -1,6 +1,6 @@
 """What became of the samples of ranks that came or went, where they are dealt anew."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gossipgrad.data import ElasticStats
@@ -25,7 +25,7 @@ def tell_shares(ranks: Sequence[RankResult]) -> dict[str, Any] | None:
     }
 
 
-def what_was_dealt_anew(shares: dict[str, Any]) -> str:
+def what_was_dealt_anew(shares: Mapping[str, Any]) -> str:
     """Of all lost ranks together, in words."""
     text = (
         "what was left of its share of an epoch was dealt anew among the others, and it had none "

@@ -190,7 +190,7 @@ class Gossip(Strategy):
         return self.is_stale or super().checkpoint_due(steps, every)
 
     def place(self) -> dict[str, Any]:
-        """How many evaluations there were."""
+        """How many evaluations there were, and steps before this session."""
         return {"evaluations": self._evaluations, "ahead": self._ahead}
 
     def go_to(self, place: Mapping[str, Any]) -> None:
