@@ -1,0 +1,132 @@
+"""A shared mask covers everything evenly, and is the same for everybody."""
+
+import math
+
+import pytest
+import torch
+
+from gossipgrad.compression import SharedMask, TopK
+from gossipgrad.compression import _density as density_module
+
+WORD = (1 << 64) - 1
+
+
+def splitmix64(state):
+    mixed = state + 0x9E3779B97F4A7C15 & WORD
+    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & WORD
+    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & WORD
+    return mixed ^ mixed >> 31
+
+
+def expected(stripe, numel, seed, round):
+    """In whole numbers of any size, stripe by stripe."""
+    cycle, turn = divmod(round, stripe)
+    state = splitmix64(splitmix64(seed ^ int.from_bytes(b"masks\0\0\0")) ^ cycle)
+    for number in range(-(-numel // stripe)):
+        first = (splitmix64(state ^ number) >> 32) * stripe >> 32
+        place = number * stripe + (first + turn) % stripe
+        if place < numel:
+            yield place
+
+
+@pytest.mark.parametrize("numel", [1, 2, 9, 10, 11, 1000, 4099])
+@pytest.mark.parametrize("density", [1, 0.6, 0.1, 0.013])
+def test_the_mask_is_that_of_whole_numbers(numel, density, monkeypatch):
+    monkeypatch.setattr(density_module, "_PIECE", 100)
+    mask = SharedMask(density)
+    stripe = min(math.ceil(1 / density), numel)
+    for seed in (0, 7, WORD):
+        for round in (0, 1, stripe, 10**6 + 3):
+            found = mask.indices(numel, seed=seed, round=round)
+            assert found.dtype == torch.int64
+            assert found.tolist() == [*expected(stripe, numel, seed, round)]
+
+
+@pytest.mark.parametrize("numel", [3, 100, 1003])
+@pytest.mark.parametrize("density", [1, 0.3, 0.05])
+def test_a_cycle_covers_everything_once(numel, density):
+    mask = SharedMask(density)
+    rounds = min(mask.cycle_rounds, numel)
+    for cycle in range(3):
+        taken = [mask.indices(numel, seed=1, round=cycle * rounds + turn) for turn in range(rounds)]
+        assert torch.equal(torch.cat(taken).sort().values, torch.arange(numel))
+        sizes = {indices.numel() for indices in taken}
+        largest = mask.largest_count(numel)
+        assert sizes <= {largest, largest - 1}
+        assert min(sizes) >= 1
+
+
+def test_every_coordinate_is_as_likely_in_every_round():
+    """1,500 cycles of 4 rounds: each share is within 5 standard deviations of a quarter."""
+    mask, cycles = SharedMask(0.25), 1500
+    for turn in range(4):
+        taken = torch.zeros(40)
+        for cycle in range(cycles):
+            taken[mask.indices(40, seed=5, round=4 * cycle + turn)] += 1
+        assert (taken / cycles - 0.25).abs().max() < 5 * math.sqrt(0.25 * 0.75 / cycles)
+
+
+def test_stripes_are_independent():
+    """Which of two coordinates is taken tells nothing of the other, in space and in time."""
+    mask, cycles = SharedMask(0.5), 2000
+    taken = torch.zeros(cycles, 20)
+    for cycle in range(cycles):
+        taken[cycle, mask.indices(20, seed=9, round=2 * cycle)] = 1
+    stripes = taken[:, ::2] - 0.5
+    beside = stripes.T @ stripes / cycles * 4
+    assert (beside - torch.eye(10)).abs().max() < 5 / math.sqrt(cycles)
+    assert (stripes[1:] * stripes[:-1]).mean(0).abs().max() * 4 < 5 / math.sqrt(cycles)
+
+
+def test_a_coordinate_meets_all_rounds_of_a_schedule_of_the_same_period():
+    mask = SharedMask(0.25)
+    met = {
+        round % 4 for round in range(200) if 17 in mask.indices(100, seed=0, round=round).tolist()
+    }
+    assert met == {0, 1, 2, 3}
+
+
+def test_seeds_rounds_and_cycles_differ():
+    mask = SharedMask(0.1)
+    masks = {
+        tuple(mask.indices(1000, seed=seed, round=round).tolist())
+        for seed in range(3)
+        for round in range(40)
+    }
+    assert len(masks) == 120
+
+
+def test_densities_are_rounded_down_to_one_in_a_whole_number():
+    for whole in range(1, 2000):
+        assert SharedMask(1 / whole).cycle_rounds == whole
+    assert [SharedMask(density).cycle_rounds for density in (1, 0.99, 0.5, 0.3)] == [1, 2, 2, 4]
+    assert SharedMask(1).indices(5, seed=0, round=3).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_counts_of_top_k():
+    counts = [TopK(0.001).count(numel) for numel in (1, 1000, 1499, 1501, 25_000_000)]
+    assert counts == [1, 1, 1, 2, 25_000]
+    assert TopK(1).count(7) == 7
+    assert TopK(0.29).count(100) == 29
+
+
+@pytest.mark.parametrize("value", [TopK, SharedMask])
+def test_densities_out_of_range_are_refused(value):
+    for density in (0, -0.1, 1.01, math.nan, math.inf):
+        with pytest.raises(ValueError, match=f"density is {density}: it is the share that is sent"):
+            value(density)
+    assert value(0.1) == value(0.1)
+    assert hash(value(0.1)) == hash(value(0.1))
+
+
+def test_masks_that_cannot_be_are_refused():
+    mask = SharedMask(0.1)
+    for numel, seed, round in ((0, 0, 0), (9, -1, 0), (9, 1 << 64, 0), (9, 0, -1)):
+        with pytest.raises(ValueError, match=f"for {numel} elements in round {round} of seed"):
+            mask.indices(numel, seed=seed, round=round)
+
+
+@pytest.mark.gpu
+def test_a_mask_is_put_where_it_is_wanted():
+    found = SharedMask(0.1).indices(1000, seed=0, round=3, device="cuda")
+    assert torch.equal(found.cpu(), SharedMask(0.1).indices(1000, seed=0, round=3))
