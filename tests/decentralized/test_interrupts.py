@@ -9,7 +9,8 @@ import torch
 import gossipgrad as gg
 from gossipgrad.decentralized import _section
 from gossipgrad.decentralized._listener import Listener
-from gossipgrad.decentralized._section import Section, Transfer
+from gossipgrad.decentralized._section import Section
+from gossipgrad.decentralized._transfer import Transfer
 from support.ranks import run_ranks
 from support.replicas import flat, network, transport_by_name
 from support.stale import Scripted

@@ -232,7 +232,7 @@ class Averaging:
                 if bucket not in transfer.taken:
                     delta = transfer.delta(bucket, keep=self._rounds.lagged)
                     if delta is not None:
-                        flats[bucket].add_(delta.flat, alpha=self._rounds.weight(transfer))
+                        delta.add_to(flats[bucket], self._rounds.weight(transfer))
         return flats
 
     def _measure(self, weights: Sequence[Section], means: Sequence[Sequence[Tensor]]) -> None:

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from gossipgrad.comm import Outcome
 from gossipgrad.decentralized._rounds import Rounds
-from gossipgrad.decentralized._section import Section, Transfer
+from gossipgrad.decentralized._section import Section
+from gossipgrad.decentralized._transfer import Transfer
 from gossipgrad.errors import GossipError
 
 __all__ = ["GradientExchange"]

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Iterable
 
 from gossipgrad.comm import Channel
-from gossipgrad.decentralized._section import Transfer
+from gossipgrad.decentralized._transfer import Transfer
 
 __all__ = ["Listener"]
 

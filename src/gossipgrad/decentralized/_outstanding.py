@@ -9,9 +9,10 @@ from torch import Tensor
 
 from gossipgrad.comm import Outcome, local, split
 from gossipgrad.decentralized._rounds import TOGETHER_SECONDS, Rounds
-from gossipgrad.decentralized._section import Delta, Section, Transfer
+from gossipgrad.decentralized._section import Delta, Section
 from gossipgrad.decentralized._sections import Sections
 from gossipgrad.decentralized._stale_rounds import StaleRounds
+from gossipgrad.decentralized._transfer import Transfer
 from gossipgrad.topology import Peers
 
 __all__ = ["capture", "is_complete", "owe", "restore", "view_of"]
@@ -103,8 +104,8 @@ def restore(rounds: Rounds, sections: Sections, entries: Sequence[Entry], views:
         round, source = entry["round"], entry["recv_from"]
         peers = Peers(_wants(views, me, round, entry["send_to"]), _has(views, round, source))
         section = sections.all[entry["section"]]
-        transfer = section.begin(
-            rounds.channel, round, Peers(entry["send_to"], source), TOGETHER_SECONDS
+        transfer = Transfer.begin(
+            section, rounds.channel, round, Peers(entry["send_to"], source), TOGETHER_SECONDS
         )
         assert transfer is not None, "no snapshot is in use yet"
         anew = source in views and views[source]["next_round"] <= round
@@ -153,7 +154,9 @@ def _follow(rounds: Rounds, transfer: Transfer, entry: Entry, owed: dict[str, Te
         entry["came"][bucket] = delta.flat.to("cpu", copy=True)
         # Into new tensors: a thread may be writing down those that there are.
         more: dict[str, Tensor] = {}
-        owe(more, transfer.section, bucket, delta.flat, rounds.weight(transfer))
+        section = transfer.section
+        flat = delta.whole(section.plan.parts[bucket].numel)
+        owe(more, section, bucket, flat, rounds.weight(transfer))
         for name, values in more.items():
             owed[name] = owed[name] + values if name in owed else values
 

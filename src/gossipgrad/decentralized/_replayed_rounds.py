@@ -9,8 +9,9 @@ from gossipgrad.comm import Channel, Recorder
 from gossipgrad.decentralized._delivery_log import DeliveryLog, Mixed, Opening
 from gossipgrad.decentralized._jumping import jump
 from gossipgrad.decentralized._modes import Stale
-from gossipgrad.decentralized._section import Section, Transfer
+from gossipgrad.decentralized._section import Section
 from gossipgrad.decentralized._stale_rounds import StaleRounds
+from gossipgrad.decentralized._transfer import Transfer
 from gossipgrad.errors import GossipError
 from gossipgrad.topology import Peers, Schedule
 

@@ -12,7 +12,8 @@ from gossipgrad.decentralized._deadlines import Deadlines, Patience
 from gossipgrad.decentralized._in_turn import RoundBefore
 from gossipgrad.decentralized._listener import Listener
 from gossipgrad.decentralized._pair_distance import PairDistance
-from gossipgrad.decentralized._section import Delta, Section, Transfer, release
+from gossipgrad.decentralized._section import Delta, Section
+from gossipgrad.decentralized._transfer import Transfer, release
 from gossipgrad.topology import Peers, Schedule
 
 __all__ = ["Rounds"]
@@ -229,7 +230,8 @@ class Rounds:
 
     def weight(self, transfer: Transfer) -> float:
         """How much of the delta this rank takes."""
-        return self.schedule.weight(transfer.round, self._rank, default=0.5)
+        of_schedule = self.schedule.weight(transfer.round, self._rank, default=0.5)
+        return transfer.section.share * of_schedule
 
     def take(self, transfer: Transfer, bucket: int, deadline: float) -> Outcome:
         """Waits for one bucket until `deadline`; counts and records how that ended."""
@@ -324,7 +326,7 @@ class Rounds:
             for section in sections:
                 start = time.perf_counter()
                 wait = self.patience.left(deadline_seconds)
-                transfer = section.begin(self.channel, self.next_round, peers, wait)
+                transfer = Transfer.begin(section, self.channel, self.next_round, peers, wait)
                 if transfer is None:
                     self.patience.spend(time.perf_counter() - start)
                     release(transfers)

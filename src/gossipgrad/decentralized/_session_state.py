@@ -65,7 +65,7 @@ def rounds_of(rounds: Rounds, carried: Carried) -> dict[str, Any]:
     again = channel.early_bytes
     if not isinstance(rounds, StaleRounds):
         again += sum(
-            transfer.section.plan.parts[bucket].size_bytes
+            transfer.section.parts[bucket].size_bytes
             for transfer in rounds.under_way
             for bucket, exchange in transfer.exchanges.items()
             if bucket not in transfer.taken and exchange.outcome is Outcome.DELIVERED

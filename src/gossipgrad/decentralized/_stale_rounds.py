@@ -12,7 +12,8 @@ from gossipgrad.decentralized._delivery_log import DeliveryLog, Mixed, Opening
 from gossipgrad.decentralized._jumping import jump
 from gossipgrad.decentralized._modes import Stale
 from gossipgrad.decentralized._rounds import TOGETHER_SECONDS, Rounds
-from gossipgrad.decentralized._section import Delta, Section, Transfer
+from gossipgrad.decentralized._section import Delta, Section
+from gossipgrad.decentralized._transfer import Transfer
 from gossipgrad.topology import Peers, Schedule
 
 __all__ = ["StaleRounds"]
@@ -208,7 +209,7 @@ class StaleRounds(Rounds):
         complete = False
         try:
             for section in sections:
-                transfer = section.begin(self.channel, round, peers, 0.0)
+                transfer = Transfer.begin(section, self.channel, round, peers, 0.0)
                 if transfer is None:
                     return []
                 transfers.append(transfer)
