@@ -20,6 +20,7 @@ from support.waiting import until
         {"mode": "stale", "every": 2},
         {"mode": "lagged", "topology": "dissemination"},
         {"mode": "overlap", "payload": "weights+state", "average_every": 4},
+        {"mode": "overlap", "compress": "shared-mask:0.25", "seed": 1},
     ],
     ids=lambda settings: "-".join(map(str, settings.values())),
 )

@@ -19,7 +19,7 @@ WORLD_SIZE = 4
 ROUNDS = 24
 
 
-def run_stale(*, seed, modes, states=None, cut=None, rounds=ROUNDS, slow=(0.0, 0.0)):
+def run_stale(*, seed, modes, states=None, cut=None, rounds=ROUNDS, slow=(0.0, 0.0), **payload):
     """What ranks that are now fast, now slow come to, their logs, and the states of a cut."""
     hub = Hub(WORLD_SIZE)
     together = threading.Barrier(WORLD_SIZE)
@@ -34,8 +34,8 @@ def run_stale(*, seed, modes, states=None, cut=None, rounds=ROUNDS, slow=(0.0, 0
             process_group=group,
             transport=lambda group: hub.transport(group.rank),
             mode=modes[rank],
-            payload="weights+state",
             bucket_bytes=200,
+            **(payload or {"payload": "weights+state"}),
         )
         state, step = None, 0
         with session:
@@ -88,6 +88,17 @@ def test_resumed_from_a_cut_a_replay_comes_to_the_same_bits(recorded):
     for rank, (mine, theirs) in enumerate(zip(resumed, recorded, strict=True)):
         assert_same(mine[0], theirs[0], f"rank {rank}")
         assert mine[3].torn_rounds == 0
+
+
+def test_a_run_with_a_shared_mask_goes_on_from_a_cut_to_the_same_bits():
+    """What was late is mixed at the coordinates of its own round, also when it is sent again."""
+    compress = {"compress": gg.SharedMask(0.25)}
+    modes = [gg.Stale(max_staleness=2, cut_every=8, record=True)] * WORLD_SIZE
+    once = run_stale(seed=1, modes=modes, cut=1, rounds=16, slow=(0.0, 0.002), **compress)
+    states = [state for _, _, state, _, _ in once]
+    resumed = run_stale(seed=8, modes=replaying(once), states=states, rounds=16, **compress)
+    for rank, (mine, theirs) in enumerate(zip(resumed, once, strict=True)):
+        assert_same(mine[0], theirs[0], f"rank {rank}")
 
 
 def test_a_log_begins_where_a_run_is_resumed_that_was_not_recorded(recorded):

@@ -36,9 +36,11 @@ FAMILIES: dict[str, Callable] = {
     "gossip, state": partial(gossip, payload="weights+state"),
     "gossip, data parallel": data_parallel,
     "gossip, bf16 wire": partial(gossip, wire_dtype=torch.bfloat16),
+    "gossip, shared mask": partial(gossip, compress=gg.SharedMask(0.25)),
 }
-# Ranks that wait for nobody are a few steps apart, and so are their replicas.
-DISTANCES = {"gossip, stale": 0.3}
+# Ranks that wait for nobody are a few steps apart, and so are their replicas; those that mix a
+# quarter of their weights in a round mix less often.
+DISTANCES = {"gossip, stale": 0.3, "gossip, shared mask": 0.1}
 STEPS = {"gossip, stale": 300}
 
 WORLD_SIZE = 4

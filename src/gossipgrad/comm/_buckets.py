@@ -1,7 +1,7 @@
 """Buckets: contiguous storage for several tensors, in backward order, by size in bytes."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -138,6 +138,20 @@ class BucketPlan:
             for indices in done
         ]
         return cls(tuple(specs), tuple(bucket for bucket in buckets if bucket.part.numel))
+
+    def reduced(self, count: Callable[[int], int]) -> "BucketPlan":
+        """As many buckets, each of one flat tensor with `count(numel)` elements of what it has."""
+        counts = [count(bucket.part.numel) for bucket in self.buckets]
+        return BucketPlan(
+            specs=tuple(
+                TensorSpec(f"bucket {number}", (numel,), bucket.dtype)
+                for number, (bucket, numel) in enumerate(zip(self.buckets, counts, strict=True))
+            ),
+            buckets=tuple(
+                Bucket((number,), Part(bucket.part.dtype, numel), bucket.dtype)
+                for number, (bucket, numel) in enumerate(zip(self.buckets, counts, strict=True))
+            ),
+        )
 
     @property
     def parts(self) -> tuple[Part, ...]:

@@ -21,6 +21,8 @@ from gossipgrad.comm import (
     resolve_group,
     resolve_transport,
 )
+from gossipgrad.compression import SharedMask
+from gossipgrad.decentralized._compress import Compressor, resolve_compress
 from gossipgrad.decentralized._modes import Mode, Stale, check_never_waits, resolve_mode
 from gossipgrad.decentralized._session import GossipSession
 from gossipgrad.decentralized._settings import (
@@ -28,6 +30,7 @@ from gossipgrad.decentralized._settings import (
     GradientsAndWeights,
     Payload,
     Settings,
+    check_compress,
     check_numbers,
     resolve_average_every,
     resolve_payload,
@@ -52,6 +55,7 @@ def gossip(
     process_group: dist.ProcessGroup | Group | None = None,
     mesh: DeviceMesh | None = None,
     wire_dtype: torch.dtype | None = None,
+    compress: str | Compressor | None = None,
     scaler: torch.amp.GradScaler | None = None,
     seed: int = 0,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
@@ -95,8 +99,11 @@ def gossip(
             the same place in its partner's replica, and distances are of these shards alone.
         wire_dtype: What everything is sent as, for example `torch.bfloat16` to halve the bytes.
             The mean over ranks is kept all the same.
+        compress: `SharedMask(density)`: each round sends and mixes that share of the weights'
+            coordinates, the same on all ranks, and others in the next. Or such as
+            `"shared-mask:0.1"`. With `payload="weights"`; not in mode lagged.
         scaler: The `torch.amp.GradScaler` that steps the optimizer, if one does.
-        seed: Of the rotation of partners.
+        seed: Of the rotation of partners, and of a shared mask.
         bucket_bytes: Size of a message.
         transport: `"zeromq"`, `"gloo"`, or a function from the session's group to a transport.
         encrypt: Encrypt all that goes over the links (not collectives, nor the rendezvous). It
@@ -139,7 +146,9 @@ def gossip(
             every=every,
             average_every=average_every,
             wire_dtype=wire_dtype,
+            compress=compress,
             scaler=scaler,
+            seed=seed,
             bucket_bytes=bucket_bytes,
             transport=transport,
             encrypt=encrypt,
@@ -153,14 +162,19 @@ def gossip(
                 "of the paper's abstract, kept for study; train with payload='weights'",
                 stacklevel=2,
             )
+        compressor = resolve_compress(compress)
+        masked = isinstance(compressor, SharedMask)
+        named = _named(topology, resolved_mode)
         settings = Settings(
-            schedule=_resolve_schedule(_named(topology, resolved_mode), group.world_size, seed),
+            schedule=_resolve_schedule(named, group.world_size, seed, seeds_all=not masked),
             mode=resolved_mode,
             payload=resolved_payload,
             every=int(every),
             average_every=resolve_average_every(average_every, group.world_size),
             wire_dtype=wire_dtype,
             bucket_bytes=int(bucket_bytes),
+            compress=compressor,
+            seed=int(seed) if masked else 0,
         )
         return GossipSession(
             model,
@@ -185,7 +199,9 @@ def check_settings(
     every: object = 1,
     average_every: Any = None,
     wire_dtype: object = None,
+    compress: Any = None,
     scaler: object = None,
+    seed: Any = 0,
     bucket_bytes: object = DEFAULT_BUCKET_BYTES,
     transport: object = "zeromq",
     encrypt: object = False,
@@ -208,6 +224,7 @@ def check_settings(
             f"payload {resolved} sends gradients during backward, when each rank's scaler has "
             "scaled them differently: use payload='weights'"
         )
+    check_compress(resolve_compress(compress), resolved_mode, resolved, seed)
     resolve_average_every(average_every, 1)
     topology = _named(topology, resolved_mode)
     if isinstance(topology, str):
@@ -244,9 +261,13 @@ def _named(topology: Any, mode: Mode) -> Any:
     return "matching" if isinstance(mode, Stale) else "dissemination"
 
 
-def _resolve_schedule(topology: str | Schedule, world_size: int, seed: int) -> Schedule:
+def _resolve_schedule(
+    topology: str | Schedule, world_size: int, seed: int, *, seeds_all: bool
+) -> Schedule:
+    """The schedule; warns of a seed that does nothing, if what rotates is `seeds_all`."""
+    unused = seeds_all and seed != 0
     if isinstance(topology, str):
-        if topology == "ring" and seed != 0:
+        if topology == "ring" and unused:
             warnings.warn(
                 f"seed={seed} is ignored: the ring does not rotate; topology=gossipgrad.topology."
                 "ring(world_size, seed=..., rotate=True) does",
@@ -258,7 +279,7 @@ def _resolve_schedule(topology: str | Schedule, world_size: int, seed: int) -> S
             f"the schedule {topology} is for {topology.world_size} ranks, the group has "
             f"{world_size}: make it for world_size={world_size}"
         )
-    if seed != 0:
+    if unused:
         warnings.warn(
             f"seed={seed} is ignored: the schedule given as topology has its own", stacklevel=3
         )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from gossipgrad.comm import Heartbeats
+from gossipgrad.decentralized._compress import name_of, resolve_compress
 from gossipgrad.decentralized._modes import Lagged, Mode, Overlap, Stale, Sync
 from gossipgrad.decentralized._settings import Payload, Settings, Weights, WeightsAndState
 from gossipgrad.topology import by_name
@@ -107,6 +108,8 @@ class Invitation:
                 if told["wire_dtype"] is None
                 else getattr(torch, told["wire_dtype"]),
                 bucket_bytes=told["bucket_bytes"],
+                compress=resolve_compress(told.get("compress")),
+                seed=told.get("seed", 0),
             )
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"the invitation is damaged: {error!r}") from error
@@ -143,6 +146,8 @@ def settings_of(settings: Settings) -> dict[str, Any]:
         if settings.wire_dtype is None
         else str(settings.wire_dtype).removeprefix("torch."),
         "bucket_bytes": settings.bucket_bytes,
+        "compress": None if settings.compress is None else name_of(settings.compress),
+        "seed": settings.seed,
     }
 
 

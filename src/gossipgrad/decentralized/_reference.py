@@ -247,7 +247,7 @@ class Reference:
                 if (e := self.e[r][i]) is not None:
                     total[i] += e.double()
                 if exchange is not None:
-                    total[i] += exchange.a * self._difference(exchange, (i, "w"), w).double()
+                    self._count_in(total[i], exchange, i, w)
         return total
 
     def consensus(self) -> list[Float64[Tensor, "..."]]:
@@ -307,6 +307,10 @@ class Reference:
         y = exchange.y.get(key, zeros)
         x = v if self.mode == "lagged" else exchange.x.get(key, zeros)
         return y.to(wide) - x.to(wide)
+
+    def _count_in(self, total: Tensor, exchange: Exchange, i: int, w: Tensor) -> None:
+        """Adds to a sum what an exchange is about to bring to w, parameter i."""
+        total += exchange.a * self._difference(exchange, (i, "w"), w).double()
 
     def _settle(self) -> None:
         """Apply what is outstanding: v_r <- v_r + a (y_r - x_r) for all tensors of the round."""

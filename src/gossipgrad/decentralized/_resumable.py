@@ -271,9 +271,10 @@ class Resumable(ABC):
         if session["rank"] != self.group.rank:
             return f"it is the state of rank {session['rank']}: load each rank's own"
         settings = must_fit(self._settings)
-        for name, value in session["settings"].items():
-            if settings.get(name) != value:
-                return f"{name} was {value}, here it is {settings.get(name)}: use the same"
+        for name in session["settings"] | settings:
+            was, here = session["settings"].get(name), settings.get(name)
+            if was != here:
+                return f"{name} was {was}, here it is {here}: use the same"
         if any(rank >= session["world_size"] for rank in session["living"]):
             return (
                 f"it was saved among the ranks {', '.join(map(str, session['living']))}, some of "

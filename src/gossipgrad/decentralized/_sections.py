@@ -7,6 +7,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gossipgrad.comm import Part, all_parameters, local, trained_parameters
+from gossipgrad.compression import SharedMask
+from gossipgrad.decentralized._masked_section import MaskedSection
 from gossipgrad.decentralized._section import Section
 from gossipgrad.decentralized._settings import (
     Gradients,
@@ -74,7 +76,7 @@ class Sections:
     @property
     def parts(self) -> list[Part]:
         """The channel's plan."""
-        return [part for section in self.all for part in section.plan.parts]
+        return [part for section in self.all for part in section.parts]
 
     def of_round(self, round: int) -> list[Section]:
         """What is mixed in a round: weights, and state when it is due."""
@@ -83,20 +85,25 @@ class Sections:
         return [*self.weights, *self.state] if with_state else self.weights
 
     def _make(self, entries: Sequence[Entry], *, of_weights: bool = False) -> list[Section]:
+        settings = self._settings
         by_device: dict[torch.device, list[Entry]] = {}
         for entry in entries:
-            pieces = entry.pieces(self._settings.bucket_bytes)
+            pieces = entry.pieces(settings.bucket_bytes)
             by_device.setdefault(entry.parameter.device, []).extend(pieces)
         sections = []
         for members in by_device.values():
-            section = Section(
-                members,
-                first_bucket=self._count,
-                bucket_bytes=self._settings.bucket_bytes,
-                wire_dtype=self._settings.wire_dtype,
-                snapshots=self._settings.snapshots,
-                of_weights=of_weights,
-            )
+            common = {
+                "first_bucket": self._count,
+                "bucket_bytes": settings.bucket_bytes,
+                "wire_dtype": settings.wire_dtype,
+                "snapshots": settings.snapshots,
+            }
+            if isinstance(settings.compress, SharedMask):
+                section: Section = MaskedSection(
+                    members, **common, mask=settings.compress, seed=settings.seed
+                )
+            else:
+                section = Section(members, **common, of_weights=of_weights)
             self._count += len(section.plan.buckets)
             sections.append(section)
         return sections

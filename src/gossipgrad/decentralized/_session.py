@@ -329,7 +329,7 @@ class GossipSession(Belonging, Resumable):
     def _is_as_sent(self) -> bool:
         """Whether the weights, though written, are still those of the open round's snapshot."""
         assert self._rounds is not None
-        if self._steps % self._settings.every != 0 or self._settings.wire_dtype is not None:
+        if self._steps % self._settings.every != 0 or not self._settings.sends_whole:
             return False
         sent = {transfer.section: transfer for transfer in self._rounds.under_way}
         return all(s in sent and sent[s].holds_live() for s in self._sections.weights)

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from gossipgrad.comm import BucketPlan
-from gossipgrad.decentralized._modes import Mode, Overlap, Stale, Sync
+from gossipgrad.compression import SharedMask
+from gossipgrad.decentralized._compress import Compressor
+from gossipgrad.decentralized._modes import Lagged, Mode, Overlap, Stale, Sync
 from gossipgrad.topology import Schedule
 
 __all__ = [
@@ -76,6 +78,8 @@ class Settings:
     average_every: int | None
     wire_dtype: torch.dtype | None
     bucket_bytes: int
+    compress: Compressor | None = None
+    seed: int = 0
 
     @property
     def snapshots(self) -> int:
@@ -88,9 +92,14 @@ class Settings:
         of_gradients = isinstance(self.payload, Gradients | GradientsAndWeights)
         return not of_gradients and not isinstance(self.mode, Sync)
 
+    @property
+    def sends_whole(self) -> bool:
+        """Whether what travels are the weights, bit for bit."""
+        return self.wire_dtype is None and self.compress is None
+
     def describe(self) -> dict[str, Any]:
         """What must be equal on all ranks."""
-        return {
+        plain = {
             "topology": self.schedule.describe(),
             "mode": self.mode,
             "payload": self.payload,
@@ -99,6 +108,11 @@ class Settings:
             "wire_dtype": self.wire_dtype,
             "bucket_bytes": self.bucket_bytes,
         }
+        return plain if self.compress is None else {**plain, **self._compression()}
+
+    def _compression(self) -> dict[str, Any]:
+        seeded = isinstance(self.compress, SharedMask)
+        return {"compress": self.compress, **({"seed": self.seed} if seeded else {})}
 
 
 def resolve_payload(payload: Payload | str, mode: Mode) -> Payload:
@@ -121,6 +135,25 @@ def resolve_payload(payload: Payload | str, mode: Mode) -> Payload:
             f"update), mode {mode} would change nothing: leave mode='overlap'"
         )
     return payload
+
+
+def check_compress(compress: Compressor | None, mode: Mode, payload: Payload, seed: Any) -> None:
+    """Raises `ValueError` for modes and payloads that a compressor does not go with."""
+    if compress is None:
+        return
+    if not isinstance(payload, Weights):
+        raise ValueError(
+            f"compress={compress} and payload {payload}: an element's moments would be mixed in "
+            "other rounds than each other and the weight, and an update of Adam divides one by the "
+            "other; gradients want error feedback. Use payload='weights'"
+        )
+    if isinstance(mode, Lagged):
+        raise ValueError(
+            f"compress={compress} and mode {mode}: the authors' rule, there for comparison, sends "
+            "all weights. Use mode='overlap'"
+        )
+    if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= int(seed) < 2**64:
+        raise ValueError(f"seed must be a whole number from 0 to 2**64 - 1, got {seed!r}")
 
 
 def resolve_average_every(average_every: int | str | None, world_size: int) -> int | None:

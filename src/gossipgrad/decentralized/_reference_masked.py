@@ -1,0 +1,106 @@
+r"""Gossip of some coordinates a round: p replicas in one process, in the letters of `_reference`.
+
+It says what a session with `compress=SharedMask(density)` must compute; it is not for training.
+
+Letters
+    C_t(i)       the coordinates of parameter i that round t exchanges: the same on all ranks
+    v[C]         the elements of v, in row-major order, that C names
+
+Rules. The comments in the code name the rule that a line implements. R1, R2, R6 and R9 are those of
+`_reference`.
+    M1  sync and overlap. Sent is x_r = q(w_r)[C_t], and y_r = x_s comes. Mixed, as late as it may
+        be, is w_r[C_t] <- w_r[C_t] + a (y_r - x_r): nothing else of w_r changes.
+    M2  Low-precision parameters: the residual e_r, too, takes part in C_t alone.
+
+For each coordinate this is plain gossip in those rounds that choose it, a share `density` of all.
+So the mean over ranks is kept under any schedule, and a round takes away `density` times as much of
+the squared distance between replicas as one of all weights.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+
+from gossipgrad.decentralized._reference import Exchange, Reference, Values, add
+from gossipgrad.topology import Schedule
+
+Coordinates = Callable[[int, int], Int64[Tensor, " chosen"]]
+
+
+class MaskedReference(Reference):
+    """Gossip with a shared mask on p replicas in one process; used like `Reference`.
+
+    Args:
+        models: As of `Reference`.
+        optimizers: As of `Reference`.
+        schedule: As of `Reference`.
+        coordinates: C_t(i), of the round and the number of the parameter, rising.
+        mode: "sync" or "overlap".
+        every: As of `Reference`.
+        average_every: As of `Reference`.
+        wire_dtype: As of `Reference`.
+
+    Raises:
+        ValueError: For settings outside these, or replicas that do not match.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        schedule: Schedule,
+        coordinates: Coordinates,
+        mode: str = "overlap",
+        every: int = 1,
+        average_every: int | str | None = None,
+        wire_dtype: torch.dtype | None = None,
+    ) -> None:
+        if mode == "lagged":
+            raise ValueError("mode='lagged' sends all weights: use mode='overlap' or 'sync'.")
+        super().__init__(
+            models,
+            optimizers,
+            schedule,
+            mode=mode,
+            every=every,
+            average_every=average_every,
+            wire_dtype=wire_dtype,
+        )
+        self.coordinates = coordinates
+        self.t = 0  # the round that is outstanding
+
+    def _exchange(self, values: list[Values]) -> list[Exchange | None]:
+        """M1: every rank sends its coordinates of round t to one rank, and receives from one."""
+        self.t = self.rounds
+        return super()._exchange(
+            [
+                {key: at(w, self.coordinates(self.t, key[0])) for key, w in of_rank.items()}
+                for of_rank in values
+            ]
+        )
+
+    def _count_in(self, total: Tensor, exchange: Exchange, i: int, w: Tensor) -> None:
+        """M1, for a sum."""
+        y_x = self._difference(exchange, (i, "w"), w).double()
+        total.view(-1)[self.coordinates(self.t, i)] += exchange.a * y_x
+
+    def _settle(self) -> None:
+        """M1: w_r[C_t] <- w_r[C_t] + a (y_r - x_r)."""
+        for r, exchange in enumerate(self.outstanding):
+            if exchange is None:
+                continue
+            for i, w in enumerate(self.w[r]):
+                c = self.coordinates(self.t, i)
+                v, e = at(w, c), None if (whole := self.e[r][i]) is None else at(whole, c)
+                add(v, self._difference(exchange, (i, "w"), w), exchange.a, e)  # M2
+                w.view(-1)[c] = v
+                if whole is not None and e is not None:
+                    whole.view(-1)[c] = e
+        self.outstanding = [None] * self.p
+
+
+def at(v: Float[Tensor, "..."], c: Int64[Tensor, " chosen"]) -> Float[Tensor, " chosen"]:
+    """A copy of v[C]."""
+    return v.detach().reshape(-1)[c]
