@@ -4,10 +4,12 @@ Four processes train a tiny model by gossip over ZeroMQ on loopback, with signs 
 and a checkpoint now and then: in mode overlap, in mode stale, and in many sessions one after the
 other. Memory, open handles, threads, Python's blocks and the entries of all containers are looked
 at all the while; over the second half of each part they must be flat, by a rule that is written
-down beside them.
+down beside them. Then hundreds join two ranks, one after the other, and leave: what each leaves
+behind is measured.
 
-    python -m benchmarks.soak                # about 40 minutes
+    python -m benchmarks.soak                # about 45 minutes
     python -m benchmarks.soak --parts stale  # one again, in place of that there is
+    python -m benchmarks.soak --parts joins
 """
 
 import argparse
@@ -28,11 +30,21 @@ from benchmarks._ends import ends_as_ctrl_c
 from benchmarks._pages import DOCS, fill, table
 
 from ._flat import ALLOWED, judge
+from ._joins import JOINS, run_joins
 from ._rank import BUCKET_BYTES, PARTS, rank_main
 from ._sizes import MEASURES
 
 RANKS = 4
 STEPS = 150_000
+_JOINS = "joins"
+_OF_JOINS = {
+    "store_keys": "keys in the store",
+    "record_bytes": "bytes of the record of the membership, read at every beat",
+    "invitation_bytes": "bytes of an invitation",
+    "rss_bytes": "bytes of memory, of all ranks together",
+    "blocks": "blocks of Python's allocator, of all ranks together",
+    "entries": "entries of the containers of one rank",
+}
 
 
 def run(steps: int, names: Sequence[str]) -> list[dict[str, Any]]:
@@ -127,23 +139,36 @@ def page_table(figures: dict[str, Any]) -> str:
     return table(head, rows)
 
 
+def joins_table(joins: dict[str, Any]) -> str:
+    """What is held at the end of many joins, and by how much that grew with each."""
+    rows = []
+    for name, what in _OF_JOINS.items():
+        last, grew = joins["samples"][name][-1], joins["growth_per_join"][name]
+        rows.append([what, f"{last:,}", f"{grew:+,.2f}"])
+    return table(["of joins", f"after {joins['joins']}", "by a join"], rows)
+
+
 def main() -> int:
     """Runs it and writes it down; the exit status tells whether anything grows."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    names = [part.name for part in PARTS]
+    names = [*(part.name for part in PARTS), _JOINS]
     parser.add_argument("--steps", type=int, default=STEPS, help="of each rank, in all parts")
     parser.add_argument("--parts", nargs="+", choices=names, default=names, help="the others stay")
+    parser.add_argument("--joins", type=int, default=JOINS, help="how many, in the part of them")
     parser.add_argument("--out", type=Path, default=RESULTS / "soak.json")
     options = parser.parse_args()
     try:
         with ends_as_ctrl_c():
-            parts = run(options.steps, options.parts)
+            of_rounds = [name for name in options.parts if name != _JOINS]
+            parts = run(options.steps, of_rounds) if of_rounds else []
+            joins = run_joins(options.joins) if _JOINS in options.parts else None
     except KeyboardInterrupt:
         print("\nstopped; nothing was written", file=sys.stderr)
         return 130
     if options.out.exists():
-        kept = json.loads(options.out.read_text())["parts"]
-        parts += [part for part in kept if part["part"] not in options.parts]
+        kept = json.loads(options.out.read_text())
+        parts += [part for part in kept["parts"] if part["part"] not in options.parts]
+        joins = joins or kept.get(_JOINS)
     parts.sort(key=lambda part: names.index(part["part"]))
     total = sum(part["exchanges"] for part in parts)
     figures = {
@@ -157,13 +182,16 @@ def main() -> int:
             "allowed": {name: {"share": a, "least": b} for name, (a, b) in ALLOWED.items()},
         },
         "parts": parts,
+        **({} if joins is None else {_JOINS: joins}),
     }
     print(f"{total:,} exchanges in {sum(part['seconds'] for part in parts):.0f} s")
-    print(page_table(figures))
+    told = [page_table(figures), *([] if joins is None else [joins_table(joins)])]
+    print("\n\n".join(told))
     print(write("soak", figures, path=options.out))
     page = DOCS / "soak.md"
     if options.out == RESULTS / "soak.json" and page.exists():
-        page.write_text(fill(page.read_text(), page_table(figures)))
+        for each in told:
+            page.write_text(fill(page.read_text(), each))
     grows = growing(figures)
     for line in grows:
         print(line, file=sys.stderr)

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from benchmarks._common import RESULTS
 from benchmarks._pages import DOCS
-from benchmarks.soak import _rank
-from benchmarks.soak.__main__ import _part, growing, page_table
+from benchmarks.soak import _joins, _rank
+from benchmarks.soak.__main__ import _part, growing, joins_table, page_table
 from benchmarks.soak._flat import judge
 from benchmarks.soak._sizes import MEASURES, entries, sizes
 from gossipgrad.comm._ledger import Ledger
@@ -58,6 +58,9 @@ def test_the_page_shows_what_was_measured_and_nothing_grew():
     assert page_table(figures) in (DOCS / "soak.md").read_text()
     assert growing(figures) == []
     assert figures["exchanges"] > 1_000_000
+    assert joins_table(figures["joins"]) in (DOCS / "soak.md").read_text()
+    bounded = ("record_bytes", "invitation_bytes")
+    assert all(abs(figures["joins"]["growth_per_join"][name]) < 1 for name in bounded)
 
 
 def test_a_short_one(tmp_path, monkeypatch):
@@ -89,6 +92,15 @@ def test_a_short_one(tmp_path, monkeypatch):
         assert found["outcomes"]["dead_peer"] == 0
         assert len(found["samples"][0]["handles"]) == 4
         assert found["places"]["last"]
+
+
+def test_a_few_come_and_go(monkeypatch):
+    monkeypatch.setattr(gc, "collect", lambda: 0)
+    monkeypatch.setattr(_joins, "_CONSENSUS_EVERY", 2)
+    found = _joins.run_joins(3)
+    assert found["samples"]["joins"] == [1, 2, 3]
+    assert found["samples"]["record_bytes"][2] > found["samples"]["record_bytes"][0]
+    assert joins_table(found).count("\n") == 7
 
 
 def test_sizes_are_those_of_this_process():

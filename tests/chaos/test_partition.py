@@ -35,6 +35,9 @@ class OutOfReach:
     def compare_set(self, key, expected, desired):
         return self._ask("compare_set", key, expected, desired)
 
+    def delete_key(self, key):
+        return self._ask("delete_key", key)
+
 
 def test_of_two_halves_the_one_with_the_store_goes_on_and_the_other_learns_it():
     storm, hub = Storm(4, "matching", "", 30.0, ()), Hub(4)

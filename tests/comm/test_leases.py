@@ -80,6 +80,9 @@ def test_a_lease_that_cannot_be_renewed_freezes_the_membership(clock, caplog):
         def compare_set(self, key, expected, desired):
             return self._store.compare_set(key, expected, desired)
 
+        def delete_key(self, key):
+            return self._store.delete_key(key)
+
     store = Hanging()
     quick = Heartbeats(interval_seconds=0.01, lease_seconds=0.1, silent_seconds=0.5)
     watch, _ = (MemberWatch(store, rank, Membership.first(2), quick) for rank in range(2))
@@ -120,6 +123,9 @@ class Slow:
 
     def compare_set(self, key, expected, desired):
         return self._store.compare_set(key, expected, desired)
+
+    def delete_key(self, key):
+        return self._store.delete_key(key)
 
 
 FIVE = Heartbeats(interval_seconds=0.005, lease_seconds=5.0, silent_seconds=500.0)
@@ -198,6 +204,9 @@ def test_when_the_store_is_lost_the_membership_freezes_and_a_warning_says_so_onc
             self.setdefault(key, desired.encode())
             return self[key]
 
+        def delete_key(self, key):
+            return self.pop(key, None) is not None
+
     store = Lost()
     quick = Heartbeats(interval_seconds=0.005, lease_seconds=0.02, silent_seconds=0.05)
     watch = MemberWatch(store, 1, Membership.first(3), quick)
@@ -236,6 +245,9 @@ class Failing:
 
     def compare_set(self, key, expected, desired):
         return self._do("compare_set", key, expected, desired)
+
+    def delete_key(self, key):
+        return self._do("delete_key", key)
 
 
 def test_a_connection_to_the_store_that_breaks_is_made_anew(caplog):

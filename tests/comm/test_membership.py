@@ -201,7 +201,7 @@ class Hooked:
 
     def __init__(self, store):
         self._store = store
-        self.set, self.get = store.set, store.get
+        self.set, self.get, self.delete_key = store.set, store.get, store.delete_key
         self.before = lambda: None
 
     def compare_set(self, key, expected, desired):
@@ -275,3 +275,27 @@ def test_many_looks_in_a_moment_count_as_one(watches, clock):
 def test_durations_that_make_no_sense(wrong, why):
     with pytest.raises(ValueError, match=why):
         Heartbeats(**wrong)
+
+
+def test_a_record_keeps_the_last_of_those_who_joined_and_went_and_all_of_the_start():
+    """All members read it at every beat."""
+    store, first = dist.HashStore(), Membership.first(2)
+    watch, other = (MemberWatch(store, rank, first, SETTINGS) for rank in range(2))
+    known = first.without({1: "left"}, left=True, by=1)
+    watch._learn(watch._record.replace(first, known))
+    for rank in range(2, 52):
+        one = MemberWatch(store, rank, watch.latest, SETTINGS)
+        one.enter(0, ("tcp://127.0.0.1:9",))
+        one._give_up({rank: "left"}, left=True)
+        watch._learn(one.latest)
+        known = watch.latest.remembering(known)
+    assert {*watch.latest.gone} == {1, *range(20, 52)}
+    assert {*watch.latest.joined} == {*range(20, 52)}
+    assert watch.latest == watch._record.read()
+    assert store.check(["beat/20"])
+    assert not store.check(["beat/19"])
+    assert {*known.gone} == {1, *range(2, 52)} == {1, *known.joined}
+    assert watch.latest.eviction_of(2).startswith("rank 2 was taken for dead long ago: it is no")
+    assert other.is_member()
+    other._learn(watch.latest)
+    assert not other.is_member()

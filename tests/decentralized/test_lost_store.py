@@ -26,7 +26,8 @@ def test_training_goes_on_when_the_store_is_lost(caplog):
         def fail(*_):
             raise RuntimeError("Connection reset by peer")
 
-        watch._store = type("Lost", (), {"set": fail, "get": fail, "compare_set": fail})()
+        asked = ("set", "get", "compare_set", "delete_key")
+        watch._store = type("Lost", (), dict.fromkeys(asked, fail))()
         watch._reconnect = fail
         until(lambda: watch.frozen)
         delivered = me.session.stats().outcomes["delivered"]
@@ -94,6 +95,9 @@ def test_in_mode_stale_no_step_waits_for_a_store_that_stands_still():
 
             def compare_set(self, key, expected, desired):
                 return store.compare_set(key, expected, desired)
+
+            def delete_key(self, key):
+                return store.delete_key(key)
 
         watch._store = StandingStill()
         assert standing.wait(5)

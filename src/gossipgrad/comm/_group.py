@@ -290,6 +290,7 @@ class Group:
                 timeout_seconds=_CONNECT.total_seconds() + asked.timeout_seconds,
                 listen=look,
             )
+            asked.begin(lambda store: store.delete_key(here[self.rank]))  # all have seen it
         finally:
             asked.close()
         gloo._set_default_timeout(timedelta(seconds=self._timeout_seconds))

@@ -12,7 +12,7 @@ from typing import Any
 from gossipgrad._said import first_line
 from gossipgrad.comm._heartbeats import Heartbeats
 from gossipgrad.comm._membership import Membership, Record, Store
-from gossipgrad.comm._wishes import Wishes
+from gossipgrad.comm._wishes import Wishes, wish_key
 from gossipgrad.errors import EvictedError
 
 __all__ = ["MemberWatch"]
@@ -149,7 +149,7 @@ class MemberWatch:
                 if not self.waits and now - asked <= lease:
                     return False
                 self._freeze(f"the rendezvous store did not answer within {lease:g} s")
-        return self._rank not in self.latest.gone
+        return self._rank in self.latest.living
 
     def confirm(self) -> Membership:
         """Makes sure that this rank is no former member; local but for an old lease.
@@ -162,14 +162,9 @@ class MemberWatch:
         """
         self.is_member()
         latest = self.latest  # once: the thread may learn of a later one at any time
-        loss = latest.gone.get(self._rank)
-        if loss is None or self._leaving:
+        if self._leaving or self._rank in latest.living:
             return latest
-        raise EvictedError(
-            f"rank {self._rank} was taken for dead by rank {loss.by} ({loss.why}): it is no member "
-            f"since generation {loss.generation}, and the others train on without it. Its weights "
-            "are intact: save them, or start a new process from them"
-        )
+        raise EvictedError(latest.eviction_of(self._rank))
 
     def examine(self, listen: Callable[[], object] = lambda: None) -> bool:
         """Whether there is a newer generation than was known at the call, once all is looked at.
@@ -322,7 +317,11 @@ class MemberWatch:
         while self.latest is not known and {*ranks} & {*self.latest.living}:
             known = self.latest
             desired = known.without(ranks, left=left, by=self._rank)
-            self._learn(self._record.replace(known, desired))
+            newest = self._record.replace(known, desired)
+            self._learn(newest)
+            for rank in {*known.joined} - {*newest.joined}:  # nobody looks after it any more
+                self._store.delete_key(self._key(rank))
+                self._store.delete_key(wish_key(rank))
             if not left:
                 return
 
@@ -344,7 +343,7 @@ class MemberWatch:
                 logger.warning("rank %d: rank %d is lost (%s)", self._rank, rank, loss.why)
         for rank in set(membership.living) - {*self.latest.living, self._rank}:
             logger.info("rank %d: rank %d has joined", self._rank, rank)
-        self._expelled = frozenset(set(membership.lost) - {self._rank})
+        self._expelled |= {*membership.lost} - {self._rank}
         with self._changed:
             self.latest = membership
             for doubted in (self._suspects, self._examined, self._unread):

@@ -11,6 +11,7 @@ from gossipgrad.errors import GossipError
 __all__ = ["Joining", "Loss", "Membership", "Record", "Store"]
 
 _KEY = "membership"
+_FORMER_KEPT = 32  # who joined and are gone again: all members read the record at every beat
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +61,8 @@ class Membership:
         gone: Those that do not any more, and why.
         joined: Those that were not there at the start, living or not; their numbers are above
             those of the start, and none is given twice.
+
+    A record holds the last 32 of those who joined and are gone; `remembering` keeps more.
     """
 
     generation: int
@@ -81,7 +84,10 @@ class Membership:
         return {rank: loss for rank, loss in self.gone.items() if not loss.left}
 
     def without(self, ends: Mapping[int, str], *, left: bool, by: int) -> "Membership":
-        """The next generation, less some ranks (with why); itself if none of them lives."""
+        """The next generation, less some ranks (with why); itself if none of them lives.
+
+        Who joined and has been gone for longest is forgotten, where there are many.
+        """
         ends = {rank: why for rank, why in ends.items() if rank in self.living}
         if not ends:
             return self
@@ -90,14 +96,18 @@ class Membership:
             rank: Loss(generation=number, when_seconds=now, why=why, left=left, by=by)
             for rank, why in ends.items()
         }
+        gone = {**self.gone, **losses}
+        former = sorted({*gone} & {*self.joined}, key=lambda rank: gone[rank].generation)
+        forgotten = {*former[:-_FORMER_KEPT]}
         return replace(
             self,
             generation=number,
             living=tuple(rank for rank in self.living if rank not in ends),
-            gone={**self.gone, **losses},
+            gone={rank: loss for rank, loss in gone.items() if rank not in forgotten},
             joined={
                 rank: replace(joining, introduction=()) if rank in ends else joining
                 for rank, joining in self.joined.items()
+                if rank not in forgotten
             },
         )
 
@@ -120,6 +130,22 @@ class Membership:
     def renewed(self) -> "Membership":
         """The next generation, of the same ranks."""
         return replace(self, generation=self.generation + 1)
+
+    def eviction_of(self, rank: int) -> str:
+        """For a rank that was given up: by whom and since when, unless that is forgotten."""
+        how = f"long ago: it is no member in generation {self.generation}"
+        if (loss := self.gone.get(rank)) is not None:
+            since = f"it is no member since generation {loss.generation}"
+            how = f"by rank {loss.by} ({loss.why}): {since}"
+        return (
+            f"rank {rank} was taken for dead {how}, and the others train on without it. Its "
+            "weights are intact: save them, or start a new process from them"
+        )
+
+    def remembering(self, before: "Membership") -> "Membership":
+        """This one, and who is gone and who joined by an earlier one, too."""
+        gone, joined = {**before.gone, **self.gone}, {**before.joined, **self.joined}
+        return replace(self, gone=gone, joined=joined)
 
     def to_text(self) -> str:
         """As JSON, for the store."""
@@ -154,6 +180,10 @@ class Store(Protocol):
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
         """Writes if what is there is as expected; returns what is there then."""
+        ...
+
+    def delete_key(self, key: str, /) -> bool:
+        """Forgets a key."""
         ...
 
 

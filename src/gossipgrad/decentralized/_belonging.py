@@ -123,7 +123,11 @@ class Belonging(ABC):
             heartbeats=asdict(self._heartbeats),
             fingerprint=fingerprint(self._model, self._optimizers, settings),
             occasion=transport.occasion,
-            introductions=transport.introductions,
+            introductions={
+                rank: told
+                for rank, told in transport.introductions.items()
+                if rank in self.membership.living
+            },
         ).to_text()
 
     def _why_closed(self) -> str | None:

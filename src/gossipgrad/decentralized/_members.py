@@ -84,7 +84,7 @@ class Members:
     @property
     def given_up(self) -> bool:
         """Whether the others are known to have taken this rank for dead."""
-        return self.watch is not None and self._group.rank in self.watch.latest.gone
+        return self.watch is not None and self._group.rank not in self.watch.latest.living
 
     def start(self) -> None:
         """Begins to watch; all ranks must have come here, or further."""
@@ -109,7 +109,7 @@ class Members:
         if self.watch is None or rounds is None:
             return False
         latest = self.watch.confirm()
-        if latest.generation == self.current.generation or self._group.rank in latest.gone:
+        if latest.generation == self.current.generation or self._group.rank not in latest.living:
             return False
         # Ctrl-C may end this anywhere; the next call then does what is left.
         self._meet_newcomers(latest, rounds.channel.transport)
@@ -118,7 +118,7 @@ class Members:
             rounds.channel.enter(latest.generation, rounds.next_round, latest.living)
         if self._group.generation < latest.generation:
             self._group.enter(latest.generation, latest.living)
-        self.current = latest
+        self.current = latest.remembering(self.current)
         return True
 
     def enter(self, rounds: Rounds, donor: int) -> None:

@@ -269,3 +269,7 @@ class _Coming:
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """Writes if what is there is as expected; returns what is there then."""
         return self._store.compare_set(key, expected, desired)
+
+    def delete_key(self, key: str) -> bool:
+        """Forgets a key."""
+        return self._store.delete_key(key)
