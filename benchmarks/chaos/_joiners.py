@@ -120,6 +120,8 @@ def _let_in(number: int, count: int, folder: Path, subset: Path) -> None:
     try:
         outcome = join_run(JoinConfig(run=folder / "run", nproc=count, quiet=True))
         found = {"exit_code": outcome.exit_code, "parts": outcome.parts}
+        if outcome.failures:
+            found["error"] = "; ".join(outcome.failures)
     except (GossipError, ValueError) as error:
         found = {"error": f"{type(error).__name__}: {error}"}
     except BaseException:

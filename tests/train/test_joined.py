@@ -228,6 +228,7 @@ def test_one_of_several_that_left_does_not_keep_the_last_from_it(run_dir, monkey
     outcome = _join_run.join_run(JoinConfig(run=run_dir.path, nproc=2, quiet=True))
     assert outcome.summary is not None
     assert outcome.failures == failures
+    assert outcome.exit_code == 1
     assert [one["end"] for one in outcome.summary["joined"]] == ["left", "finished"]
 
 

@@ -24,8 +24,9 @@ class JoinOutcome:
     """How joining a run ended.
 
     Attributes:
-        exit_code: For the shell: 0 when the run came to its end, also when some of several workers
-            failed on the way; 130 after Ctrl-C and 143 after SIGTERM.
+        exit_code: For the shell: 0 when all workers came to the end of the run; 130 if they left it
+            after Ctrl-C, and 143 after SIGTERM; else 1 when one has failed, though others came to
+            the end.
         run_dir: The folder of the run.
         parts: Of each worker that joined and came to its end: its "rank", its "steps" and
             "samples", and whether it "left" before the others stopped.
@@ -82,8 +83,9 @@ def join_run(options: JoinConfig) -> JoinOutcome:
     if summary is None and not all(result.left for result in results):
         summary = _await_summary(run_dir)
     cut_short = not results or any(result.stopped for result in results)
+    stopped_by = joiners.stopped_by if cut_short else None
     return JoinOutcome(
-        exit_code=exit_code_of(joiners.stopped_by if cut_short else None),
+        exit_code=exit_code_of(stopped_by) or int(bool(joiners.failures)),
         run_dir=run_dir.path,
         parts=[
             {
