@@ -16,12 +16,15 @@ from gossipgrad import checkpoint
 from gossipgrad.comm import Group
 from gossipgrad.data import Dataset, DatasetInfo, TensorSamples
 from gossipgrad.decentralized._members import Members
-from gossipgrad.train import GossipConfig, TrainConfig
+from gossipgrad.train import GossipConfig, TrainConfig, config_of_run
 from gossipgrad.train._invitation import Invitation
 from gossipgrad.train._layout import claim
+from gossipgrad.train._loop import Loop
 from gossipgrad.train._newcomer import Newcomer
 from gossipgrad.train._rank import train_rank
+from gossipgrad.train._resume import reopen
 from gossipgrad.train._strategies._gossip import Gossip
+from gossipgrad.train._versions import versions
 from support.launched import count
 from support.waiting import until
 
@@ -85,7 +88,7 @@ class Gated(TensorSamples):
 class Run:
     """Two ranks that gossip, and those who join them; all in threads."""
 
-    def __init__(self, tmp_path, train=None, **options):
+    def __init__(self, tmp_path, train=None, resumed=False, **options):
         generator = torch.Generator().manual_seed(0)
         x, y = torch.randn(SAMPLES, 1, 2, 3, generator=generator), torch.arange(SAMPLES) % 3
         info = DatasetInfo(
@@ -97,10 +100,15 @@ class Run:
         )
         self.dataset = Dataset(info=info, train=(train or Slow)(x, y), test=Gated(x, y))
         Slow.hurry.clear()
-        self.run_dir = claim(tmp_path / "run", name="", overwrite=True)
-        usual = {"batch_size": 4, "log_every": 1, "trace": 0, "epochs": ENDLESS}
-        config = TrainConfig(nproc=2, **usual | options)
+        if resumed:
+            config, self.run_dir = reopen(config_of_run(tmp_path / "run"))
+        else:
+            self.run_dir = claim(tmp_path / "run", name="", overwrite=True)
+            usual = {"batch_size": 4, "log_every": 1, "trace": 0, "epochs": ENDLESS}
+            config = TrainConfig(nproc=2, **usual | options)
         self.config = config.resolved(nproc=2, out=self.run_dir.path)
+        if not resumed:
+            self.config.write(self.run_dir.config, versions())
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.stop = threading.Event()
         self.events, self.results, self.threads = [], {}, []
@@ -177,9 +185,10 @@ class Run:
     def _join(self, leave, emit):
         invited = Invitation.read(self.run_dir)
         newcomer = Newcomer(invited.text, self.run_dir, stop=leave, emit=emit)
+        config = TrainConfig.from_file(self.run_dir.config, same_run=True)
         try:
             return train_rank(
-                self.config,
+                config.resolved(nproc=2, out=self.run_dir.path),
                 self.dataset,
                 self.run_dir,
                 rank=0,
@@ -216,11 +225,68 @@ def test_where_one_began_counts_what_the_run_had_done_before_it_was_resumed(tmp_
     assert json.loads(run_dir.rank_joined(3).read_text()) == {"step": 47}
 
 
+@pytest.mark.filterwarnings("ignore:the checkpoint of step")
+def test_a_run_that_had_grown_is_resumed_from_the_consensus_of_all_and_grows_again(make):
+    run = make(checkpoint_every=1000, **options("overlap"))
+    rank, _ = run.join()
+    run.stop.set()
+    before = run.end()
+    (step,) = checkpoint.steps(run.run_dir.checkpoints)
+    assert checkpoint.members(run.run_dir.checkpoints) == (0, 1, rank)
+    resumed = make(resumed=True)
+    assert resumed.join()[0] == rank, "a number of this start"
+    begun = json.loads(resumed.run_dir.rank_joined(rank).read_text())["step"]
+    resumed.stop.set()
+    results = resumed.end()
+    assert {*results} == {0, 1, rank}
+    assert all(one.is_consensus for one in results.values())
+    for one in (results[0], results[1]):
+        assert one.steps > before[0].steps
+        assert any("was saved by ranks 0, 1, 2, and ranks 0, 1 went on" in n for n in one.notes)
+    assert begun > results[rank].steps
+    assert begun + results[rank].steps == rows(resumed.run_dir, rank)[-1]["step"]
+    assert checkpoint.steps(run.run_dir.checkpoints)[-1] > step
+    former = run.run_dir.path / "former" / run.run_dir.metrics(rank).name
+    assert former.exists(), "of the one that was not resumed"
+
+
+def test_a_donor_that_is_killed_as_it_gives_its_replica_is_replaced_by_another(
+    make, sessions, monkeypatch
+):
+    carried, killed = Loop.carried, []
+
+    def dies(self):
+        """As a process that is killed: its links break, and it shows no sign of life."""
+        if not killed:
+            killed.append(self.strategy.session.rank)
+            kill(self.strategy.session)
+            raise Dead
+        return carried(self)
+
+    monkeypatch.setattr(Loop, "carried", dies)
+    run = make(gossip=GossipConfig(topology="matching", lost_after_seconds=1.0))
+    rank, _ = run.join()
+    run.stop.set()
+    results = run.end()
+    (dead,) = killed
+    assert {*results} == {0, 1, rank} - {dead}
+    for one in results.values():
+        assert one.is_consensus
+        assert [*one.lost] == [str(dead)]
+        assert one.joined[str(rank)]["from_rank"] == 1 - dead
+
+
+def kill(session):
+    session._rounds.channel.transport.close()
+    session.group.abandon()
+    session._members.watch.stop()
+
+
 def options(mode):
     return {"gossip": GossipConfig(mode=mode, topology="matching")}
 
 
-@pytest.mark.parametrize("mode", ["overlap", "stale"])
+@pytest.mark.parametrize("mode", ["lagged", "stale"])
 def test_who_joins_stops_with_the_run_and_has_its_consensus(make, mode):
     run = make(checkpoint_every=1000, **options(mode))
     rank, _ = run.join()
