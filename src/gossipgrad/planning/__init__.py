@@ -1,6 +1,16 @@
-"""Plans from pure arithmetic: what a step of a model and the moving of bytes cost."""
+"""Plans from pure arithmetic: what a step and its messages cost, and which gradients to merge."""
 
 from gossipgrad.planning._cost import AffineCost as AffineCost
 from gossipgrad.planning._cost import PiecewiseCost as PiecewiseCost
+from gossipgrad.planning._merge_plan import Plan as Plan
+from gossipgrad.planning._optimal import plan as plan
 from gossipgrad.planning._profile import PROFILES as PROFILES
 from gossipgrad.planning._profile import Profile as Profile
+from gossipgrad.planning._rules import mg_wfbp as mg_wfbp
+from gossipgrad.planning._rules import omgs_greedy as omgs_greedy
+from gossipgrad.planning._rules import single as single
+from gossipgrad.planning._rules import threshold as threshold
+from gossipgrad.planning._rules import wfbp as wfbp
+from gossipgrad.planning._timeline import Group as Group
+from gossipgrad.planning._timeline import Method as Method
+from gossipgrad.planning._timeline import Span as Span
