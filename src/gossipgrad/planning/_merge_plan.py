@@ -50,13 +50,12 @@ class Plan:
             raise ValueError("a plan without groups sends nothing: give one or more")
         reached = 0
         for group in self.groups:
-            whole = type(group.start) is int and type(group.stop) is int
-            if not whole or group.start != reached or group.stop <= group.start:
+            if group.start != reached or group.stop <= group.start:
                 raise ValueError(
                     f"a group of tensors {group.start!r} to {group.stop!r} where one must begin at "
                     f"{reached} and end past it: each begins where the one before ends"
                 )
-            if not (isinstance(group.method, str) and group.method):
+            if not group.method:
                 raise ValueError(f"the group from tensor {reached} on names no method")
             reached = group.stop
         for what in ("finish_seconds", "lower_bound_seconds"):
@@ -145,9 +144,12 @@ class Plan:
             raise ValueError(f"a plan with keys missing {missing} and unknown {unknown}")
         rows = value["groups"]
         if not isinstance(rows, list) or not all(
-            isinstance(row, list | tuple) and len(row) == 3 for row in rows
+            isinstance(row, list | tuple) and [type(part) for part in row] == [int, int, str]
+            for row in rows
         ):
-            raise ValueError("groups must be a list of [start, stop, method]")
+            raise ValueError(
+                "groups must be a list of [start, stop, method], two whole numbers and a name"
+            )
         times = {what: value[what] for what in ("finish_seconds", "lower_bound_seconds")}
         for what, seconds in times.items():
             if type(seconds) not in (float, int):
