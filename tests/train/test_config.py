@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from gossipgrad.train import GossipConfig, PostLocalConfig, TrainConfig
+from gossipgrad.train._check import check
 
 VERSIONS = {"python": "3"}
 
@@ -259,3 +260,13 @@ def test_the_topology_follows_the_mode(tmp_path):
 def test_staleness_is_0_to_15_rounds(number):
     with pytest.raises(ValueError, match=f"max_staleness is {number}, but must be from 0 to 15"):
         GossipConfig(max_staleness=number)
+
+
+def test_what_is_compressed_is_checked_before_a_worker_starts():
+    with pytest.raises(ValueError, match=r"such as 'shared-mask:0.1'"):
+        GossipConfig(compress="a tenth")
+    config = TrainConfig(data="digits", gossip=GossipConfig(compress="top-k:0.1"))
+    with pytest.raises(ValueError, match="Use topology='ring' or 'complete'"):
+        check(config, 4)
+    fixed = GossipConfig(compress="top-k:0.1", topology="ring")
+    check(dataclasses.replace(config, gossip=fixed), 4)

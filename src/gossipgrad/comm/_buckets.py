@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gossipgrad.comm._part import Part
-from gossipgrad.comm._wire import DTYPES
+from gossipgrad.comm._wire import FLOATING
 
 __all__ = ["BucketPlan", "FlatBuffers", "TensorSpec", "is_sharded", "local"]
 
@@ -51,10 +51,10 @@ class TensorSpec:
                 f"{name!r} is sparse ({tensor.layout}), buckets hold dense tensors: use "
                 "nn.Embedding(sparse=False), or payload='weights', which sends no gradients"
             )
-        if tensor.dtype not in DTYPES:
+        if tensor.dtype not in FLOATING:
             raise ValueError(
                 f"{name!r} is of type {tensor.dtype}, which has no average; "
-                f"tensors of {', '.join(map(str, DTYPES))} have"
+                f"tensors of {', '.join(map(str, FLOATING))} have"
             )
         held = local(tensor)
         return cls(name, tuple(held.shape), held.dtype)
@@ -112,9 +112,9 @@ class BucketPlan:
         """
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
-        if wire_dtype is not None and wire_dtype not in DTYPES:
+        if wire_dtype is not None and wire_dtype not in FLOATING:
             raise ValueError(
-                f"wire_dtype must be one of {', '.join(map(str, DTYPES))}, got {wire_dtype}"
+                f"wire_dtype must be one of {', '.join(map(str, FLOATING))}, got {wire_dtype}"
             )
         filling: dict[torch.dtype, list[int]] = {}
         done: list[list[int]] = []
@@ -139,17 +139,17 @@ class BucketPlan:
         ]
         return cls(tuple(specs), tuple(bucket for bucket in buckets if bucket.part.numel))
 
-    def reduced(self, count: Callable[[int], int]) -> "BucketPlan":
-        """As many buckets, each of one flat tensor with `count(numel)` elements of what it has."""
-        counts = [count(bucket.part.numel) for bucket in self.buckets]
+    def sending(self, part_of: Callable[[Part], Part]) -> "BucketPlan":
+        """As many buckets, each of one flat tensor that is sent in place of all it has."""
+        parts = [part_of(bucket.part) for bucket in self.buckets]
         return BucketPlan(
             specs=tuple(
-                TensorSpec(f"bucket {number}", (numel,), bucket.dtype)
-                for number, (bucket, numel) in enumerate(zip(self.buckets, counts, strict=True))
+                TensorSpec(f"bucket {number}", (part.numel,), part.dtype)
+                for number, part in enumerate(parts)
             ),
             buckets=tuple(
-                Bucket((number,), Part(bucket.part.dtype, numel), bucket.dtype)
-                for number, (bucket, numel) in enumerate(zip(self.buckets, counts, strict=True))
+                Bucket((number,), part, bucket.dtype)
+                for number, (bucket, part) in enumerate(zip(self.buckets, parts, strict=True))
             ),
         )
 

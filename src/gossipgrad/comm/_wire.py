@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["DTYPES", "MAX_VOIDED", "Header", "Kind", "WireError"]
+__all__ = ["DTYPES", "FLOATING", "MAX_VOIDED", "Header", "Kind", "WireError"]
 
 _MAGIC = b"gossip"
 _VERSION = 3
@@ -14,7 +14,8 @@ _FIXED = struct.Struct("!6sBBB16sIIqqIIQH")
 _ROUND = struct.Struct("!q")
 MAX_VOIDED = 1024
 
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+DTYPES = (*FLOATING, torch.uint8)
 
 
 class WireError(ValueError):

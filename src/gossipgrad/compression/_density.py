@@ -25,19 +25,34 @@ class TopK:
 
     Attributes:
         density: The share that is sent, above 0 and at most 1.
+        consensus_step: For gossip alone: how much of a step towards the partner is made by what
+            both have been sent so far, above 0 and at most 1. None: twice the density.
 
     Raises:
-        ValueError: `density` is out of range.
+        ValueError: A number is out of range.
 
     Example:
         >>> TopK(0.001).count(25_000)
         25
+        >>> TopK(0.001).step
+        0.002
     """
 
     density: float | int
+    consensus_step: float | int | None = None
 
     def __post_init__(self) -> None:
         _check(self.density)
+        if self.consensus_step is not None and not 0 < self.consensus_step <= 1:
+            raise ValueError(
+                f"consensus_step is {self.consensus_step}: it is a share of what all weights would "
+                "bring, above 0 and at most 1; None takes twice the density"
+            )
+
+    @property
+    def step(self) -> float | int:
+        """`consensus_step`, or its default."""
+        return min(1, 2 * self.density) if self.consensus_step is None else self.consensus_step
 
     def count(self, numel: int) -> int:
         """How many of `numel` values: the share to the nearest whole number, at least 1."""

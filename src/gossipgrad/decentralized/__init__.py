@@ -1,6 +1,7 @@
 """Gossip: every step mixes each replica with that of one rotating partner."""
 
 from gossipgrad.decentralized._average_states import average_states as average_states
+from gossipgrad.decentralized._compress import resolve_compress as resolve_compress
 from gossipgrad.decentralized._data_parallel import GossipDataParallel as GossipDataParallel
 from gossipgrad.decentralized._delivery_log import DeliveryLog as DeliveryLog
 from gossipgrad.decentralized._delivery_log import Opening as Opening

@@ -28,6 +28,7 @@ from gossipgrad.decentralized._giving import Giving, patience
 from gossipgrad.decentralized._invitation import Invitation, settings_of
 from gossipgrad.decentralized._members import Members
 from gossipgrad.decentralized._rounds import Rounds
+from gossipgrad.decentralized._sections import Sections
 from gossipgrad.decentralized._settings import Settings
 from gossipgrad.errors import GossipError
 
@@ -61,6 +62,7 @@ class Belonging(ABC):
     _heartbeats: Heartbeats | None
     _members: Members
     _rounds: Rounds | None
+    _sections: Sections
     _arriving: Arriving | None = None
     _closed: bool
     _steps: int
@@ -210,6 +212,7 @@ class Belonging(ABC):
         One that joined comes to the round that the others are at, in its first steps.
         """
         self._members.take_up(rounds)
+        self._sections.keep(self.membership.living)
         if self._arriving is None:
             return
         self._go_to(self._arriving.step(rounds, self._steps, self.membership.living))

@@ -22,7 +22,7 @@ from gossipgrad.comm import (
     resolve_transport,
 )
 from gossipgrad.compression import SharedMask
-from gossipgrad.decentralized._compress import Compressor, resolve_compress
+from gossipgrad.decentralized._compress import Compressor, check_links, resolve_compress
 from gossipgrad.decentralized._modes import Mode, Stale, check_never_waits, resolve_mode
 from gossipgrad.decentralized._session import GossipSession
 from gossipgrad.decentralized._settings import (
@@ -100,7 +100,9 @@ def gossip(
         wire_dtype: What everything is sent as, for example `torch.bfloat16` to halve the bytes.
             The mean over ranks is kept all the same.
         compress: `SharedMask(density)`: each round sends and mixes that share of the weights'
-            coordinates, the same on all ranks, and others in the next. Or such as
+            coordinates, the same on all ranks, and others in the next. `TopK(density)`: the largest
+            differences to what the partner knows, on topologies whose partners are fixed and in
+            modes overlap and sync; it keeps two copies of all weights a partner. Or such as
             `"shared-mask:0.1"`. With `payload="weights"`; not in mode lagged.
         scaler: The `torch.amp.GradScaler` that steps the optimizer, if one does.
         seed: Of the rotation of partners, and of a shared mask.
@@ -165,8 +167,10 @@ def gossip(
         compressor = resolve_compress(compress)
         masked = isinstance(compressor, SharedMask)
         named = _named(topology, resolved_mode)
+        schedule = _resolve_schedule(named, group.world_size, seed, seeds_all=not masked)
+        check_links(compressor, schedule)
         settings = Settings(
-            schedule=_resolve_schedule(named, group.world_size, seed, seeds_all=not masked),
+            schedule=schedule,
             mode=resolved_mode,
             payload=resolved_payload,
             every=int(every),
@@ -224,7 +228,8 @@ def check_settings(
             f"payload {resolved} sends gradients during backward, when each rank's scaler has "
             "scaled them differently: use payload='weights'"
         )
-    check_compress(resolve_compress(compress), resolved_mode, resolved, seed)
+    compressor = resolve_compress(compress)
+    check_compress(compressor, resolved_mode, resolved, seed)
     resolve_average_every(average_every, 1)
     topology = _named(topology, resolved_mode)
     if isinstance(topology, str):
@@ -246,6 +251,7 @@ def check_settings(
             f"topology must be one of {', '.join(map(repr, SCHEDULE_NAMES))} or a schedule from "
             f"gossipgrad.topology, got {topology!r}"
         )
+    check_links(compressor, by_name(topology, 4) if isinstance(topology, str) else topology)
     resolve_transport(transport, encrypt=encrypt)
     if heartbeats is not None and not isinstance(heartbeats, Heartbeats):
         raise ValueError(

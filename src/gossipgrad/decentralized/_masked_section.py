@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gossipgrad.comm import Snapshot
+from gossipgrad.comm import Part, Snapshot
 from gossipgrad.compression import SharedMask
 from gossipgrad.decentralized._mixing import mix
-from gossipgrad.decentralized._section import Delta, Section, Sendable
+from gossipgrad.decentralized._section import Delta, Meeting, Section, Sendable
 from gossipgrad.decentralized._tensors import Entry
 
 __all__ = ["MaskedSection"]
@@ -120,7 +120,9 @@ class MaskedSection(Section):
             wire_dtype=wire_dtype,
             snapshots=snapshots,
             of_weights=True,
-            wire=lambda plan: plan.reduced(mask.largest_count),
+            wire=lambda plan: plan.sending(
+                lambda part: Part(part.dtype, mask.largest_count(part.numel))
+            ),
         )
         self._mask = mask
         self._seed = seed
@@ -161,9 +163,9 @@ class MaskedSection(Section):
             return kept[round]
 
     @torch.no_grad()
-    def fill(self, snapshot: Snapshot, bucket: int, round: int) -> Sendable:
+    def fill(self, snapshot: Snapshot, bucket: int, meeting: Meeting) -> Sendable:
         """Copies the round's coordinates of a bucket into a snapshot."""
-        values = self.coordinates(bucket, round).gather(_all_of(self.tensors(bucket)))
+        values = self.coordinates(bucket, meeting.round).gather(_all_of(self.tensors(bucket)))
         if missing := self.parts[bucket].numel - len(values):
             values = torch.cat([values, values.new_zeros(missing)])
         return snapshot.take(bucket, [values])

@@ -1,7 +1,8 @@
 """A section of the payload: tensors of one kind and device that travel in the same rounds."""
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,11 +10,19 @@ from torch import Tensor
 from gossipgrad.comm import BucketPlan, Part, Snapshot, SnapshotPool, is_sharded, split
 from gossipgrad.decentralized._mixing import delta_of, mix, replace, widened
 from gossipgrad.decentralized._tensors import Entry
+from gossipgrad.topology import Peers
 
-__all__ = ["Delta", "Section", "Sendable"]
+__all__ = ["Delta", "Meeting", "Section", "Sendable"]
 
 Sendable = tuple[Tensor, Callable[[], None] | None]
 """What is sent of a bucket, and what returns when that is filled; None if it is."""
+
+
+class Meeting(NamedTuple):
+    """Which round it is, and who is met."""
+
+    round: int
+    peers: Peers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,19 +117,39 @@ class Section:
         """The residuals of a bucket's tensors."""
         return [self._residuals[i] for i in self.plan.buckets[bucket].indices]
 
+    def become_equal(self, partners: Collection[int], occasion: int) -> None:
+        """Says that all ranks have equal weights, to who keeps copies of others."""
+
+    def keep(self, partners: Collection[int]) -> None:
+        """Says who is left, to who keeps copies of others."""
+
     @property
     def parts(self) -> tuple[Part, ...]:
         """What a channel must know of the buckets."""
         return self.wire.parts
 
-    def fill(self, snapshot: Snapshot, bucket: int, round: int) -> Sendable:
-        """Copies what travels of a bucket in a round into a snapshot."""
+    def fill(self, snapshot: Snapshot, bucket: int, meeting: Meeting) -> Sendable:
+        """Copies what travels of a bucket into a snapshot."""
         return snapshot.take(bucket, self.tensors(bucket))
 
     @torch.no_grad()
-    def difference(self, bucket: int, received: Tensor, sent: Tensor, *, keep: bool) -> Tensor:
-        """`received - sent`, in place unless `keep`; at least fp32."""
-        return delta_of(received, sent, widened(self.plan.buckets[bucket].dtype), keep=keep)
+    def receive(
+        self,
+        bucket: int,
+        received: Tensor,
+        sent: Tensor,
+        meeting: Meeting,
+        *,
+        keep: bool,
+        taken: bool,
+    ) -> Delta:
+        """The delta of what was received to what was sent.
+
+        It is taken in place unless `keep`; with `taken` it was already.
+        """
+        dtype = widened(self.plan.buckets[bucket].dtype)
+        flat = received if taken else delta_of(received, sent, dtype, keep=keep)
+        return self.delta(bucket, flat, meeting.round)
 
     @torch.no_grad()
     def delta(self, bucket: int, flat: Tensor, round: int) -> Delta:

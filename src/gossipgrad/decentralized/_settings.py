@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from gossipgrad.comm import BucketPlan
-from gossipgrad.compression import SharedMask
+from gossipgrad.compression import SharedMask, TopK
 from gossipgrad.decentralized._compress import Compressor
 from gossipgrad.decentralized._modes import Lagged, Mode, Overlap, Stale, Sync
 from gossipgrad.topology import Schedule
@@ -146,6 +146,12 @@ def check_compress(compress: Compressor | None, mode: Mode, payload: Payload, se
             f"compress={compress} and payload {payload}: an element's moments would be mixed in "
             "other rounds than each other and the weight, and an update of Adam divides one by the "
             "other; gradients want error feedback. Use payload='weights'"
+        )
+    if isinstance(compress, TopK) and isinstance(mode, Stale):
+        raise ValueError(
+            f"compress={compress} and mode {mode}: differences are to what the partner has been "
+            "sent, so exchanges of a link come one after the other, and a late one holds it up. "
+            "Use mode='overlap', or compress=gg.SharedMask(density)"
         )
     if isinstance(mode, Lagged):
         raise ValueError(

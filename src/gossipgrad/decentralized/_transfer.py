@@ -10,7 +10,7 @@ from torch import Tensor
 from gossipgrad.comm import Channel, Exchange, Outcome, Snapshot, Ticket, split, to_device
 from gossipgrad.decentralized._in_turn import RoundBefore
 from gossipgrad.decentralized._mixing import widened
-from gossipgrad.decentralized._section import Delta, Section, Sendable
+from gossipgrad.decentralized._section import Delta, Meeting, Section, Sendable
 from gossipgrad.topology import Peers
 
 __all__ = ["Transfer", "release"]
@@ -47,6 +47,11 @@ class Transfer:
         return None if snapshot is None else cls(section, channel, round, peers, snapshot)
 
     @property
+    def meeting(self) -> Meeting:
+        """Which round it is, and who is met."""
+        return Meeting(self.round, self.peers)
+
+    @property
     def tickets(self) -> list[Ticket]:
         """Of what was sent."""
         return [exchange.ticket for exchange in self.exchanges.values()]
@@ -60,7 +65,7 @@ class Transfer:
 
     def fill(self, bucket: int) -> None:
         """Copies a bucket into the snapshot."""
-        self._filled[bucket] = self.section.fill(self.snapshot, bucket, self.round)
+        self._filled[bucket] = self.section.fill(self.snapshot, bucket, self.meeting)
 
     def refill(self, bucket: int, flat: Tensor) -> None:
         """Lays what an earlier snapshot held into this one."""
@@ -135,11 +140,10 @@ class Transfer:
             sent = self.snapshot.flats[bucket]
             received = to_device(exchange.received, sent)
             version = self._versions.setdefault(bucket, exchange.received._version)
-            if exchange.received._version == version:
-                flat = self.section.difference(bucket, received, sent, keep=keep)
-            else:  # an interrupt came when it was taken in place already
-                flat = received
-            delta = self.section.delta(bucket, flat, self.round)
+            taken = exchange.received._version != version  # in place, and an interrupt came then
+            delta = self.section.receive(
+                bucket, received, sent, self.meeting, keep=keep, taken=taken
+            )
             if not keep:
                 self._deltas[bucket] = delta
                 exchange.received = None

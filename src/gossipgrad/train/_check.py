@@ -46,6 +46,8 @@ def check(config: TrainConfig, world_size: int) -> None:
             payload=config.gossip.payload,
             every=config.gossip.every,
             average_every=config.gossip.average_every,
+            compress=config.gossip.compress,
+            seed=config.seed,
             encrypt=config.encrypt,
         )
         if config.gossip.topology is not None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gossipgrad.comm import Faults
+from gossipgrad.decentralized import resolve_compress
 
 from ._options import check_at_least, check_fields, make_plain
 
@@ -31,6 +32,10 @@ class GossipConfig:
     while training."""
     wire_dtype: Literal["float32", "bfloat16"] | None = None
     """Number type on the wire; None: that of the parameters."""
+    compress: str | None = None
+    """Send a share of the weights each round: shared-mask:0.1, the same tenth on all ranks and
+    another each round; top-k:0.01, the largest differences to what the partner knows, on topology
+    ring or complete. None: all weights."""
     deadline_seconds: float = 300.0
     """How long a step waits at most for a partner that is alive but late. Less where the link's
     recent arrivals were prompt."""
@@ -46,6 +51,7 @@ class GossipConfig:
         make_plain(self)
         check_fields(self)
         check_at_least(self, 1, "every")
+        resolve_compress(self.compress)
         for name in ("deadline_seconds", "deadline_floor_seconds", "lost_after_seconds"):
             value = getattr(self, name)
             if not value > 0:

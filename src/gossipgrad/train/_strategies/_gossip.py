@@ -76,6 +76,7 @@ class Gossip(Strategy):
             every=options.every,
             average_every=options.average_every,
             wire_dtype=None if options.wire_dtype is None else getattr(torch, options.wire_dtype),
+            compress=options.compress,
             seed=seed,
             process_group=group,
             heartbeats=_heartbeats(options.lost_after_seconds),
