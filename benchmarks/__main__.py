@@ -17,6 +17,7 @@ BENCHMARKS = (
     "stall",
     "checkpoint",
     "soak",
+    "selection",
 )
 
 

@@ -33,15 +33,15 @@ def top_k(
     |---|---|---|
     | `"partition"` | all magnitudes, partially sorted; CPU | two copies of the values |
     | `"threshold"` | what is above a threshold that a sample proposes; CPU | see below |
-    | `"blocks"` | the blocks with the largest maxima; any device | up to four times the values |
+    | `"blocks"` | blocks with the largest maxima; any device | half the values, up to six times |
 
     With `"threshold"` the number of those above it proves that none is missing; a threshold that
     turns out too high costs a second pass. Its scratch is 1.5 MiB a thread, kept for the next call,
-    and 12 bytes (values of 4) for each one above, usually 1.1 to 2 `count`; whatever the values
-    are, a thread holds at most `2 count` and a MiB of values of these.
+    and 20 bytes (values of 4) for each one above, usually 1.1 to 4 `count`; whatever the values
+    are, there are never more than `2 count` and a MiB of values of these.
 
-    On the CPU the pass over the values is shared among `torch.get_num_threads()` threads where that
-    is worth their start. On other devices nothing waits for the device.
+    On the CPU one thread does it, whatever torch's number of threads: it is bound by memory. On
+    other devices nothing waits for the device.
 
     Args:
         values: One-dimensional and contiguous, of float16, bfloat16, float32 or float64.
@@ -52,8 +52,8 @@ def top_k(
         int64, on the device of `values`.
 
     Raises:
-        ValueError: `values` is of another type or not contiguous, `count` is out of range, or
-            there is no such method, or not on this device.
+        ValueError: `values` is of another type, or not flat and contiguous, `count` is out of
+            range, or there is no such method, or not on this device.
 
     References:
         The blocks are the delegates of Gaihre et al., "Dr. Top-k: delegate-centric Top-k on GPUs",
@@ -67,9 +67,10 @@ def top_k(
         raise ValueError(
             f"there is no selection method {method!r}: choose among {', '.join(METHODS)}"
         )
-    if not values.is_contiguous():
+    if values.dim() != 1 or not values.is_contiguous():
         raise ValueError(
-            f"values are not contiguous (stride {values.stride(0)}): select from a flat copy"
+            f"values of shape {tuple(values.shape)} and stride {values.stride()} are not flat and "
+            "contiguous: select from values.flatten().contiguous()"
         )
     numel = values.numel()
     if not 1 <= count <= numel:

@@ -1,10 +1,8 @@
 """Selection in one pass: what is above a guess from a sample, and the guess is checked."""
 
 import math
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-import torch
 from jaxtyping import Int
 
 from gossipgrad.compression._magnitude import magnitude_mask
@@ -13,8 +11,6 @@ from gossipgrad.compression._partition import CHUNK_BYTES, largest, scratch
 __all__ = ["by_threshold"]
 
 SAMPLE = 1 << 16
-THREAD_BYTES = 8 << 20
-"""A further thread is worth its start for so many bytes of values."""
 
 
 class _Candidates:
@@ -29,18 +25,20 @@ class _Candidates:
         self.bound = bound
         """What is not above it need not be added."""
         self._count = count
-        self._room = room  # the most that is added at once
         self._size = 0
         # memory that is not touched is not taken
         self._places = np.empty(2 * count + room, np.int64)
         self._magnitudes = np.empty(2 * count + room, dtype)
 
-    def add(self, places: Int[np.ndarray, " found"], magnitudes: Int[np.ndarray, " found"]) -> None:
+    def add(
+        self, begin: int, places: Int[np.ndarray, " found"], magnitudes: Int[np.ndarray, " m"]
+    ) -> None:
+        """Those at some places of a piece that begins at `begin`."""
         if self._size > 2 * self._count:
             self._drop()
         end = self._size + places.size
-        self._places[self._size : end] = places
-        self._magnitudes[self._size : end] = magnitudes
+        np.add(places, begin, out=self._places[self._size : end])
+        np.take(magnitudes, places, out=self._magnitudes[self._size : end], mode="clip")
         self._size = end
 
     def all(self) -> tuple[Int[np.ndarray, " kept"], Int[np.ndarray, " kept"]]:
@@ -91,22 +89,9 @@ def _found(
     bits: Int[np.ndarray, " n"], count: int, bound: int
 ) -> tuple[Int[np.ndarray, " found"], Int[np.ndarray, " found"]]:
     """Places and magnitudes of candidates, ascending by place: at least all that can be chosen."""
-    threads = max(1, min(torch.get_num_threads(), bits.nbytes // THREAD_BYTES))
     length = CHUNK_BYTES // bits.itemsize
-    share = -(-bits.size // (threads * length)) * length  # whole pieces
-    starts = range(0, bits.size, share)
-    parts = [_Candidates(count, length, bound, bits.dtype) for _ in starts]
-
-    def scan(candidates: _Candidates, start: int) -> None:
-        for begin in range(start, min(start + share, bits.size), length):
-            magnitudes = scratch.magnitudes(bits[begin : begin + length])
-            places = scratch.above(magnitudes, candidates.bound)
-            candidates.add(places + begin, magnitudes[places])
-
-    if len(parts) == 1:
-        scan(parts[0], 0)
-        return parts[0].all()
-    with ThreadPoolExecutor(len(parts)) as pool:  # numpy lets go of the interpreter meanwhile
-        list(pool.map(scan, parts, starts))  # raises what one of them raised
-    places, magnitudes = zip(*(part.all() for part in parts), strict=True)
-    return np.concatenate(places), np.concatenate(magnitudes)
+    candidates = _Candidates(count, min(length, bits.size), bound, bits.dtype)
+    for begin in range(0, bits.size, length):
+        magnitudes = scratch.magnitudes(bits[begin : begin + length])
+        candidates.add(begin, scratch.above(magnitudes, candidates.bound), magnitudes)
+    return candidates.all()
