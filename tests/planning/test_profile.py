@@ -91,7 +91,9 @@ def test_json_and_back(tmp_path):
 
 def test_files_that_are_no_profiles(tmp_path):
     path = tmp_path / "p.json"
-    with pytest.raises(ValueError, match=r"give one of resnet50, googlenet, vgg16, gpt2, or a"):
+    with pytest.raises(
+        ValueError, match=r"give one of resnet50, googlenet, vgg16, lstm, gpt2, or a"
+    ):
         Profile.load("resnet51")
     path.write_text("{")
     with pytest.raises(ValueError, match="is not JSON"):
@@ -116,10 +118,11 @@ def test_known_profiles_have_the_networks_sizes():
         "resnet50": 25_557_032,
         "googlenet": 13_004_888,
         "vgg16": 138_357_544,
+        "lstm": 66_034_000,
         "gpt2": 124_439_808,
     }
     assert set(Profile.load("resnet50").names) == {n for n, _ in ResNet50(1000).named_parameters()}
-    assert [Profile.load(name).state_copies for name in PROFILES] == [1, 1, 1, 2]
+    assert [Profile.load(name).state_copies for name in PROFILES] == [1, 1, 1, 0, 2]
     # Backward ends where forward begins.
     assert Profile.load("resnet50").names[-1].startswith(("conv.", "norm."))
 

@@ -3,6 +3,9 @@
 from gossipgrad.planning._cost import AffineCost as AffineCost
 from gossipgrad.planning._cost import PiecewiseCost as PiecewiseCost
 from gossipgrad.planning._merge_plan import Plan as Plan
+from gossipgrad.planning._methods import SortingCost as SortingCost
+from gossipgrad.planning._methods import dense_all_reduce as dense_all_reduce
+from gossipgrad.planning._methods import sparse_all_gather as sparse_all_gather
 from gossipgrad.planning._optimal import plan as plan
 from gossipgrad.planning._profile import PROFILES as PROFILES
 from gossipgrad.planning._profile import Profile as Profile

@@ -9,7 +9,7 @@ from typing import Any
 
 __all__ = ["PROFILES", "Profile"]
 
-PROFILES = ("resnet50", "googlenet", "vgg16", "gpt2")
+PROFILES = ("resnet50", "googlenet", "vgg16", "lstm", "gpt2")
 
 _FORMAT = "gossipgrad profile"
 _VERSION = 1
