@@ -185,6 +185,25 @@ def test_a_manifest_that_cannot_be_read_makes_no_checkpoint_and_is_left_alone(sa
     assert len(list((saved / PART).iterdir())) == 3
 
 
+def test_a_newer_step_whose_manifest_cannot_be_read_is_not_passed_over(saved):
+    """It may have been complete: whoever is not told goes on from an older one, and removes it."""
+    path = saved / PART / "manifest.json"
+    os.truncate(path, 0)
+    reason = rf"{path} is damaged: .* of step 2, newer than any complete one: .* complete are 1$"
+    for take in (
+        lambda: checkpoint.load(saved, rank=1),
+        lambda: checkpoint.manifest(saved, rank=1),
+        lambda: checkpoint.members(saved),
+        lambda: checkpoint.consensus(saved),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            take()
+    assert checkpoint.members(saved, step=1) == (0, 1)
+    assert_same(checkpoint.load(saved, rank=1, step=1)["step"], 1)
+    shutil.rmtree(path.parent)  # a part that is not there yet is another matter
+    assert_same(checkpoint.load(saved, rank=1)["step"], 1)
+
+
 def test_a_pipe_for_a_manifest_holds_nobody_up(saved):
     in_place_of(saved / PART / "manifest.json", os.mkfifo)
     assert checkpoint.latest(saved) == 1

@@ -24,7 +24,9 @@ def run(tmp_path):
 def test_the_consensus_of_the_newest_step(run, tmp_path, capsys):
     out = tmp_path / "model.safetensors"
     assert cli.main(["export", str(run), str(out)]) == 0
-    assert capsys.readouterr().out == f"{out}\n"
+    said = capsys.readouterr()
+    assert said.out == f"{out}\n"
+    assert said.err == "step 20, consensus of ranks 0, 1\n"
     assert_same(load_file(out), {"w": torch.tensor([10.0, 30.0])})
     assert cli.main(["export", str(run), str(out)]) == 2
     assert f"{out} exists: give --force to replace it, or another file" in capsys.readouterr().err

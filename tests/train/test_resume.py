@@ -116,6 +116,20 @@ def test_a_damaged_checkpoint_is_refused_and_older_ones_are_named(alone, tmp_pat
     assert resumed.steps == 23
 
 
+def test_a_newer_checkpoint_is_not_passed_over_for_its_manifest(alone):
+    _, run_dir = alone("run", epochs=1)
+    manifest = run_dir.checkpoints / "step-000000023" / "rank-0000" / "manifest.json"
+    manifest.write_text("")
+    ended(run_dir)
+    before = files_of(run_dir)
+    reason = r"step-000000023/rank-0000/manifest.json is damaged.* are 21 \(with --resume-step\)"
+    with pytest.raises(ValueError, match=reason):
+        alone("run", resumes=True)
+    assert files_of(run_dir) == before
+    resumed, _ = alone("run", resumes=True, resume_step=21)
+    assert resumed.steps == 23
+
+
 def ended(run_dir):
     """Leaves what an end leaves."""
     run_dir.remove_partial()

@@ -35,6 +35,9 @@ def folder_of(directory: Path, step: int, rank: int) -> Path:
 def latest(directory: str | PathLike[str], *, run: str | None = None) -> int | None:
     """The newest step that all its ranks have committed; local, reads manifests only.
 
+    A newer one is passed over of which a manifest cannot be read; `load` without a step refuses
+    that, and names the file.
+
     Args:
         directory: Where checkpoints lie, on a file system that all ranks share.
         run: Of this run only; None: of any.
@@ -83,7 +86,8 @@ def manifest(
         run: Of this run only; None: of any.
 
     Raises:
-        ValueError: There is none, or it is damaged or foreign; the message names the file.
+        ValueError: There is none, or it, or with no step a newer one, is damaged or foreign; the
+            message names the file.
     """
     directory = Path(directory)
     if step is None:
@@ -130,7 +134,8 @@ def members(
         run: Of this run only; None: of any.
 
     Raises:
-        ValueError: There is none, or it is not complete; with what it lacks.
+        ValueError: There is none, or it is not complete, with what it lacks; or with no step, a
+            newer one is damaged.
     """
     return whole_of(Path(directory), step, run).members
 
@@ -152,11 +157,22 @@ def whole_of(directory: Path, step: int | None, run: str | None) -> Manifest:
 
 
 def newest(directory: Path, run: str | None) -> Manifest:
-    """One manifest of the newest complete checkpoint, or why there is none."""
+    """One manifest of the newest complete checkpoint, or why there is none.
+
+    Raises:
+        ValueError: There is none, or a newer one has a manifest that cannot be read: it may have
+            been complete, and whoever goes back behind it is to know.
+    """
     found = all_steps(directory)
     for one in reversed(found):
         if wholes := one.complete(run):
             return wholes[0]
+        if one.damaged and (there := steps(directory, run=run)):
+            raise ValueError(
+                f"{'; '.join(one.damaged.values())}. That is of step {one.step}, newer than any "
+                f"complete one: name a step to go back to; complete are "
+                f"{', '.join(map(str, there[-5:]))}"
+            )
     if not found:
         raise ValueError(f"there is no checkpoint in {directory}: name a directory that has one")
     raise ValueError(

@@ -1,6 +1,7 @@
 """`gossipgrad export`: one model of a checkpoint, as a file that others read."""
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -37,6 +38,8 @@ def main(arguments: list[str]) -> int:
     if options.out.exists() and not options.force:
         raise ValueError(f"{options.out} exists: give --force to replace it, or another file")
     try:
+        from safetensors import safe_open
+
         from gossipgrad.checkpoint import export_safetensors
     except ModuleNotFoundError as error:
         raise ValueError(str(error)) from error
@@ -54,6 +57,9 @@ def main(arguments: list[str]) -> int:
     except OSError as error:
         raise ValueError(f"cannot write {options.out}: {error.strerror or error}") from error
     print(written)
+    with safe_open(written, framework="numpy") as file:
+        told = file.metadata()
+    print(f"step {told['step']}, {told['replica']}", file=sys.stderr)
     return 0
 
 

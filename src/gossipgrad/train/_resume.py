@@ -63,7 +63,7 @@ def reopen(config: TrainConfig) -> tuple[TrainConfig, RunDir]:
             "--checkpoint-every."
         )
     if step is None:
-        step = there[-1]
+        step = _newest(run_dir, config.run_name)
     elif step not in there:
         raise ValueError(
             f"resume_step is {step}, but the checkpoints that all ranks have saved are of steps "
@@ -82,6 +82,19 @@ def reopen(config: TrainConfig) -> tuple[TrainConfig, RunDir]:
     except OSError as error:
         raise ValueError(f"cannot write to {error.filename}: {error.strerror}.") from error
     return dataclasses.replace(config, resume_step=step, out=run_dir.path), run_dir
+
+
+def _newest(run_dir: RunDir, run: str | None) -> int:
+    """The newest step that all have saved.
+
+    Raises:
+        ValueError: A newer one is damaged.
+    """
+    try:
+        checkpoint.members(run_dir.checkpoints, run=run)
+    except ValueError as error:
+        raise ValueError(f"{error} (with --resume-step).") from error
+    return checkpoint.steps(run_dir.checkpoints, run=run)[-1]
 
 
 def take_up(config: TrainConfig, run_dir: RunDir, *, rank: int, anew: bool) -> None:
