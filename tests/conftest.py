@@ -12,12 +12,13 @@ from beartype.claw import beartype_packages
 from jaxtyping import install_import_hook
 
 SOURCES = Path(__file__).parents[1] / "src"
-DOORS = {"_gossip.py", "_ranks.py"}  # where what users give is refused in words
+HOT = ("comm", "decentralized", "sparsification")
+DOORS = {"_gossip.py", "_ranks.py", "_sparsify.py"}  # where what users give is refused in words
 
 
 def is_hot(path: Path) -> bool:
     """Whether a module is run in every step, and has neither shapes nor checks of its own."""
-    in_steps = path.parent.name in {"comm", "decentralized"} and path.name not in DOORS
+    in_steps = path.parent.name in HOT and path.name not in DOORS
     return in_steps and not re.search("jaxtyping|__post_init__", path.read_text())
 
 
@@ -32,7 +33,7 @@ def check_types_at_run_time() -> None:
     }
     install_import_hook([name for name, hot in modules.items() if not hot], "beartype.beartype")
     beartype_packages(
-        ("gossipgrad.comm", "gossipgrad.decentralized"), conf=BeartypeConf(claw_is_pep526=False)
+        [f"gossipgrad.{room}" for room in HOT], conf=BeartypeConf(claw_is_pep526=False)
     )
 
 

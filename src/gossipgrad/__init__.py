@@ -32,5 +32,8 @@ from gossipgrad.errors import AgreementError as AgreementError
 from gossipgrad.errors import EvictedError as EvictedError
 from gossipgrad.errors import GossipError as GossipError
 from gossipgrad.errors import ReplicaChangedError as ReplicaChangedError
+from gossipgrad.sparsification import SparseSession as SparseSession
+from gossipgrad.sparsification import SparseStats as SparseStats
+from gossipgrad.sparsification import sparsify as sparsify
 
 __version__ = _version("gossipgrad")

@@ -15,7 +15,7 @@ from gossipgrad.comm import Group, Hub
 from support.ranks import run_ranks
 from support.regression import batches
 
-__all__ = ["DISTANCES", "FAMILIES", "STEPS", "WORLD_SIZE", "on_ranks", "train"]
+__all__ = ["DISTANCES", "FAMILIES", "LOCKSTEP", "STEPS", "WORLD_SIZE", "on_ranks", "train"]
 
 
 def gossip(model, optimizer, group: Group, *, hub: Hub, **settings):
@@ -29,6 +29,10 @@ def data_parallel(model, optimizer, group: Group, *, hub: Hub, scaler=None, **se
     return wrapper.attach(optimizer, scaler=scaler).session
 
 
+def sparsify(model, optimizer, group: Group, *, hub: Hub, **settings):
+    return gg.sparsify(model, optimizer, process_group=group, plan=200, density=0.3, **settings)
+
+
 FAMILIES: dict[str, Callable] = {
     "gossip": gossip,
     "gossip, sync": partial(gossip, mode="sync"),
@@ -38,7 +42,11 @@ FAMILIES: dict[str, Callable] = {
     "gossip, bf16 wire": partial(gossip, wire_dtype=torch.bfloat16),
     "gossip, top-k": partial(gossip, topology="ring", compress=gg.TopK(0.25)),
     "gossip, shared mask": partial(gossip, compress=gg.SharedMask(0.25)),
+    "sparsify": sparsify,
+    "sparsify, per tensor": partial(sparsify, select="per_tensor", value_dtype=torch.bfloat16),
 }
+# Those of all ranks step with the same gradients: what one skips, all skip.
+LOCKSTEP = {"sparsify", "sparsify, per tensor"}
 # Ranks that wait for nobody are a few steps apart, and so are their replicas; those that mix a
 # quarter of their weights in a round mix less often.
 DISTANCES = {"gossip, stale": 0.3, "gossip, shared mask": 0.1}

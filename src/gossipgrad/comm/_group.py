@@ -119,6 +119,20 @@ class Group:
         return tensor
 
     @torch.no_grad()
+    def all_gather_into_(self, gathered: Tensor, mine: Tensor) -> Tensor:
+        """Fills `gathered` with what every member has as `mine`, one after another.
+
+        Args:
+            gathered: Contiguous, in host memory, of as many times the elements as there are
+                members, in whose order their parts come.
+            mine: Contiguous, in host memory, of as many elements on every member.
+        """
+        if len(self.members) == 1:
+            return gathered.copy_(mine)
+        self._run(lambda gloo: gloo._allgather_base(gathered, mine))
+        return gathered
+
+    @torch.no_grad()
     def broadcast_(self, tensor: Tensor, source: int | None = None) -> Tensor:
         """Overwrites `tensor` with that of rank `source`, in place; any dtype, any device.
 
@@ -172,9 +186,12 @@ class Group:
         self.all_reduce_(torch.zeros(1))
 
     def close(self) -> None:
-        """Leaves the group, without waiting for anyone; the others' collectives then fail."""
+        """Leaves the group, without waiting for anyone; the others' collectives then fail.
+
+        So does one that another thread of this rank is in.
+        """
+        self._closed = True
         with self._lock:
-            self._closed = True
             self._broken = self._broken or "this rank has closed its session"
             self._gloo = None
 
@@ -322,6 +339,9 @@ class Group:
         hopeless_seconds = math.inf
         while not work.is_completed():
             time.sleep(_POLL_SECONDS)
+            if self._closed:
+                self._break()
+                raise RuntimeError("this rank has closed its session")
             why = self._why(left=False) or (self._superseded() if meets else None)
             if why is not None:
                 hopeless_seconds = min(hopeless_seconds, time.monotonic() + _LAST_BYTES_SECONDS)

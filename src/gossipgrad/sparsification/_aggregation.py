@@ -1,0 +1,311 @@
+"""A round: gradients of all ranks become their sparsified mean while backward goes on."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from time import perf_counter
+
+import torch
+from torch import Tensor, nn
+
+from gossipgrad.comm import Group, Recorder
+from gossipgrad.errors import GossipError
+from gossipgrad.planning import Group as Merge
+from gossipgrad.sparsification._density import Warmup, counts_of, densities_at
+from gossipgrad.sparsification._merged import MergedGroup
+from gossipgrad.sparsification._passes import Passes
+from gossipgrad.sparsification._planner import Planner
+from gossipgrad.sparsification._queue import OrderedQueue, Ticket
+from gossipgrad.sparsification._settings import Settings
+
+__all__ = ["Aggregation"]
+
+_AHEAD = 100  # rounds for which a function of the density is asked at once
+_BREAK_SECONDS = 5.0  # for collectives of this rank to end once the group is closed
+
+
+class Aggregation:
+    """All groups of a session, their queue, and the rounds they go through together.
+
+    Args:
+        parameters: By name, in the order in which backward finishes them.
+        group: For collectives; nothing else talks on it while a round is under way.
+        settings: Of the session.
+        planner: Knows the groups, and is asked before and told after each round.
+        scaler: Whose scale the gradients have in them.
+        recorder: Gets spans of time.
+
+    Attributes:
+        rounds: How many have been.
+        groups: The groups.
+        passes: The backward passes.
+        scale: The factor of loss scaling that residuals have in them.
+    """
+
+    def __init__(
+        self,
+        parameters: dict[str, nn.Parameter],
+        group: Group,
+        settings: Settings,
+        planner: Planner,
+        *,
+        scaler: torch.amp.GradScaler | None,
+        recorder: Recorder | None,
+    ) -> None:
+        self.rounds = 0
+        self.nonfinite_rounds = 0
+        self.exposed_seconds = self.select_seconds = self.communicate_seconds = 0.0
+        self.bytes_sent = 0
+        self.scale = 1.0
+        self.groups: list[MergedGroup] = []
+        self.merges: tuple[Merge, ...] = ()
+        self._names = list(parameters)
+        self._parameters = list(parameters.values())
+        self._group = group
+        self._settings = settings
+        self._planner = planner
+        self._scaler = scaler
+        self._recorder = recorder
+        self._densities: tuple[float, ...] = ()
+        self._course: dict[int, tuple[float, ...]] = {}
+        self._tickets: list[Ticket] = []
+        self._as_in_grad = False
+        self._broken: str | None = None
+        self.queue = OrderedQueue(f"gossipgrad sparsify, rank {group.rank}")
+        self.passes = Passes(
+            self._parameters,
+            begin=self._begin,
+            launch=self._launch,
+            end=self._end,
+            broken_off=self._broken_off,
+        )
+        self.regroup(planner.merges)
+
+    @property
+    def names(self) -> list[str]:
+        """Of the parameters, in the order of backward."""
+        return self._names
+
+    @property
+    def sizes(self) -> list[int]:
+        """Elements of each parameter, in the same order."""
+        return [p.numel() for p in self._parameters]
+
+    def regroup(
+        self, merges: Sequence[Merge], *, names: Sequence[str] | None = None, keep: bool = True
+    ) -> None:
+        """Other groups of the same parameters, maybe in another order; between rounds.
+
+        What is carried over goes with its tensors, unless it is not to be kept.
+        """
+        assert not self.passes.began
+        held = self._taken_apart() if keep else {}
+        if names is not None:
+            by_name = dict(zip(self._names, self._parameters, strict=True))
+            self._names, self._parameters = list(names), [by_name[name] for name in names]
+            self.passes.reorder(self._parameters)
+        settings = self._settings
+        self.groups = []  # their memory goes before that of the next is taken
+        for merge in merges:
+            made = MergedGroup(
+                self._parameters[merge.start : merge.stop],
+                merge.method,
+                world_size=self._group.world_size,
+                per_tensor=settings.select == "per_tensor",
+                value_dtype=settings.value_dtype,
+                momentum=settings.momentum_correction,
+            )
+            made.load(*_together(held, self._names[merge.start : merge.stop]))
+            self.groups.append(made)
+        looks = any(made.sparse for made in self.groups) or settings.momentum_correction is not None
+        for made in self.groups:
+            made.looks = looks
+        self.merges = tuple(merges)
+        self._densities = ()
+        self.passes.regroup([merge.stop - merge.start for merge in merges])
+
+    def state(self) -> list[tuple[Tensor | None, Tensor | None]]:
+        """Residual and velocity of each parameter, as views of what is held."""
+        return [pair for made in self.groups for pair in made.state()]
+
+    def load(
+        self, state: Sequence[tuple[Tensor | None, Tensor | None]], waits: Sequence[int]
+    ) -> None:
+        """Takes up what `state` gave, where nothing was carried over, and rounds without choice."""
+        for merge, made in zip(self.merges, self.groups, strict=True):
+            of = slice(merge.start, merge.stop)
+            made.load(state[of], waits[of])
+
+    @torch.no_grad()
+    def run_now(self) -> None:
+        """A round without a backward pass: of what is in `.grad`, wherever it came from."""
+        self._as_in_grad = True
+        try:
+            self.passes.open()
+            self._end()
+        finally:
+            self._as_in_grad = False
+
+    def close(self) -> None:
+        """Takes the hooks off and ends the thread; local."""
+        self.passes.remove()
+        self.queue.close()
+
+    def _begin(self) -> None:
+        if self._broken is not None:
+            raise GossipError(self._broken)
+        self._tickets = []
+        self._planner.before_round(self)
+        self._rescale()
+        densities = self._densities_now()
+        if densities != self._densities:
+            self._use(densities)
+
+    def _rescale(self) -> None:
+        """What is carried over is from now on in units of another loss scale."""
+        scaler = self._scaler
+        scale = scaler.get_scale() if scaler is not None and scaler.is_enabled() else 1.0
+        if scale != self.scale:
+            for made in self.groups:
+                made.rescale(scale / self.scale)
+            self.scale = scale
+
+    def _taken_apart(self) -> dict[str, tuple[Tensor | None, Tensor | None, int]]:
+        if not self.groups:
+            return {}
+        waits = [int(count) for made in self.groups for count in made.rounds_without]
+        return {
+            name: (*pair, wait)
+            for name, pair, wait in zip(self._names, self.state(), waits, strict=True)
+        }
+
+    def _densities_now(self) -> tuple[float, ...]:
+        """Of each parameter; a function is asked ahead for many rounds, and compared over ranks.
+
+        Messages of unequal sizes would not be an error of a collective but the end of a process.
+        """
+        of = self._settings.density
+        if not callable(of) or isinstance(of, Warmup):  # agreed on at the start
+            return densities_at(of, self._names, self.rounds)
+        if self.rounds not in self._course:
+            ahead = range(self.rounds, self.rounds + _AHEAD)
+            self._course = {at: densities_at(of, self._names[:1], at) for at in ahead}
+            told = self._group.all_gather_object([course for (course,) in self._course.values()])
+            for rank, other in enumerate(told):
+                for at, here, there in zip(ahead, told[0], other, strict=True):
+                    if here != there:
+                        raise GossipError(
+                            f"density in round {at} is {there} on rank {rank}, but {here} on rank "
+                            "0: a function must give the same on all ranks"
+                        )
+        return self._course[self.rounds] * len(self._names)
+
+    def _use(self, densities: tuple[float, ...]) -> None:
+        per_tensor = self._settings.select == "per_tensor"
+        for merge, made in zip(self.merges, self.groups, strict=True):
+            made.use_counts(
+                counts_of(made.sizes, densities[merge.start : merge.stop], per_tensor=per_tensor)
+            )
+        self._densities = densities
+
+    def _launch(self, number: int) -> None:
+        made = self.groups[number]
+        start = perf_counter()
+        made.begin(self._grads(number))
+        self._tickets.append(self.queue.put(partial(made.exchange, self._group)))
+        self.select_seconds += made.timing.select_seconds
+        self.bytes_sent += made.bytes_sent
+        if self._recorder is not None:
+            self._recorder.span("select", start, perf_counter(), bucket=number)
+
+    def _grads(self, number: int) -> list[Tensor | None]:
+        """What each parameter of a group brings to this round; None if nothing."""
+        merge = self.merges[number]
+        grads: list[Tensor | None] = []
+        for place in range(merge.start, merge.stop):
+            grad = self._parameters[place].grad
+            if grad is not None and grad.layout is not torch.strided:
+                raise GossipError(
+                    f"the gradient of {self._names[place]!r} is sparse ({grad.layout}): make its "
+                    "module with sparse=False; what is sent of it is a choice of its elements"
+                )
+            grads.append(grad if self.passes.fresh[place] or self._as_in_grad else None)
+        return grads
+
+    def _end(self) -> None:
+        """Waits for all groups and writes the mean into the gradients."""
+        self.passes.launch_rest()
+        start = perf_counter()
+        try:
+            for ticket in self._tickets:
+                ticket.wait()
+        except BaseException:
+            self._give_up("this rank was interrupted in the middle of a round")
+            raise
+        end = perf_counter()
+        error = next((t.error for t in self._tickets if t.error is not None), None)
+        if error is not None:
+            self._give_up(str(error))
+            raise GossipError(self._broken) from error
+        self.exposed_seconds += end - start
+        self._write()
+        self._record(start, end)
+        self.passes.over()
+        self.rounds += 1
+        self._planner.after_round(self)
+
+    def _write(self) -> None:
+        local = [self._grads(number) for number in range(len(self.groups))]
+        finite = all(made.finite for made in self.groups)
+        self.nonfinite_rounds += not finite
+        for merge, made, grads in zip(self.merges, self.groups, local, strict=True):
+            if not finite:
+                made.roll_back(grads)
+            targets, fresh = [], []
+            for parameter, grad in zip(
+                self._parameters[merge.start : merge.stop], grads, strict=True
+            ):
+                new = grad is not None or parameter.grad is None
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                targets.append(parameter.grad)
+                fresh.append(new)
+            made.write(targets, fresh)
+            if finite:
+                made.accept()
+
+    def _record(self, start: float, end: float) -> None:
+        for number, (ticket, made) in enumerate(zip(self._tickets, self.groups, strict=True)):
+            self.communicate_seconds += ticket.ended_seconds - ticket.began_seconds
+            if self._recorder is not None:
+                times = ticket.began_seconds, ticket.ended_seconds
+                self._recorder.span("exchange", *times, bucket=number, bytes=made.bytes_sent)
+        if self._recorder is not None:
+            self._recorder.span("wait", start, end)
+
+    def _broken_off(self) -> None:
+        self._give_up("a backward pass was broken off by an exception after gradients were sent")
+
+    @torch.no_grad()
+    def _give_up(self, why: str) -> None:
+        """Nothing of this round counts, and there is no next; the others are told by the end."""
+        self._broken = (
+            f"gradients are not aggregated any more: {why}. Weights and residuals are as they were "
+            "before this step, and .grad has this rank's own gradients: save session.state_dict(), "
+            "close the session, and start another with the ranks that live"
+        )
+        self._group.close()
+        deadline = perf_counter() + _BREAK_SECONDS
+        for ticket in self._tickets:
+            ticket.wait(max(0.0, deadline - perf_counter()))
+        for number in range(self.passes.launched):
+            self.groups[number].roll_back(self._grads(number))
+        self.passes.over()
+
+
+def _together(
+    held: Mapping[str, tuple[Tensor | None, Tensor | None, int]], names: Sequence[str]
+) -> tuple[list[tuple[Tensor | None, Tensor | None]], list[int]]:
+    """What is held of some parameters: residuals and velocities, and rounds without choice."""
+    nothing = (None, None, 0)
+    pairs = [held.get(name, nothing)[:2] for name in names]
+    return pairs, [held.get(name, nothing)[2] for name in names]

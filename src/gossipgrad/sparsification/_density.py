@@ -1,0 +1,147 @@
+"""How much of a gradient is sent: a number, a course over the steps, or one for each tensor."""
+
+import fnmatch
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+__all__ = ["Density", "Warmup", "counts_of", "densities_at", "describe_density", "resolve_density"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Warmup:
+    """Densities that fall in stages to the one that training goes on with.
+
+    While weights change fast, a large residual is stale before it is sent: Deep Gradient
+    Compression starts dense, and divides by four in each of its first epochs.
+
+    Attributes:
+        densities: Of the stages, each above 0 and at most 1.
+        steps: How many steps a stage has, 1 or more: those of an epoch, for example.
+        then: The density after the last stage.
+
+    Raises:
+        ValueError: It is not so.
+
+    Example:
+        >>> course = Warmup(steps=100)
+        >>> [course(step) for step in (0, 99, 100, 399, 400)]
+        [0.25, 0.25, 0.0625, 0.004, 0.001]
+
+    References:
+        Lin et al., Deep Gradient Compression, arXiv:1712.01887, section 3.3.
+    """
+
+    densities: tuple[float, ...] = (0.25, 0.0625, 0.015625, 0.004)
+    steps: int
+    then: float = 0.001
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "densities", tuple(self.densities))
+        if not isinstance(self.steps, int) or isinstance(self.steps, bool) or self.steps < 1:
+            raise ValueError(
+                f"steps counts those of a stage, a whole number from 1, got {self.steps!r}"
+            )
+        if not self.densities:
+            raise ValueError("a warm-up without densities is none: give density=... as a number")
+        for value in (*self.densities, self.then):
+            _check(value, "a warm-up")
+
+    def __call__(self, step: int) -> float:
+        """The density in a step, counted from 0."""
+        stage = step // self.steps
+        return self.densities[stage] if stage < len(self.densities) else self.then
+
+
+Density = float | int | Callable[[int], float] | Mapping[str, float]
+"""A share, a function from the step to it, or shares by name of the parameter.
+
+A function has to give the same on all ranks; it is asked for a hundred steps ahead.
+Names may be patterns such as `"*.bias"`; the first that fits counts. A mapping needs an entry
+`"*"` for all others.
+"""
+
+
+def resolve_density(density: object, names: Sequence[str]) -> Density:
+    """What was given, if it can be a density for these parameters.
+
+    Raises:
+        ValueError: It cannot.
+    """
+    if isinstance(density, Mapping):
+        for pattern, value in density.items():
+            if not isinstance(pattern, str):
+                raise ValueError(
+                    f"density has the key {pattern!r}: keys are names of parameters, or patterns "
+                    'such as "*.bias"'
+                )
+            _check(value, f"density of {pattern!r}")
+            if not any(fnmatch.fnmatchcase(name, pattern) for name in names) and pattern != "*":
+                raise ValueError(
+                    f"density names {pattern!r}, and no trained parameter is called so; they are "
+                    f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
+                )
+        if "*" not in density:
+            raise ValueError('density by names needs an entry "*" for all other parameters')
+        return dict(density)
+    if callable(density):
+        _check(density(0), "density at step 0")
+        return density
+    _check(density, "density")
+    return float(density)  # pyrefly: ignore[bad-argument-type]
+
+
+def densities_at(density: Density, names: Sequence[str], step: int) -> tuple[float, ...]:
+    """Of each parameter, in a step.
+
+    Raises:
+        ValueError: A function gives what is no density.
+    """
+    if isinstance(density, Mapping):
+        return tuple(
+            next(value for pattern, value in density.items() if fnmatch.fnmatchcase(name, pattern))
+            for name in names
+        )
+    if callable(density):
+        value = density(step)
+        _check(value, f"density at step {step}")
+        return (float(value),) * len(names)
+    return (float(density),) * len(names)
+
+
+def counts_of(
+    sizes: Sequence[int], densities: Sequence[float], *, per_tensor: bool
+) -> tuple[int, ...]:
+    """How many coordinates are sent: of each tensor, or of all together; never none.
+
+    Example:
+        >>> counts_of([1000, 10], [0.01, 0.01], per_tensor=True)
+        (10, 1)
+        >>> counts_of([1000, 10], [0.01, 0.01], per_tensor=False)
+        (10,)
+    """
+    if per_tensor:
+        return tuple(_count(n, rho * n) for n, rho in zip(sizes, densities, strict=True))
+    if len(set(densities)) == 1:  # the product, and no sum that rounds otherwise
+        return (_count(sum(sizes), densities[0] * sum(sizes)),)
+    share = math.fsum(n * rho for n, rho in zip(sizes, densities, strict=True))
+    return (_count(sum(sizes), share),)
+
+
+def describe_density(density: Density, step: int) -> str:
+    """In words that are equal on ranks where the density is; of a function its value now."""
+    if callable(density) and not isinstance(density, Warmup):
+        return f"{density(step)!r} at step {step}"
+    return repr(density)
+
+
+def _count(size: int, share: float) -> int:
+    return min(size, max(1, int(share)))
+
+
+def _check(value: object, what: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, float | int) or not 0 < value <= 1:
+        raise ValueError(
+            f"{what} is {value!r}: it is the share of coordinates that is sent, above 0 and at "
+            "most 1, such as 0.001"
+        )

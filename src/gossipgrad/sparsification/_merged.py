@@ -1,0 +1,376 @@
+"""One group of merged gradients: its storage, what is sent of it, and what comes back."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from gossipgrad.comm import Group
+from gossipgrad.compression import SparseFormat, top_k
+from gossipgrad.errors import GossipError
+from gossipgrad.sparsification._streams import make_hand
+
+__all__ = ["DENSE_DTYPES", "MergedGroup", "Timing", "wide_bytes"]
+
+DENSE_DTYPES = {"dense": None, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What residuals and sums of gradients of a type are kept in: float32 or wider."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def wide_bytes(parameter: Tensor) -> int:
+    """Bytes of its gradient then."""
+    return parameter.numel() * wide_dtype(parameter.dtype).itemsize
+
+
+@dataclass(slots=True)
+class Timing:
+    """What one round of a group took on this rank, in seconds."""
+
+    select_seconds: float = 0.0
+    gather_seconds: float = 0.0
+    add_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """What was taken out of a group in a round, and whether all of it is finite."""
+
+    indices: Int[Tensor, " count"]
+    values: Float[Tensor, " count"]
+    velocities: Float[Tensor, " count"] | None
+    finite: Tensor
+
+
+class MergedGroup:
+    """Consecutive tensors whose gradients travel as one message.
+
+    Two flat buffers of all its elements are held. One is the residual. The other receives residual
+    plus gradient; when the largest have been taken out of it, it *is* the next residual, and the
+    old one, zeroed, collects the sum over ranks. So nothing is copied, and as long as a round is
+    under way the old residual can be had again: `roll_back`.
+
+    Args:
+        parameters: Of one device.
+        method: `"sparse"`, or `"dense"`, `"fp16"` or `"bf16"` for all-reduces.
+        world_size: How many ranks there are.
+        per_tensor: Whether each tensor has a number of coordinates of its own.
+        value_dtype: Of values on the wire; None: that of the sums.
+        momentum: Factor of momentum correction, None for none.
+
+    Attributes:
+        method: As given.
+        sizes: Elements of each tensor.
+        numel: Of all.
+        finite: Whether all that came in the last round was.
+        looks: Whether what came of an all-reduce is looked at for that.
+        rounds_without: For each tensor how many rounds went by since a coordinate was last chosen.
+        timing: Of the last round.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        method: str,
+        *,
+        world_size: int,
+        per_tensor: bool,
+        value_dtype: torch.dtype | None,
+        momentum: float | None,
+    ) -> None:
+        self.method = method
+        self.sizes = [p.numel() for p in parameters]
+        self.numel = sum(self.sizes)
+        self.counts: tuple[int, ...] = ()
+        self.finite = True
+        self.looks = True
+        self.rounds_without = torch.zeros(len(parameters), dtype=torch.int64)
+        self.timing = Timing()
+        self._shapes = [p.shape for p in parameters]
+        self._world_size = world_size
+        self._per_tensor = per_tensor
+        self._momentum = momentum
+        self._device = parameters[0].device
+        self._hand = make_hand(self._device)
+        dtype = parameters[0].dtype
+        for parameter in parameters:
+            dtype = torch.promote_types(dtype, parameter.dtype)
+        self.dtype = wide_dtype(dtype)
+        self._value_dtype = value_dtype or self.dtype
+        self._total, self._total_views = self._new()
+        self._residual: Tensor | None = None
+        self._residual_views: list[Tensor] = []
+        self._velocity: Tensor | None = None
+        self._velocity_views: list[Tensor] = []
+        self._starts = torch.tensor([0, *self.sizes]).cumsum(0)
+        self._format: SparseFormat | None = None
+        self._message = self._gathered = torch.empty(0, dtype=torch.uint8)
+        self._chosen: _Chosen | None = None
+        self._old_kept = False  # whether the buffer of sums still holds the old residual
+        self._moved: float | None = None  # the factor, once velocities have this round's gradient
+
+    @property
+    def sparse(self) -> bool:
+        """Whether less than all is sent."""
+        return self.method == "sparse"
+
+    @property
+    def bytes_sent(self) -> int:
+        """Of one round: to each of the other ranks in turn, or as by a ring all-reduce."""
+        others = self._world_size - 1
+        if self.sparse:  # 0 before it is known how many coordinates are sent
+            return 0 if self._format is None else others * self._format.size_bytes
+        width = (DENSE_DTYPES[self.method] or self.dtype).itemsize
+        return 2 * others * self.numel * width // self._world_size
+
+    @property
+    def memory_bytes(self) -> int:
+        """Held beside the model: sums, residual, velocity and messages."""
+        held = (self._total, self._residual, self._velocity, self._message, self._gathered)
+        return sum(tensor.nbytes for tensor in held if tensor is not None)
+
+    @property
+    def residual(self) -> Float[Tensor, " n"] | None:
+        """What is carried over, flat; None where it is nothing."""
+        return self._residual
+
+    @property
+    def total(self) -> Float[Tensor, " n"]:
+        """The mean over ranks of the last round, flat."""
+        return self._total
+
+    def use_counts(self, counts: Sequence[int]) -> None:
+        """How many coordinates are sent from now on: of each tensor, or of all together."""
+        if self.counts == tuple(counts) or not self.sparse:
+            return
+        self.counts = tuple(counts)
+        self._format = SparseFormat(self.numel, sum(counts), self._value_dtype)
+        size = self._format.size_bytes
+        self._message = torch.zeros(size, dtype=torch.uint8, device=self._device)
+        self._gathered = torch.empty(
+            size * self._world_size, dtype=torch.uint8, device=self._device
+        )
+
+    def state(self) -> list[tuple[Tensor | None, Tensor | None]]:
+        """Residual and velocity of each tensor, as views; None where they are nothing."""
+        none: list[Tensor | None] = [None] * len(self.sizes)
+        return list(zip(self._residual_views or none, self._velocity_views or none, strict=True))
+
+    @torch.no_grad()
+    def load(
+        self, state: Sequence[tuple[Tensor | None, Tensor | None]], waits: Sequence[int]
+    ) -> None:
+        """Takes up what `state` gave, of this group or of others with the same tensors.
+
+        Args:
+            state: Residual and velocity of each tensor, None where there is nothing.
+            waits: For each what is in `rounds_without`.
+        """
+        self.rounds_without = torch.tensor(waits)
+        for place, (residual, velocity) in enumerate(state):
+            if residual is not None:
+                self._need_residual()
+                self._residual_views[place].copy_(residual)
+            if velocity is not None and self._momentum is not None:
+                self._need_velocity()
+                self._velocity_views[place].copy_(velocity)
+
+    @torch.no_grad()
+    def rescale(self, factor: float) -> None:
+        """Multiplies what is carried over, which is in units of the loss's scale."""
+        for tensor in (self._residual, self._velocity):
+            if tensor is not None:
+                tensor.mul_(factor)
+
+    @torch.no_grad()
+    def begin(self, grads: Sequence[Tensor | None]) -> None:
+        """Selects from residual plus gradients and packs the message; None counts as zeros."""
+        start = perf_counter()
+        if self.sparse:
+            self._need_residual()
+        self._accumulate(grads)
+        if self.sparse:
+            self._select()
+        self._hand.give()
+        self.timing = Timing(select_seconds=perf_counter() - start)
+
+    @torch.no_grad()
+    def exchange(self, group: Group) -> None:
+        """The collective, and the mean over ranks; on the thread of collectives.
+
+        Raises:
+            GossipError: A rank is gone, or sent what is no message of this group.
+        """
+        with self._hand.taken():
+            if self.sparse:
+                self._exchange_sparse(group)
+            else:
+                self._exchange_dense(group)
+
+    @torch.no_grad()
+    def write(self, grads: Sequence[Tensor], fresh: Sequence[bool]) -> None:
+        """The mean over ranks into the gradients; added to those that have been there before."""
+        self._hand.take_back()
+        replaced = [pair for pair, new in zip(self._pairs(grads), fresh, strict=True) if new]
+        if replaced:
+            torch._foreach_copy_([grad for grad, _ in replaced], [mean for _, mean in replaced])
+        for (grad, mean), new in zip(self._pairs(grads), fresh, strict=True):
+            if not new:
+                grad.add_(mean)
+
+    def accept(self) -> None:
+        """The round is done: what was sent is no longer carried over."""
+        if not self.sparse:
+            self._residual, self._residual_views = None, []
+        if self._chosen is not None:
+            found = torch.searchsorted(self._chosen.indices.cpu(), self._starts).diff() > 0
+            self.rounds_without = torch.where(found, 0, self.rounds_without + 1)
+        self._chosen, self._old_kept = None, False
+
+    @torch.no_grad()
+    def roll_back(self, grads: Sequence[Tensor | None]) -> None:
+        """Carries over again what was before `begin(grads)`: up to rounding, once sums have come.
+
+        What was chosen is put back, and this round's gradient taken out again.
+        """
+        self._hand.take_back()
+        chosen, self._chosen = self._chosen, None
+        if chosen is not None:
+            if self._velocity is not None and chosen.velocities is not None:
+                self._velocity[chosen.indices] = chosen.velocities
+            if self._old_kept:
+                self._swap()
+            elif bool(chosen.finite):
+                assert self._residual is not None
+                self._residual[chosen.indices] = chosen.values
+                added = grads if self._moved is None else self._velocity_views
+                for residual, each in zip(self._residual_views, added, strict=True):
+                    if each is not None:
+                        residual.sub_(each)
+        if self._moved:
+            for velocity, grad in zip(self._velocity_views, grads, strict=True):
+                if grad is not None:
+                    velocity.sub_(grad)
+                velocity.div_(self._moved)
+        self._old_kept = False
+
+    def _new(self) -> tuple[Tensor, list[Tensor]]:
+        flat = torch.zeros(self.numel, dtype=self.dtype, device=self._device)
+        pieces = flat.split(self.sizes)
+        return flat, [piece.view(s) for piece, s in zip(pieces, self._shapes, strict=True)]
+
+    def _need_residual(self) -> None:
+        if self._residual is None:
+            self._residual, self._residual_views = self._new()
+
+    def _need_velocity(self) -> None:
+        if self._velocity is None:
+            self._velocity, self._velocity_views = self._new()
+
+    def _swap(self) -> None:
+        assert self._residual is not None
+        self._residual, self._total = self._total, self._residual
+        self._residual_views, self._total_views = self._total_views, self._residual_views
+
+    def _pairs(self, grads: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        return list(zip(grads, self._total_views, strict=True))
+
+    def _accumulate(self, grads: Sequence[Tensor | None]) -> None:
+        """Residual plus gradient, or plus velocity, into the buffer of sums."""
+        self._moved = None
+        if self._momentum is not None and _all_finite(grads):
+            self._need_velocity()
+            for velocity, grad in zip(self._velocity_views, grads, strict=True):
+                velocity.mul_(self._momentum)
+                if grad is not None:
+                    velocity.add_(grad)
+            self._moved = self._momentum
+            grads = self._velocity_views
+        kept = self._residual_views or [None] * len(self.sizes)
+        for total, residual, grad in zip(self._total_views, kept, grads, strict=True):
+            if grad is None:
+                total.zero_() if residual is None else total.copy_(residual)
+            elif residual is None:
+                total.copy_(grad)
+            else:
+                torch.add(residual, grad, out=total)
+
+    def _select(self) -> None:
+        assert self._format is not None
+        if self._per_tensor:
+            pieces = self._total.split(self.sizes)
+            indices = torch.cat(
+                [
+                    top_k(piece, count) + int(start)
+                    for piece, count, start in zip(pieces, self.counts, self._starts, strict=False)
+                ]
+            )
+        else:
+            indices = top_k(self._total, self.counts[0])
+        values = self._total[indices]
+        sent = self._format.pack(indices, values, self._message)
+        self._swap()
+        self._old_kept = True
+        assert self._residual is not None
+        self._residual[indices] = values - sent.to(values.dtype)
+        velocities = None
+        if self._velocity is not None and self._moved is not None:
+            velocities = self._velocity[indices]
+            self._velocity[indices] = 0
+        self._chosen = _Chosen(indices, values, velocities, values.isfinite().all())
+
+    def _exchange_sparse(self, group: Group) -> None:
+        form, chosen = self._format, self._chosen
+        assert form is not None
+        assert chosen is not None
+        assert self._residual is not None
+        start = perf_counter()
+        gathered = self._gathered
+        host = self._hand.to_host(self._message)
+        received = gathered if host is self._message else torch.empty_like(gathered, device="cpu")
+        group.all_gather_into_(received, host)
+        messages = self._hand.from_host(received, gathered)
+        middle = perf_counter()
+        unpacked = []
+        for rank, message in enumerate(messages.split(form.size_bytes)):
+            try:
+                unpacked.append(form.unpack(message))
+            except ValueError as error:
+                raise GossipError(f"rank {rank} sent what is no message: {error}") from error
+        if not bool(chosen.finite):
+            self._residual.copy_(self._total)
+        self._old_kept = False
+        self._total.zero_()
+        finite = True
+        for indices, values in unpacked:  # by rank, so that all ranks round alike
+            finite = finite and bool(values.isfinite().all())
+            self._total.index_add_(0, indices, values.to(self.dtype))
+        self._total.div_(self._world_size)
+        self.finite = finite
+        self.timing.gather_seconds = middle - start
+        self.timing.add_seconds = perf_counter() - middle
+
+    def _exchange_dense(self, group: Group) -> None:
+        start = perf_counter()
+        narrow = DENSE_DTYPES[self.method]
+        if narrow is None:
+            host = self._hand.to_host(self._total)
+        else:  # divided before: sums of fp16 overflow soon
+            host = self._hand.to_host(self._total.div_(self._world_size).to(narrow))
+        group.all_reduce_(host)
+        if host is not self._total:
+            self._total.copy_(host)
+        if narrow is None:
+            self._total.div_(self._world_size)
+        self.finite = not self.looks or math.isfinite(float(self._total.sum()))
+        self.timing.gather_seconds = perf_counter() - start
+
+
+def _all_finite(grads: Sequence[Tensor | None]) -> bool:
+    return all(math.isfinite(float(grad.sum())) for grad in grads if grad is not None)

@@ -1,0 +1,156 @@
+"""Backward passes: which gradients are there, in what order groups leave, and when it ends."""
+
+import weakref
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from gossipgrad.errors import GossipError
+
+__all__ = ["Passes"]
+
+
+class Passes:
+    """Calls back as the gradients of groups become complete, group by group, in their order.
+
+    A group is complete when each of its parameters has its gradient; one that is complete before
+    its turn waits for those before it, so that all ranks send in the same order. What is left when
+    backward ends is told by `end`.
+
+    The end of a pass is an engine callback, as DistributedDataParallel's: it runs when the graph
+    task is done, in the thread that called `backward`, so that gradients are final when `backward`
+    returns and clipping sees them. torch has no public way to be told that. The engine lets go of
+    the callback of a pass that raised; that is seen too, and told by `broken_off`.
+
+    Args:
+        parameters: In the order in which backward is expected to finish their gradients.
+        begin: Called as the first gradient of a pass arrives.
+        launch: Called with the number of each group as its turn comes.
+        end: Called once at the end of backward, after all or only some groups were launched.
+        broken_off: Called when a pass that had begun has raised.
+
+    Attributes:
+        enabled: Whether gradients count; those of passes where they do not stay fresh.
+        fresh: For each parameter whether it got a gradient since the last round.
+        launched: How many groups of this pass have been launched.
+        stamps: When each gradient of this pass was ready, in seconds, None before.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        *,
+        begin: Callable[[], None],
+        launch: Callable[[int], None],
+        end: Callable[[], None],
+        broken_off: Callable[[], None],
+    ) -> None:
+        self._begin, self._launch, self._end, self._broken_off = begin, launch, end, broken_off
+        self.enabled = True
+        self.began = False
+        self.launched = 0
+        self.fresh = [False] * len(parameters)
+        self.stamps: list[float | None] = [None] * len(parameters)
+        self._group_of: list[int] = []
+        self._sizes: list[int] = []
+        self._missing: list[int] = []
+        self._callback: weakref.ref[_Callback] | None = None
+        self._attach(parameters)
+
+    def regroup(self, sizes: Sequence[int]) -> None:
+        """Groups of so many parameters each, from now on; between passes."""
+        self._group_of = [group for group, size in enumerate(sizes) for _ in range(size)]
+        self._sizes = list(sizes)
+        assert len(self._group_of) == len(self._parameters)
+
+    def reorder(self, parameters: Sequence[nn.Parameter]) -> None:
+        """The same parameters in another order, from now on; `regroup` has to follow."""
+        places = {id(parameter): place for place, parameter in enumerate(self._parameters)}
+        self.fresh = [self.fresh[places[id(parameter)]] for parameter in parameters]
+        for handle in self._handles:
+            handle.remove()
+        self._attach(parameters)
+
+    def open(self) -> None:
+        """Begins a pass: that of the first gradient, or one without a backward."""
+        self._begin()  # it may regroup
+        self.began, self.launched = True, 0
+        self._missing = list(self._sizes)
+        self.stamps = [None] * len(self._parameters)
+
+    def launch_rest(self) -> None:
+        """Launches what has not been, complete or not."""
+        while self.launched < len(self._missing):
+            self._launch_next()
+
+    def over(self) -> None:
+        """The round of this pass is done: gradients to come belong to the next."""
+        self.began, self._callback = False, None
+        self.fresh = [False] * len(self._parameters)
+
+    def remove(self) -> None:
+        """Takes the hooks off."""
+        self.enabled = False
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _attach(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = list(parameters)
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(self._hook(place))
+            for place, parameter in enumerate(parameters)
+        ]
+
+    def _launch_next(self) -> None:
+        self.launched += 1
+        self._launch(self.launched - 1)
+
+    def _hook(self, place: int) -> Callable[[Tensor], None]:
+        def on_gradient(parameter: Tensor) -> None:
+            self.fresh[place] = True
+            if not self.enabled:
+                return
+            if not self.began:
+                self.open()
+                self._await_end()
+            group = self._group_of[place]
+            if self.stamps[place] is None:
+                self._missing[group] -= 1
+            elif self.launched > group:
+                raise GossipError(
+                    "a parameter got a second gradient in one backward pass, after the first was "
+                    "sent: it is used by several parts of the model of which one is checkpointed "
+                    "with use_reentrant=True. Checkpoint with use_reentrant=False"
+                )
+            self.stamps[place] = perf_counter()
+            while self.launched < len(self._missing) and not self._missing[self.launched]:
+                self._launch_next()
+
+        return on_gradient
+
+    def _await_end(self) -> None:
+        callback = _Callback(self._end)
+        self._callback = weakref.ref(callback, self._let_go)
+        engine: Any = Variable._execution_engine
+        engine.queue_callback(callback)
+
+    def _let_go(self, of: Any) -> None:
+        # The engine drops callbacks it has run, too, but then the round is over.
+        if self.began and of is self._callback:
+            self._broken_off()
+
+
+class _Callback:
+    """The end of one pass, for the engine alone to hold."""
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self._end = end
+
+    def __call__(self) -> None:
+        with torch.no_grad():
+            self._end()

@@ -1,0 +1,82 @@
+"""One queue of collectives, in the same order on all ranks, on a thread of its own."""
+
+import queue
+import threading
+from collections.abc import Callable
+from time import perf_counter
+
+__all__ = ["OrderedQueue", "Ticket"]
+
+
+class Ticket:
+    """One entry of the queue: what became of it, and when.
+
+    Attributes:
+        error: What it raised, None if nothing.
+        began_seconds: When its turn came, in `time.perf_counter` seconds.
+        ended_seconds: When it was done.
+    """
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.error: BaseException | None = None
+        self.began_seconds = self.ended_seconds = 0.0
+        self._work = work
+        self._done = threading.Event()
+
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        """Returns when it is done, or the time is over; the caller looks at `error`."""
+        self._done.wait(timeout_seconds)
+
+    def run(self, broken: BaseException | None) -> BaseException | None:
+        """Does the work, unless an earlier one broke; what it, or that, has raised."""
+        self.began_seconds = perf_counter()
+        try:
+            if broken is not None:
+                raise broken
+            self._work()
+        except BaseException as error:
+            self.error = error
+        self.ended_seconds = perf_counter()
+        self._done.set()
+        return self.error
+
+
+class OrderedQueue:
+    """Runs what is put into it one after another; once one fails, so does all that follows.
+
+    Collectives are matched by their order alone, and which gradient is ready first differs from
+    rank to rank: all collectives of a session go through its one queue, in the order of the plan.
+    After one that failed the ranks need not be at the same entry any more, so there is no next.
+
+    The thread starts with the first entry and ends with `close`.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._entries: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def put(self, work: Callable[[], None]) -> Ticket:
+        """Adds an entry; local, and at once."""
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=_run, args=(self._entries,), name=self._name, daemon=True
+            )
+            self._thread.start()
+        ticket = Ticket(work)
+        self._entries.put(ticket)
+        return ticket
+
+    def close(self) -> None:
+        """Ends the thread when the entries are done; does not wait for it."""
+        if not self._closed:
+            self._closed = True
+            self._entries.put(None)
+
+
+def _run(entries: "queue.SimpleQueue[Ticket | None]") -> None:
+    broken: BaseException | None = None
+    while (ticket := entries.get()) is not None:
+        broken = ticket.run(broken) or broken
+        del ticket  # while it waits for the next it holds nothing of the last

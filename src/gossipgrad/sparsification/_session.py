@@ -1,0 +1,279 @@
+"""A session: the user's model and optimizer, with gradients that meet as sparse messages."""
+
+import math
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from gossipgrad.comm import (
+    Group,
+    Recorder,
+    agree_on,
+    broadcast_replica,
+    load_replica,
+    trained_parameters,
+)
+from gossipgrad.errors import GossipError
+from gossipgrad.planning import Plan
+from gossipgrad.sparsification._aggregation import Aggregation
+from gossipgrad.sparsification._merged import wide_bytes
+from gossipgrad.sparsification._planner import Planner
+from gossipgrad.sparsification._session_state import load_session, session_misfit, session_state
+from gossipgrad.sparsification._settings import Settings, check_parameters
+from gossipgrad.sparsification._stats import SparseStats, collect
+from gossipgrad.sparsification._steps import StepWatch
+
+__all__ = ["SparseSession"]
+
+
+class SparseSession:
+    """What `sparsify` returns: see there. One of its ranks; made by it alone.
+
+    Attributes:
+        group: Private collectives among the ranks of this session.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        settings: Settings,
+        *,
+        group: Group,
+        scaler: torch.amp.GradScaler | None,
+        recorder: Recorder | None,
+    ) -> None:
+        self.group = group
+        self._model = model
+        self._optimizers = list(optimizers)
+        self._settings = settings
+        self._scaler = scaler
+        self._recorder = recorder
+        self._in_consensus = self._closed = False
+        self._aggregation: Aggregation | None = None
+        self._planner: Planner | None = None
+        try:
+            self._meet()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.group.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks take part."""
+        return self.group.world_size
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in use; None with one rank, and until an asked one has been measured."""
+        return None if self._planner is None else self._planner.plan
+
+    @contextmanager
+    def consensus(self) -> Iterator[None]:
+        """Inside, floating buffers (BatchNorm's statistics) are the mean over ranks.
+
+        Weights are equal on all ranks anyway. A collective to enter, local to leave.
+
+        Raises:
+            GossipError: If a rank is gone, or inside another.
+        """
+        self._check_ready("consensus")
+        kept = [(b, b.clone()) for b in self._model.buffers() if b.is_floating_point()]
+        try:
+            self._average_buffers()
+            self._in_consensus = True
+            yield
+        finally:
+            self._in_consensus = False
+            with torch.no_grad():
+                for buffer, own in kept:
+                    buffer.copy_(own)
+
+    @torch.no_grad()
+    def consensus_distance(self) -> float:
+        """Root mean square over ranks of the distance between weights and their mean, now.
+
+        A collective; changes nothing. It is 0 unless weights were written on one rank alone.
+
+        Raises:
+            GossipError: If a rank is gone.
+        """
+        self._check_ready("consensus_distance")
+        square = torch.zeros(1, dtype=torch.float64)
+        for parameter in self._model.parameters():
+            own = parameter.detach().double().cpu()
+            mean = self.group.all_reduce_(own.clone()).div_(self.world_size)
+            square += (own - mean).square().sum()
+        return math.sqrt(float(self.group.all_reduce_(square)) / self.world_size)
+
+    def broadcast_(self) -> None:
+        """Makes every replica that of rank 0 again: parameters, buffers and optimizer state.
+
+        A collective, for after `load_state_dict` on one rank, re-initialisation or
+        `add_param_group`: the set of trained parameters is taken anew. Residuals are given up.
+
+        Raises:
+            AgreementError: If the ranks now differ in names, shapes or dtypes.
+            GossipError: If a rank is gone.
+        """
+        self._check_ready("broadcast_")
+        self._let_go()
+        self._meet()
+
+    def agree(self, value: Any) -> list[Any]:
+        """What every rank has, a value of JSON, by rank; a collective.
+
+        Raises:
+            GossipError: If a rank is gone.
+        """
+        self._check_ready("agree")
+        return self.group.all_gather_object(value)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients of backward passes inside are not sent, but added up in `.grad`; local.
+
+        For gradient accumulation, around all but the last pass of a step. Without it every pass is
+        a round: the result is as good, and costs a message more.
+        """
+        if self._aggregation is None:
+            yield
+            return
+        passes = self._aggregation.passes
+        before, passes.enabled = passes.enabled, False
+        try:
+            yield
+        finally:
+            passes.enabled = before
+
+    def stats(self) -> SparseStats:
+        """What this rank has done so far; no communication."""
+        return collect(self._aggregation, self.world_size)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that this rank needs to go on as if it had never stopped; local.
+
+        To be taken between two steps, by every rank, and saved by each under its own name: replicas
+        are equal, residuals are not. Holds copies in host memory: the model's parameters and
+        buffers, the optimizers' state, and the session's own. Not the state of schedulers, scalers,
+        samplers and random numbers, which are the user's, and not gradients.
+
+        Returns:
+            Tensors, numbers, text, lists and dicts: `"model"` and the rest of a replica's state by
+            name; `"session"` with residuals by name of the parameter.
+
+        Raises:
+            GossipError: In the middle of a backward pass, inside `consensus()`, or if something is
+                no plain value.
+        """
+        if self._in_consensus:
+            self._check_ready("state_dict")
+        if self._aggregation is not None and self._aggregation.passes.began:
+            raise GossipError(
+                "state_dict() in the middle of a backward pass: call it between steps"
+            )
+        of = self._settings, self._aggregation, self.group
+        return session_state(self._model, self._optimizers, *of)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where `state_dict` was taken; a collective.
+
+        Every rank loads its own; `deal_states` makes those of another number of ranks. Training
+        then goes on bit for bit as it would have with as many ranks.
+
+        Raises:
+            ValueError: On every rank, if one's state does not fit; nothing is changed then.
+            GossipError: If a rank is gone.
+        """
+        self._check_ready("load_state_dict")
+        why = session_misfit(self._model, self._optimizers, self._settings, self.group, state)
+        told = self.group.all_gather_object([why, state["session"]["plan"] if not why else None])
+        for rank, (problem, plan) in enumerate(told):
+            if problem is not None:
+                raise ValueError(f"the state cannot be loaded on rank {rank}: {problem}")
+            if plan != told[0][1]:
+                raise ValueError(f"the states of ranks 0 and {rank} are not of the same step")
+        load_replica(self._model, self._optimizers, state)
+        if self._aggregation is not None:
+            load_session(self._aggregation, state["session"])
+
+    def close(self) -> None:
+        """Ends the session and takes all hooks off; local, waits for nobody, may be called twice.
+
+        Ranks that go on training get a `GossipError` from their next step.
+        """
+        if not self._closed:
+            self._closed = True
+            self._let_go()
+            self.group.close()
+
+    def __enter__(self) -> "SparseSession":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _meet(self) -> None:
+        """Makes the replicas equal, and the hooks; a collective."""
+        self._watch: StepWatch | None = None
+        of, group = self._settings, self.group
+        parameters = trained_parameters(self._model, self._optimizers)
+        if self.world_size > 1:
+            check_parameters(parameters)
+            agree_on(group, self._model, self._optimizers, of.describe())
+            broadcast_replica(group, self._model, self._optimizers)
+            backwards = dict(reversed(parameters.items()))
+            self._planner = Planner(of, [wide_bytes(p) for p in backwards.values()])
+            self._aggregation = Aggregation(
+                backwards, group, of, self._planner, scaler=self._scaler, recorder=self._recorder
+            )
+        self._watch = StepWatch(self._optimizers, self._aggregation, self._scaler)
+        self._farewell = weakref.finalize(self, _leave, self._watch, self._aggregation, group)
+        self._farewell.atexit = False  # pyrefly: ignore[missing-attribute]
+
+    def _let_go(self) -> None:
+        if self._watch is not None:
+            self._watch.remove()
+            self._farewell.detach()
+        if self._aggregation is not None:
+            self._aggregation.close()
+            self._aggregation = None
+
+    def _average_buffers(self) -> None:
+        with torch.no_grad():
+            for buffer in self._model.buffers():
+                if buffer.is_floating_point():
+                    wide = buffer.to(torch.promote_types(buffer.dtype, torch.float32)).clone()
+                    buffer.copy_(self.group.all_reduce_(wide).div_(self.world_size))
+
+    def _check_ready(self, method: str) -> None:
+        if self._closed:
+            raise GossipError("the session is closed: call sparsify() for a new one")
+        if self._in_consensus:
+            raise GossipError(
+                f"{method}() inside consensus(): the buffers are the mean of all ranks, and go "
+                "back to this rank's own on exit. Call it after the block"
+            )
+
+
+def _leave(watch: StepWatch, aggregation: Aggregation | None, group: Group) -> None:
+    watch.remove()
+    if aggregation is not None:
+        aggregation.close()
+    group.close()

@@ -1,0 +1,162 @@
+"""A session's own state as plain values, and what becomes of it among other ranks."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gossipgrad.comm import Group, misfit, replica_state
+from gossipgrad.planning import Group as Merge
+from gossipgrad.sparsification._aggregation import Aggregation
+from gossipgrad.sparsification._settings import Settings
+
+__all__ = ["deal_states", "load_session", "session_misfit", "session_state"]
+
+VERSION = 1
+_COUNTED = (
+    *("rounds", "nonfinite_rounds", "bytes_sent", "exposed_seconds", "select_seconds"),
+    *("communicate_seconds", "scale"),
+)
+
+
+def session_state(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    settings: Settings,
+    aggregation: Aggregation | None,
+    group: Group,
+) -> dict[str, Any]:
+    """See `SparseSession.state_dict`."""
+    session: dict[str, Any] = {
+        "version": VERSION,
+        "rank": group.rank,
+        "world_size": group.world_size,
+        "settings": _must_fit(settings),
+        "plan": None,
+        "residuals": {},
+        "velocities": {},
+        "rounds_without": {},
+        "counted": None,
+    }
+    if aggregation is not None:
+        waits = [int(n) for made in aggregation.groups for n in made.rounds_without]
+        session |= {
+            "plan": {
+                "names": list(aggregation.names),
+                "groups": [[m.start, m.stop, m.method] for m in aggregation.merges],
+            },
+            "rounds_without": dict(zip(aggregation.names, waits, strict=True)),
+            "counted": {name: getattr(aggregation, name) for name in _COUNTED},
+        }
+        for name, (residual, velocity) in zip(aggregation.names, aggregation.state(), strict=True):
+            if residual is not None:
+                session["residuals"][name] = residual.to("cpu", copy=True)
+            if velocity is not None:
+                session["velocities"][name] = velocity.to("cpu", copy=True)
+    return {**replica_state(model, optimizers), "session": session}
+
+
+def session_misfit(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    settings: Settings,
+    group: Group,
+    state: Mapping[str, Any],
+) -> str | None:
+    """Why a state, whatever it is, cannot be loaded here; None if it can."""
+    try:
+        session = state["session"]
+        if session["version"] == VERSION and "residuals" in session:
+            return _unlike(session, settings, group) or misfit(model, optimizers, state)
+    except (KeyError, TypeError, IndexError, AttributeError):
+        pass
+    return f"it is no state that state_dict() of a session gives (version {VERSION})"
+
+
+def load_session(aggregation: Aggregation, session: Mapping[str, Any]) -> None:
+    """Takes up what `session_state` gave."""
+    if session["plan"] is not None:
+        names = session["plan"]["names"]
+        merges = [Merge(*each) for each in session["plan"]["groups"]]
+        aggregation.regroup(merges, names=names, keep=False)
+    aggregation.load(
+        [
+            (session["residuals"].get(name), session["velocities"].get(name))
+            for name in aggregation.names
+        ],
+        [session["rounds_without"].get(name, 0) for name in aggregation.names],
+    )
+    for name, value in (session["counted"] or {}).items():
+        setattr(aggregation, name, value)
+
+
+def deal_states(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[str, Any]]:
+    """The states of all ranks of a session, as those of another number of ranks.
+
+    What all ranks together carry over is kept: rank `r` of the new ones gets the residuals of the
+    old ranks `r`, `r + world_size`, ..., added up, times the new world size over the old one, since
+    a mean is over that many. Weights and optimizer state are equal on all ranks, and rank 0's.
+
+    Args:
+        states: What `SparseSession.state_dict` gave on each rank, in their order.
+        world_size: How many ranks go on.
+
+    Raises:
+        ValueError: They are not those of all ranks of one session.
+
+    Example:
+        >>> import torch, gossipgrad as gg
+        >>> model = torch.nn.Linear(2, 1)
+        >>> with gg.sparsify(model, torch.optim.SGD(model.parameters())) as session:
+        ...     states = [session.state_dict()]
+        >>> [state["session"]["rank"] for state in gg.sparsification.deal_states(states, 2)]
+        [0, 1]
+    """
+    if world_size < 1:
+        raise ValueError(f"world_size is {world_size}: there is at least one rank")
+    ranks = [state["session"]["rank"] for state in states]
+    old = states[0]["session"]["world_size"] if states else 0
+    if ranks != list(range(old)):
+        raise ValueError(
+            f"states of the ranks {ranks} were given, of a session of {old}: give those of all its "
+            "ranks, in their order"
+        )
+    dealt = []
+    for rank in range(world_size):
+        session = dict(states[0]["session"])
+        mine = [state["session"] for state in states[rank::world_size]]
+        for kind in ("residuals", "velocities"):
+            session[kind] = _added([each[kind] for each in mine], world_size / old)
+        session |= {"rank": rank, "world_size": world_size}
+        dealt.append({**states[0], "session": session})
+    return dealt
+
+
+def _added(parts: Sequence[Mapping[str, Tensor]], factor: float) -> dict[str, Tensor]:
+    total: dict[str, Tensor] = {}
+    for part in parts:
+        for name, tensor in part.items():
+            total[name] = total[name] + tensor if name in total else tensor.clone()
+    return {name: tensor * factor for name, tensor in total.items()}
+
+
+def _must_fit(settings: Settings) -> dict[str, str]:
+    """What must be the same where a state is loaded; density and plan may be others."""
+    described = settings.describe()
+    return {name: str(described[name]) for name in ("select", "momentum_correction")}
+
+
+def _unlike(session: Mapping[str, Any], settings: Settings, group: Group) -> str | None:
+    if session["world_size"] != group.world_size:
+        return (
+            f"it was saved by {session['world_size']} ranks, here are {group.world_size}: deal "
+            "those of all ranks anew with gg.sparsification.deal_states"
+        )
+    if session["rank"] != group.rank:
+        return f"it is the state of rank {session['rank']}: load each rank's own"
+    here = _must_fit(settings)
+    for name, value in session["settings"].items():
+        if here.get(name) != value:
+            return f"{name} was {value}, here it is {here.get(name)}: use the same"
+    return None

@@ -1,0 +1,222 @@
+"""What the user chooses, resolved and checked."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from gossipgrad.comm import is_sharded
+from gossipgrad.planning import Plan
+from gossipgrad.sparsification._density import Density, describe_density
+from gossipgrad.sparsification._merged import DENSE_DTYPES
+
+__all__ = [
+    "METHODS",
+    "PLANS",
+    "Replan",
+    "Settings",
+    "check_momentum",
+    "check_parameters",
+    "check_plan_fits",
+    "check_settings",
+    "resolve_replan",
+]
+
+METHODS = ("sparse", *DENSE_DTYPES)
+FIXED_PLANS = ("layerwise", "wfbp", "single")
+MEASURED_PLANS = ("optimal", "greedy", "mg-wfbp")
+PLANS = (*MEASURED_PLANS, *FIXED_PLANS)
+SELECTIONS = ("per_group", "per_tensor")
+VALUE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replan:
+    """When a plan is looked at again, and what it takes to leave it.
+
+    Times of groups are compared with what was predicted, by a cumulative sum of relative errors
+    on each side, so that one slow step means nothing and a lasting change a lot. Once it is over
+    the threshold, costs are measured anew, and the ranks change to the new plan only if that is
+    predicted to gain enough. Each look that was for nothing doubles the steps to the next.
+
+    Attributes:
+        every: Steps between looks.
+        drift: Relative error that is taken for noise, each look.
+        threshold: Sum of what is beyond it at which costs are measured anew.
+        gain: Share of the step's predicted time that another plan must save, 0 to 1.
+
+    Raises:
+        ValueError: A number is out of range.
+    """
+
+    every: int = 100
+    drift: float = 0.25
+    threshold: float = 1.0
+    gain: float = 0.05
+
+    def __post_init__(self) -> None:
+        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
+            raise ValueError(
+                f"every counts steps between looks, a whole number from 1, got {self.every!r}"
+            )
+        for name in ("drift", "threshold"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name} is {value!r}: it is a relative error, above 0")
+        if not 0 <= self.gain < 1:
+            raise ValueError(f"gain is {self.gain!r}: it is a share of the time, from 0 to below 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Everything that `sparsify()` was asked for, resolved."""
+
+    density: Density
+    plan: str | int | Plan
+    select: str
+    methods: tuple[str, ...]
+    replan: Replan | None
+    value_dtype: torch.dtype | None
+    momentum_correction: float | None
+
+    @property
+    def measures(self) -> bool:
+        """Whether the plan waits for measurements of the first steps."""
+        return self.plan in MEASURED_PLANS
+
+    def describe(self) -> dict[str, Any]:
+        """What must be equal on all ranks."""
+        return {
+            "density": describe_density(self.density, 0),
+            "plan": self.plan,
+            "select": self.select,
+            "methods": self.methods,
+            "replan": self.replan,
+            "value_dtype": self.value_dtype,
+            "momentum_correction": self.momentum_correction,
+        }
+
+
+def check_settings(
+    *,
+    plan: object,
+    select: object,
+    methods: object,
+    value_dtype: object,
+    momentum_correction: object,
+) -> None:
+    """Refuses what no session could have; local.
+
+    Raises:
+        ValueError: For the first of them.
+    """
+    if isinstance(plan, bool) or not isinstance(plan, str | int | Plan):
+        raise ValueError(f"plan must be {_plans()}, got {plan!r}")
+    if isinstance(plan, str) and plan not in PLANS:
+        raise ValueError(f"there is no plan {plan!r}: it is {_plans()}")
+    if isinstance(plan, int) and plan < 1:
+        raise ValueError(f"plan={plan} is a threshold in bytes, which is at least 1")
+    if select not in SELECTIONS:
+        raise ValueError(f"select must be one of {_named(SELECTIONS)}, got {select!r}")
+    if (
+        isinstance(methods, str)
+        or not isinstance(methods, Sequence)
+        or not methods
+        or any(method not in METHODS for method in methods)
+        or len(set(methods)) < len(methods)
+    ):
+        raise ValueError(
+            f"methods must be some of {_named(METHODS)}, each once, such as "
+            f"methods=('sparse', 'dense'), got {methods!r}"
+        )
+    if value_dtype is not None and value_dtype not in VALUE_DTYPES:
+        raise ValueError(
+            f"value_dtype must be one of {', '.join(map(str, VALUE_DTYPES))}, or None for that of "
+            f"the residuals, got {value_dtype!r}"
+        )
+    if momentum_correction is not None and (
+        isinstance(momentum_correction, bool)
+        or not isinstance(momentum_correction, float | int)
+        or not 0 <= momentum_correction < 1
+    ):
+        raise ValueError(
+            f"momentum_correction is {momentum_correction!r}: it is the momentum itself, from 0 to "
+            "below 1, such as 0.9, or None for none"
+        )
+
+
+def check_momentum(optimizers: Sequence[Optimizer], momentum_correction: float | None) -> None:
+    """Raises `ValueError` if momentum would be applied twice."""
+    if momentum_correction is None:
+        return
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if group.get("momentum") or "betas" in group:
+                raise ValueError(
+                    f"momentum_correction={momentum_correction} applies momentum before gradients "
+                    f"are selected, and {type(optimizer).__name__} has one of its own: use "
+                    "torch.optim.SGD(..., momentum=0), or leave momentum_correction out"
+                )
+
+
+def check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raises `ValueError` if gradients of these cannot be merged."""
+    if not parameters:
+        raise ValueError("the optimizers train no parameter that requires gradients: nothing meets")
+    for name, parameter in parameters.items():
+        if is_sharded(parameter):
+            raise ValueError(
+                f"{name!r} is sharded: each rank has a part of its gradient alone. Use gg.gossip "
+                "with mesh= along the axis of the replicas, or replicas that are whole"
+            )
+        if not parameter.is_floating_point():
+            raise ValueError(f"{name!r} is of {parameter.dtype}: only real numbers have a largest")
+    devices = sorted({str(parameter.device) for parameter in parameters.values()})
+    if len(devices) > 1:
+        raise ValueError(
+            f"the parameters are on {', '.join(devices)}: those of a session are on one device"
+        )
+
+
+def check_plan_fits(plan: Plan, tensors: int, methods: Sequence[str]) -> None:
+    """Raises `ValueError` if a plan is not one of so many tensors by these methods."""
+    planned = plan.groups[-1].stop if plan.groups else 0
+    if planned != tensors:
+        raise ValueError(
+            f"the plan is for {planned} tensors, the model trains {tensors}: make it from a "
+            "profile of this model, one entry a parameter, in the order of backward"
+        )
+    unknown = sorted({merge.method for merge in plan.groups} - set(methods))
+    if unknown:
+        raise ValueError(
+            f"the plan uses the methods {_named(unknown)}, and methods={tuple(methods)!r} are "
+            "allowed: name its methods as these, or allow them"
+        )
+
+
+def resolve_replan(replan: Replan | int | None) -> Replan | None:
+    """A number of steps or a value; None for never.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    if replan is None or isinstance(replan, Replan):
+        return replan
+    if isinstance(replan, bool) or not isinstance(replan, int):
+        raise ValueError(
+            "replan must be a number of steps, a gg.sparsification.Replan(...), or None for "
+            f"never, got {replan!r}"
+        )
+    return Replan(every=replan)
+
+
+def _plans() -> str:
+    return f"one of {_named(PLANS)}, a threshold in bytes, or a gossipgrad.planning.Plan"
+
+
+def _named(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names))

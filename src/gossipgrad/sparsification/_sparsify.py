@@ -1,0 +1,138 @@
+"""The door: where `None` and strings become settings, and a session begins."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from gossipgrad.comm import Group, Recorder, check_optimizers, resolve_group, trained_parameters
+from gossipgrad.planning import Plan
+from gossipgrad.sparsification._density import Density, resolve_density
+from gossipgrad.sparsification._session import SparseSession
+from gossipgrad.sparsification._settings import (
+    Replan,
+    Settings,
+    check_momentum,
+    check_settings,
+    resolve_replan,
+)
+
+__all__ = ["sparsify"]
+
+
+def sparsify(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    *,
+    density: Density = 0.001,
+    plan: str | int | Plan = "optimal",
+    select: str = "per_group",
+    methods: Sequence[str] = ("sparse", "dense"),
+    replan: Replan | int | None = 100,
+    value_dtype: torch.dtype | None = None,
+    momentum_correction: float | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    process_group: dist.ProcessGroup | Group | None = None,
+    mesh: DeviceMesh | None = None,
+    recorder: Recorder | None = None,
+) -> SparseSession:
+    """Trains `model` with sparse gradients: from now on every backward pass aggregates them.
+
+    A collective: all ranks call it, with the same model and settings. The replicas become that of
+    rank 0. When `backward()` returns, `.grad` is the mean over ranks of what each has sent: the
+    largest elements of its gradients and of what it did not send before. The training loop,
+    clipping, scheduler and scaler stay the user's, and see the aggregated gradient; everything
+    hangs on hooks and comes off at `close()`. With one rank, training is the plain optimizer's, bit
+    for bit.
+
+    Gradients travel in groups while backward goes on. `plan="optimal"` measures backward,
+    selection and network in the first steps, and computes which tensors to merge and which not to
+    compress, provably the best under the timeline model; it refuses to compress where that does
+    not pay, and says so.
+
+    All ranks wait for the slowest in every step. When one has died, `backward()` raises on the
+    others: that step's gradients are not aggregated, weights and residuals are as before it. One
+    whose host stands still is awaited until the timeout of the group, half an hour by default.
+
+    Every backward pass outside `no_sync()` is a round. A parameter without a gradient in it counts
+    as zeros and gets the mean of the others'; so its `.grad` is never None after a round.
+
+    Args:
+        model: On one device; parameters of floating types, not sharded.
+        optimizer: The optimizer, or several.
+        density: The share of coordinates that is sent, above 0 and at most 1; a function from the
+            step to it, such as `gg.sparsification.Warmup(steps=...)`; or shares by name.
+        plan: `"optimal"`; a published rule: `"greedy"` (OMGS-SGD's own), `"mg-wfbp"`, `"wfbp"` or
+            `"layerwise"` (each tensor alone), `"single"` (all in one); bytes at which a group is
+            full; or a `gossipgrad.planning.Plan`.
+        select: `"per_group"`: the largest of all that travel together. `"per_tensor"`: of each
+            tensor as many as its size demands, so that none starves.
+        methods: What `"optimal"` may choose among: `"sparse"`, `"dense"` (all-reduce), `"fp16"`
+            and `"bf16"` (all-reduce of rounded gradients). Other plans use the first.
+        replan: Steps between looks at whether the plan still fits, a
+            `gg.sparsification.Replan(...)`, or None for never. For `"optimal"` alone.
+        value_dtype: What values of sparse messages travel as, such as `torch.bfloat16`; what
+            rounding takes away is carried over. None: float32, float64 for such gradients.
+        momentum_correction: Momentum of Deep Gradient Compression, applied before selection, such
+            as 0.9; that of the optimizer must be 0 then.
+        scaler: The `torch.amp.GradScaler` that scales the loss, if one does: what is carried over
+            is kept in its units.
+        process_group: Whose ranks take part; by default all. Nothing is sent on it. A `gg.Group`
+            becomes the session's own, and closes with it.
+        mesh: A one-dimensional mesh whose ranks take part, in place of `process_group`.
+        recorder: Gets spans of time, for example a `gossipgrad.trace.Trace`.
+
+    Returns:
+        The session; `close()` it, or use it in a `with` statement.
+
+    Raises:
+        ValueError: For settings that cannot be.
+        AgreementError: If the ranks differ in names, shapes, dtypes or settings.
+        GossipError: If a rank dies meanwhile.
+
+    Example:
+        >>> import torch, gossipgrad as gg
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> with gg.sparsify(model, optimizer, density=0.01) as session:
+        ...     model(torch.ones(1, 2)).sum().backward()
+        ...     optimizer.step()
+        >>> session.world_size
+        1
+
+    References:
+        Shi et al., Communication-Efficient Distributed Deep Learning with Merged Gradient
+        Sparsification on GPUs, INFOCOM 2020. Deviations are numbered in
+        `gossipgrad.sparsification._reference`.
+    """
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    check_optimizers(optimizers)
+    group = resolve_group(process_group, mesh, asks="sparsify()")
+    try:
+        check_settings(
+            plan=plan,
+            select=select,
+            methods=methods,
+            value_dtype=value_dtype,
+            momentum_correction=momentum_correction,
+        )
+        check_momentum(optimizers, momentum_correction)
+        names = list(trained_parameters(model, optimizers))
+        settings = Settings(
+            density=resolve_density(density, names),
+            plan=plan,
+            select=select,
+            methods=tuple(methods),
+            replan=resolve_replan(replan),
+            value_dtype=value_dtype,
+            momentum_correction=None if momentum_correction is None else float(momentum_correction),
+        )
+        return SparseSession(
+            model, optimizers, settings, group=group, scaler=scaler, recorder=recorder
+        )
+    except BaseException:
+        group.close()
+        raise

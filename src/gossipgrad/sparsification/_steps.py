@@ -1,0 +1,69 @@
+"""Hooks on the user's optimizers: gradients that have not met do so before a step."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from gossipgrad._unknown_scaler import warn_of_unknown_scaler
+from gossipgrad.sparsification._aggregation import Aggregation
+
+__all__ = ["StepWatch"]
+
+
+class StepWatch:
+    """Sees that no optimizer steps with a gradient of this rank alone.
+
+    Gradients meet at the end of backward. A step without one before it (all were inside
+    `no_sync()`, or gradients were written by hand) is a round of its own: other ranks may be in
+    theirs. Where the step computes gradients itself, in a closure, the backward pass in there is
+    the round.
+
+    Args:
+        optimizers: All of the session.
+        aggregation: The rounds, None with one rank.
+        scaler: The one that the session knows.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        aggregation: Aggregation | None,
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        self._aggregation = aggregation
+        self._checked = scaler is not None
+        self._met_in: dict[int, int] = {}  # by optimizer, the rounds when it last stepped
+        self._handles = [
+            *(optimizer.register_step_pre_hook(self._before_step) for optimizer in optimizers),
+            *(optimizer.register_step_post_hook(self._after_step) for optimizer in optimizers),
+        ]
+
+    def remove(self) -> None:
+        """Takes the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if not self._checked:
+            self._checked = True
+            warn_of_unknown_scaler(
+                "sparsify", "residuals carry gradients over into steps in which its scale is other"
+            )
+        aggregation = self._aggregation
+        if aggregation is None:
+            return
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None and self._met_in.get(id(optimizer), 0) == aggregation.rounds:
+            aggregation.run_now()
+
+    def _after_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        # Not before it: torch calls hooks twice where a step calls that of its class's parent.
+        if self._aggregation is not None:
+            self._met_in[id(optimizer)] = self._aggregation.rounds

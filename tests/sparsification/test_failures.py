@@ -1,0 +1,223 @@
+"""Ranks that die, leave, raise or disagree: nobody hangs, and nothing trained is lost."""
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import gossipgrad as gg
+from gossipgrad.sparsification import deal_states
+from support.ranks import run_ranks
+from support.replicas import network, sgd
+from support.sparse import backward_of
+
+
+def start(group, plan="layerwise", model=None, **settings):
+    model = network() if model is None else model
+    optimizer = sgd(list(model.parameters()))
+    return (
+        model,
+        optimizer,
+        gg.sparsify(
+            model, optimizer, process_group=group, plan=plan, **{"density": 0.2, **settings}
+        ),
+    )
+
+
+def copies(model):
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("momentum", [None, 0.9])
+def test_a_rank_that_is_gone_breaks_the_step_of_the_others_and_nothing_else(momentum):
+    def rank_main(rank, group):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        session = gg.sparsify(
+            model,
+            optimizer,
+            process_group=group,
+            plan="layerwise",
+            density=0.2,
+            momentum_correction=momentum,
+        )
+        for step in range(3):
+            backward_of(model, rank, step)
+            optimizer.step()
+        if rank == 2:
+            session.close()
+            return
+        weights, state = copies(model), session.state_dict()["session"]
+        model.zero_grad()
+        with pytest.raises(gg.GossipError, match=r"save session\.state_dict"):
+            backward_of(model, rank, 3)
+        own = [p.grad.clone() for p in model.parameters()]
+        with pytest.raises(gg.GossipError, match="not aggregated any more"):
+            optimizer.step()
+        assert all(torch.equal(p, w) for p, w in zip(model.parameters(), weights, strict=True))
+        after = session.state_dict()["session"]
+        assert after["residuals"].keys() == state["residuals"].keys()
+        for kind in ("residuals", "velocities"):
+            for name, carried in after[kind].items():
+                torch.testing.assert_close(carried, state[kind][name], rtol=1e-4, atol=1e-6)
+        session.close()
+        backward_of(model, rank, 3)
+        assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), own, strict=True))
+
+    run_ranks(3, rank_main)
+
+
+def test_an_exception_inside_backward_is_told_to_the_others_at_once():
+    def rank_main(rank, group):
+        model, optimizer, session = start(group)
+        with session:
+            backward_of(model, rank, 0)
+            optimizer.step()
+            kept = session.state_dict()["session"]["residuals"]
+            began = time.monotonic()
+            if rank == 0:
+
+                def fail(grad):
+                    raise ZeroDivisionError
+
+                handle = model[0].weight.register_hook(fail)
+                with pytest.raises(ZeroDivisionError):
+                    backward_of(model, rank, 1)
+                handle.remove()
+            else:
+                with pytest.raises(gg.GossipError):
+                    backward_of(model, rank, 1)
+            assert time.monotonic() - began < 20
+            torch.testing.assert_close(session.state_dict()["session"]["residuals"], kept)
+            with pytest.raises(gg.GossipError, match="not aggregated any more"):
+                backward_of(model, rank, 2)
+
+    run_ranks(2, rank_main)
+
+
+def test_unequal_step_counts_end_without_a_hang():
+    def rank_main(rank, group):
+        model, optimizer, session = start(group)
+        with session:
+            for step in range(3 + rank):
+                try:
+                    backward_of(model, rank, step)
+                except gg.GossipError:
+                    assert step == 3
+                    return
+                optimizer.step()
+            assert rank == 0
+
+    run_ranks(2, rank_main)
+
+
+def test_ranks_that_differ_are_told_what_in():
+    def settings(rank, group):
+        model = network()
+        with pytest.raises(gg.AgreementError, match=r"'density' is 0\.1 on rank 1, but 0\.2"):
+            gg.sparsify(
+                model, sgd(list(model.parameters())), process_group=group, density=0.2 - rank / 10
+            )
+
+    run_ranks(2, settings)
+
+    def courses(rank, group):
+        def density(step):
+            return 0.5 if step < 102 or rank == 0 else 0.25
+
+        model, optimizer, session = start(group, "single", density=density)
+        with session:
+            for _ in range(100):
+                optimizer.step()
+            with pytest.raises(gg.GossipError, match=r"density in round 102 is 0\.25 on rank 1"):
+                backward_of(model, rank, 2)
+
+    run_ranks(2, courses)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"density": 0.0}, r"density is 0.0: it is the share .* such as 0.001"),
+        ({"density": {"*.weight": 0.1}}, r'needs an entry "\*"'),
+        ({"density": {"nothing": 0.1, "*": 0.1}}, "no trained parameter is called so"),
+        ({"density": lambda step: 2}, "density at step 0 is 2"),
+        ({"plan": "best"}, "there is no plan 'best': it is one of 'optimal', .* a threshold"),
+        ({"plan": 0}, "plan=0 is a threshold in bytes"),
+        ({"select": "all"}, "select must be one of 'per_group', 'per_tensor', got 'all'"),
+        ({"methods": ("sparse", "sparse")}, r"methods must be some of .*, each once"),
+        ({"methods": ()}, "methods must be some of"),
+        ({"value_dtype": torch.int8}, "value_dtype must be one of torch.float32"),
+        ({"momentum_correction": 1.0}, "momentum_correction is 1.0: it is the momentum itself"),
+        ({"momentum_correction": 0.9}, "has one of its own: use torch.optim.SGD.*momentum=0"),
+        ({"replan": 0}, "every counts steps between looks"),
+    ],
+)
+def test_wrong_settings(settings, message):
+    model = network()
+    with pytest.raises(ValueError, match=message):
+        gg.sparsify(model, sgd(list(model.parameters())), **settings)
+
+
+def test_sparse_gradients_are_refused_with_the_way_out():
+    def rank_main(rank, group):
+        model = nn.Embedding(5, 3, sparse=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with (
+            gg.sparsify(model, optimizer, process_group=group, plan="single", density=0.5),
+            pytest.raises(gg.GossipError, match="sparse=False"),
+        ):
+            model(torch.tensor([1, 2])).sum().backward()
+
+    run_ranks(2, rank_main)
+
+
+def test_states_are_dealt_to_another_number_of_ranks_with_the_mean_they_carry():
+    states = {}
+
+    def first(rank, group):
+        model, optimizer, session = start(group)
+        with session:
+            for step in range(3):
+                backward_of(model, rank, step)
+                optimizer.step()
+            states[rank] = session.state_dict()
+
+    def second(rank, group):
+        model, _, session = start(group, "single", model=network(1))
+        with session:
+            session.load_state_dict(dealt[rank])
+            assert session.stats().rounds == 3
+            assert len(session.stats().groups) == 4
+            assert all(torch.equal(p, w) for p, w in zip(model.parameters(), weights, strict=True))
+            return session.state_dict()["session"]["residuals"]
+
+    run_ranks(4, first)
+    weights = list(states[0]["model"].values())
+    dealt = deal_states([states[rank] for rank in range(4)], 3)
+    carried = run_ranks(3, second)
+    for name, value in carried[0].items():
+        old = torch.stack([states[r]["session"]["residuals"][name] for r in range(4)]).mean(0)
+        new = torch.stack([each[name] for each in carried]).mean(0)
+        torch.testing.assert_close(new, old)
+        assert value.shape == old.shape
+    with pytest.raises(ValueError, match="states of the ranks"):
+        deal_states([states[1], states[0]], 3)
+
+
+def test_states_that_do_not_fit_are_refused_on_all_ranks():
+    def rank_main(rank, group):
+        model, optimizer, session = start(group)
+        with session:
+            backward_of(model, rank, 0)
+            optimizer.step()
+            state = session.state_dict()
+            wrong = {**state, "session": {**state["session"], "rank": 0}}
+            with pytest.raises(ValueError, match="on rank 1: it is the state of rank 0"):
+                session.load_state_dict(wrong)
+            with pytest.raises(ValueError, match="it is no state that state_dict"):
+                session.load_state_dict({"model": {}})
+            session.load_state_dict(state)
+
+    run_ranks(2, rank_main)

@@ -1,0 +1,316 @@
+"""Rounds: what meets, what is carried over, and that nothing is lost on the way."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import gossipgrad as gg
+from gossipgrad.planning import Group as Merge
+from support.ranks import run_ranks
+from support.replicas import network
+from support.sparse import backward_of
+
+
+class Bare(torch.optim.Optimizer):
+    """Adds up the gradients that it is given."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+        self.sums = [torch.zeros_like(p) for g in self.param_groups for p in g["params"]]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for total, p in zip(self.sums, self.param_groups[0]["params"], strict=True):
+            total.add_(p.grad)
+
+
+def mean(values):
+    return [torch.stack(each).mean(0) for each in zip(*values, strict=True)]
+
+
+@settings(max_examples=12)
+@given(
+    world_size=st.integers(2, 4),
+    plans=st.lists(
+        st.lists(st.sampled_from(["sparse", "dense"]), min_size=4, max_size=4),
+        min_size=2,
+        max_size=3,
+    ),
+    cuts=st.lists(st.booleans(), min_size=3, max_size=3),
+    density=st.sampled_from([0.02, 0.3]),
+    select=st.sampled_from(["per_group", "per_tensor"]),
+    value_dtype=st.sampled_from([None, torch.bfloat16]),
+)
+def test_nothing_is_lost_whatever_is_planned_anew(
+    world_size, plans, cuts, density, select, value_dtype
+):
+    """Applied means, plus the mean of what is carried over, are the sum of the mean gradients."""
+
+    def rank_main(rank, group):
+        model = network(dtype=torch.float64)
+        optimizer = Bare(model.parameters())
+        own = [torch.zeros_like(p) for p in model.parameters()]
+        with gg.sparsify(
+            model,
+            optimizer,
+            process_group=group,
+            plan="single",
+            density=density,
+            select=select,
+            methods=("sparse", "dense"),
+            value_dtype=value_dtype,
+        ) as session:
+            for number, methods in enumerate(plans):
+                session._aggregation.regroup(merges(methods, cuts))
+                for step in range(2):
+                    with session.no_sync():
+                        backward_of(model, rank, 10 * number + step)
+                    for total, p in zip(own, model.parameters(), strict=True):
+                        total.add_(p.grad)
+                    optimizer.step()
+            carried = session.state_dict()["session"]["residuals"]
+            rest = [carried.get(name, torch.zeros_like(p)) for name, p in model.named_parameters()]
+        return own, optimizer.sums, rest
+
+    told = run_ranks(world_size, rank_main)
+    applied, rest, due = told[0][1], mean([r for _, _, r in told]), mean([o for o, _, _ in told])
+    for a, r, d in zip(applied, rest, due, strict=True):
+        torch.testing.assert_close(a + r, d, rtol=1e-9, atol=1e-9)
+    for _, sums, _ in told:
+        assert all(torch.equal(a, s) for a, s in zip(applied, sums, strict=True))
+
+
+def merges(methods, cuts):
+    """Groups of the four tensors of a network, cut where `cuts` says."""
+    edges = [0, *(i + 1 for i, cut in enumerate(cuts) if cut), 4]
+    return tuple(Merge(a, b, methods[a]) for a, b in pairwise(edges))
+
+
+class Branches(nn.Module):
+    """A trunk that is always used, and a branch that some ranks leave out."""
+
+    def __init__(self):
+        super().__init__()
+        self.branch = nn.Linear(6, 6)
+        self.trunk = nn.Linear(6, 3)
+
+    def forward(self, x, *, with_branch):
+        return self.trunk(self.branch(x) if with_branch else x)
+
+
+def same_weights(told):
+    return all(torch.equal(a, b) for other in told[1:] for a, b in zip(told[0], other, strict=True))
+
+
+@pytest.mark.parametrize("plan", ["single", "layerwise"])
+def test_parameters_without_a_gradient_count_as_zeros(plan):
+    def rank_main(rank, group):
+        torch.manual_seed(0)
+        model = Branches()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        with gg.sparsify(model, optimizer, process_group=group, plan=plan, density=0.2):
+            for step in range(6):
+                optimizer.zero_grad()
+                x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+                model(x, with_branch=(rank + step) % 3 == 0).square().mean().backward()
+                assert all(p.grad is not None for p in model.parameters())
+                optimizer.step()
+        return [p.detach() for p in model.parameters()]
+
+    assert same_weights(run_ranks(3, rank_main))
+
+
+def test_gradients_out_of_the_order_of_the_plan_are_sent_in_it():
+    """The parameters are used in the order in which they are defined reversed."""
+
+    class Backwards(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.last = nn.Linear(6, 3)
+            self.first = nn.Linear(6, 6)
+
+        def forward(self, x):
+            return self.last(self.first(x))
+
+    def rank_main(rank, group):
+        torch.manual_seed(0)
+        model = Backwards()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with gg.sparsify(
+            model, optimizer, process_group=group, plan="layerwise", density=1.0
+        ) as session:
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(rank))
+            model(x).square().mean().backward()
+            stamps = session._aggregation.passes.stamps
+            assert stamps != sorted(stamps)
+            optimizer.step()
+        return [p.detach() for p in model.parameters()]
+
+    assert same_weights(run_ranks(2, rank_main))
+
+
+def test_accumulated_gradients_are_those_of_one_batch():
+    def run(parts):
+        def rank_main(rank, group):
+            model = network(dtype=torch.float64)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            with gg.sparsify(
+                model, optimizer, process_group=group, plan="layerwise", density=0.2
+            ) as session:
+                for step in range(4):
+                    optimizer.zero_grad()
+                    generator = torch.Generator().manual_seed(10 * step + rank)
+                    batch = torch.randn(8, 6, generator=generator, dtype=torch.float64)
+                    *early, last = batch.chunk(parts)
+                    for part in early:
+                        with session.no_sync():
+                            (model(part).square().sum() / 8).backward()
+                    (model(last).square().sum() / 8).backward()
+                    optimizer.step()
+                assert session.stats().rounds == 4
+            return [p.detach() for p in model.parameters()]
+
+        return run_ranks(2, rank_main)[0]
+
+    for whole, parted in zip(run(1), run(4), strict=True):
+        torch.testing.assert_close(whole, parted)
+
+
+def test_a_step_without_a_backward_pass_of_its_own_is_a_round():
+    """By hand, and with all passes inside no_sync(): no optimizer steps with one rank's own."""
+
+    def rank_main(rank, group):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with gg.sparsify(
+            model, optimizer, process_group=group, plan="single", density=1.0
+        ) as session:
+            for p in model.parameters():
+                p.grad = torch.full_like(p, float(rank))
+            optimizer.step()
+            assert all(bool((p.grad == 0.5).all()) for p in model.parameters())
+            optimizer.zero_grad()
+            with session.no_sync():
+                backward_of(model, rank, 0)
+            optimizer.step()
+            assert session.stats().rounds == 2
+        return [p.detach() for p in model.parameters()]
+
+    assert same_weights(run_ranks(2, rank_main))
+
+
+def test_a_closure_is_one_round_for_each_of_its_backward_passes():
+    def rank_main(rank, group):
+        model = network()
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
+        with gg.sparsify(
+            model, optimizer, process_group=group, plan="single", density=1.0
+        ) as session:
+            passes = []
+
+            def closure():
+                optimizer.zero_grad()
+                backward_of(model, rank, 0)
+                passes.append(1)
+                return torch.tensor(1.0)
+
+            optimizer.step(closure)
+            assert session.stats().rounds == len(passes) > 0
+        return [p.detach() for p in model.parameters()]
+
+    assert same_weights(run_ranks(2, rank_main))
+
+
+def test_two_optimizers_and_two_losses():
+    def rank_main(rank, group):
+        model = network()
+        both = [torch.optim.SGD(model[i].parameters(), lr=0.1) for i in (0, 2)]
+        with gg.sparsify(
+            model, both, process_group=group, plan="layerwise", density=0.3
+        ) as session:
+            for step in range(3):
+                backward_of(model, rank, step)
+                for optimizer in both:
+                    optimizer.step()
+            assert session.stats().rounds == 3
+        return [p.detach() for p in model.parameters()]
+
+    assert same_weights(run_ranks(2, rank_main))
+
+
+def test_residuals_follow_the_scale_of_the_loss():
+    """Scales are powers of two: whatever they are, the weights are the same to the last bit."""
+
+    def run(scales):
+        def rank_main(rank, group):
+            model = network()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=scales is not None)
+            settings = {"plan": "layerwise", "density": 0.2, "process_group": group}
+            with gg.sparsify(model, optimizer, scaler=scaler, **settings):
+                for step in range(5):
+                    optimizer.zero_grad()
+                    generator = torch.Generator().manual_seed(10 * step + rank)
+                    loss = model(torch.randn(4, 6, generator=generator)).square().mean()
+                    scaler.scale(loss).backward()
+                    scaler.step(optimizer)
+                    if scales is not None:
+                        scaler.update(scales[step])
+            return [p.detach() for p in model.parameters()]
+
+        return run_ranks(2, rank_main)[0]
+
+    scaled = run([4.0, 4.0, 1.0, 8.0, 0.5])
+    assert all(torch.equal(a, b) for a, b in zip(scaled, run(None), strict=True))
+
+
+def test_starved_tensors_are_told_of_and_per_tensor_selection_starves_none():
+    def starved(select):
+        def rank_main(rank, group):
+            model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+            with gg.sparsify(
+                model, optimizer, process_group=group, plan="single", density=0.02, select=select
+            ) as session:
+                for _ in range(200):
+                    for p in model.parameters():
+                        p.grad = torch.full_like(p, 1e-9)
+                    model[0].weight.grad[0, 0] = 1.0
+                    optimizer.step()
+                return session.stats()
+
+        return run_ranks(2, rank_main)[0]
+
+    stats = starved("per_group")
+    assert stats.starved_after == 189
+    assert stats.starved_tensors == 3
+    assert stats.starved_share == pytest.approx((6 + 18 + 3) / 63)
+    assert "3 tensors starved" in str(stats)
+    stats = starved("per_tensor")
+    assert stats.starved_tensors == stats.longest_wait_rounds == 0
+
+
+def test_memory_and_bytes_are_as_stated():
+    def rank_main(rank, group):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with gg.sparsify(
+            model, optimizer, process_group=group, plan="single", density=0.1
+        ) as session:
+            backward_of(model, rank, 0)
+            stats = session.stats()
+            made = session._aggregation.groups[0]
+            assert stats.all_reduce_bytes == 4 * made.numel * 4 // 3
+            (of,) = stats.groups
+            assert (of.tensors, of.elements, of.method) == (4, made.numel, "sparse")
+            assert of.chosen == made.numel // 10
+            assert stats.bytes_sent == of.bytes_sent == 2 * made._message.nbytes
+            messages = 4 * made._message.nbytes
+            assert stats.extra_memory_bytes == 2 * 4 * made.numel + messages
+            assert stats.residual_ratio > 0
+
+    run_ranks(3, rank_main)

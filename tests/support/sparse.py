@@ -1,0 +1,69 @@
+"""Sparse sessions on threads, and the reference beside them."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+import gossipgrad as gg
+from gossipgrad.comm import Group
+from gossipgrad.sparsification._reference import Reference
+from support.ranks import run_ranks
+from support.replicas import network, sgd
+
+__all__ = ["backward_of", "train", "train_reference"]
+
+
+def backward_of(model: nn.Module, rank: int, step: int, count: int = 5) -> None:
+    """A backward pass on a batch that depends on rank and step alone; gradients are new."""
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    model.zero_grad()
+    batch = torch.randn(count, 6, generator=generator).to(model[0].weight.dtype)
+    target = torch.randn(count, 3, generator=generator)
+    (model(batch).float() - target).square().mean().backward()
+
+
+def train(
+    world_size: int,
+    steps: int,
+    *,
+    optimizer: Callable = sgd,
+    dtype: torch.dtype = torch.float32,
+    backward: Callable[[nn.Module, int, int], None] = backward_of,
+    look: Callable[[gg.SparseSession], object] = lambda session: None,
+    **settings,
+) -> list:
+    """What the ranks hold after training, and what `look(session)` saw at the end."""
+
+    def rank_main(rank: int, group: Group):
+        model = network(seed=rank, dtype=dtype)
+        o = optimizer(list(model.parameters()))
+        with gg.sparsify(model, o, process_group=group, **settings) as session:
+            for step in range(steps):
+                backward(model, rank, step)
+                o.step()
+            seen = look(session)
+            session.group.barrier()
+        return [p.detach().clone() for p in model.parameters()], seen
+
+    return run_ranks(world_size, rank_main)
+
+
+def train_reference(
+    world_size: int,
+    steps: int,
+    groups: list[int],
+    *,
+    optimizer: Callable = sgd,
+    dtype: torch.dtype = torch.float32,
+    backward: Callable[[nn.Module, int, int], None] = backward_of,
+    **settings,
+) -> Reference:
+    models = [network(dtype=dtype) for _ in range(world_size)]
+    optimizers = [optimizer(list(model.parameters())) for model in models]
+    reference = Reference(models, optimizers, groups, **settings)
+    for step in range(steps):
+        for rank, model in enumerate(models):
+            backward(model, rank, step)
+        reference.step()
+    return reference
