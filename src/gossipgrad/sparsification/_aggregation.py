@@ -1,6 +1,8 @@
 """A round: gradients of all ranks become their sparsified mean while backward goes on."""
 
-from collections.abc import Mapping, Sequence
+import statistics
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import perf_counter
 
@@ -13,13 +15,13 @@ from gossipgrad.planning import Group as Merge
 from gossipgrad.sparsification._density import Warmup, counts_of, densities_at
 from gossipgrad.sparsification._merged import MergedGroup
 from gossipgrad.sparsification._passes import Passes
-from gossipgrad.sparsification._planner import Planner
 from gossipgrad.sparsification._queue import OrderedQueue, Ticket
 from gossipgrad.sparsification._settings import Settings
 
 __all__ = ["Aggregation"]
 
 _AHEAD = 100  # rounds for which a function of the density is asked at once
+_REMEMBERED = 50  # rounds whose times count for the median
 _BREAK_SECONDS = 5.0  # for collectives of this rank to end once the group is closed
 
 
@@ -30,7 +32,8 @@ class Aggregation:
         parameters: By name, in the order in which backward finishes them.
         group: For collectives; nothing else talks on it while a round is under way.
         settings: Of the session.
-        planner: Knows the groups, and is asked before and told after each round.
+        merges: The groups to begin with.
+        after_round: Called after each round, when nothing is under way; it may `regroup`.
         scaler: Whose scale the gradients have in them.
         recorder: Gets spans of time.
 
@@ -46,8 +49,9 @@ class Aggregation:
         parameters: dict[str, nn.Parameter],
         group: Group,
         settings: Settings,
-        planner: Planner,
+        merges: Sequence[Merge],
         *,
+        after_round: Callable[["Aggregation"], None],
         scaler: torch.amp.GradScaler | None,
         recorder: Recorder | None,
     ) -> None:
@@ -62,12 +66,14 @@ class Aggregation:
         self._parameters = list(parameters.values())
         self._group = group
         self._settings = settings
-        self._planner = planner
+        self._after_round = after_round
         self._scaler = scaler
         self._recorder = recorder
         self._densities: tuple[float, ...] = ()
         self._course: dict[int, tuple[float, ...]] = {}
         self._tickets: list[Ticket] = []
+        self._opened_seconds = 0.0
+        self._finished: deque[float] = deque(maxlen=_REMEMBERED)
         self._as_in_grad = False
         self._broken: str | None = None
         self.queue = OrderedQueue(f"gossipgrad sparsify, rank {group.rank}")
@@ -78,7 +84,7 @@ class Aggregation:
             end=self._end,
             broken_off=self._broken_off,
         )
-        self.regroup(planner.merges)
+        self.regroup(merges)
 
     @property
     def names(self) -> list[str]:
@@ -89,6 +95,33 @@ class Aggregation:
     def sizes(self) -> list[int]:
         """Elements of each parameter, in the same order."""
         return [p.numel() for p in self._parameters]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the gradients are."""
+        return self._parameters[0].device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of most gradients."""
+        of = [(p.numel(), str(p.dtype), p.dtype) for p in self._parameters]
+        return max(of)[2]
+
+    @property
+    def density(self) -> float:
+        """The share of all coordinates that sparse groups send now."""
+        sizes = self.sizes
+        sent = sum(n * rho for n, rho in zip(sizes, self._densities, strict=True))
+        return sent / sum(sizes)
+
+    @property
+    def median_seconds(self) -> float | None:
+        """From the first gradient until all groups have come, of the last rounds."""
+        return statistics.median(self._finished) if self._finished else None
+
+    def stamps(self) -> dict[str, float]:
+        """Seconds from the first gradient of the last pass to each, by name."""
+        return {self._names[at]: t for at, t in self.passes.ready_seconds().items()}
 
     def regroup(
         self, merges: Sequence[Merge], *, names: Sequence[str] | None = None, keep: bool = True
@@ -120,7 +153,8 @@ class Aggregation:
         for made in self.groups:
             made.looks = looks
         self.merges = tuple(merges)
-        self._densities = ()
+        if self._densities:
+            self._use(self._densities_now())
         self.passes.regroup([merge.stop - merge.start for merge in merges])
 
     def state(self) -> list[tuple[Tensor | None, Tensor | None]]:
@@ -154,7 +188,7 @@ class Aggregation:
         if self._broken is not None:
             raise GossipError(self._broken)
         self._tickets = []
-        self._planner.before_round(self)
+        self._opened_seconds = perf_counter()
         self._rescale()
         densities = self._densities_now()
         if densities != self._densities:
@@ -248,10 +282,11 @@ class Aggregation:
             raise GossipError(self._broken) from error
         self.exposed_seconds += end - start
         self._write()
+        self._finished.append(end - self._opened_seconds)
         self._record(start, end)
         self.passes.over()
         self.rounds += 1
-        self._planner.after_round(self)
+        self._after_round(self)
 
     def _write(self) -> None:
         local = [self._grads(number) for number in range(len(self.groups))]
@@ -297,7 +332,7 @@ class Aggregation:
         deadline = perf_counter() + _BREAK_SECONDS
         for ticket in self._tickets:
             ticket.wait(max(0.0, deadline - perf_counter()))
-        for number in range(self.passes.launched):
+        for number in range(len(self._tickets)):
             self.groups[number].roll_back(self._grads(number))
         self.passes.over()
 

@@ -37,6 +37,11 @@ class Timing:
     gather_seconds: float = 0.0
     add_seconds: float = 0.0
 
+    @property
+    def communicate_seconds(self) -> float:
+        """All that is done beside backward."""
+        return self.gather_seconds + self.add_seconds
+
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:

@@ -2,7 +2,6 @@
 
 import weakref
 from collections.abc import Callable, Sequence
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from gossipgrad.errors import GossipError
+from gossipgrad.sparsification._streams import make_clock
 
 __all__ = ["Passes"]
 
@@ -37,7 +37,7 @@ class Passes:
         enabled: Whether gradients count; those of passes where they do not stay fresh.
         fresh: For each parameter whether it got a gradient since the last round.
         launched: How many groups of this pass have been launched.
-        stamps: When each gradient of this pass was ready, in seconds, None before.
+        stamps: When each gradient of this pass was ready, by its clock; None before.
     """
 
     def __init__(
@@ -54,7 +54,9 @@ class Passes:
         self.began = False
         self.launched = 0
         self.fresh = [False] * len(parameters)
-        self.stamps: list[float | None] = [None] * len(parameters)
+        self.stamps: list[Any] = [None] * len(parameters)
+        self._clock = make_clock(parameters[0].device)
+        self._turns: dict[int, int] = {}  # by place, how many gradients came before it
         self._group_of: list[int] = []
         self._sizes: list[int] = []
         self._missing: list[int] = []
@@ -80,7 +82,14 @@ class Passes:
         self._begin()  # it may regroup
         self.began, self.launched = True, 0
         self._missing = list(self._sizes)
-        self.stamps = [None] * len(self._parameters)
+        self.stamps, self._turns = [None] * len(self._parameters), {}
+
+    def ready_seconds(self) -> dict[int, float]:
+        """From the first gradient of the last pass to each, by place."""
+        there = [place for place, stamp in enumerate(self.stamps) if stamp is not None]
+        there.sort(key=lambda place: self._turns[place])
+        seconds = self._clock.seconds([self.stamps[place] for place in there]) if there else []
+        return dict(zip(there, seconds, strict=True))
 
     def launch_rest(self) -> None:
         """Launches what has not been, complete or not."""
@@ -121,13 +130,14 @@ class Passes:
             group = self._group_of[place]
             if self.stamps[place] is None:
                 self._missing[group] -= 1
+                self._turns[place] = len(self._turns)
             elif self.launched > group:
                 raise GossipError(
                     "a parameter got a second gradient in one backward pass, after the first was "
                     "sent: it is used by several parts of the model of which one is checkpointed "
                     "with use_reentrant=True. Checkpoint with use_reentrant=False"
                 )
-            self.stamps[place] = perf_counter()
+            self.stamps[place] = self._clock.now()
             while self.launched < len(self._missing) and not self._missing[self.launched]:
                 self._launch_next()
 

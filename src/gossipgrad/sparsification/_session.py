@@ -159,7 +159,7 @@ class SparseSession:
 
     def stats(self) -> SparseStats:
         """What this rank has done so far; no communication."""
-        return collect(self._aggregation, self.world_size)
+        return collect(self._aggregation, self._planner, self.world_size)
 
     def state_dict(self) -> dict[str, Any]:
         """All that this rank needs to go on as if it had never stopped; local.
@@ -183,7 +183,7 @@ class SparseSession:
             raise GossipError(
                 "state_dict() in the middle of a backward pass: call it between steps"
             )
-        of = self._settings, self._aggregation, self.group
+        of = self._settings, self._aggregation, self._planner, self.group
         return session_state(self._model, self._optimizers, *of)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -205,8 +205,8 @@ class SparseSession:
             if plan != told[0][1]:
                 raise ValueError(f"the states of ranks 0 and {rank} are not of the same step")
         load_replica(self._model, self._optimizers, state)
-        if self._aggregation is not None:
-            load_session(self._aggregation, state["session"])
+        if self._aggregation is not None and self._planner is not None:
+            load_session(self._aggregation, self._planner, state["session"])
 
     def close(self) -> None:
         """Ends the session and takes all hooks off; local, waits for nobody, may be called twice.
@@ -239,10 +239,17 @@ class SparseSession:
             agree_on(group, self._model, self._optimizers, of.describe())
             broadcast_replica(group, self._model, self._optimizers)
             backwards = dict(reversed(parameters.items()))
-            self._planner = Planner(of, [wide_bytes(p) for p in backwards.values()])
+            planner = Planner(of, [wide_bytes(p) for p in backwards.values()], group)
             self._aggregation = Aggregation(
-                backwards, group, of, self._planner, scaler=self._scaler, recorder=self._recorder
+                backwards,
+                group,
+                of,
+                planner.merges,
+                after_round=planner.after_round,
+                scaler=self._scaler,
+                recorder=self._recorder,
             )
+            self._planner = planner
         self._watch = StepWatch(self._optimizers, self._aggregation, self._scaler)
         self._farewell = weakref.finalize(self, _leave, self._watch, self._aggregation, group)
         self._farewell.atexit = False  # pyrefly: ignore[missing-attribute]

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from gossipgrad.comm import Group, misfit, replica_state
 from gossipgrad.planning import Group as Merge
 from gossipgrad.sparsification._aggregation import Aggregation
+from gossipgrad.sparsification._planner import Planner
 from gossipgrad.sparsification._settings import Settings
 
 __all__ = ["deal_states", "load_session", "session_misfit", "session_state"]
@@ -25,6 +26,7 @@ def session_state(
     optimizers: Sequence[Optimizer],
     settings: Settings,
     aggregation: Aggregation | None,
+    planner: Planner | None,
     group: Group,
 ) -> dict[str, Any]:
     """See `SparseSession.state_dict`."""
@@ -38,6 +40,7 @@ def session_state(
         "velocities": {},
         "rounds_without": {},
         "counted": None,
+        "planner": None if planner is None else planner.state(),
     }
     if aggregation is not None:
         waits = [int(n) for made in aggregation.groups for n in made.rounds_without]
@@ -74,8 +77,10 @@ def session_misfit(
     return f"it is no state that state_dict() of a session gives (version {VERSION})"
 
 
-def load_session(aggregation: Aggregation, session: Mapping[str, Any]) -> None:
+def load_session(aggregation: Aggregation, planner: Planner, session: Mapping[str, Any]) -> None:
     """Takes up what `session_state` gave."""
+    if session["planner"] is not None:
+        planner.load(session["planner"])
     if session["plan"] is not None:
         names = session["plan"]["names"]
         merges = [Merge(*each) for each in session["plan"]["groups"]]

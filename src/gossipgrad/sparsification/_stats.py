@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from gossipgrad.sparsification._aggregation import Aggregation
+from gossipgrad.sparsification._planner import Planner
 
 __all__ = ["GroupStats", "SparseStats", "collect"]
 
@@ -57,6 +58,12 @@ class SparseStats:
             the first round. Grows without bound where training diverges.
         extra_memory_bytes: Held beside the model and its gradients.
         groups: Of the present plan, in the order of backward.
+        predicted_seconds: From the first gradient until all groups have come, by the plan; None
+            while there is none with times.
+        measured_seconds: The same as it was, the median of the last rounds; None before the first.
+        alternatives: What was predicted for the published rules, by name and method.
+        refused: Why nothing is compressed though it may be; None if something is.
+        replans: How often the plan was changed for another.
     """
 
     rounds: int
@@ -73,6 +80,11 @@ class SparseStats:
     residual_ratio: float | None
     extra_memory_bytes: int
     groups: tuple[GroupStats, ...]
+    predicted_seconds: float | None
+    measured_seconds: float | None
+    alternatives: dict[str, float]
+    refused: str | None
+    replans: int
 
     def __str__(self) -> str:
         """The figures to look at first, in words.
@@ -92,17 +104,20 @@ class SparseStats:
             if self.starved_tensors
             else ""
         )
+        refused = "" if self.refused is None else f"\n{self.refused}"
         return (
             f"{len(self.groups)} groups, {sparse} of them sparse\n"
             f"sent {self.bytes_sent:,} bytes, ring all-reduce would have sent "
             f"{self.all_reduce_bytes:,}\n"
-            f"blocked on communication for {self.exposed_seconds:.2f} s{starved}"
+            f"blocked on communication for {self.exposed_seconds:.2f} s{starved}{refused}"
         )
 
 
-def collect(aggregation: Aggregation | None, world_size: int) -> SparseStats:
+def collect(
+    aggregation: Aggregation | None, planner: Planner | None, world_size: int
+) -> SparseStats:
     """The figures of a session; `aggregation` is None where there is one rank."""
-    if aggregation is None:
+    if aggregation is None or planner is None:
         return _ALONE
     groups = tuple(
         GroupStats(
@@ -139,6 +154,11 @@ def collect(aggregation: Aggregation | None, world_size: int) -> SparseStats:
         residual_ratio=_ratio(aggregation),
         extra_memory_bytes=sum(made.memory_bytes for made in aggregation.groups),
         groups=groups,
+        predicted_seconds=None if planner.plan is None else planner.plan.finish_seconds,
+        measured_seconds=aggregation.median_seconds,
+        alternatives=dict(planner.alternatives),
+        refused=planner.refused,
+        replans=planner.replans,
     )
 
 
@@ -167,4 +187,9 @@ _ALONE = SparseStats(
     residual_ratio=None,
     extra_memory_bytes=0,
     groups=(),
+    predicted_seconds=None,
+    measured_seconds=None,
+    alternatives={},
+    refused=None,
+    replans=0,
 )

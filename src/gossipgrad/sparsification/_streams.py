@@ -1,12 +1,14 @@
 """Between the thread of backward and that of collectives: who may read what, when."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Hand", "make_hand"]
+__all__ = ["Clock", "Hand", "make_clock", "make_hand"]
 
 
 class Hand:
@@ -80,6 +82,41 @@ class StreamHand(Hand):
         """See `Hand.from_host`."""
         out.copy_(tensor, non_blocking=True)
         return out
+
+
+class Clock:
+    """Moments at which gradients are ready."""
+
+    def now(self) -> Any:
+        """This one."""
+        return perf_counter()
+
+    def seconds(self, moments: Sequence[Any]) -> list[float]:
+        """From the first of them to each."""
+        return [moment - moments[0] for moment in moments]
+
+
+class StreamClock(Clock):
+    """Moments on an accelerator, where a gradient is ready long after its hook was called."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def now(self) -> Any:
+        """See `Clock.now`; waits for nothing."""
+        event = torch.Event(self._device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self._device))
+        return event
+
+    def seconds(self, moments: Sequence[Any]) -> list[float]:
+        """See `Clock.seconds`; waits for the last."""
+        moments[-1].synchronize()
+        return [moments[0].elapsed_time(moment) / 1000 for moment in moments]
+
+
+def make_clock(device: torch.device) -> Clock:
+    """The one for gradients on a device."""
+    return Clock() if device.type == "cpu" else StreamClock(device)
 
 
 def make_hand(device: torch.device) -> Hand:

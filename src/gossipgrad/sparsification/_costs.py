@@ -1,0 +1,172 @@
+"""What selection and collectives cost here: measured with the code that will do them."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import nn
+
+from gossipgrad.comm import Group
+from gossipgrad.planning import Method, PiecewiseCost
+from gossipgrad.sparsification._density import counts_of
+from gossipgrad.sparsification._merged import MergedGroup
+from gossipgrad.sparsification._settings import Settings
+
+__all__ = ["Costs", "measure_costs"]
+
+_FIRST_ELEMENTS = 256
+_GROWTH = 4
+_MOST_ELEMENTS = 1 << 24
+_LONG_SECONDS = 0.5  # a size that takes longer is the last: what is above goes on with the slope
+_FEWEST_SIZES = 3
+_TIMES = 5
+_MOST_SECONDS = 0.25  # for the repetitions of one size
+_NO_TIME_SECONDS = 1e-9  # what clocks cannot tell from nothing is still above it
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Curves of one method, by elements of a group.
+
+    Attributes:
+        name: Of the method.
+        elements: Sizes that were measured.
+        select_seconds: Residual, selection and packing.
+        communicate_seconds: The collective, and adding up what came.
+    """
+
+    name: str
+    elements: tuple[int, ...]
+    select_seconds: tuple[float, ...]
+    communicate_seconds: tuple[float, ...]
+
+    def method(self) -> Method:
+        """As the planner takes it."""
+        return Method(
+            name=self.name,
+            select_seconds=PiecewiseCost.fit(self.elements, self.select_seconds),
+            communicate_seconds=PiecewiseCost.fit(self.elements, self.communicate_seconds),
+        )
+
+
+def measure_costs(
+    settings: Settings,
+    group: Group,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    elements: int,
+    density: float,
+) -> list[Costs]:
+    """The costs of every method that a plan may use, the same on all ranks; a collective.
+
+    A group of random gradients goes through selection and collective, for sizes that grow by four
+    up to all parameters, five times each. All ranks begin together, and each time is the median
+    over repetitions and ranks. What takes more than half a second ends it: slower networks are not
+    held up for longer than a few such.
+
+    Args:
+        settings: Of the session.
+        group: Whose ranks measure; nothing else may be under way.
+        device: Where gradients are.
+        dtype: Of the gradients.
+        elements: Of all parameters together.
+        density: The share that sparse messages have.
+    """
+    return [
+        _measure(name, settings, group, device, dtype, elements, density)
+        for name in settings.methods
+    ]
+
+
+def _measure(
+    name: str,
+    settings: Settings,
+    group: Group,
+    device: torch.device,
+    dtype: torch.dtype,
+    elements: int,
+    density: float,
+) -> Costs:
+    sizes, selects, communicates = [], [], []
+    for size in _sizes(elements):
+        trial = _Trial(name, size, settings, group.world_size, device, dtype, density)
+        select, communicate = _together(group, [trial.run(group)])
+        times = min(_TIMES, int(_MOST_SECONDS / max(select + communicate, 1e-6)))
+        if times > 1:  # the first was also the one that took memory
+            runs = [trial.run(group) for _ in range(times)]
+            select, communicate = _together(group, runs)
+        sizes.append(size)
+        selects.append(max(select, _NO_TIME_SECONDS))
+        communicates.append(max(communicate, _NO_TIME_SECONDS))
+        if select + communicate > _LONG_SECONDS and len(sizes) >= _FEWEST_SIZES:
+            break
+    return Costs(name, tuple(sizes), tuple(selects), tuple(communicates))
+
+
+def _sizes(elements: int) -> list[int]:
+    sizes = []
+    size = _FIRST_ELEMENTS
+    while size < min(elements, _MOST_ELEMENTS):
+        sizes.append(size)
+        size *= _GROWTH
+    last = min(elements, _MOST_ELEMENTS)
+    return [*sizes, last] if sizes else [last, 2 * last]
+
+
+def _together(group: Group, runs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Medians over runs, then over ranks."""
+    mine = [statistics.median(each) for each in zip(*runs, strict=True)]
+    told = group.all_gather_object(mine)
+    select, communicate = (statistics.median(each) for each in zip(*told, strict=True))
+    return select, communicate
+
+
+class _Trial:
+    """One group of a size, with gradients that are as good as any."""
+
+    def __init__(
+        self,
+        method: str,
+        size: int,
+        settings: Settings,
+        world_size: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        density: float,
+    ) -> None:
+        self._device = device
+        parameter = nn.Parameter(torch.zeros(size, dtype=dtype, device=device))
+        generator = torch.Generator(device).manual_seed(size)
+        grad = torch.randn(size, generator=generator, device=device)
+        self._grads: list[Any] = [grad.to(dtype)]
+        self._made = MergedGroup(
+            [parameter],
+            method,
+            world_size=world_size,
+            per_tensor=False,
+            value_dtype=settings.value_dtype,
+            momentum=settings.momentum_correction,
+        )
+        self._made.use_counts(counts_of([size], [density], per_tensor=False))
+
+    def run(self, group: Group) -> tuple[float, float]:
+        """Seconds of selection, and of collective and sum."""
+        group.barrier()
+        start = self._now()
+        self._made.begin(self._grads)
+        middle = self._now()
+        group.barrier()
+        begun = perf_counter()
+        self._made.exchange(group)
+        end = perf_counter()
+        self._made.accept()
+        return middle - start, end - begun
+
+    def _now(self) -> float:
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+        return perf_counter()

@@ -1,0 +1,59 @@
+"""Whether what groups take has drifted from what was predicted."""
+
+from collections.abc import Sequence
+
+from gossipgrad.sparsification._settings import Replan
+
+__all__ = ["Drift"]
+
+
+class Drift:
+    """Cumulative sums of relative errors, one for slower and one for faster than predicted.
+
+    An error within the allowance lets both sums fall, so noise comes to nothing, and an error that
+    stays adds up until it is over the threshold. After each alarm the steps between looks double:
+    a network that goes back and forth costs a number of measurements that grows with the logarithm
+    of the steps, not with the steps.
+
+    References:
+        Page, Continuous inspection schemes, Biometrika 1954 (CUSUM).
+    """
+
+    def __init__(self, settings: Replan) -> None:
+        self._settings = settings
+        self.every = settings.every
+        self.slower = self.faster = 0.0
+        self._next = settings.every
+
+    def due(self, rounds: int) -> bool:
+        """Whether a look is due after so many rounds."""
+        return rounds >= self._next
+
+    def look(self, rounds: int, measured: Sequence[float], predicted: Sequence[float]) -> bool:
+        """Takes in what groups took, in seconds; whether costs are to be measured anew."""
+        self._next = rounds + self.every
+        expected = sum(predicted)
+        error = (sum(measured) - expected) / expected if expected else 0.0
+        self.slower = max(0.0, self.slower + error - self._settings.drift)
+        self.faster = max(0.0, self.faster - error - self._settings.drift)
+        return max(self.slower, self.faster) > self._settings.threshold
+
+    def measured_anew(self, rounds: int) -> None:
+        """There are new predictions; the next look is twice as far away."""
+        self.slower = self.faster = 0.0
+        self.every *= 2
+        self._next = rounds + self.every
+
+    def state(self) -> dict[str, float | int]:
+        """For a session's state."""
+        return {
+            "every": self.every,
+            "next": self._next,
+            "slower": self.slower,
+            "faster": self.faster,
+        }
+
+    def load(self, state: dict[str, float | int]) -> None:
+        """Takes up what `state` gave."""
+        self.every, self._next = int(state["every"]), int(state["next"])
+        self.slower, self.faster = state["slower"], state["faster"]

@@ -1,0 +1,188 @@
+"""Plans that are measured: agreed on by all ranks, honest about dense, slow to change."""
+
+import logging
+from itertools import pairwise
+
+import pytest
+import torch
+
+import gossipgrad as gg
+from gossipgrad.planning import Group as Merge
+from gossipgrad.planning import Plan
+from gossipgrad.sparsification import Replan, _planner
+from gossipgrad.sparsification._costs import Costs
+from gossipgrad.sparsification._drift import Drift
+from support.ranks import run_ranks
+from support.replicas import network
+from support.sparse import backward_of, train
+
+SIZES = (1, 1000)
+
+
+def costs_that_say(**seconds):
+    """Curves that grow from nothing to what is said for 1,000 elements, by method."""
+
+    def measured(settings, *_, **__):
+        return [
+            Costs(name, SIZES, (1e-9, 1e-9), (1e-9, seconds[name])) for name in settings.methods
+        ]
+
+    return measured
+
+
+@pytest.mark.parametrize("plan", ["optimal", "greedy", "mg-wfbp"])
+def test_a_plan_is_measured_and_is_the_same_on_all_ranks(plan):
+    def look(session):
+        stats = session.stats()
+        assert session.plan is not None
+        assert stats.predicted_seconds == session.plan.finish_seconds
+        assert stats.measured_seconds > 0
+        assert len(stats.groups) == len(session.plan.groups)
+        assert {"single, sparse", "greedy, sparse", "layerwise, dense"} <= {*stats.alternatives}
+        if plan == "optimal":
+            assert stats.predicted_seconds <= min(stats.alternatives.values()) * 1.0001
+        return session.plan, session.state_dict()["session"]["plan"]
+
+    told = train(3, 9, plan=plan, density=0.1, look=look)
+    assert all(seen == told[0][1] for _, seen in told)
+    for weights, _ in told[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(weights, told[0][0], strict=True))
+
+
+def test_nothing_is_compressed_where_dense_wins_and_it_is_said(monkeypatch, caplog):
+    monkeypatch.setattr(_planner, "measure_costs", costs_that_say(sparse=2e-3, dense=1e-3))
+    with caplog.at_level(logging.WARNING, "gossipgrad"):
+        told = train(2, 9, density=0.1, look=lambda s: s.stats())
+    assert len(caplog.records) == 1
+    assert "nothing is compressed: gradients are predicted" in caplog.text
+    for _, stats in told:
+        assert {group.method for group in stats.groups} == {"dense"}
+        assert stats.refused is not None
+        assert stats.refused in str(stats)
+
+
+def test_everything_is_compressed_where_that_wins(monkeypatch):
+    monkeypatch.setattr(_planner, "measure_costs", costs_that_say(sparse=1e-3, dense=1.0))
+    for _, stats in train(2, 9, density=0.1, look=lambda s: s.stats()):
+        assert {group.method for group in stats.groups} == {"sparse"}
+        assert stats.refused is None
+
+
+def test_a_network_that_changes_changes_the_plan_once_and_noise_does_not(monkeypatch):
+    """Costs are measured where a look finds drift, and each time the next look is farther off."""
+    looks = []
+    truth = {"sparse": 1e-3, "dense": 1.0}
+
+    def measured(*args, **kwargs):
+        looks.append(1)
+        return costs_that_say(**truth)(*args, **kwargs)
+
+    monkeypatch.setattr(_planner, "measure_costs", measured)
+
+    def rank_main(rank, group):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        methods = []
+        with gg.sparsify(
+            model, optimizer, process_group=group, density=0.1, replan=Replan(every=5)
+        ) as session:
+            for step in range(60):
+                if step == 20 and rank == 0:
+                    truth.update(sparse=1.0, dense=1e-3)
+                group.barrier()
+                backward_of(model, rank, step)
+                optimizer.step()
+                methods.append({of.method for of in session.stats().groups})
+            stats = session.stats()
+        assert methods[7] == {"sparse"}
+        assert methods[-1] == {"dense"}
+        assert stats.replans == 1
+        assert sum(a != b for a, b in pairwise(methods)) <= 2
+
+    run_ranks(2, rank_main)
+    assert len(looks) <= 2 * 6
+
+
+def test_drift_is_told_from_noise_and_alarms_become_rare():
+    drift = Drift(Replan(every=10, drift=0.2, threshold=1.0))
+    assert not drift.due(9)
+    for number in range(1, 200):
+        noise = 0.15 if number % 2 else -0.15
+        assert drift.due(10 * number)
+        assert not drift.look(10 * number, [1 + noise], [1.0])
+    slow = Drift(Replan(every=10, drift=0.2, threshold=1.0))
+    alarms = [slow.look(10 * number, [1.5], [1.0]) for number in range(1, 6)]
+    assert alarms == [False, False, False, True, True]
+    fast = Drift(Replan(every=10, drift=0.2, threshold=1.0))
+    assert [fast.look(10 * n, [0.2], [1.0]) for n in range(1, 3)] == [False, True]
+    rounds, alarms = 0, 0
+    while rounds < 10_000:
+        rounds += 1
+        if slow.due(rounds) and slow.look(rounds, [9.0], [1.0]):
+            slow.measured_anew(rounds)
+            alarms += 1
+    assert alarms <= 10
+
+
+def test_a_warm_up_that_ends_is_planned_anew(monkeypatch):
+    asked = []
+
+    def measured(settings, *args, density, **kwargs):
+        asked.append(density)
+        return costs_that_say(sparse=1e-3, dense=1.0)(settings)
+
+    monkeypatch.setattr(_planner, "measure_costs", measured)
+    course = gg.sparsification.Warmup(densities=(0.5, 0.25), steps=10, then=0.1)
+    train(2, 25, density=course, look=lambda s: s.stats())
+    assert sorted(asked, reverse=True) == pytest.approx([0.5] * 2 + [0.25] * 2 + [0.1] * 2)
+
+
+def test_a_plan_can_be_given():
+    plan = Plan(
+        groups=(Merge(0, 3, "sparse"), Merge(3, 4, "dense")),
+        finish_seconds=1.0,
+        lower_bound_seconds=0.5,
+    )
+    told = train(2, 3, plan=plan, density=0.1, look=lambda s: (s.plan, s.stats()))
+    for _, (kept, stats) in told:
+        assert kept == plan
+        assert [of.method for of in stats.groups] == ["sparse", "dense"]
+
+    def short(rank, group):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrong = Plan(groups=plan.groups[:1], finish_seconds=1.0, lower_bound_seconds=0.5)
+        with pytest.raises(ValueError, match="the plan is for 3 tensors, the model trains 4"):
+            gg.sparsify(model, optimizer, process_group=group, plan=wrong)
+
+    run_ranks(2, short)
+
+
+def test_a_measured_plan_goes_on_after_a_resume_bit_for_bit(monkeypatch):
+    monkeypatch.setattr(_planner, "measure_costs", costs_that_say(sparse=1e-3, dense=1.0))
+    states, settings = {}, {"density": 0.1, "replan": None}
+
+    def first(rank, group):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with gg.sparsify(model, optimizer, process_group=group, **settings) as session:
+            for step in range(12):
+                if step == 9:
+                    states[rank] = session.state_dict()
+                backward_of(model, rank, step)
+                optimizer.step()
+        return [p.detach() for p in model.parameters()]
+
+    def second(rank, group):
+        model = network(1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with gg.sparsify(model, optimizer, process_group=group, **settings) as session:
+            session.load_state_dict(states[rank])
+            assert session.plan is not None
+            for step in range(9, 12):
+                backward_of(model, rank, step)
+                optimizer.step()
+        return [p.detach() for p in model.parameters()]
+
+    for whole, resumed in zip(run_ranks(2, first), run_ranks(2, second), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
