@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 ROOMS = (
     *("", ".topology", ".planning", ".comm", ".compression", ".data", ".models", ".checkpoint"),
-    *(".simulate", ".trace", ".train"),
+    *(".simulate", ".sparsification", ".trace", ".train"),
 )
 NUMBER = re.compile(r"[-+]?\d[\d,.e+-]*")
 

@@ -6,7 +6,7 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from gossipgrad.train import GossipConfig, PostLocalConfig, TrainConfig
+from gossipgrad.train import GossipConfig, PostLocalConfig, SparseConfig, TrainConfig
 from gossipgrad.train._check import check
 
 VERSIONS = {"python": "3"}
@@ -203,6 +203,14 @@ def test_warns_of_options_without_effect():
     post_local = PostLocalConfig(local_steps=3)
     with pytest.warns(UserWarning, match="local_steps=3 is not used: strategy is agd"):
         TrainConfig(strategy="agd", post_local=post_local).warn_of_unused()
+    sparse = SparseConfig(density=0.01, replan_every=7)
+    with pytest.warns(UserWarning, match=r"density=0\.01 is not used: strategy is wfbp"):
+        TrainConfig(strategy="wfbp", sparse=SparseConfig(density=0.01)).warn_of_unused()
+    with pytest.warns(UserWarning, match="replan_every=7 is not used: strategy is topk"):
+        TrainConfig(strategy="topk", sparse=sparse).warn_of_unused()
+    TrainConfig(strategy="omgs", sparse=sparse).warn_of_unused()
+    with pytest.raises(ValueError, match=r"density is 0\.0, but must be above 0"):
+        SparseConfig(density=0.0)
     TrainConfig(strategy="post-local-sgd", post_local=post_local).warn_of_unused()
     with pytest.warns(UserWarning, match="lr_rule=sqrt is not used: strategy is local"):
         TrainConfig(strategy="local", lr_rule="sqrt").warn_of_unused()

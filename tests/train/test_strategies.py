@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gossipgrad.train import PostLocalConfig, TrainConfig
+from gossipgrad.comm import load_replica, replica_state
+from gossipgrad.train import PostLocalConfig, SparseConfig, TrainConfig
 from gossipgrad.train._result import PeerLostError, RunStopped
 from gossipgrad.train._ring_clock import ring_bytes
 from gossipgrad.train._spans import StepSpans
@@ -25,6 +26,9 @@ OPTIONS = {
     "agd": {},
     "every-log-p": {},
     "post-local-sgd": {"post_local": PostLocalConfig(post_local_after=0.5, local_steps=2)},
+    "wfbp": {},
+    "topk": {"sparse": SparseConfig(density=1.0)},  # all of it, in sparse messages
+    "omgs": {"sparse": SparseConfig(density=1.0)},  # the plan is changed in the seventh step
 }
 PARAMETERS = sum(p.numel() for p in network().parameters())
 
@@ -112,6 +116,7 @@ def average(tensors: list[list[torch.Tensor]]) -> None:
 EXPECTED = {
     "allreduce": partial(side_by_side, STEPS, (), state=False),
     "agd": partial(side_by_side, STEPS, (), state=False),
+    **dict.fromkeys(("wfbp", "topk", "omgs"), partial(side_by_side, STEPS, (), state=False)),
     "every-log-p": partial(side_by_side, 0, (2, 4, 6, 8), state=True),
     "post-local-sgd": partial(side_by_side, 4, (6, 8), state=False),
 }
@@ -131,6 +136,7 @@ def test_replicas_are_equal_to_the_bit_wherever_they_are_averaged(runs):
     equal_after = {
         "allreduce": range(STEPS),
         "agd": range(STEPS),
+        **dict.fromkeys(("wfbp", "topk", "omgs"), range(STEPS)),
         "every-log-p": (1, 3, 5, 7),
         "post-local-sgd": (0, 1, 2, 3, 5, 7),
     }
@@ -145,18 +151,53 @@ def test_bytes_are_those_of_ring_all_reduces(runs):
     expected = {
         "allreduce": 8 * a_step,
         "agd": 8 * a_step,
+        "wfbp": 8 * a_step,
         "every-log-p": 4 * 2 * a_step,  # with momentum
         "post-local-sgd": (4 + 2) * a_step,
     }
     for name, sent in expected.items():
         traffic = runs[0][name][1]
-        assert traffic.bytes_sent == pytest.approx(sent, abs=8), name
+        rounded = 8 if name != "wfbp" else 8 * 4  # for each tensor of each step
+        assert traffic.bytes_sent == pytest.approx(sent, abs=rounded), name
         assert traffic.exposed_seconds > 0
     assert runs[0]["agd"][1].extra_memory_bytes == 4 * PARAMETERS
 
 
 def test_hooks_are_gone_after_close(runs):
     assert runs[0]["agd"][2] == 0
+    assert runs[0]["omgs"][2] == 0
+
+
+def resume_sparse(rank, store):
+    """The weights after all steps, without a break and with one after half of them."""
+    options = {"sparse": SparseConfig(density=0.1)}
+    found = []
+    for broken in (False, True):
+        model = network()
+        optimizer = sgd(model)
+        strategy = start(rank, "lags", model, optimizer, **options)
+        for step in range(STEPS):
+            if broken and step == STEPS // 2:
+                state, place = replica_state(model, [optimizer]), strategy.place()
+                strategy.close()
+                model = network(1)
+                optimizer = sgd(model)
+                strategy = start(rank, "lags", model, optimizer, **options)
+                strategy.go_to(place)
+                load_replica(model, [optimizer], state)
+                assert strategy.traffic().bytes_sent > 0
+            take_step(strategy, optimizer, rank, step)
+        notes = strategy._told()
+        dist.barrier()
+        strategy.close()
+        found.append(flat(model).tolist())
+    return found, notes
+
+
+def test_what_is_carried_over_is_part_of_a_checkpoint():
+    for (whole, resumed), notes in run_processes(2, resume_sparse):
+        assert whole == resumed
+        assert notes[0] == "gradients travelled in 4 groups, 4 of them sparse"
 
 
 @pytest.mark.parametrize(("p", "steps"), [(1, 1), (2, 1), (3, 2), (4, 2), (5, 3), (128, 7)])

@@ -17,6 +17,7 @@ from gossipgrad.train import (
     JoinOutcome,
     Outcome,
     PostLocalConfig,
+    SparseConfig,
     TrainConfig,
     config_of_run,
     find_world,
@@ -124,7 +125,12 @@ def parse_join(arguments: list[str]) -> JoinConfig | None:
             f"--join is given {len(runs)} times ({', '.join(runs)}), but workers join one run: "
             "start the command once for each."
         )
-    known = {*_options(TrainConfig), *_options(GossipConfig), *_options(PostLocalConfig)}
+    known = {
+        *_options(TrainConfig),
+        *_options(GossipConfig),
+        *_options(PostLocalConfig),
+        *_options(SparseConfig),
+    }
     for name in names:
         if name in ("--config", "--resume", "--resume-step"):
             raise ValueError(

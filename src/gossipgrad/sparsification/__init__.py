@@ -1,5 +1,7 @@
 """Merged gradient sparsification: the largest elements travel, the rest is carried over."""
 
+from gossipgrad.sparsification._ddp import CommHook as CommHook
+from gossipgrad.sparsification._ddp import ddp_hook as ddp_hook
 from gossipgrad.sparsification._density import Density as Density
 from gossipgrad.sparsification._density import Warmup as Warmup
 from gossipgrad.sparsification._session import SparseSession as SparseSession

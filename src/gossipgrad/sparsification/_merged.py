@@ -7,7 +7,7 @@ from time import perf_counter
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from gossipgrad.comm import Group
 from gossipgrad.compression import SparseFormat, top_k
@@ -81,7 +81,7 @@ class MergedGroup:
 
     def __init__(
         self,
-        parameters: Sequence[nn.Parameter],
+        parameters: Sequence[Tensor],
         method: str,
         *,
         world_size: int,

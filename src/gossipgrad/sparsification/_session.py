@@ -17,6 +17,8 @@ from gossipgrad.comm import (
     agree_on,
     broadcast_replica,
     load_replica,
+    misfit,
+    replica_state,
     trained_parameters,
 )
 from gossipgrad.errors import GossipError
@@ -177,14 +179,20 @@ class SparseSession:
             GossipError: In the middle of a backward pass, inside `consensus()`, or if something is
                 no plain value.
         """
+        own = self.own_state()
+        return {**replica_state(self._model, self._optimizers), "session": own}
+
+    def own_state(self) -> dict[str, Any]:
+        """What `state_dict` has as `"session"`, for who saves the replica in another way; local.
+
+        Raises:
+            GossipError: As `state_dict`.
+        """
         if self._in_consensus:
             self._check_ready("state_dict")
         if self._aggregation is not None and self._aggregation.passes.began:
-            raise GossipError(
-                "state_dict() in the middle of a backward pass: call it between steps"
-            )
-        of = self._settings, self._aggregation, self._planner, self.group
-        return session_state(self._model, self._optimizers, *of)
+            raise GossipError("a state in the middle of a backward pass: take it between steps")
+        return session_state(self._settings, self._aggregation, self._planner, self.group)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where `state_dict` was taken; a collective.
@@ -196,17 +204,24 @@ class SparseSession:
             ValueError: On every rank, if one's state does not fit; nothing is changed then.
             GossipError: If a rank is gone.
         """
-        self._check_ready("load_state_dict")
-        why = session_misfit(self._model, self._optimizers, self._settings, self.group, state)
-        told = self.group.all_gather_object([why, state["session"]["plan"] if not why else None])
-        for rank, (problem, plan) in enumerate(told):
-            if problem is not None:
-                raise ValueError(f"the state cannot be loaded on rank {rank}: {problem}")
-            if plan != told[0][1]:
-                raise ValueError(f"the states of ranks 0 and {rank} are not of the same step")
+        session, why = None, "it is no state that state_dict() of a session gives"
+        if isinstance(state, Mapping) and "session" in state and "shard" in state:
+            session = state["session"]
+            why = session_misfit(self._settings, self.group, session)
+            why = why or misfit(self._model, self._optimizers, state)
+        self._agree_to_load(why, session)
         load_replica(self._model, self._optimizers, state)
-        if self._aggregation is not None and self._planner is not None:
-            load_session(self._aggregation, self._planner, state["session"])
+        self._load_own(session)
+
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        """Takes up what `own_state` gave; the replica is the caller's to load. A collective.
+
+        Raises:
+            ValueError: On every rank, if one's state does not fit; nothing is changed then.
+            GossipError: If a rank is gone.
+        """
+        self._agree_to_load(session_misfit(self._settings, self.group, state), state)
+        self._load_own(state)
 
     def close(self) -> None:
         """Ends the session and takes all hooks off; local, waits for nobody, may be called twice.
@@ -253,6 +268,20 @@ class SparseSession:
         self._watch = StepWatch(self._optimizers, self._aggregation, self._scaler)
         self._farewell = weakref.finalize(self, _leave, self._watch, self._aggregation, group)
         self._farewell.atexit = False  # pyrefly: ignore[missing-attribute]
+
+    def _agree_to_load(self, why: str | None, session: Any) -> None:
+        """Returns if the states of all ranks fit, and belong together."""
+        self._check_ready("load_state_dict")
+        told = self.group.all_gather_object([why, None if why else session["plan"]])
+        for rank, (problem, plan) in enumerate(told):
+            if problem is not None:
+                raise ValueError(f"the state cannot be loaded on rank {rank}: {problem}")
+            if plan != told[0][1]:
+                raise ValueError(f"the states of ranks 0 and {rank} are not of the same step")
+
+    def _load_own(self, session: Any) -> None:
+        if self._aggregation is not None and self._planner is not None:
+            load_session(self._aggregation, self._planner, session)
 
     def _let_go(self) -> None:
         if self._watch is not None:

@@ -3,10 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
-from gossipgrad.comm import Group, misfit, replica_state
+from gossipgrad.comm import Group
 from gossipgrad.planning import Group as Merge
 from gossipgrad.sparsification._aggregation import Aggregation
 from gossipgrad.sparsification._planner import Planner
@@ -22,14 +21,12 @@ _COUNTED = (
 
 
 def session_state(
-    model: nn.Module,
-    optimizers: Sequence[Optimizer],
     settings: Settings,
     aggregation: Aggregation | None,
     planner: Planner | None,
     group: Group,
 ) -> dict[str, Any]:
-    """See `SparseSession.state_dict`."""
+    """See `SparseSession.own_state`."""
     session: dict[str, Any] = {
         "version": VERSION,
         "rank": group.rank,
@@ -57,24 +54,17 @@ def session_state(
                 session["residuals"][name] = residual.to("cpu", copy=True)
             if velocity is not None:
                 session["velocities"][name] = velocity.to("cpu", copy=True)
-    return {**replica_state(model, optimizers), "session": session}
+    return session
 
 
-def session_misfit(
-    model: nn.Module,
-    optimizers: Sequence[Optimizer],
-    settings: Settings,
-    group: Group,
-    state: Mapping[str, Any],
-) -> str | None:
-    """Why a state, whatever it is, cannot be loaded here; None if it can."""
+def session_misfit(settings: Settings, group: Group, session: Any) -> str | None:
+    """Why a session's own state, whatever it is, cannot be loaded here; None if it can."""
     try:
-        session = state["session"]
         if session["version"] == VERSION and "residuals" in session:
-            return _unlike(session, settings, group) or misfit(model, optimizers, state)
+            return _unlike(session, settings, group)
     except (KeyError, TypeError, IndexError, AttributeError):
         pass
-    return f"it is no state that state_dict() of a session gives (version {VERSION})"
+    return f"it is no state that a session gives (version {VERSION})"
 
 
 def load_session(aggregation: Aggregation, planner: Planner, session: Mapping[str, Any]) -> None:

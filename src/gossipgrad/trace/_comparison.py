@@ -21,11 +21,14 @@ from ._values import (
 NOT_USED = "not used"
 # Where a run was written, and how it was shown, is not what it was; the formula follows from it.
 _NOT_OPTIONS = frozenset({"out", "overwrite", "quiet", "lr_formula"})
-_SHARED = frozenset({"gossip", "allreduce", "agd", "every-log-p", "post-local-sgd"})
+_SPARSE = frozenset({"omgs", "topk", "lags"})
+_SHARED = _SPARSE | {"gossip", "allreduce", "agd", "every-log-p", "post-local-sgd"}
+_SHARED |= {"wfbp", "mg-wfbp"}
 # Options, or groups of them, that have an effect where another one has one of these values.
 _USED_WHERE = {
     "gossip": ("strategy", {"gossip"}),
     "post_local": ("strategy", {"post-local-sgd"}),
+    "sparse": ("strategy", _SPARSE),
     "lr_rule": ("strategy", _SHARED),
     "momentum": ("optimizer", {"sgd"}),
     "lr_step_epochs": ("lr_schedule", {"step"}),

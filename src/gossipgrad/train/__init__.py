@@ -3,6 +3,7 @@
 from ._config import DEFAULT_LR as DEFAULT_LR
 from ._config import GossipConfig as GossipConfig
 from ._config import PostLocalConfig as PostLocalConfig
+from ._config import SparseConfig as SparseConfig
 from ._config import TrainConfig as TrainConfig
 from ._given_world import find_world as find_world
 from ._join_run import JoinOutcome as JoinOutcome

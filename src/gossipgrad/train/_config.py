@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from ._learning_rate import LearningRate, LrRule, LrSchedule
 from ._options import check_at_least, check_fields, from_plain, make_plain
-from ._strategy_config import GossipConfig, PostLocalConfig
+from ._strategy_config import GossipConfig, PostLocalConfig, SparseConfig
 from ._whole_file import write_whole
 
 # Of each optimizer, where none is given.
@@ -23,6 +23,20 @@ _PATHS = ("out", "data_dir", "resume")
 # Of a start, and not of the run.
 _OF_A_START = ("out", "overwrite", "resume", "resume_step")
 _OF_A_RUN = ("run_name",)
+
+Strategy = Literal[
+    "gossip",
+    "allreduce",
+    "agd",
+    "every-log-p",
+    "local",
+    "post-local-sgd",
+    "omgs",
+    "wfbp",
+    "mg-wfbp",
+    "topk",
+    "lags",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,13 +52,13 @@ class TrainConfig:
     model: Literal["mlp", "lenet", "cifarnet", "resnet20", "resnet50", "googlenet", "gpt"] = "mlp"
     """Model. lenet takes 28x28 images, cifarnet 32x32; resnet50 and googlenet take 32x32 or
     larger; gpt takes text; mlp and resnet20 take images."""
-    strategy: Literal["gossip", "allreduce", "agd", "every-log-p", "local", "post-local-sgd"] = (
-        "gossip"
-    )
+    strategy: Strategy = "gossip"
     """How replicas are kept together. gossip: one partner a step. allreduce:
     DistributedDataParallel. agd: all-reduce layer by layer, behind the backward pass. every-log-p:
     local steps, all averaged every ceil(log2 p). local: not at all. post-local-sgd: all-reduce
-    first, then local steps with averages."""
+    first, then local steps with averages. omgs: sparse gradients, merged by the optimal plan. wfbp,
+    mg-wfbp: dense ones, each tensor alone or merged. topk, lags: sparse ones, all or none merged.
+    """
     optimizer: Literal["sgd", "adamw", "muon"] = "sgd"
     """Optimizer, the same on every rank. muon: Muon for the matrices of hidden linear layers, AdamW
     for all else (convolutions, embeddings, heads, biases and norms)."""
@@ -112,6 +126,8 @@ class TrainConfig:
     """How replicas gossip."""
     post_local: PostLocalConfig = field(default_factory=PostLocalConfig)
     """How post-local-sgd goes."""
+    sparse: SparseConfig = field(default_factory=SparseConfig)
+    """What omgs, topk and lags send."""
     checkpoint_every: int | None = None
     """Steps between checkpoints, in DIR/checkpoints, and one at the end or the stop: a run that has
     them can be resumed. None: none are saved."""
@@ -255,6 +271,11 @@ class TrainConfig:
         if self.strategy != "post-local-sgd":
             fields = dataclasses.fields(PostLocalConfig)
             unused += [(self.post_local, f.name, strategy) for f in fields]
+        if self.strategy not in ("omgs", "topk", "lags"):
+            fields = dataclasses.fields(SparseConfig)
+            unused += [(self.sparse, f.name, strategy) for f in fields]
+        elif self.strategy != "omgs":
+            unused.append((self.sparse, "replan_every", strategy))
         if self.strategy == "local":
             unused.append((self, "lr_rule", strategy))
         if self.strategy == "local" and self.shuffle != "ring":
@@ -307,11 +328,12 @@ class TrainConfig:
         gossip = GossipConfig(**told)
         told = from_plain(PostLocalConfig, values.pop("post_local", {}), "post_local")
         post_local = PostLocalConfig(**told)
+        sparse = SparseConfig(**from_plain(SparseConfig, values.pop("sparse", {}), "sparse"))
         for name in _PATHS:
             if isinstance(value := values.get(name), str):
                 values[name] = Path(value)
         told = from_plain(cls, values, "the configuration")
-        return cls(gossip=gossip, post_local=post_local, **told)
+        return cls(gossip=gossip, post_local=post_local, sparse=sparse, **told)
 
     @classmethod
     def from_file(cls, path: Path, *, same_run: bool = False) -> "TrainConfig":

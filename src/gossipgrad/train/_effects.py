@@ -39,6 +39,7 @@ def _without_effect(config: TrainConfig, steps: int, world_size: int) -> list[st
 def _set(config: TrainConfig) -> dict[str, object]:
     """Options of the strategy that differ from their defaults."""
     owners = {"gossip": config.gossip, "post-local-sgd": config.post_local}
+    owners |= dict.fromkeys(("omgs", "topk", "lags"), config.sparse)
     owner = owners.get(config.strategy)
     if owner is None:
         return {}

@@ -161,7 +161,7 @@ def _flat(config: TrainConfig) -> dict[str, Any]:
     values = config.to_json()
     nested = {
         f"{name}.{inner}": value
-        for name in ("gossip", "post_local")
+        for name in ("gossip", "post_local", "sparse")
         for inner, value in values.pop(name).items()
     }
     return {**values, **nested}

@@ -89,3 +89,27 @@ class PostLocalConfig:
                 f"post_local_after is {self.post_local_after}, but is a share of the run: from 0 "
                 "to 1."
             )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SparseConfig:
+    """What is sent of gradients; used by `strategy` omgs, topk and lags alone."""
+
+    density: float = 0.001
+    """Share of the coordinates of a gradient that is sent; the rest is carried over."""
+    density_warmup_steps: int = 0
+    """Steps of each of four stages at the start in which 0.25, 0.0625, 0.015625 and 0.004 are sent;
+    0: none."""
+    select: Literal["per_group", "per_tensor"] = "per_group"
+    """Whose largest coordinates are sent: of all tensors of a message together, or of each."""
+    value_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Number type of sparse values on the wire; None: float32."""
+    replan_every: int = 100
+    """Steps between looks at whether the plan of omgs still fits what is measured; 0: never."""
+
+    def __post_init__(self) -> None:
+        make_plain(self)
+        check_fields(self)
+        check_at_least(self, 0, "density_warmup_steps", "replan_every")
+        if not 0 < self.density <= 1:
+            raise ValueError(f"density is {self.density}, but must be above 0 and at most 1.")

@@ -4,7 +4,6 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -49,9 +48,7 @@ class Lockstep(Strategy):
         self._world_size = dist.get_world_size()
         group = dist.group.WORLD
         assert group is not None
-        self._accord = StopAccord(
-            group.get_group_store(), group.rank(), group.size(), partial(_break, group)
-        )
+        self._accord = StopAccord(group.get_group_store(), group.rank(), group.size(), self._part)
 
     def agree(self, value: Any) -> list[Any]:
         """What every rank has; see `Strategy.agree`."""
@@ -106,6 +103,11 @@ class Lockstep(Strategy):
         if isinstance(lost, RunStopped):
             self._accord.leave()
         return lost
+
+    def _part(self) -> None:
+        """End this rank's connections, so that no one waits for it."""
+        assert dist.group.WORLD is not None
+        _break(dist.group.WORLD)
 
     @contextlib.contextmanager
     def _mean_buffers(self) -> Iterator[None]:

@@ -18,6 +18,7 @@ from ._averaged import EveryLogP
 from ._gossip import Gossip
 from ._local import Local
 from ._post_local import PostLocal
+from ._sparse import Sparse
 from ._strategy import Leaver, Strategy
 
 
@@ -43,6 +44,9 @@ def make_strategy(
         return AllReduce(model, stop)
     if config.strategy == "agd":
         return LayerwiseAllReduce(model, stop, spans)
+    if config.strategy in ("omgs", "wfbp", "mg-wfbp", "topk", "lags"):
+        options = config.sparse
+        return Sparse(config.strategy, model, optimizers, options, stop=stop, spans=spans)
     if config.strategy == "gossip":
         group = None if groups is None else groups("gossip")
         return Gossip(

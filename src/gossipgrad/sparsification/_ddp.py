@@ -1,0 +1,211 @@
+"""For those who keep DistributedDataParallel: its buckets, sent as sparse messages."""
+
+import weakref
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gossipgrad.comm import Group, resolve_group
+from gossipgrad.errors import GossipError
+from gossipgrad.sparsification._density import Density, counts_of, densities_at, resolve_density
+from gossipgrad.sparsification._merged import MergedGroup
+from gossipgrad.sparsification._queue import OrderedQueue
+from gossipgrad.sparsification._settings import check_settings
+
+__all__ = ["CommHook", "ddp_hook"]
+
+
+@runtime_checkable
+class Bucket(Protocol):
+    """What the hook uses of `torch.distributed.GradBucket`."""
+
+    def index(self) -> int:
+        """Its number."""
+        ...
+
+    def buffer(self) -> Tensor:
+        """Its gradients, flat."""
+        ...
+
+    def parameters(self) -> list[Tensor]:
+        """Whose gradients they are."""
+        ...
+
+    def gradients(self) -> list[Tensor]:
+        """Views of the buffer in the shapes of these."""
+        ...
+
+
+class CommHook:
+    """State of `ddp_hook`: what is carried over, by parameter, and the queue of collectives.
+
+    A collective: all ranks make one, for the same model with the same settings. Then
+    `ddp_model.register_comm_hook(state, gg.sparsification.ddp_hook)`.
+
+    What DistributedDataParallel decides limits this door against `gg.sparsify`: groups are its
+    buckets (`bucket_cap_mb`), and not planned; when it makes buckets anew after the first step,
+    residuals go with their parameters; a step that a scaler skips leaves the residuals as they
+    were in those buckets alone in which something was not finite; residuals keep the scale of the
+    loss that they came with. When a rank dies, the backward pass of the others raises.
+
+    Args:
+        model: The module that is wrapped, or the wrapper.
+        density: As for `gg.sparsify`.
+        select: As for `gg.sparsify`.
+        value_dtype: As for `gg.sparsify`.
+        process_group: Whose ranks take part; by default all. Nothing is sent on it.
+
+    Raises:
+        ValueError: For settings that cannot be.
+        GossipError: If a rank dies meanwhile.
+
+    Example:
+        >>> import torch, gossipgrad as gg
+        >>> model = torch.nn.Linear(2, 1)
+        >>> with gg.sparsification.CommHook(model, density=0.01) as state:
+        ...     sorted(state.state_dict())
+        ['residuals', 'rounds']
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        density: Density = 0.001,
+        select: str = "per_group",
+        value_dtype: torch.dtype | None = None,
+        process_group: dist.ProcessGroup | Group | None = None,
+    ) -> None:
+        check_settings(
+            plan="single",
+            select=select,
+            methods=("sparse",),
+            value_dtype=value_dtype,
+            momentum_correction=None,
+        )
+        wrapped = getattr(model, "module", None)
+        inner = wrapped if isinstance(model, nn.parallel.DistributedDataParallel) else model
+        assert isinstance(inner, nn.Module)
+        self._names = {id(p): name for name, p in inner.named_parameters()}
+        self._density = resolve_density(density, list(self._names.values()))
+        self._per_tensor = select == "per_tensor"
+        self._value_dtype = value_dtype
+        self._rounds = 0
+        self._groups: dict[int, tuple[tuple[str, ...], MergedGroup]] = {}
+        self._loaded: dict[str, Tensor] = {}
+        self._group = resolve_group(process_group, asks="CommHook()")
+        self._queue = OrderedQueue(f"gossipgrad comm hook, rank {self._group.rank}")
+        self._farewell = weakref.finalize(self, _leave, self._queue, self._group)
+        self._farewell.atexit = False  # pyrefly: ignore[missing-attribute]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Rounds and residuals by name, in host memory; each rank saves its own, between steps."""
+        residuals = {name: value.to("cpu", copy=True) for name, value in self._residuals().items()}
+        return {"rounds": self._rounds, "residuals": residuals}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes up what `state_dict` gave; local.
+
+        Raises:
+            ValueError: It is of other parameters.
+        """
+        if unknown := sorted({*state["residuals"]} - {*self._names.values()}):
+            raise ValueError(
+                f"a residual is of {unknown[0]!r}, which the model does not have: load the state "
+                "of the same model"
+            )
+        self._rounds = state["rounds"]
+        self._groups.clear()
+        self._loaded = {name: value.clone() for name, value in state["residuals"].items()}
+
+    def close(self) -> None:
+        """Ends the thread and leaves the group; local. The hook then raises."""
+        self._farewell()
+
+    def __enter__(self) -> "CommHook":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def exchange(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
+        """What `ddp_hook` does with a bucket."""
+        if not self._farewell.alive:
+            raise GossipError(
+                "the state of the communication hook is closed: a wrapper cannot change its hook, "
+                "make a new one around the model"
+            )
+        if bucket.index() == 0:
+            self._rounds += 1
+        made = self._made(bucket)
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        made.begin(list(bucket.gradients()))
+        self._queue.put(partial(self._finish, made, bucket, future))
+        return future
+
+    def _finish(
+        self, made: MergedGroup, bucket: Bucket, future: torch.futures.Future[Tensor]
+    ) -> None:
+        """On the thread of collectives."""
+        grads = list(bucket.gradients())
+        try:
+            made.exchange(self._group)
+        except BaseException as error:
+            made.roll_back(grads)
+            failed: Any = future  # whose stub takes no exception
+            # It is not raised here: later buckets have futures of their own.
+            failed.set_exception(error if isinstance(error, Exception) else GossipError(str(error)))
+            return
+        if made.finite:
+            made.accept()
+        else:
+            made.roll_back(grads)
+        made.write(grads, [True] * len(grads))
+        future.set_result(bucket.buffer())
+
+    def _made(self, bucket: Bucket) -> MergedGroup:
+        names = tuple(self._names[id(parameter)] for parameter in bucket.parameters())
+        known = self._groups.get(bucket.index())
+        if known is None or known[0] != names:
+            if known is not None:  # buckets were made anew: all of them will be others
+                self._loaded = self._residuals()
+                self._groups.clear()
+            made = MergedGroup(
+                bucket.parameters(),
+                "sparse",
+                world_size=self._group.world_size,
+                per_tensor=self._per_tensor,
+                value_dtype=self._value_dtype,
+                momentum=None,
+            )
+            made.load([(self._loaded.pop(name, None), None) for name in names], [0] * len(names))
+            known = self._groups[bucket.index()] = names, made
+        made = known[1]
+        densities = densities_at(self._density, names, self._rounds - 1)
+        made.use_counts(counts_of(made.sizes, densities, per_tensor=self._per_tensor))
+        return made
+
+    def _residuals(self) -> dict[str, Tensor]:
+        held = dict(self._loaded)
+        for names, made in self._groups.values():
+            pairs = zip(names, made.state(), strict=True)
+            held |= {name: residual for name, (residual, _) in pairs if residual is not None}
+        return held
+
+
+def ddp_hook(state: CommHook, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """A communication hook for `DistributedDataParallel.register_comm_hook`; see `CommHook`.
+
+    Selects from the bucket plus what was not sent of it before, and gathers the messages of all
+    ranks on a thread of its own while backward goes on.
+    """
+    return state.exchange(bucket)
+
+
+def _leave(queue: OrderedQueue, group: Group) -> None:
+    queue.close()
+    group.close()

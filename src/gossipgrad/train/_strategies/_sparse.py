@@ -1,0 +1,139 @@
+"""Merged gradient sparsification, as strategies of the loop."""
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import gossipgrad as gg
+from gossipgrad.sparsification import Warmup
+from gossipgrad.train._evaluate import Evaluation, TestPart
+from gossipgrad.train._spans import StepSpans
+from gossipgrad.train._strategy_config import SparseConfig
+
+from ._lockstep import Lockstep
+from ._strategy import Traffic
+
+# Of each: the plan, and what it chooses among.
+_PLANS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "omgs": ("optimal", ("sparse", "dense")),
+    "wfbp": ("wfbp", ("dense",)),
+    "mg-wfbp": ("mg-wfbp", ("dense",)),
+    "topk": ("single", ("sparse",)),
+    "lags": ("layerwise", ("sparse",)),
+}
+
+
+class Sparse(Lockstep):
+    """A session of `gg.sparsify`: OMGS-SGD, and what it is compared with.
+
+    `omgs` has the plan that is optimal by what the run measures in its first steps; `wfbp` and
+    `mg-wfbp` send dense gradients, each tensor alone or merged by the published rule; `topk` sends
+    one sparse message of all gradients and `lags` one for each tensor.
+
+    Exposed time is that of the waits at the end of backward. Bytes are those of rings: computed.
+    A checkpoint holds what each rank carries over.
+
+    Args:
+        name: Of the strategy.
+        model: The replica.
+        optimizers: Train it.
+        options: What is sent.
+        stop: Set when the run is told to stop.
+        spans: Gets spans "select" and "exchange" a group, and "wait".
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        options: SparseConfig,
+        *,
+        stop: threading.Event,
+        spans: StepSpans,
+    ) -> None:
+        super().__init__(model, stop)
+        plan, methods = _PLANS[name]
+        density = options.density
+        if options.density_warmup_steps:
+            density = Warmup(steps=options.density_warmup_steps, then=options.density)
+        dtype = options.value_dtype
+        assert dist.group.WORLD is not None
+        self._session = gg.sparsify(
+            model,
+            optimizers,
+            density=density,
+            plan=plan,
+            select=options.select,
+            methods=methods,
+            replan=options.replan_every or None,
+            value_dtype=None if dtype is None else getattr(torch, dtype),
+            process_group=gg.Group.from_process_group(dist.group.WORLD),
+            recorder=spans,
+        )
+
+    def backward(self, loss: Tensor) -> None:
+        """Run the backward pass and with it the exchange; see `Strategy.backward`."""
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            raise self.explained(error, "an exchange of gradients") from error
+
+    def evaluate(self, test: TestPart, *, final: bool) -> Evaluation:
+        """Evaluate as all in lockstep do; at the end, also say what was planned and starved."""
+        if final:
+            self.notes += self._told()
+        return super().evaluate(test, final=final)
+
+    def traffic(self) -> Traffic:
+        """Exposed time measured, bytes computed."""
+        stats = self._session.stats()
+        return Traffic(
+            bytes_sent=stats.bytes_sent,
+            exposed_seconds=stats.exposed_seconds,
+            mixing_seconds=stats.select_seconds,
+            extra_memory_bytes=stats.extra_memory_bytes,
+        )
+
+    def place(self) -> dict[str, Any]:
+        """What the session carries over, and has counted."""
+        return {"session": self._session.own_state()}
+
+    def go_to(self, place: Mapping[str, Any]) -> None:
+        """Take up what `place` gave."""
+        self._session.load_own_state(place["session"])
+
+    def close(self) -> None:
+        """Take the hooks off, and leave the private group."""
+        self._session.close()
+
+    def _part(self) -> None:
+        self._session.group.close()
+        super()._part()
+
+    def _told(self) -> list[str]:
+        stats = self._session.stats()
+        if not stats.groups:
+            return []
+        sparse = sum(group.method == "sparse" for group in stats.groups)
+        told = [f"gradients travelled in {len(stats.groups)} groups, {sparse} of them sparse"]
+        if stats.predicted_seconds is not None and stats.measured_seconds is not None:
+            told.append(
+                f"from the first gradient to the last message: {1e3 * stats.measured_seconds:.3g} "
+                f"ms, predicted were {1e3 * stats.predicted_seconds:.3g}"
+            )
+        if stats.refused is not None:
+            told.append(stats.refused)
+        if stats.replans:
+            told.append(f"the plan was changed {stats.replans} times, as costs had drifted")
+        if stats.starved_tensors:
+            told.append(
+                f"tensors of which nothing was sent for {stats.starved_after} steps: "
+                f"{stats.starved_tensors}, {stats.starved_share:.1%} of all elements"
+            )
+        return told
