@@ -25,7 +25,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks._common import RESULTS, write
+from benchmarks._common import RESULTS, made_by, write
 from benchmarks._ends import ends_as_ctrl_c
 from benchmarks._pages import DOCS, fill, table
 
@@ -162,6 +162,8 @@ def main() -> int:
             of_rounds = [name for name in options.parts if name != _JOINS]
             parts = run(options.steps, of_rounds) if of_rounds else []
             joins = run_joins(options.joins) if _JOINS in options.parts else None
+        parts = [made_by("soak") | part for part in parts]
+        joins = joins and made_by("soak") | joins
     except KeyboardInterrupt:
         print("\nstopped; nothing was written", file=sys.stderr)
         return 130

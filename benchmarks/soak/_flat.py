@@ -25,9 +25,13 @@ def growth(at: Sequence[float], values: Sequence[float]) -> float:
     Example:
         >>> growth([0, 1, 2, 3], [5, 6, 7, 8]), growth([0, 1, 2, 3], [5, 7, 5, 7])
         (3.0, 1.2)
+        >>> growth([7, 7], [5, 8])
+        3.0
     """
     middle, mean = fmean(at), fmean(values)
     spread = sum((x - middle) ** 2 for x in at)
+    if not spread:  # nothing was exchanged between the samples
+        return float(values[-1] - values[0])
     slope = sum((x - middle) * (y - mean) for x, y in zip(at, values, strict=True)) / spread
     return slope * (max(at) - min(at))
 
