@@ -1,12 +1,13 @@
 import dataclasses
 import json
+import typing
 from pathlib import Path
 
 import jaxtyping
 import numpy as np
 import pytest
 
-from gossipgrad.train import GossipConfig, PostLocalConfig, SparseConfig, TrainConfig
+from gossipgrad.train import GossipConfig, PostLocalConfig, SparseConfig, TrainConfig, _summary
 from gossipgrad.train._check import check
 
 VERSIONS = {"python": "3"}
@@ -278,3 +279,8 @@ def test_what_is_compressed_is_checked_before_a_worker_starts():
         check(config, 4)
     fixed = GossipConfig(compress="top-k:0.1", topology="ring")
     check(dataclasses.replace(config, gossip=fixed), 4)
+
+
+def test_every_strategy_says_what_its_bytes_are():
+    strategies = typing.get_args(typing.get_type_hints(TrainConfig)["strategy"])
+    assert {*_summary._BYTES_ARE} == {*strategies}

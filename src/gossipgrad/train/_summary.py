@@ -28,6 +28,7 @@ _MOST_NOTES = 12
 
 _ALL_REDUCED = "computed: ring all-reduce, 2 (p - 1) / p of the gradient bytes"
 _AVERAGED = "2 (p - 1) / p of what is averaged"
+_SPARSE = "computed: ring all-gathers of sparse messages, ring all-reduces of dense groups"
 _BYTES_ARE = {
     "gossip": "counted; what the last step sent ahead for a step that did not come is in it; "
     f"periodic averages computed: {_AVERAGED}",
@@ -36,6 +37,9 @@ _BYTES_ARE = {
     "every-log-p": f"computed: ring all-reduce, {_AVERAGED}",
     "local": "counted",
     "post-local-sgd": f"{_ALL_REDUCED}, then {_AVERAGED}",
+    "wfbp": _ALL_REDUCED,
+    "mg-wfbp": _ALL_REDUCED,
+    **dict.fromkeys(("omgs", "topk", "lags"), _SPARSE),
 }
 
 
