@@ -17,6 +17,7 @@ import tyro
 import gossipgrad
 from gossipgrad.cli import main
 from gossipgrad.cli._export import ExportOptions
+from gossipgrad.cli._plan_options import PlanOptions
 from gossipgrad.cli._probe import ProbeOptions
 from gossipgrad.cli._profile import ProfileOptions
 from gossipgrad.cli._simulate import SimulateOptions
@@ -139,6 +140,7 @@ COMMANDS = [
 
 PARSED = {
     "export": ExportOptions,
+    "plan": PlanOptions,
     "probe": ProbeOptions,
     "profile": ProfileOptions,
     "simulate": SimulateOptions,

@@ -18,7 +18,7 @@ from gossipgrad.train import Outcome, RunFailedError, TrainConfig
 def test_usage_names_all_commands(arguments, capsys):
     assert cli.main(arguments) == (0 if arguments else 2)
     usage = capsys.readouterr().out
-    for command in ("train", "demo", "topology", "probe", "simulate", "report", "export"):
+    for command in ("train", "demo", "topology", "probe", "simulate", "plan", "report", "export"):
         assert f"\n  {command}" in usage
 
 
@@ -37,12 +37,12 @@ def test_unknown_command_tells_the_known_ones(capsys):
     assert cli.main(["trian"]) == 2
     assert capsys.readouterr().err == (
         "gossipgrad: error: no command 'trian'; there are train, demo, topology, profile, "
-        "probe, simulate, report, export\n"
+        "probe, simulate, plan, report, export\n"
     )
 
 
 @pytest.mark.parametrize(
-    "command", ["train", "demo", "topology", "probe", "simulate", "report", "export"]
+    "command", ["train", "demo", "topology", "probe", "simulate", "plan", "report", "export"]
 )
 def test_commands_explain_their_options(command, capsys):
     with pytest.raises(SystemExit) as stop:

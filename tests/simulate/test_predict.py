@@ -377,3 +377,15 @@ def test_a_network_is_itself_again_after_json():
     ):
         assert other.all_reduce_seconds(8, 3) < 2
     assert Local().name == "local"
+
+
+def test_a_gather_goes_at_the_pace_of_its_slowest_link():
+    hop = AffineCost(alpha_seconds=1e-4, beta_seconds_per_byte=8e-9)
+    assert Network(exchange=hop).all_gather_seconds(1000, 1) == 0
+    assert Network(exchange=hop).all_gather_seconds(1000, 4) == pytest.approx(3 * hop(1000))
+    slow = Network(exchange=hop, slow_hosts={2: 5.0})
+    assert slow.all_gather_seconds(1000, 4) == pytest.approx(3 * hop(5000))
+    racks = Network(exchange=hop, racks=Racks(size=2, uplink_bits_per_second=1e8))
+    assert racks.all_gather_seconds(1000, 4) == pytest.approx(3 * hop(10_000))
+    own = Network(exchange=hop, hop=AffineCost(alpha_seconds=1.0, beta_seconds_per_byte=0.0))
+    assert own.all_gather_seconds(1000, 4) == 3

@@ -132,6 +132,33 @@ class Network:
             past = hop.beta_seconds_per_byte * max(0.0, size_bytes - largest)
             within = self.all_reduce(min(size_bytes, largest))
             return max(self.all_reduce(size_bytes), within + past)
+        if self.collective == "halving":
+            alphas, betas = self._ring_links(world_size)
+            worst = AffineCost(
+                alpha_seconds=float(alphas.max()), beta_seconds_per_byte=float(betas.max())
+            )
+            return worst.halving_all_reduce(world_size)(size_bytes)
+        return 2 * (world_size - 1) * self._slowest_hop_seconds(size_bytes / world_size, world_size)
+
+    def all_gather_seconds(self, size_bytes: float | int, world_size: int) -> float:
+        """A ring all-gather of what all ranks bring, from when the last of them begins.
+
+        Args:
+            size_bytes: That each of them brings.
+            world_size: How many they are.
+        """
+        if world_size == 1:
+            return 0.0
+        return (world_size - 1) * self._slowest_hop_seconds(size_bytes, world_size)
+
+    def _slowest_hop_seconds(self, size_bytes: float | int, world_size: int) -> float:
+        """A ring goes at the pace of its slowest link: each hop waits for the one before."""
+        alphas, betas = self._ring_links(world_size)
+        return float((alphas + betas * size_bytes).max())
+
+    def _ring_links(
+        self, world_size: int
+    ) -> tuple[Float[np.ndarray, " flow"], Float[np.ndarray, " flow"]]:
         ranks = np.arange(world_size)
         after = (ranks + 1) % world_size
         alphas, betas = self.link_costs(ranks, after, self.hop)
@@ -139,14 +166,7 @@ class Network:
             crossing = ranks // self.racks.size != after // self.racks.size
             uplink = 8 / self.racks.uplink_bits_per_second
             betas[crossing] = np.maximum(betas[crossing], uplink)
-        if self.collective == "halving":
-            worst = AffineCost(
-                alpha_seconds=float(alphas.max()), beta_seconds_per_byte=float(betas.max())
-            )
-            return worst.halving_all_reduce(world_size)(size_bytes)
-        # A ring goes at the pace of its slowest link: each of its hops waits for the one before.
-        slowest = float((alphas + betas * size_bytes / world_size).max())
-        return 2 * (world_size - 1) * slowest
+        return alphas, betas
 
     def meeting_seconds(self, world_size: int) -> float:
         """A few bytes of every rank brought to all others."""

@@ -1,0 +1,160 @@
+"""What the methods of `gossipgrad plan` cost: selection, the network, and what is done after."""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+
+from gossipgrad.compression import SparseFormat, top_k
+from gossipgrad.planning import (
+    AffineCost,
+    Method,
+    PiecewiseCost,
+    Profile,
+    dense_all_reduce,
+    sparse_all_gather,
+)
+from gossipgrad.simulate import Network
+
+from ._plan_options import METHODS, NARROW, PlanOptions
+from ._units import list_of, rate_of, rate_text, seconds_of
+
+__all__ = ["all_methods", "chosen", "network_of"]
+
+_NARROW_BYTES = 2
+_TYPICAL_ELEMENTS = 10_000_000  # for the bytes of a pair, which hardly depend on it
+_MEASURED_ELEMENTS = (1 << 12, 1 << 16, 1 << 20, 1 << 23)
+_REPEATS = 5
+
+
+def network_of(options: PlanOptions) -> tuple[str, Network]:
+    """The network that the options name, and what to call it.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if options.network is not None:
+        network = Network.load(options.network)
+        if network.world_size not in (None, options.world_size):
+            network = replace(network, links={})  # of pairs that are not these ranks'
+        network.check(options.world_size)
+        return str(options.network), network
+    rate = rate_of(options.bandwidth or "1Gbit")
+    latency = options.latency or "50us"
+    hop = AffineCost.from_rate(rate_bits_per_second=rate, latency_seconds=seconds_of(latency))
+    return f"{rate_text(rate)}, {latency}", Network(exchange=hop)
+
+
+def chosen(options: PlanOptions, profile: Profile) -> list[str]:
+    """The methods that the plan may choose among.
+
+    Raises:
+        ValueError: One is unknown, named twice, or would round what is as narrow already.
+    """
+    names = list_of(options.methods, "--methods")
+    for name in names:
+        if name not in METHODS:
+            raise ValueError(f"no method {name!r}: choose among {', '.join(METHODS)}")
+        if names.count(name) > 1:
+            raise ValueError(f"--methods {options.methods!r} names {name} twice: name each once")
+        if name in NARROW and profile.element_bytes <= _NARROW_BYTES:
+            raise ValueError(
+                f"method {name}: the gradients of {profile.name!r} have {profile.element_bytes} "
+                "bytes an element already, leave it out"
+            )
+    return names
+
+
+def all_methods(options: PlanOptions, profile: Profile, network: Network) -> dict[str, Method]:
+    """Every method by its name, also those that the plan may not choose; none that rounds nothing.
+
+    Raises:
+        ValueError: A time is none.
+    """
+    p, largest = options.world_size, profile.size_bytes
+    select, decode = _select_and_decode(options)
+    cast = AffineCost(alpha_seconds=0.0, beta_seconds_per_byte=seconds_of(options.cast))
+    all_reduce = _curve(partial(network.all_reduce_seconds, world_size=p), largest, network)
+    all_gather = _curve(partial(network.all_gather_seconds, world_size=p), largest, network)
+    narrow = [
+        dense_all_reduce(all_reduce, name=name, element_bytes=_NARROW_BYTES, cast=cast)
+        for name in NARROW
+    ]
+    sparse = sparse_all_gather(
+        all_gather,
+        density=options.density,
+        world_size=p,
+        select=select,
+        pair_bytes=_pair_bytes(options),
+        scatter=decode,
+    )
+    dense = dense_all_reduce(all_reduce, element_bytes=profile.element_bytes)
+    if profile.element_bytes <= _NARROW_BYTES:
+        narrow = []
+    return {method.name: method for method in (sparse, dense, *narrow)}
+
+
+def _curve(seconds: Callable[[float], float], largest: int, network: Network) -> PiecewiseCost:
+    """What a collective takes, straight between sizes that double: asked for once, not each time.
+
+    Between measured sizes it is straight anyway, and of a plain ring everywhere.
+    """
+    sizes = {0.0, *(float(1 << power) for power in range(8, 2 * largest.bit_length()))}
+    sizes = {size for size in sizes if size <= 4 * largest} | {512.0}
+    if network.all_reduce is not None:
+        sizes |= set(network.all_reduce.size_bytes)
+    knots = sorted(sizes)
+    times = np.maximum.accumulate([seconds(size) for size in knots])
+    return PiecewiseCost(size_bytes=tuple(knots), seconds=tuple(times.tolist()))
+
+
+def _pair_bytes(options: PlanOptions) -> float:
+    count = max(1, int(options.density * _TYPICAL_ELEMENTS))
+    form = SparseFormat(_TYPICAL_ELEMENTS, count, getattr(torch, options.values))
+    return form.size_bytes / count
+
+
+def _select_and_decode(options: PlanOptions) -> tuple[AffineCost, AffineCost]:
+    if options.select == "here":
+        return _measured(options)
+    parts = list_of(options.select, "--select")
+    if len(parts) != 2:
+        raise ValueError(
+            f"--select {options.select!r} is neither `here` nor a time for a group and one for an "
+            "element, as 100us,2ns"
+        )
+    start_up, each = map(seconds_of, parts)
+    return (
+        AffineCost(alpha_seconds=start_up, beta_seconds_per_byte=each),
+        AffineCost(alpha_seconds=0.0, beta_seconds_per_byte=seconds_of(options.decode)),
+    )
+
+
+def _measured(options: PlanOptions) -> tuple[AffineCost, AffineCost]:
+    """Residual, selection and packing by elements; adding up by pairs: this machine, one thread."""
+    generator = torch.Generator().manual_seed(0)
+    selects, decodes, pairs = [], [], []
+    for elements in _MEASURED_ELEMENTS:
+        count = max(1, int(options.density * elements))
+        form = SparseFormat(elements, count, getattr(torch, options.values))
+        gradient = torch.randn(elements, generator=generator)
+        residual, total = torch.zeros(elements), torch.zeros(elements)
+        message = torch.empty(form.size_bytes, dtype=torch.uint8)
+        times = []
+        for _ in range(_REPEATS):
+            begun = time.perf_counter()
+            places = top_k(residual.add_(gradient), count)
+            form.pack(places, residual[places], message)
+            residual[places] = 0.0
+            packed = time.perf_counter()
+            form.add_to(message, total)
+            times.append((packed - begun, time.perf_counter() - packed))
+        select, decode = (statistics.median(column) for column in zip(*times, strict=True))
+        selects.append(select)
+        decodes.append(decode)
+        pairs.append(count)
+    return AffineCost.fit(_MEASURED_ELEMENTS, selects), AffineCost.fit(pairs, decodes)

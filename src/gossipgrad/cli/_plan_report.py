@@ -1,0 +1,188 @@
+"""The plan beside its alternatives: what `gossipgrad plan` finds out."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from gossipgrad.planning import (
+    Method,
+    Plan,
+    Profile,
+    Span,
+    mg_wfbp,
+    omgs_greedy,
+    plan,
+    single,
+    threshold,
+    wfbp,
+)
+
+__all__ = ["Alternative", "Comparison", "compare"]
+
+_DDP_BYTES, _DDP_FIRST_BYTES = 25 << 20, 1 << 20
+_WORTH_TELLING = 1e-3  # of a step
+
+Rule = Callable[[Sequence[float], Sequence[int], Method], Plan]
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """Another plan, and what it is called."""
+
+    name: str
+    method: str
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The best plan for a profile, and others.
+
+    Attributes:
+        profile: What is computed.
+        methods: What the best plan could choose among.
+        best: The plan.
+        spans: What happens when in it.
+        alternatives: Other plans, each by one method; and the best without any compression, and
+            with nothing but it, where the best plan could have been either.
+    """
+
+    profile: Profile
+    methods: list[Method]
+    best: Plan
+    spans: tuple[Span, ...]
+    alternatives: list[Alternative]
+
+    def step_seconds(self, of: Plan) -> float:
+        """A whole step with that plan, forward and update counted in."""
+        return self.profile.forward_seconds + of.finish_seconds + self.profile.optimizer_seconds
+
+    def longer(self, of: Plan) -> float:
+        """By how much a step with that plan takes longer than with the best, relative to that."""
+        return self.step_seconds(of) / self.step_seconds(self.best) - 1
+
+    def elements(self, start: int, stop: int) -> int:
+        """Of these tensors together."""
+        return sum(self.profile.elements[start:stop])
+
+    @property
+    def verdict(self) -> str:
+        """Whether compression pays, in words."""
+        groups = self.best.groups
+        sparse = [group for group in groups if group.method == "sparse"]
+        others = {alternative.name: alternative.plan for alternative in self.alternatives}
+        count = f"{len(groups)} group{'s' * (len(groups) != 1)}"
+        if not sparse:
+            if _ONLY_SPARSE not in others:
+                return f"Nothing is compressed: --methods has no sparse among them ({count})."
+            share = 100 * self.longer(others[_ONLY_SPARSE])
+            return (
+                f"Dense wins, compression is refused: with every group compressed, a step would "
+                f"take {share:.3g} % longer."
+            )
+        share = sum(self.elements(g.start, g.stop) for g in sparse) / sum(self.profile.elements)
+        what = (
+            f"All of {count} compressed"
+            if len(sparse) == len(groups)
+            else f"{len(sparse)} of {count} compressed, {100 * share:.3g} % of all elements"
+        )
+        if _ONLY_DENSE not in others:
+            return f"{what}; --methods has nothing else."
+        gain = 100 * self.longer(others[_ONLY_DENSE])
+        return f"{what}: without compression a step would take {gain:.3g} % longer."
+
+    @property
+    def advice(self) -> str | None:
+        """What else to allow, where another plan is better by a method that was not; or None."""
+        shortest = min(self.alternatives, key=lambda each: each.plan.finish_seconds)
+        gain = -self.longer(shortest.plan)
+        if gain < _WORTH_TELLING:
+            return None
+        allowed = ",".join([*(method.name for method in self.methods), shortest.method])
+        return (
+            f"{shortest.name} by {shortest.method} would take {100 * gain:.3g} % less: allow that "
+            f"here by --methods {allowed}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "profile": self.profile.name,
+            "forward_seconds": self.profile.forward_seconds,
+            "optimizer_seconds": self.profile.optimizer_seconds,
+            "plan": self.best.to_json(),
+            "gap": self.best.gap,
+            "step_seconds": self.step_seconds(self.best),
+            "verdict": self.verdict,
+            "advice": self.advice,
+            "groups": [
+                {
+                    "start": group.start,
+                    "stop": group.stop,
+                    "first": self.profile.names[group.start],
+                    "last": self.profile.names[group.stop - 1],
+                    "elements": self.elements(group.start, group.stop),
+                    "method": group.method,
+                }
+                for group in self.best.groups
+            ],
+            "spans": [
+                [span.what, span.group, span.start_seconds, span.end_seconds] for span in self.spans
+            ],
+            "alternatives": [
+                {
+                    "name": each.name,
+                    "method": each.method,
+                    "groups": len(each.plan.groups),
+                    "finish_seconds": each.plan.finish_seconds,
+                    "step_seconds": self.step_seconds(each.plan),
+                    "longer": self.longer(each.plan),
+                }
+                for each in self.alternatives
+            ],
+        }
+
+
+_ONLY_DENSE, _ONLY_SPARSE = "best, none compressed", "best, all compressed"
+
+
+def compare(profile: Profile, known: dict[str, Method], names: Sequence[str]) -> Comparison:
+    """The best plan by the named methods, and the usual ways for comparison.
+
+    Args:
+        profile: What is computed.
+        known: All methods by name.
+        names: Those that the best plan may choose among.
+    """
+    step = list(profile.backward_seconds), list(profile.elements)
+    methods = [known[name] for name in names]
+    best = plan(*step, methods)
+    ddp = partial(
+        threshold,
+        size_bytes=_DDP_BYTES,
+        first_size_bytes=_DDP_FIRST_BYTES,
+        element_bytes=profile.element_bytes,
+    )
+    usual: list[tuple[str, Rule, str]] = [
+        ("DistributedDataParallel", ddp, "dense"),
+        ("DistributedDataParallel", ddp, "fp16"),
+        ("wfbp, each tensor", wfbp, "dense"),
+        ("mg-wfbp", mg_wfbp, "dense"),
+        ("top-k, one group", single, "sparse"),
+        ("lags, each tensor", wfbp, "sparse"),
+        ("omgs, published rule", partial(omgs_greedy, as_published=True), "sparse"),
+    ]
+    alternatives = [
+        Alternative(name, method, rule(*step, known[method]))
+        for name, rule, method in usual
+        if method in known
+    ]
+    whole = [method for method in methods if method.name != "sparse"]
+    if whole and len(whole) < len(methods):
+        alternatives += [
+            Alternative(_ONLY_DENSE, ", ".join(m.name for m in whole), plan(*step, whole)),
+            Alternative(_ONLY_SPARSE, "sparse", plan(*step, [known["sparse"]])),
+        ]
+    spans = best.timeline(*step, methods)
+    return Comparison(profile, methods, best, spans, alternatives)

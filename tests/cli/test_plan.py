@@ -1,0 +1,188 @@
+"""`gossipgrad plan`."""
+
+import json
+
+import pytest
+
+from gossipgrad import cli
+from gossipgrad.cli._plan_costs import all_methods, network_of
+from gossipgrad.cli._plan_figure import text_lanes
+from gossipgrad.cli._plan_options import PlanOptions
+from gossipgrad.cli._plan_report import compare
+from gossipgrad.planning import AffineCost, PiecewiseCost, Plan, Profile
+from gossipgrad.simulate import Network
+
+SMALL = Profile(
+    name="small",
+    device="none",
+    source="made up",
+    batch_size=8,
+    forward_seconds=0.01,
+    optimizer_seconds=0.001,
+    names=("c.weight", "b.weight", "a.bias", "a.weight"),
+    elements=(1_000_000, 10_000, 100, 3_000_000),
+    backward_seconds=(0.01, 0.01, 0.0, 0.02),
+)
+
+
+@pytest.fixture
+def profile(tmp_path):
+    path = tmp_path / "small.json"
+    path.write_text(json.dumps(SMALL.to_json()))
+    return str(path)
+
+
+def run(profile, *options):
+    return cli.main(["plan", "--profile", profile, "--workers", "4", *options])
+
+
+def found(capsys, profile, *options):
+    assert run(profile, "--json", *options) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_tables_a_timeline_and_a_verdict(profile, tmp_path, capsys):
+    out = tmp_path / "plan.json"
+    assert run(profile, "--rate", "1Gbit/s", "--density", "0.001", "--out", str(out)) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("small on none, 4 ranks, 1 Gbit/s, 50us, density 0.001\n")
+    for text in (
+        *("c.weight", "a.weight", "computes |", "travels  |", "this plan"),
+        *("DistributedDataParallel", "fp16", "mg-wfbp", "lags, each tensor", "top-k, one group"),
+        *("omgs, published rule", "% longer.", "model of time."),
+    ):
+        assert text in shown
+    assert f"plan {out}" in shown.replace("\n", " ")
+    best = Plan.from_json(json.loads(out.read_text()))
+    assert best.groups[-1].stop == 4
+
+
+def test_json_says_the_same(profile, capsys):
+    told = found(capsys, profile, "--rate", "1Gbit")
+    best = Plan.from_json(told["plan"])
+    assert [group["elements"] for group in told["groups"]] == [
+        sum(SMALL.elements[group.start : group.stop]) for group in best.groups
+    ]
+    assert told["step_seconds"] == pytest.approx(0.011 + best.finish_seconds)
+    assert max(end for *_, end in told["spans"]) == pytest.approx(best.finish_seconds)
+    by_name = {(each["name"], each["method"]): each for each in told["alternatives"]}
+    assert len(by_name) == 9
+    # A ring of 4 moves 6 quarters of each of the 32 MB, after the first bucket of 1 MiB.
+    dense = by_name["DistributedDataParallel", "dense"]
+    assert dense["groups"] == 2
+    assert dense["finish_seconds"] == pytest.approx(0.01 + 2 * 6 * 50e-6 + 1.5 * 16_040_400 * 8e-9)
+    for each in told["alternatives"]:
+        assert each["longer"] == pytest.approx(each["step_seconds"] / told["step_seconds"] - 1)
+        if each["method"] in ("dense", "sparse"):
+            assert each["longer"] >= 0
+
+
+def test_a_fast_network_refuses_compression(profile, capsys):
+    fast = found(capsys, profile, "--rate", "400Gbit", "--latency", "1us")
+    assert {group["method"] for group in fast["groups"]} == {"dense"}
+    assert fast["verdict"].startswith("Dense wins, compression is refused: with every group")
+    slow = found(capsys, profile, "--rate", "10Mbit", "--latency", "10us")
+    assert "compressed" in slow["verdict"]
+    assert "without compression a step would take" in slow["verdict"]
+    alone = found(capsys, profile, "--rate", "10Mbit", "--methods", "sparse")
+    assert alone["verdict"].endswith("compressed; --methods has nothing else.")
+    dense = found(capsys, profile, "--rate", "10Mbit", "--methods", "dense")
+    assert dense["verdict"].startswith("Nothing is compressed: --methods has no sparse")
+
+
+def test_what_is_not_allowed_but_better_is_told(profile, capsys):
+    options = ("--rate", "10Gbit", "--latency", "1us", "--select", "1ms,20ns")
+    told = found(capsys, profile, *options)
+    assert "DistributedDataParallel by fp16 would take" in told["advice"]
+    assert told["advice"].endswith("--methods sparse,dense,fp16")
+    allowed = found(capsys, profile, *options, "--methods", "sparse,dense,fp16")
+    assert allowed["advice"] is None
+    assert allowed["step_seconds"] < told["step_seconds"]
+
+
+def test_a_measured_network(profile, tmp_path, capsys):
+    hop = AffineCost(alpha_seconds=1e-4, beta_seconds_per_byte=8e-9)
+    curve = PiecewiseCost(size_bytes=(0.0, 1e6, 2e7), seconds=(1e-3, 0.1, 0.5))
+    path = tmp_path / "net.json"
+    network = Network(exchange=hop, all_reduce=curve, world_size=4)
+    path.write_text(json.dumps(network.to_json()))
+    told = found(capsys, profile, "--network", str(path))
+    dense = next(each for each in told["alternatives"] if each["name"].startswith("wfbp"))
+    assert dense["finish_seconds"] == pytest.approx(0.01 + sum(map(curve, (4e6, 4e4, 400, 1.2e7))))
+    assert run(profile, "--network", str(path), "--rate", "1Gbit") == 2
+    assert "--network says what links cost" in capsys.readouterr().err
+
+
+def test_selection_is_measured_here(profile, capsys):
+    told = found(capsys, profile, "--select", "here")
+    selected = [span for span in told["spans"] if span[0] == "select"]
+    assert selected or "Dense wins" in told["verdict"]
+
+
+def test_costs_are_what_the_options_say():
+    options = PlanOptions(world_size=4, density=0.01, values="bfloat16")
+    _, network = network_of(options)
+    methods = all_methods(options, SMALL, network)
+    assert methods["sparse"].select_seconds(1000) == pytest.approx(100e-6 + 2e-6)
+    # Three hops of 10,000 values of 2 bytes, an index of 2, and 16 blocks of indices for them.
+    told = methods["sparse"].communicate_seconds(1_000_000)
+    assert told == pytest.approx(3 * (50e-6 + 8e-9 * 40_064) + 4 * 10_000 * 5e-9, rel=1e-3)
+    assert methods["fp16"].select_seconds(1000) == pytest.approx(0.5e-6)
+    half = methods["fp16"].communicate_seconds(1_000_000) - 0.5e-3
+    assert half == pytest.approx(6 * (50e-6 + 8e-9 * 0.5e6))
+
+
+def test_narrow_gradients_are_not_rounded_again(profile, capsys, tmp_path):
+    narrow = tmp_path / "narrow.json"
+    narrow.write_text(json.dumps(SMALL.to_json() | {"element_bytes": 2}))
+    told = found(capsys, str(narrow))
+    assert "fp16" not in {each["method"] for each in told["alternatives"]}
+    assert run(str(narrow), "--methods", "sparse,fp16") == 2
+    assert "have 2 bytes an element already" in capsys.readouterr().err
+
+
+def test_lanes_have_the_whole_time(profile):
+    options = PlanOptions(world_size=4)
+    methods = all_methods(options, SMALL, network_of(options)[1])
+    lanes = text_lanes(compare(SMALL, methods, ["sparse", "dense"]), 60)
+    assert [len(lane) for lane in lanes] == [71, 71]
+    assert lanes[0].startswith("computes |-")
+    assert lanes[1][-2] in "sSdD"
+
+
+@pytest.mark.parametrize("suffix", [".svg", ".png", ".pdf", ".html"])
+def test_the_timeline_is_drawn(profile, tmp_path, suffix, capsys):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"figure{suffix}"
+    assert run(profile, "--figure", str(path)) == 0
+    assert path.stat().st_size > 1000
+    if suffix == ".html":
+        assert "<svg" in path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--workers", "1"], "world size 1: a plan is for 2 ranks or more"),
+        (["--density", "0"], "density is 0.0: it is a share"),
+        (["--methods", "sparse,topk"], "no method 'topk': choose among sparse, dense, fp16, bf16"),
+        (["--methods", "sparse,sparse"], "names sparse twice"),
+        (["--rate", "1GB"], "'1GB' is no rate"),
+        (["--latency", "1"], "'1' is no time"),
+        (["--select", "2ns"], "--select '2ns' is neither `here` nor a time for a group"),
+        (["--decode", "fast"], "'fast' is no time"),
+        (["--cast", "fast"], "'fast' is no time"),
+        (["--network", "none.json"], "no network 'none.json'"),
+        (["--out", "nowhere/plan.json"], "there is no folder nowhere"),
+        (["--figure", "figure.gif"], "must end in .svg, .png, .pdf, .html"),
+        (["--figure", "nowhere/figure.svg"], "there is no folder nowhere"),
+    ],
+)
+def test_wrong_options_tell_the_way_out(profile, options, message, capsys):
+    assert run(profile, *options) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_unknown_profile(capsys):
+    assert cli.main(["plan", "--profile", "resnet51"]) == 2
+    assert "give one of resnet50, googlenet, vgg16, lstm, gpt2" in capsys.readouterr().err
