@@ -214,6 +214,9 @@ def test_a_newcomer_that_is_too_late_for_an_epoch_goes_on_with_the_next():
     assert not run.ranks[2].batches.is_behind()
     run.ranks[0].step(1)
     assert run.ranks[2].batches.is_behind()
+    drawn = run.ranks[2].batches.epoch(1)
+    assert not run.ranks[2].batches.is_behind(), "though it has no batch of it yet"
+    del drawn
     run.in_turn(0, 1, 2, epoch=1)
     assert not run.ranks[2].batches.is_behind()
     assert {one.batches.newest_epoch() for one in run.ranks.values()} == {1}

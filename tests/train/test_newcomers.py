@@ -20,7 +20,7 @@ from gossipgrad.train import GossipConfig, TrainConfig, config_of_run
 from gossipgrad.train._invitation import Invitation
 from gossipgrad.train._layout import claim
 from gossipgrad.train._loop import Loop
-from gossipgrad.train._newcomer import Newcomer
+from gossipgrad.train._newcomer import _ASK_SECONDS, Newcomer
 from gossipgrad.train._rank import train_rank
 from gossipgrad.train._resume import reopen
 from gossipgrad.train._strategies._gossip import Gossip
@@ -409,3 +409,72 @@ def test_who_joins_has_a_part_in_an_evaluation_that_is_tried_again(held, session
     assert rows(run.run_dir, rank)[0]["epoch"] == epoch + 1
     assert {*results} == {0, rank}
     assert all(one.is_consensus and one.notes == () for one in results.values())
+
+
+@pytest.fixture
+def stopped_before(monkeypatch):
+    """Has newcomers wait for the word to stop before their first batch; set as one waits."""
+    waiting, take_place = threading.Event(), Newcomer.take_place
+
+    def late(self, *args):
+        place = take_place(self, *args)
+        waiting.set()
+        assert self._stop.wait(60)
+        return place
+
+    monkeypatch.setattr(Newcomer, "take_place", late)
+    return waiting
+
+
+def test_who_joins_and_is_stopped_before_its_first_batch_has_the_consensus(
+    make, stopped_before, sessions, monkeypatch
+):
+    in_batch = threading.Event()
+
+    def awaits_others():
+        if (session := sessions.get(2)) is None:
+            return False
+        group = session.group
+        return group.store.check([f"{group._name}/generation/{group.generation}/here/2"])
+
+    class Last(Slow):
+        """Rank 1 has another batch only when the newcomer waits for it at the last evaluation."""
+
+        def batch(self, indices, *, augment=None):
+            if threading.current_thread().name == "rank 1" and stopped_before.is_set():
+                in_batch.set()
+                until(awaits_others, timeout_seconds=60)
+                self.hurry.wait(3 * _ASK_SECONDS)
+            return super().batch(indices, augment=augment)
+
+    monkeypatch.setattr(Slow, "pause_seconds", 0.1)
+    run = make(train=Last, batch_size=1, **options("stale"))
+    run.begin_to_join()
+    run.wait(in_batch.is_set)
+    run.stop.set()
+    results = run.end()
+    assert {*results} == {0, 1, 2}
+    assert all(one.is_consensus and one.notes == () for one in results.values())
+    assert len({one.accuracy for one in results.values()}) == 1
+    assert results[2].steps == 0
+    assert results[2].stopped
+
+
+def test_who_joins_and_is_stopped_after_an_evaluation_that_it_missed_has_the_last(
+    stopped_before, held, monkeypatch
+):
+    run, rank, _ = held
+    came, evaluate = [], Gossip.evaluate
+
+    def noted(self, *args, **options):
+        came.append(self.session.rank)
+        return evaluate(self, *args, **options)
+
+    monkeypatch.setattr(Gossip, "evaluate", noted)
+    run.stop.set()
+    run.dataset.test.gate.open.set()
+    results = run.end()
+    assert {*results} == {0, 1, 2}
+    assert all(one.is_consensus and one.notes == () for one in results.values())
+    assert len({one.accuracy for one in results.values()}) == 1
+    assert came.count(rank) == 1, "there is nothing that it could train on with"

@@ -189,9 +189,12 @@ class ElasticBatches:
             EvictedError: This rank is none of the living.
         """
         check_whole(0, epoch=epoch, start_batch=start_batch)
+        self._epoch = epoch  # who draws no batch of it is not behind it either
+        return self._drawn(epoch, start_batch)
+
+    def _drawn(self, epoch: int, start_batch: int) -> Iterator[Batch]:
         before = min(start_batch, len(self)) if self._rank < self.world_size else 0
         self._pieces.begin(epoch, before)
-        self._epoch = epoch
         self._own, self._position = before, max(self._position, epoch * len(self) + before)
         drawn: deque[Piece] = deque()
 

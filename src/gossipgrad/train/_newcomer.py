@@ -124,8 +124,8 @@ class Newcomer:
             "position": told["position"],
             "seconds": told["seconds"],
             "offset": None,
-            **dict.fromkeys(("samples", "train_seconds", "loss_sum"), 0),
-            **dict.fromkeys(("epoch_samples", "epoch_seconds"), 0),
+            **dict.fromkeys(("samples", "epoch_samples"), 0),
+            **dict.fromkeys(("train_seconds", "loss_sum", "epoch_seconds"), 0.0),
         }
         return Place(epoch=epoch, batch=0, metrics=metrics)
 

@@ -11,7 +11,15 @@ from ._strategy import Traffic
 
 
 class MissedError(GossipError):
-    """The others are at a later evaluation: this one came about for them, and broke here."""
+    """The others are at a later evaluation: this one came about for them, and broke here.
+
+    Attributes:
+        latest: The number of theirs; 0 where it is not known.
+    """
+
+    def __init__(self, message: str, *, latest: int = 0) -> None:
+        super().__init__(message)
+        self.latest = latest
 
 
 def consensus_evaluation(
@@ -46,7 +54,8 @@ def consensus_evaluation(
             latest = max(other for other, _ in came)
             if number < latest:
                 raise MissedError(
-                    f"evaluation {number} broke on rank {group.rank}; others are at {latest}"
+                    f"evaluation {number} broke on rank {group.rank}; others are at {latest}",
+                    latest=latest,
                 )
             if any(other < latest for other, _ in came):
                 continue

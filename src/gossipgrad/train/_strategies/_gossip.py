@@ -99,8 +99,9 @@ class Gossip(Strategy):
     def evaluate(self, test: TestPart, *, final: bool) -> Evaluation | None:
         """Evaluate the consensus of the living, shared out over them.
 
-        One that leaves the run before its end evaluates its own replica, when it has left. None on
-        one that joined as the others had come together already, once they train on.
+        One that leaves the run before its end evaluates its own replica, when it has left. One that
+        joined as the others had come together already takes part in the evaluation that they come
+        to next if this is to be the last; else it gets None once they train on, and does, too.
         """
         if self._leaver is not None and self._leaves:
             self._has_left = True
@@ -111,7 +112,7 @@ class Gossip(Strategy):
         told = ""
         for _ in range(_TRIES):
             try:
-                if not self._has_met:
+                if not self._has_met and not final:
                     self._session.group.unless = self._train_on
                 evaluation = consensus_evaluation(
                     self._session, self.model, test, final=final, number=self._evaluations
@@ -121,10 +122,12 @@ class Gossip(Strategy):
             except EvictedError:
                 raise
             except MissedError as error:
-                if not self._has_met:
-                    return None
                 told = str(error)
-                break
+                if self._has_met:
+                    break
+                if not final:
+                    return None
+                self._evaluations = error.latest
             except GossipError as error:
                 told = str(error)
             finally:
