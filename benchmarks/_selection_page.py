@@ -63,12 +63,12 @@ def methods(found: dict[str, Any]) -> str:
 
 
 def threads(found: dict[str, Any]) -> str:
-    """Wall time with one thread and with two, 25 million values."""
+    """Processor time with one thread and with two, 25 million values."""
     rows = [
         [
             str(cell["threads"]),
             f"{100 * float(density):g} %",
-            *(_spread(by_way[way]["seconds_quartiles"]) for way in WAYS),
+            *(_spread(by_way[way]["cpu_seconds_quartiles"]) for way in WAYS),
         ]
         for count in (1, 2)
         for cell in _cells(found, count, "accumulator")
@@ -104,4 +104,6 @@ def _spread(quartiles: list[float]) -> str:
 
 
 def _megabytes(size_bytes: int | None) -> str:
-    return "not measured" if size_bytes is None else f"{size_bytes / 1e6:,.3g} MB"
+    if size_bytes is None:
+        return "not measured"
+    return f"{size_bytes / 1e6:,.0f} MB" if size_bytes >= 1e8 else f"{size_bytes / 1e6:.2g} MB"

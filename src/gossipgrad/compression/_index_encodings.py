@@ -18,7 +18,7 @@ __all__ = [
 INDEX_ENCODINGS = ("int32", "uint16", "bitmap")
 _BLOCK = 1 << 16
 LARGEST_INT32 = (1 << 31) - 1
-_BITMAP_PIECE = 1 << 17
+_BITMAP_PIECE = 1 << 14
 
 
 def encoded_bytes(encoding: str, numel: int, count: int) -> int:
@@ -117,8 +117,9 @@ def _set_bits(data: UInt8[Tensor, " size"]) -> Int[Tensor, " found"]:
     if data.device.type != "cpu":
         places = torch.arange(8, dtype=torch.uint8, device=data.device)
         return ((data.unsqueeze(1) >> places) & 1).flatten().nonzero().flatten()
-    found = [  # in pieces that stay in the cache; np.flatnonzero is 7 times as fast as nonzero
-        np.flatnonzero(np.unpackbits(piece.numpy(), bitorder="little")) + 8 * _BITMAP_PIECE * number
+    found = [  # in pieces that stay in the cache; of bools, which numpy finds twice as fast
+        np.flatnonzero(np.unpackbits(piece.numpy(), bitorder="little").view(np.bool_))
+        + 8 * _BITMAP_PIECE * number
         for number, piece in enumerate(data.split(_BITMAP_PIECE))
     ]
     return torch.from_numpy(np.concatenate(found))
