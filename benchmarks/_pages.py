@@ -30,3 +30,17 @@ def fill(text: str, new: str) -> str:
     begin = 0 if text.startswith(head) else text.index(f"\n{head}") + 1
     end = text.find("\n\n", begin)
     return text[:begin] + new + (text[end:] if end >= 0 else "\n")
+
+
+def fill_between(page: Path, name: str, new: str) -> None:
+    """Writes text between the two marks of a benchmark in a page.
+
+    Raises:
+        ValueError: The page does not have them.
+    """
+    begin, end = f"<!-- benchmarks.{name} -->\n", "<!-- end -->"
+    before, found, rest = page.read_text(encoding="utf-8").partition(begin)
+    _, closed, after = rest.partition(end)
+    if not (found and closed):
+        raise ValueError(f"{page.name} has no {begin.strip()!r} with {end!r} behind it")
+    page.write_text(f"{before}{begin}\n{new}\n\n{end}{after}", encoding="utf-8")

@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks._pages import DOCS, table
+from benchmarks._pages import DOCS, fill_between, table
 
 PAGE = DOCS / "simulate_time.md"
-_BEGIN, _END = "<!-- benchmarks.simulate_check -->\n", "<!-- end -->"
 _SOURCES = {"from_rate": "the rate of the links alone", "from_probe": "a probe of the network"}
 
 
@@ -48,13 +47,7 @@ def fill_page(figures: dict[str, Any], page: Path | None = None) -> None:
     Raises:
         ValueError: The page does not have them.
     """
-    page = page or PAGE
-    before, begin, rest = page.read_text(encoding="utf-8").partition(_BEGIN)
-    _, end, after = rest.partition(_END)
-    if not end:
-        raise ValueError(f"{page.name} has no {_BEGIN.strip()!r} with {_END!r} behind it")
-    filled = f"{before}{begin}\n{told(figures)}\n\n{end}{after}"
-    page.write_text(filled, encoding="utf-8")
+    fill_between(page or PAGE, "simulate_check", told(figures))
 
 
 def _count(summary: dict[str, Any], goal: float) -> str:

@@ -37,7 +37,12 @@ class Laboratory:
     Args:
         network: The hosts; they stay the caller's.
         hosts: How many there are.
+
+    Attributes:
+        worker: The module that a worker runs.
     """
+
+    worker = "benchmarks.network._worker"
 
     def __init__(self, network: Hosts, hosts: int) -> None:
         self.network = network
@@ -96,9 +101,9 @@ class Laboratory:
         if patience_seconds:
             idle(patience_seconds)
 
-    def make(self, name: str, profile: dict, size_factor: float) -> int:
+    def make(self, name: str, profile: dict, size_factor: float, *more: Any) -> int:
         """Makes a contestant on all ranks; the bytes of its parameters on one."""
-        return self._everyone("make", (name, profile, size_factor), 180.0)[0]
+        return self._everyone("make", (name, profile, size_factor, *more), 180.0)[0]
 
     def settle(self, name: str, steps: int, timeout_seconds: float) -> dict[str, Any]:
         """Steps with hardly any compute, not measured: links and buffers come to what they will be.
@@ -204,7 +209,7 @@ class Laboratory:
                     self.network.popen(
                         host,
                         [
-                            *(sys.executable, "-m", "benchmarks.network._worker"),
+                            *(sys.executable, "-m", self.worker),
                             *("--socket", f"{folder}/orders", "--host", str(host)),
                         ],
                         env=self._environment(host),

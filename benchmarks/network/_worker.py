@@ -50,13 +50,13 @@ class Worker:
             timeout=timedelta(seconds=_GROUP_SECONDS),
         )
 
-    def make(self, name: str, profile: dict, size_factor: float) -> int:
-        """Makes a contestant; the bytes of its parameters."""
+    def make(self, name: str, profile: dict, size_factor: float, *more: Any) -> int:
+        """Makes a contestant; the bytes of its parameters. What is more goes to `compete`."""
         # The kernel keeps a high-water mark: from here on it is this contestant's.
         Path("/proc/self/clear_refs").write_text("5")
         self._bytes_before[name] = _memory_bytes("VmRSS")
         surroundings = Surroundings(profile=Profile.from_json(profile), size_factor=size_factor)
-        made = kind_of(name).make(surroundings)
+        made = self.compete(name, surroundings, *more)
         self._held[name] = made
         # What stays is not looked at again: a collection in a block would hold up this rank, and
         # with it all that wait for it.
@@ -64,6 +64,10 @@ class Worker:
         gc.freeze()
         model = getattr(made, "model", None)
         return 0 if model is None else sum(p.nbytes for p in model.parameters())
+
+    def compete(self, name: str, surroundings: Surroundings, *more: Any) -> Contestant:
+        """A contestant by its name."""
+        return kind_of(name).make(surroundings)
 
     def settle(self, name: str, steps: int) -> dict[str, float]:
         """Steps with hardly any compute, after a barrier that takes the others along."""
@@ -119,7 +123,7 @@ def _load() -> None:
     optimizer.step()
 
 
-def main() -> None:
+def main(kind: type[Worker] = Worker) -> None:
     """Carries out orders until the socket closes."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--socket", required=True)
@@ -128,7 +132,7 @@ def main() -> None:
     torch.set_num_threads(1)
     sharpen_sleep()
     _load()
-    worker = Worker()
+    worker = kind()
     with Client(options.socket, family="AF_UNIX") as orders:
         orders.send(options.host)
         while True:
