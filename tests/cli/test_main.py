@@ -51,6 +51,15 @@ def test_commands_explain_their_options(command, capsys):
     assert f"gossipgrad {command}" in capsys.readouterr().out
 
 
+def test_ctrl_c_before_a_worker_is_started_is_told(monkeypatch, capsys):
+    def pressed(options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("gossipgrad.cli._train.join_run", pressed)
+    assert cli.main(["train", "--join", "run"]) == 130
+    assert capsys.readouterr().err == "gossipgrad: stopped by SIGINT\n"
+
+
 def test_missing_packages_name_the_extra(monkeypatch, capsys):
     monkeypatch.setattr(_main, "find_spec", lambda name: None)
     assert cli.main(["train"]) == 2

@@ -88,6 +88,7 @@ def _run(command: str, arguments: list[str]) -> int:
 
         return _complain(str(error), 1 if isinstance(error, RunFailedError) else 2)
     except KeyboardInterrupt:
+        print("gossipgrad: stopped by SIGINT", file=sys.stderr)
         return 130
 
 

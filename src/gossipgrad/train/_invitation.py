@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
+import socket
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from typing import Any
@@ -19,6 +20,7 @@ from ._layout import RunDir
 
 # Targets of so many samples tell two texts apart, which have no labels.
 _PROBED_SAMPLES = 64
+_KNOCK_SECONDS = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +54,7 @@ class Invitation:
         return cls(
             text=text,
             refusal=refusal,
-            store=_place_of(session.group.store),
+            store=place_of(session.group.store),
             data=fingerprint_of(dataset),
             version=version("gossipgrad"),
         )
@@ -64,6 +66,15 @@ class Invitation:
         with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(json.dumps(asdict(self), indent=2) + "\n")
         partial.replace(run_dir.invitation)
+
+    def knock(self) -> None:
+        """See that somebody listens where the run's store is, if it is known.
+
+        Raises:
+            OSError: Nobody does.
+        """
+        if self.store is not None:
+            socket.create_connection(self.store, timeout=_KNOCK_SECONDS).close()
 
     @classmethod
     def read(cls, run_dir: RunDir) -> "Invitation | None":
@@ -137,6 +148,7 @@ def root_of(store: dist.Store) -> dist.Store:
     return store
 
 
-def _place_of(store: dist.Store) -> tuple[str, int] | None:
+def place_of(store: dist.Store) -> tuple[str, int] | None:
+    """Host and port of a store, if it is one that has them."""
     root = root_of(store)
     return (root.host, root.port) if isinstance(root, dist.TCPStore) else None

@@ -9,6 +9,7 @@ from typing import Any
 from ._join_launcher import launch_joiners
 from ._joining import JoinConfig, find_run
 from ._layout import RunDir
+from ._living import take_part
 from ._orphaned import put_together_if_orphaned
 from ._outcome import exit_code_of
 from ._progress import make_progress
@@ -66,20 +67,21 @@ def join_run(options: JoinConfig) -> JoinOutcome:
         GossipError: The data set is missing and could not be fetched.
     """
     config, run_dir, invitation = find_run(options)
-    progress = make_progress(config, options.nproc)
-    try:
-        joiners = launch_joiners(options, config, run_dir, invitation, progress)
-    except RunFailedError as error:
-        if run_dir.invitation.exists():
-            raise
-        raise RunFailedError(
-            f"the run in {run_dir.path} came to its end meanwhile ({error})"
-        ) from error
-    finally:
-        progress.close()
-    results, summary = joiners.results.values(), None
-    if results:
-        summary = put_together_if_orphaned(config, run_dir, joiners.results)
+    with take_part(run_dir):
+        progress = make_progress(config, options.nproc)
+        try:
+            joiners = launch_joiners(options, config, run_dir, invitation, progress)
+        except RunFailedError as error:
+            if run_dir.invitation.exists():
+                raise
+            raise RunFailedError(
+                f"the run in {run_dir.path} came to its end meanwhile ({error})"
+            ) from error
+        finally:
+            progress.close()
+        results, summary = joiners.results.values(), None
+        if results:
+            summary = put_together_if_orphaned(config, run_dir, joiners.results)
     if summary is None and not all(result.left for result in results):
         summary = _await_summary(run_dir)
     cut_short = not results or any(result.stopped for result in results)

@@ -97,6 +97,22 @@ def some_go_on(run_dir: RunDir, results: Mapping[int, RankResult], lost: Iterabl
     )
 
 
+def living_joiner(run_dir: RunDir) -> int | None:
+    """A rank that joined and shows a sign of life now.
+
+    Where the last one is less than 15 seconds old, the next one is awaited until it were.
+    """
+    seen = {rank: _last_sign_seconds(run_dir, rank) for rank in _came(run_dir)}
+    newest_seconds = max(seen.values(), default=0.0)
+    deadline = time.monotonic() + _SILENT_SECONDS
+    while time.time() - newest_seconds < _SILENT_SECONDS and time.monotonic() < deadline:
+        for rank, sign_seconds in seen.items():
+            if _last_sign_seconds(run_dir, rank) > sign_seconds:
+                return rank
+        time.sleep(_POLL_SECONDS)
+    return None
+
+
 def read_file(run_dir: RunDir, rank: int) -> HandedIn | None:
     """What a rank has left in the folder of the run."""
     with suppress(OSError, ValueError):

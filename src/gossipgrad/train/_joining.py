@@ -1,7 +1,6 @@
 """Whether a run can be joined: what can be known before a worker starts."""
 
 import dataclasses
-import socket
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -15,8 +14,6 @@ from ._device import check_device
 from ._invitation import Invitation
 from ._layout import RunDir
 from ._options import check_at_least, check_fields, make_plain
-
-_KNOCK_SECONDS = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,8 +110,8 @@ def _check_can_grow(config: TrainConfig, run_dir: RunDir) -> None:
 def _why_not_invited(run_dir: RunDir) -> str:
     if run_dir.partial.exists():
         return (
-            "is not training: it starts or ends just now, or was killed. Try again in a moment; "
-            f"after a kill {_begin_again(run_dir)}"
+            "is not training: it starts or ends just now, or was killed. If it starts, try again "
+            f"when it has told of its first epoch; after a kill {_begin_again(run_dir)}"
         )
     if run_dir.summary.exists():
         return f"is over: {_begin_again(run_dir)}"
@@ -133,8 +130,7 @@ def _knock(invitation: Invitation, run_dir: RunDir) -> None:
         return
     host, port = invitation.store
     try:
-        with socket.create_connection((host, port), timeout=_KNOCK_SECONDS):
-            pass
+        invitation.knock()
     except OSError as error:
         raise ValueError(
             f"nobody listens at {host}:{port}, where the run in {run_dir.path} has its store "

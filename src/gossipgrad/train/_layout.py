@@ -3,6 +3,7 @@
 import contextlib
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +42,11 @@ class RunDir:
     def partial(self) -> Path:
         """What ranks leave for the one that puts the run together; removed at the end."""
         return self.path / "partial"
+
+    @property
+    def lock(self) -> Path:
+        """Locked by all who take part in the run; left behind unlocked by those that are killed."""
+        return self.path / ".lock"
 
     @property
     def resumes(self) -> Path:
@@ -129,7 +135,7 @@ class RunDir:
         shutil.rmtree(self.partial, ignore_errors=True)
 
     def clear(self) -> None:
-        """Remove the files of an earlier run, and those alone."""
+        """Remove the files of an earlier run, and those alone; not the lock of who does this."""
         self.remove_partial()
         checkpoint.remove_all(self.checkpoints)
         with contextlib.suppress(OSError):  # where somebody else keeps something there, it stays
@@ -166,11 +172,25 @@ class RunDir:
             file.unlink(missing_ok=True)
 
 
-def claim(out: Path | None, *, name: str, overwrite: bool) -> RunDir:
+def claim(
+    out: Path | None,
+    *,
+    name: str,
+    overwrite: bool,
+    hold: Callable[[RunDir], None] = lambda run_dir: None,
+) -> RunDir:
     """Make the folder of a run, or the next free `runs/NAME-N` when `out` is None.
 
+    Args:
+        out: The folder.
+        name: Of the run.
+        overwrite: Whether to replace the run that it holds.
+        hold: Called before anything in the folder is removed; raises ValueError if a run in it
+            lives.
+
     Raises:
-        ValueError: `out` holds a run and `overwrite` is not set, or it cannot be written to.
+        ValueError: `out` holds a run and `overwrite` is not set, or one that lives, or it cannot be
+            written to.
     """
     try:
         if out is None:
@@ -179,6 +199,7 @@ def claim(out: Path | None, *, name: str, overwrite: bool) -> RunDir:
                 folder = RunDir(Path("runs") / f"{name}-{number}")
                 try:
                     folder.path.mkdir(parents=True)
+                    hold(folder)
                     break
                 except FileExistsError:
                     number += 1
@@ -191,6 +212,7 @@ def claim(out: Path | None, *, name: str, overwrite: bool) -> RunDir:
                     f"{out} holds a run already; {goes_on}name another folder with --out, or "
                     "replace it with --overwrite."
                 )
+            hold(folder)
             folder.clear()
         folder.partial.mkdir()
     except OSError as error:

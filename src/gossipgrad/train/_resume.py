@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +36,20 @@ def config_of_run(folder: Path) -> TrainConfig:
     return dataclasses.replace(saved, resume=folder, out=folder)
 
 
-def reopen(config: TrainConfig) -> tuple[TrainConfig, RunDir]:
+def reopen(
+    config: TrainConfig, *, hold: Callable[[RunDir], None] = lambda run_dir: None
+) -> tuple[TrainConfig, RunDir]:
     """The folder of the run that `config` resumes, and the options with the step filled in.
 
     What its last end has left stays as it is, until `take_up`.
 
+    Args:
+        config: The options.
+        hold: Called before anything in the folder is touched; raises ValueError if the run lives.
+
     Raises:
-        ValueError: There is no such run or checkpoint, or the options contradict those of the run.
+        ValueError: There is no such run or checkpoint, it lives, or the options contradict those of
+            the run.
     """
     assert config.resume is not None
     run_dir = RunDir(config.resume)
@@ -51,6 +59,7 @@ def reopen(config: TrainConfig) -> tuple[TrainConfig, RunDir]:
             "--out out, or copy the folder and resume the copy."
         )
     saved = TrainConfig.from_file(run_dir.config, same_run=True)
+    hold(run_dir)
     config = dataclasses.replace(config, run_name=config.run_name or saved.run_name)
     _check_alike(config, saved, run_dir.path)
     step = config.resume_step

@@ -1,5 +1,6 @@
 """The front door: one call, one run."""
 
+import contextlib
 import os
 
 from ._check import check
@@ -8,6 +9,7 @@ from ._given_world import find_world
 from ._joined import let_go
 from ._launcher import launch
 from ._layout import RunDir, claim
+from ._living import take_part
 from ._losses import stands_for_most
 from ._outcome import Outcome, exit_code_of
 from ._progress import make_progress
@@ -49,17 +51,23 @@ def run(config: TrainConfig, *, show_config: bool = False) -> Outcome:
         return run_in_world(config, world, show_config=show_config)
     nproc = config.nproc or _DEFAULT_NPROC
     check(config, nproc)
-    if config.resume is None:
-        run_dir = claim(config.out, name=config.label, overwrite=config.overwrite)
-        config = config.named()
-    else:
-        config, run_dir = reopen(config)
-    config = config.resolved(nproc=nproc, out=run_dir.path)
-    if config.resume is None:  # else when it is known that the run goes on
-        config.write(run_dir.config, versions())
-    if show_config:
-        print(config.text(versions()), end="", flush=True)
-    with run_lock(run_dir):  # so that nobody who joins puts it together
+    with contextlib.ExitStack() as held:
+
+        def hold(run_dir: RunDir) -> None:
+            held.enter_context(take_part(run_dir, first=True))
+
+        if config.resume is None:
+            overwrite = config.overwrite
+            run_dir = claim(config.out, name=config.label, overwrite=overwrite, hold=hold)
+            config = config.named()
+        else:
+            config, run_dir = reopen(config, hold=hold)
+        config = config.resolved(nproc=nproc, out=run_dir.path)
+        if config.resume is None:  # else when it is known that the run goes on
+            config.write(run_dir.config, versions())
+        if show_config:
+            print(config.text(versions()), end="", flush=True)
+        held.enter_context(run_lock(run_dir))  # so that nobody who joins puts it together
         return _run_here(config, run_dir, nproc)
 
 

@@ -1,5 +1,6 @@
 """A run inside a world that torchrun or Slurm has started: join it, train, hand in."""
 
+import contextlib
 import os
 import re
 import sys
@@ -21,7 +22,9 @@ from ._ending import MAILBOX, Ending
 from ._gathering import Gathering, open_store
 from ._given_start import train_with_those_who_come
 from ._given_world import World
+from ._invitation import place_of
 from ._layout import RunDir, claim
+from ._living import take_part
 from ._losses import stands_for_most
 from ._metrics import Event
 from ._outcome import Outcome, exit_code_of
@@ -85,7 +88,7 @@ def run_in_world(config: TrainConfig, world: World, *, show_config: bool = False
     if world.launcher == "Slurm":
         os.environ.update(slurm_rendezvous(os.environ))
     start = _Start(world)
-    with hear_stops(start.on_stop) as stops:
+    with hear_stops(start.on_stop) as stops, contextlib.ExitStack() as held:
         store = open_store(world.rank, world.world_size, config.start_seconds)
         mailbox = dist.PrefixStore(MAILBOX, store)
         gathering = Gathering(
@@ -99,7 +102,7 @@ def run_in_world(config: TrainConfig, world: World, *, show_config: bool = False
         )
         try:
             opened = gathering.open(
-                lambda again: _open(config, world, mailbox, start, again, show_config)
+                lambda again: _open(config, world, mailbox, start, held, again, show_config)
             )
             if opened is None:
                 return Outcome(exit_code=2)
@@ -107,6 +110,8 @@ def run_in_world(config: TrainConfig, world: World, *, show_config: bool = False
             assert config.out is not None
             run_dir = RunDir(config.out)
             run_dir.partial.mkdir(parents=True, exist_ok=True)
+            if start.run_dir is None:
+                held.enter_context(take_part(run_dir))
             return _take_part(config, run_dir, world, store, mailbox, gathering, start, stops)
         finally:
             gathering.close()
@@ -160,17 +165,26 @@ def _open(
     world: World,
     mailbox: dist.Store,
     start: _Start,
+    held: contextlib.ExitStack,
     again: bool,
     show_config: bool,
 ) -> dict[str, Any]:
     """Check the run and make its folder, or take over the one of a rank that died over this."""
     check(config, world.world_size)
     claimed = again and mailbox.check(["claimed"])
+
+    def hold(run_dir: RunDir) -> None:
+        # One that stands still over this may hold the lock, of this very run.
+        first = not (again and mailbox.check(["held"]))
+        held.enter_context(take_part(run_dir, first=first, own_store=place_of(mailbox)))
+        mailbox.set("held", "")
+
     if config.resume is None:
-        run_dir = claim(config.out, name=config.label, overwrite=config.overwrite or claimed)
+        overwrite = config.overwrite or claimed
+        run_dir = claim(config.out, name=config.label, overwrite=overwrite, hold=hold)
         config = config.named()
     else:
-        config, run_dir = reopen(config)
+        config, run_dir = reopen(config, hold=hold)
     mailbox.set("claimed", "")
     config = config.resolved(nproc=world.world_size, out=run_dir.path.absolute())
     if config.resume is None:  # else when it is known that the run goes on
