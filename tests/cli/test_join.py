@@ -72,14 +72,17 @@ def test_a_folder_without_a_run_is_an_error(tmp_path, capsys):
 
 def test_tells_what_each_did(capsys):
     parts = [
-        {"rank": 3, "steps": 1200, "samples": 19_200, "left": False},
-        {"rank": 4, "steps": 7, "samples": 112, "left": True},
+        {"rank": 3, "steps": 1200, "samples": 19_200, "left": False, "late": False},
+        {"rank": 4, "steps": 7, "samples": 112, "left": True, "late": False},
+        {"rank": 5, "steps": 9, "samples": 144, "left": False, "late": True},
     ]
     summary = {"accuracy": 0.95}
     print_joined(JoinOutcome(exit_code=0, run_dir=Path("run"), parts=parts, summary=summary))
     assert capsys.readouterr().out.splitlines() == [
         "rank 3 trained 1,200 steps on 19,200 samples, to the end of the run",
         "rank 4 trained 7 steps on 112 samples, and left the run, which goes on",
+        "rank 5 trained 9 steps on 144 samples, but the run had ended as this worker came, and is "
+        "put together without it",
         "accuracy 95.00%",
         "report run/report.html",
     ]

@@ -1,6 +1,7 @@
 """Ranks that wait for partners stop in the same round, however unequally they are told."""
 
 import random
+import threading
 from concurrent.futures import Future
 
 import pytest
@@ -107,4 +108,14 @@ def test_who_is_not_connected_to_the_store_yet_trains_on_for_a_while(monkeypatch
     one.accord._connected = Future()
     assert not one.accord.stops_now()
     monkeypatch.setattr(_stop_together, "_CONNECT_SECONDS", -1.0)
+    assert one.accord.stops_now()
+
+
+def test_who_comes_as_the_run_ends_does_not_wait_for_a_store_that_is_gone():
+    one = Rank(0, dist.HashStore(), dissemination(2), 1)
+    one.accord._connected = Future()
+    over = threading.Event()
+    one.accord._alone = over.is_set
+    assert not one.accord.stops_now()
+    over.set()
     assert one.accord.stops_now()

@@ -171,6 +171,8 @@ def print_joined(outcome: JoinOutcome) -> None:
     """What workers that joined a run came to, in a few lines."""
     for part in outcome.parts:
         end = "and left the run, which goes on" if part["left"] else "to the end of the run"
+        if part["late"]:
+            end = "but the run had ended as this worker came, and is put together without it"
         samples = f"{part['steps']:,} steps on {part['samples']:,} samples"
         print(f"rank {part['rank']} trained {samples}, {end}")
     for failure in outcome.failures:

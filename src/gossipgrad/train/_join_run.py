@@ -30,7 +30,8 @@ class JoinOutcome:
             the end.
         run_dir: The folder of the run.
         parts: Of each worker that joined and came to its end: its "rank", its "steps" and
-            "samples", and whether it "left" before the others stopped.
+            "samples", whether it "left" before the others stopped, and whether it is "late": the
+            run was put together without it, for it had ended as this worker came.
         summary: The content of the run's `summary.json`; None if it goes on, or was not put
             together in time.
         failures: Why workers did not come to their end, each in words that begin with which.
@@ -95,12 +96,18 @@ def join_run(options: JoinConfig) -> JoinOutcome:
                 "steps": result.steps,
                 "samples": result.samples,
                 "left": result.left,
+                "late": summary is not None and rank not in _taken(summary),
             }
             for rank, result in sorted(joiners.results.items())
         ],
         summary=summary,
         failures=joiners.failures,
     )
+
+
+def _taken(summary: dict[str, Any]) -> set[int]:
+    """Whose results the run has, of those that joined it."""
+    return {one["rank"] for one in summary["joined"] if one["end"] != "lost"}
 
 
 def _await_summary(run_dir: RunDir) -> dict[str, Any] | None:

@@ -74,6 +74,11 @@ class Newcomer:
         """Whether this worker was told to stop, and the run was not."""
         return self._stop.is_set() and not self._called
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the run was put together already, without this worker."""
+        return self._run_dir.summary.exists()
+
     def enter(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> gg.GossipSession:
         """Join; model and optimizers are then those of a living rank, but for the initial rates.
 

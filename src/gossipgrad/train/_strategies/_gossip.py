@@ -90,6 +90,7 @@ class Gossip(Strategy):
                 lambda: self.living,
                 lambda: self._session.round_number,
                 self._beyond,
+                self._is_alone,
             )
         self._word: StopWord | None = None
         self.news()  # of one that joins, what was before
@@ -153,8 +154,12 @@ class Gossip(Strategy):
     @property
     def _leaves(self) -> bool:
         """Whether this rank leaves a run that others go on with; the last one ends it."""
+        return self._leaver is not None and self._leaver.leaves and not self._is_alone()
+
+    def _is_alone(self) -> bool:
+        """Whether nobody else trains any more, as far as this rank knows."""
         others = {*self.living} - {self._session.rank} - self._session.departed
-        return self._leaver is not None and self._leaver.leaves and bool(others)
+        return not others or (self._leaver is not None and self._leaver.is_over)
 
     @property
     def has_left(self) -> bool:

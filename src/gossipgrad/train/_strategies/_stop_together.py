@@ -31,6 +31,7 @@ class StopTogether:
         in_round: Which round this rank is in.
         beyond: The first round that no rank can have come to as long as any is in a given one, or
             before it.
+        alone: Whether this rank has nobody to stop with; it then stops at once.
     """
 
     def __init__(
@@ -39,11 +40,13 @@ class StopTogether:
         living: Callable[[], Sequence[int]],
         in_round: Callable[[], int],
         beyond: Callable[[int], int],
+        alone: Callable[[], bool] = lambda: False,
     ) -> None:
         self._group = group
         self._living = living
         self._in_round = in_round
         self._beyond = beyond
+        self._alone = alone
         self._store = AskedStore(group.store, timeout_seconds=_STORE_SECONDS)
         self._connected = self._store.begin(lambda store: None)
         self._told_seconds: float | None = None
@@ -52,7 +55,7 @@ class StopTogether:
 
     def stops_now(self) -> bool:
         """Whether this rank, which has been told to stop, does so before its next step."""
-        if len(self._living()) == 1:
+        if len(self._living()) == 1 or self._alone():
             return True
         now = time.monotonic()
         if not self._connected.done():  # until then it is as if it had not been told

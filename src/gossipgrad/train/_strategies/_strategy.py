@@ -36,6 +36,11 @@ class Leaver(Protocol):
         """Whether it does."""
         ...
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the run was put together already, without this rank."""
+        ...
+
     def let_go(self) -> None:
         """Gives up what others could use, before it leaves."""
 
