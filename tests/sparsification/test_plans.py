@@ -49,6 +49,17 @@ def test_a_plan_is_measured_and_is_the_same_on_all_ranks(plan):
         assert all(torch.equal(a, b) for a, b in zip(weights, told[0][0], strict=True))
 
 
+def test_what_other_groups_took_is_not_told_of_the_present_ones():
+    def look(session):
+        before = session.stats().measured_seconds
+        session._aggregation.regroup(session._aggregation.merges)
+        return before, session.stats().measured_seconds
+
+    for _, (before, after) in train(2, 3, plan="single", density=0.1, look=look):
+        assert before > 0
+        assert after is None
+
+
 def test_nothing_is_compressed_where_dense_wins_and_it_is_said(monkeypatch, caplog):
     monkeypatch.setattr(_planner, "measure_costs", costs_that_say(sparse=2e-3, dense=1e-3))
     with caplog.at_level(logging.WARNING, "gossipgrad"):

@@ -137,6 +137,7 @@ class Aggregation:
             self._names, self._parameters = list(names), [by_name[name] for name in names]
             self.passes.reorder(self._parameters)
         settings = self._settings
+        self._finished.clear()  # of other groups
         self.groups = []  # their memory goes before that of the next is taken
         for merge in merges:
             made = MergedGroup(
