@@ -14,6 +14,7 @@ BENCHMARKS = (
     "shuffle",
     "virtual_ranks",
     "staleness",
+    "compressed_gossip",
     "stall",
     "checkpoint",
     "soak",

@@ -140,10 +140,13 @@ def test_every_choice_of_an_option_is_described():
 
 
 @pytest.mark.parametrize(
-    ("page", "least"), [("guarantees.md", 30), ("checkpoint.md", 8), ("join.md", 12)]
+    ("page", "least"),
+    [("guarantees.md", 30), ("checkpoint.md", 8), ("compressed_gossip.md", 9), ("join.md", 12)],
 )
 def test_every_guarantee_names_tests_that_exist(page, least):
     text = (ROOT / "docs" / page).read_text().split("\n## What is not\n")[0]
+    if page == "compressed_gossip.md":  # it has other tables
+        text = text.split("\n## What is promised\n")[1].split("\n## ")[0]
     rows = re.findall(r"^\|(?! promised|---| what \|)(.*)\|$", text, re.MULTILINE)
     assert len(rows) >= least
     for row in rows:
@@ -211,6 +214,20 @@ def test_tables_of_staleness_are_what_was_measured():
     for ranks, message, *figures in rows:
         found = [paces[ranks, float(message.split()[0]), d] for d in (0, 1, 2, 4)]
         assert figures == [f"{row['mixes_per_step_others']:.2f}" for row in found], ranks
+
+
+def test_the_table_of_compressed_gossip_is_what_was_measured():
+    measured = json.loads((ROOT / "benchmarks/results/compressed_gossip.json").read_text())["rows"]
+    rows = rows_below("compressed_gossip.md", "| sent | topology")
+    assert [name.strip("`") for name, *_ in rows] == [row["contestant"] for row in measured]
+    for (_, *figures), row in zip(rows, measured, strict=True):
+        assert figures == [
+            row["topology"],
+            f"{row['bytes_per_step']:,.0f}",
+            *(f"{100 * row[name]:.2f} %" for name in ("accuracy", "worst_replica_accuracy")),
+            f"{row['mean_distance']:.2f}",
+            f"{row['mean_shift']:.1g}" if row["mean_shift"] < 0.01 else f"{row['mean_shift']:.1f}",
+        ], row["contestant"]
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=ids)

@@ -11,7 +11,15 @@ from gossipgrad.decentralized._reference_differences import DifferenceReference
 from gossipgrad.topology import by_name, complete, hypercube
 from support.deaths import run_mortals
 from support.ranks import run_ranks
-from support.replicas import adam, assert_same_bits, flat, set_gradients, sgd, transport_by_name
+from support.replicas import (
+    adam,
+    assert_same_bits,
+    flat,
+    set_gradients,
+    sgd,
+    train,
+    transport_by_name,
+)
 
 STEPS = 14
 
@@ -28,30 +36,18 @@ def network(seed=0, dtype=torch.float32):
 
 def both(world_size, schedule, compress, *, optimizer=sgd, dtype=torch.float32, **settings):
     """What a session and the reference hold after some steps."""
-    link = transport_by_name("in-process", world_size)
-
-    def rank_main(rank, group):
-        model = network(dtype=dtype)
-        o = optimizer(list(model.parameters()))
-        with gg.gossip(
-            model,
-            o,
-            topology=schedule,
-            process_group=group,
-            transport=link,
-            bucket_bytes=200,
-            compress=compress,
-            **settings,
-        ) as session:
-            for step in range(STEPS):
-                set_gradients(model, rank, step)
-                o.step()
-            held = [p.detach().clone() for p in model.parameters()]
-            group.barrier()
-        assert session.stats().outcomes["void"] == 0
-        return held
-
-    ours = run_ranks(world_size, rank_main)
+    ours = train(
+        world_size,
+        STEPS,
+        optimizer=optimizer,
+        dtype=dtype,
+        gradients=set_gradients,
+        make=network,
+        topology=schedule,
+        bucket_bytes=200,
+        compress=compress,
+        **settings,
+    )
     models = [network(dtype=dtype) for _ in range(world_size)]
     narrow = dtype.itemsize < 4 or "wire_dtype" in settings
     reference = DifferenceReference(
@@ -107,38 +103,42 @@ def rest(model, optimizer, steps):
         optimizer.step()
 
 
-@pytest.mark.parametrize("mode", ["overlap", "sync"])
-def test_the_mean_is_kept_and_replicas_meet(mode):
-    """Also behind an average, from which on all links begin anew."""
-    link = transport_by_name("in-process", 3)
+def on_a_ring(world_size, function, **settings):
+    """What `function(rank, session, model, optimizer)` returns on ranks that make no updates."""
+    link = transport_by_name("in-process", world_size)
 
     def rank_main(rank, group):
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        found = []
         with gg.gossip(
-            model,
-            optimizer,
-            topology="ring",
-            process_group=group,
-            transport=link,
-            mode=mode,
-            compress=gg.TopK(0.25),
-            bucket_bytes=200,
+            model, optimizer, topology="ring", process_group=group, transport=link, **settings
         ) as session:
-            for _ in range(2):
-                session.average_()
-                pull_apart(session, model, rank)
-                before = flat(model).double()
-                first = session.consensus_distance()
-                rest(model, optimizer, 50)
-                last = session.consensus_distance()
-                with session.consensus():
-                    found.append((before, flat(model).double(), first, last))
+            found = function(rank, session, model, optimizer)
             group.barrier()
         return found
 
-    for found in zip(*run_ranks(3, rank_main), strict=True):
+    return run_ranks(world_size, rank_main)
+
+
+@pytest.mark.parametrize("mode", ["overlap", "sync"])
+def test_the_mean_is_kept_and_replicas_meet(mode):
+    """Also behind an average, from which on all links begin anew."""
+
+    def main(rank, session, model, optimizer):
+        found = []
+        for _ in range(2):
+            session.average_()
+            pull_apart(session, model, rank)
+            before = flat(model).double()
+            first = session.consensus_distance()
+            rest(model, optimizer, 50)
+            last = session.consensus_distance()
+            with session.consensus():
+                found.append((before, flat(model).double(), first, last))
+        return found
+
+    settings = {"mode": mode, "compress": gg.TopK(0.25), "bucket_bytes": 200}
+    for found in zip(*on_a_ring(3, main, **settings), strict=True):
         before = torch.stack([each[0] for each in found])
         for _, mean, first, last in found:
             assert (mean - before.mean(0)).abs().sum() <= 2e-6 * before.abs().sum()
@@ -147,26 +147,12 @@ def test_the_mean_is_kept_and_replicas_meet(mode):
 
 def test_what_it_sends_and_keeps():
     """Of two neighbours four copies of all weights; a message is values, indices and a tag."""
-    link = transport_by_name("in-process", 4)
 
-    def rank_main(rank, group):
-        model = network()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        with gg.gossip(
-            model,
-            optimizer,
-            topology="ring",
-            process_group=group,
-            transport=link,
-            mode="sync",
-            compress=gg.TopK(0.1),
-        ) as session:
-            rest(model, optimizer, 6)
-            stats = session.stats()
-            group.barrier()
-        return stats
+    def main(rank, session, model, optimizer):
+        rest(model, optimizer, 6)
+        return session.stats()
 
-    (stats, *_) = run_ranks(4, rank_main)
+    (stats, *_) = on_a_ring(4, main, mode="sync", compress=gg.TopK(0.1))
     elements = sum(p.numel() for p in network().parameters())
     message = 8 + SparseFormat(elements, round(0.1 * elements)).size_bytes
     assert stats.bytes_sent == 6 * message
@@ -223,32 +209,19 @@ def test_copies_that_have_counted_unlike_exchanges_have_unlike_tags():
 
 def test_a_link_one_end_of_which_missed_an_exchange_begins_anew(caplog):
     """As after a connection that broke one way; from then on the mean is kept again."""
-    link = transport_by_name("in-process", 2)
 
-    def rank_main(rank, group):
-        model = network()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        with gg.gossip(
-            model,
-            optimizer,
-            topology="ring",
-            process_group=group,
-            transport=link,
-            mode="sync",
-            compress=gg.TopK(0.25),
-        ) as session:
-            pull_apart(session, model, rank)
-            rest(model, optimizer, 3)
-            if rank == 0:
-                copies = session._sections.weights[0]._links[1][0]
-                copies.mine.add_(1.0)
-                copies.tag ^= 2
-            before = flat(model).double()
-            rest(model, optimizer, 60)
-            group.barrier()
+    def main(rank, session, model, optimizer):
+        pull_apart(session, model, rank)
+        rest(model, optimizer, 3)
+        if rank == 0:
+            copies = session._sections.weights[0]._links[1][0]
+            copies.mine.add_(1.0)
+            copies.tag ^= 2
+        before = flat(model).double()
+        rest(model, optimizer, 60)
         return before, flat(model).double()
 
-    (a, c), (b, d) = run_ranks(2, rank_main)
+    (a, c), (b, d) = on_a_ring(2, main, mode="sync", compress=gg.TopK(0.25))
     assert (a + b - c - d).abs().max() < 1e-5
     assert (c - d).norm() < (a - b).norm() / 20
     assert "begins anew, and is sent the weights whole: did not count the same" in caplog.text

@@ -68,16 +68,18 @@ def train(
     transport: str = "in-process",
     dtype: torch.dtype = torch.float32,
     gradients: Callable[[nn.Module, int, int], None] = backward,
+    make: Callable[..., nn.Module] = network,
+    bucket_bytes: int = 100,
     **settings,
 ) -> list[list[Tensor]]:
     """What the ranks hold after training by gossip, before the session ends."""
     link = transport_by_name(transport, world_size)
 
     def rank_main(rank: int, group: Group) -> list[Tensor]:
-        model = network(dtype=dtype)
+        model = make(dtype=dtype)
         o = optimizer(list(model.parameters()))
         with gg.gossip(
-            model, o, process_group=group, transport=link, bucket_bytes=100, **settings
+            model, o, process_group=group, transport=link, bucket_bytes=bucket_bytes, **settings
         ) as session:
             for step in range(steps):
                 gradients(model, rank, step)
