@@ -19,6 +19,7 @@ BENCHMARKS = (
     "checkpoint",
     "soak",
     "selection",
+    "plans",
 )
 
 

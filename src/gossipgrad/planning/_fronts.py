@@ -120,7 +120,9 @@ def pieces(
     edge = np.arange(cut.size) - np.repeat(np.cumsum(cuts) - cuts - part[link - 1], cuts)
     share = (edges[edge] - first[cut - 1]) / (first[cut] - first[cut - 1])
     height = second[cut - 1] + share * (second[cut] - second[cut - 1])
-    kept = np.unique(np.concatenate([best, link, link - 1]))
+    needed = np.zeros(first.size, bool)
+    needed[best] = needed[link] = needed[link - 1] = True
+    kept = np.flatnonzero(needed)
     origin = np.concatenate([kept, cut, cut])
     part = np.concatenate([part[kept], edge, edge + 1])
     x = np.concatenate([first[kept], edges[edge], edges[edge]])

@@ -1,0 +1,43 @@
+"""The page of plans says what was found, and its brute force knows better than no plan."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from benchmarks import plans
+from benchmarks._plans_page import fill_page
+from gossipgrad.planning import Method, plan
+
+PAGE = Path(__file__).parents[2] / "docs" / "plan.md"
+
+
+def test_the_page_is_what_the_command_fills_in(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(PAGE.read_text())
+    fill_page(page)
+    assert page.read_text() == PAGE.read_text(), "run python -m benchmarks.plans"
+
+
+def test_brute_force_finds_the_counter_example():
+    method = Method(
+        name="sparse",
+        select_seconds=lambda elements: 0.1 * elements,
+        communicate_seconds=lambda elements: 4 + 0.5 * elements,
+    )
+    step = [1.0, 3.0, 3.0], [10, 1, 1]
+    assert plans.least(step, [method]) == pytest.approx(16.0)
+    assert plan(*step, [method]).finish_seconds == pytest.approx(16.0)
+
+
+def test_few_random_cases():
+    found = plans.random_cases(one=6, three=3)
+    assert found["one_method"]["largest_difference"] < plans.MISSED
+    assert found["three_methods"]["largest_difference"] < plans.MISSED
+    for figures in found["rules"].values():
+        assert 1 - plans.MISSED < figures["mean_ratio"] <= figures["worst_ratio"]
+
+
+def test_cases_are_drawn_the_same_again():
+    one, other = (plans.drawn(random.Random(3), 5, 2) for _ in range(2))
+    assert one == other
