@@ -48,12 +48,6 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1")
 os.environ.setdefault("GOSSIPGRAD_DATA", str(Path(__file__).parents[2] / "shared" / "data"))
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
-    """One more than there are cores: tests wait half of their time, for deaths and deadlines."""
-    return len(os.sched_getaffinity(0)) + 1
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips what needs a GPU where there is none."""
     if not torch.cuda.is_available():

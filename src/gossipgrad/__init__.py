@@ -3,6 +3,7 @@
 from importlib.metadata import version as _version
 
 from gossipgrad import topology as topology
+from gossipgrad._later import __getattr__ as __getattr__
 from gossipgrad.comm import Group as Group
 from gossipgrad.comm import Heartbeats as Heartbeats
 from gossipgrad.comm import Joining as Joining
@@ -32,8 +33,5 @@ from gossipgrad.errors import AgreementError as AgreementError
 from gossipgrad.errors import EvictedError as EvictedError
 from gossipgrad.errors import GossipError as GossipError
 from gossipgrad.errors import ReplicaChangedError as ReplicaChangedError
-from gossipgrad.sparsification import SparseSession as SparseSession
-from gossipgrad.sparsification import SparseStats as SparseStats
-from gossipgrad.sparsification import sparsify as sparsify
 
 __version__ = _version("gossipgrad")

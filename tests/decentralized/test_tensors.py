@@ -7,11 +7,8 @@ import torch
 from torch import nn
 
 import gossipgrad as gg
-from gossipgrad.decentralized._tensors import (
-    state_entries,
-    trained_parameters,
-    weight_entries,
-)
+from gossipgrad.comm import trained_parameters
+from gossipgrad.decentralized._tensors import state_entries, weight_entries
 from support.ranks import run_ranks
 from support.replicas import network, set_gradients, transport_by_name
 

@@ -237,5 +237,5 @@ def test_the_last_one_that_is_left_does_not_leave_but_ends_the_run(departed, lea
     strategy = object.__new__(Gossip)
     living = Membership(generation=3, living=(0, 2))
     strategy._session = SimpleNamespace(rank=2, membership=living, departed=departed)
-    strategy._leaver = SimpleNamespace(leaves=True)
+    strategy._leaver = SimpleNamespace(leaves=True, is_over=False)
     assert strategy._leaves == leaves

@@ -1,0 +1,19 @@
+"""What of the package's names is loaded when it is asked for: not everybody needs it."""
+
+from importlib import import_module
+from typing import Any
+
+_ROOMS = {
+    "sparsification": "sparsification",
+    "SparseSession": "sparsification",
+    "SparseStats": "sparsification",
+    "sparsify": "sparsification",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """The name of a room, or what a room has under that name."""
+    if name not in _ROOMS:
+        raise AttributeError(f"module 'gossipgrad' has no attribute {name!r}")
+    room = import_module(f"gossipgrad.{_ROOMS[name]}")
+    return room if name == _ROOMS[name] else getattr(room, name)
