@@ -1,9 +1,9 @@
 """Train one PyTorch model on many workers over slow, uneven or unreliable networks, by gossip."""
 
 from importlib.metadata import version as _version
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from gossipgrad import topology as topology
-from gossipgrad._later import __getattr__ as __getattr__
 from gossipgrad.comm import Group as Group
 from gossipgrad.comm import Heartbeats as Heartbeats
 from gossipgrad.comm import Joining as Joining
@@ -33,5 +33,13 @@ from gossipgrad.errors import AgreementError as AgreementError
 from gossipgrad.errors import EvictedError as EvictedError
 from gossipgrad.errors import GossipError as GossipError
 from gossipgrad.errors import ReplicaChangedError as ReplicaChangedError
+
+if _TYPE_CHECKING:
+    from gossipgrad import sparsification as sparsification
+    from gossipgrad.sparsification import SparseSession as SparseSession
+    from gossipgrad.sparsification import SparseStats as SparseStats
+    from gossipgrad.sparsification import sparsify as sparsify
+else:
+    from gossipgrad._later import __getattr__ as __getattr__
 
 __version__ = _version("gossipgrad")

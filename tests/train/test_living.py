@@ -85,7 +85,10 @@ def refuses(run_dir, **options):
         return str(error).replace(str(run_dir.path), "RUN")
 
 
-TAKEN = "the run in RUN trains: a process that takes part in it holds RUN/.lock. Stop it first."
+TAKEN = (
+    "the run in RUN trains: a process that takes part in it holds RUN/.lock. Stop it first; if it "
+    "was on a machine that is gone, remove that file."
+)
 
 
 @pytest.mark.parametrize("again", [replacing, going_on])

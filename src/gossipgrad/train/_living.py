@@ -45,7 +45,8 @@ def take_part(
         if first:
             raise ValueError(
                 f"the run in {run_dir.path} trains: a process that takes part in it holds "
-                f"{run_dir.lock}. Stop it first."
+                f"{run_dir.lock}. Stop it first; if it was on a machine that is gone, remove that "
+                "file."
             ) from None
         lock = None
     try:
