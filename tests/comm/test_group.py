@@ -96,6 +96,38 @@ def test_objects_of_json_come_in_the_order_of_ranks():
     assert run_ranks(3, lambda rank, group: group.broadcast_object(rank, source=2)) == [2] * 3
 
 
+@pytest.mark.parametrize("at_once_bytes", [1 << 20, 0], ids=["at once", "ring"])
+def test_what_all_have_is_gathered_in_the_order_of_ranks(monkeypatch, at_once_bytes):
+    monkeypatch.setattr(_group, "_AT_ONCE_BYTES", at_once_bytes)
+
+    def work(rank, group):
+        mine = torch.arange(5.0) + 10 * rank
+        gathered = torch.empty(15)
+        assert group.all_gather_into_(gathered, mine) is gathered
+        assert torch.equal(mine, torch.arange(5.0) + 10 * rank)
+        return gathered
+
+    expected = torch.cat([torch.arange(5.0) + 10 * rank for rank in range(3)])
+    for gathered in run_ranks(3, work):
+        assert torch.equal(gathered, expected)
+
+
+@pytest.mark.parametrize("at_once_bytes", [1 << 20, 0], ids=["at once", "ring"])
+def test_a_gather_that_a_rank_does_not_come_to_fails_on_all(monkeypatch, at_once_bytes):
+    monkeypatch.setattr(_group, "_AT_ONCE_BYTES", at_once_bytes)
+
+    def work(rank, group):
+        if rank == 2:
+            group.close()
+            return None
+        with pytest.raises(GossipError, match="died, left or broken"):
+            group.all_gather_into_(torch.empty(3), torch.ones(1))
+        return time.perf_counter()
+
+    start = time.perf_counter()
+    assert max(end - start for end in run_ranks(3, work)[:2]) < 30
+
+
 def test_one_rank_needs_nobody():
     group = Group(dist.HashStore(), 0, 1)
     tensor = torch.ones(2)

@@ -20,7 +20,10 @@ from gossipgrad.errors import GossipError
 
 __all__ = ["Group"]
 
-_POLL_SECONDS = 0.0005
+_POLL_SECONDS = 0.0002
+_MOST_POLL_SECONDS = 0.005
+_POLL_SHARE = 1 / 20  # of the wait so far: looking costs the ranks of one machine their processors
+_AT_ONCE_BYTES = 1 << 20
 _UNUSED_TAG = 1
 _CHUNK_BYTES = 64 << 20
 _CONNECT = timedelta(seconds=30)
@@ -129,7 +132,12 @@ class Group:
         """
         if len(self.members) == 1:
             return gathered.copy_(mine)
-        self._run(lambda gloo: gloo._allgather_base(gathered, mine))
+        if mine.nbytes <= _AT_ONCE_BYTES:
+            # Gloo's all-gather is a ring, each hop of which waits for the last; here none waits.
+            copies = mine.repeat(len(self.members))
+            self._run(lambda gloo: gloo.alltoall_base(gathered, copies, [], []))
+        else:
+            self._run(lambda gloo: gloo._allgather_base(gathered, mine))
         return gathered
 
     @torch.no_grad()
@@ -336,9 +344,10 @@ class Group:
 
     def _wait(self, work: Any, *, meets: bool) -> None:
         # Of one that has left or died Gloo knows by itself, of one that stands still it does not.
-        hopeless_seconds = math.inf
+        hopeless_seconds, start = math.inf, time.monotonic()
         while not work.is_completed():
-            time.sleep(_POLL_SECONDS)
+            waited_seconds = time.monotonic() - start
+            time.sleep(min(_POLL_SECONDS + _POLL_SHARE * waited_seconds, _MOST_POLL_SECONDS))
             if self._closed:
                 self._break()
                 raise RuntimeError("this rank has closed its session")
