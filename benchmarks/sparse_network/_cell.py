@@ -18,6 +18,7 @@ from ._selection import Curve
 _PLAN_SECONDS = 180.0
 _BLOCK_TIMEOUT_SECONDS = 240.0
 _BLOCK_SECONDS = 0.5
+_FAR_TIMES = 4.0  # who is predicted to take so much longer than the best has one turn
 _DDP_BYTES = (1 << 20, 25 << 20)  # torch's first bucket, and the others, at full size
 _FIRST_STEPS = 2  # links are made, DDP rebuilds its buckets
 
@@ -153,9 +154,12 @@ class _Measuring:
 
     def _measure(self, names: list[str], found: dict[str, dict[str, Any]]) -> None:
         blocks: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+        best = min(found[name]["predicted_seconds"] for name in names if name != ALONE)
+        near = [name for name in names if found[name]["predicted_seconds"] <= _FAR_TIMES * best]
         for number in range(self._place.blocks):
-            turn = number % len(names)
-            for name in (*names[turn:], *names[:turn]):
+            taking_turns = near if number else names
+            turn = number % len(taking_turns)
+            for name in (*taking_turns[turn:], *taking_turns[:turn]):
                 predicted = found[name]["predicted_seconds"]
                 steps = max(1, math.ceil(_BLOCK_SECONDS / predicted))
                 blocks[name].append(

@@ -126,8 +126,10 @@ def _contestants(cell: Cell) -> str:
         measured, ratio = "-", "-"
         if error is not None:
             steps = of["step_seconds"]
-            measured = f"{_ms(of['step_seconds_median'], cell)} ({_ms(min(steps), cell)} to "
-            measured += f"{_ms(max(steps), cell)}){'*' if of['marks'] else ''}"
+            measured = _ms(of["step_seconds_median"], cell)
+            if len(steps) > 1:
+                measured += f" ({_ms(min(steps), cell)} to {_ms(max(steps), cell)})"
+            measured += "*" if of["marks"] else ""
             ratio = f"{of['step_seconds_median'] / ours:.2f}"
         off = "-" if error is None else f"{100 * error:+.1f} %"
         rows.append([name, groups, _ms(of["predicted_seconds"], cell), measured, off, ratio])
