@@ -96,11 +96,10 @@ def test_objects_of_json_come_in_the_order_of_ranks():
     assert run_ranks(3, lambda rank, group: group.broadcast_object(rank, source=2)) == [2] * 3
 
 
-@pytest.mark.parametrize("at_once_bytes", [1 << 20, 0], ids=["at once", "ring"])
-def test_what_all_have_is_gathered_in_the_order_of_ranks(monkeypatch, at_once_bytes):
-    monkeypatch.setattr(_group, "_AT_ONCE_BYTES", at_once_bytes)
-
+@pytest.mark.parametrize("at_once_bytes", [1024, 0], ids=["at once", "ring"])
+def test_what_all_have_is_gathered_in_the_order_of_ranks(at_once_bytes):
     def work(rank, group):
+        group.at_once_bytes = at_once_bytes
         mine = torch.arange(5.0) + 10 * rank
         gathered = torch.empty(15)
         assert group.all_gather_into_(gathered, mine) is gathered
@@ -112,11 +111,10 @@ def test_what_all_have_is_gathered_in_the_order_of_ranks(monkeypatch, at_once_by
         assert torch.equal(gathered, expected)
 
 
-@pytest.mark.parametrize("at_once_bytes", [1 << 20, 0], ids=["at once", "ring"])
-def test_a_gather_that_a_rank_does_not_come_to_fails_on_all(monkeypatch, at_once_bytes):
-    monkeypatch.setattr(_group, "_AT_ONCE_BYTES", at_once_bytes)
-
+@pytest.mark.parametrize("at_once_bytes", [1024, 0], ids=["at once", "ring"])
+def test_a_gather_that_a_rank_does_not_come_to_fails_on_all(at_once_bytes):
     def work(rank, group):
+        group.at_once_bytes = at_once_bytes
         if rank == 2:
             group.close()
             return None

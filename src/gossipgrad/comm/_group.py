@@ -23,7 +23,7 @@ __all__ = ["Group"]
 _POLL_SECONDS = 0.0002
 _MOST_POLL_SECONDS = 0.005
 _POLL_SHARE = 1 / 20  # of the wait so far: looking costs the ranks of one machine their processors
-_AT_ONCE_BYTES = 1 << 20
+_AT_ONCE_BYTES = 1024  # of one packet
 _UNUSED_TAG = 1
 _CHUNK_BYTES = 64 << 20
 _CONNECT = timedelta(seconds=30)
@@ -52,6 +52,9 @@ class Group:
         world_size: How many ranks there were at the start.
         members: Those that take part now, rising.
         generation: The generation of the membership that they are the members of.
+        at_once_bytes: Messages of `all_gather_into_` up to this size go to all members at once, so
+            that none waits for another; larger ones go round a ring, where they do not meet on any
+            link. Equal on all members.
         unless: Called while members are awaited to the first collective of a generation. A
             `GossipError` that it raises ends the wait, and nothing else: it comes from the
             collective, which this rank may come to later.
@@ -72,6 +75,7 @@ class Group:
         self.store = store
         self.members = tuple(range(world_size) if members is None else members)
         self.generation = 0
+        self.at_once_bytes = _AT_ONCE_BYTES
         self.unless: Callable[[], object] = lambda: None
         self._broken: str | None = None
         self._closed = False
@@ -132,8 +136,7 @@ class Group:
         """
         if len(self.members) == 1:
             return gathered.copy_(mine)
-        if mine.nbytes <= _AT_ONCE_BYTES:
-            # Gloo's all-gather is a ring, each hop of which waits for the last; here none waits.
+        if mine.nbytes <= self.at_once_bytes:
             copies = mine.repeat(len(self.members))
             self._run(lambda gloo: gloo.alltoall_base(gathered, copies, [], []))
         else:
