@@ -170,7 +170,9 @@ class _Measuring:
                         ),
                     )
                 )
-        alone = statistics.median(block["seconds"] for block in blocks.get(ALONE, [])) or None
+        alone = None
+        if ALONE in blocks:
+            alone = statistics.median(block["seconds"] for block in blocks[ALONE])
         for name, own in blocks.items():
             found[name] |= _figures(own, self._profile.compute_seconds, alone)
 
