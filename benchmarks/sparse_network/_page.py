@@ -33,7 +33,8 @@ def fill_page(figures: Figures, page: Path = PAGE) -> None:
 def told(figures: Figures) -> str:
     """Selection, a table a profile, and the sweep."""
     named = [cell for cell in figures["cells"] if not is_swept(cell)]
-    swept = [cell for cell in figures["cells"] if is_swept(cell)]
+    of_sweep = {(c["profile"], c["density"]) for c in figures["cells"] if is_swept(c)}
+    swept = [c for c in figures["cells"] if (c["profile"], c["density"]) in of_sweep]
     parts = [_selections(figures["selection"])]
     if not figures["cells"]:
         parts.append("No place has been measured yet: the table is what selection alone costs.")

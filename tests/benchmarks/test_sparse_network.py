@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -98,7 +99,8 @@ def test_plans_of_rivals_pay_for_their_own_selection():
 
 
 @pytest.fixture(scope="module")
-def cell():
+def cells():
+    """A place with all kinds of contestants, and one without a step that sends nothing."""
     place = Place(
         profile="vgg16",
         world_size=2,
@@ -109,8 +111,22 @@ def cell():
         contestants=(ALONE, "DDP fp16", "wfbp", OPTIMAL, f"topk, {TORCH}"),
         blocks=2,
     )
+    swept = replace(place, contestants=("DDP fp16", OPTIMAL))
     with SparseLaboratory(Loopback(), 2) as laboratory:
-        return measure_place(laboratory, place, CURVES, say=lambda _: None)
+        return [
+            measure_place(laboratory, each, CURVES, say=lambda _: None) for each in (place, swept)
+        ]
+
+
+@pytest.fixture
+def cell(cells):
+    return cells[0]
+
+
+@pytest.mark.process
+def test_a_swept_place_is_measured_without_a_step_that_sends_nothing(cells):
+    assert cells[1]["contestants"].keys() == {"DDP fp16", OPTIMAL}
+    assert len(cells[1]["contestants"][OPTIMAL]["step_seconds"]) == 2
 
 
 @pytest.mark.process
@@ -118,10 +134,11 @@ def test_a_place_on_loopback_has_all_contestants_with_plans_and_figures(cell):
     assert json.loads(json.dumps(cell)) is not None
     for name, of in cell["contestants"].items():
         assert of["error"] is None, name
-        assert len(of["step_seconds"]) == 2
+        assert len(of["step_seconds"]) in (1, 2)  # one of those that are far behind
         assert of["predicted_seconds"] > 0.9 * cell["compute_seconds"]
         assert of["step_seconds_median"] > 0.9 * cell["compute_seconds"]
         assert (of["plan"] is None) == (name == ALONE)
+    assert len(cell["contestants"][OPTIMAL]["step_seconds"]) == 2
     assert cell["contestants"]["wfbp"]["groups"] == 32
     # Selection of a hundredth of a second and more was slept.
     slept = cell["contestants"][f"topk, {TORCH}"]["step_seconds_median"] - cell["compute_seconds"]

@@ -79,6 +79,18 @@ def test_messages_go_to_all_at_once_as_far_as_that_is_faster(monkeypatch):
         assert at_once_bytes == 1056
 
 
+@pytest.mark.parametrize(
+    ("seconds", "sustained"),
+    [
+        ((1.0, 1.5, 9.0, 17.0), (1.0, 4.0, 9.0, 17.0)),  # 200 elements at 2 s a hundred
+        ((5.0, 5.0, 6.0, 5.0), (5.0, 5.0, 6.0, 5.0)),  # no slope: all of it is start-up
+        ((1.0, 1.0, 1.0, 8.0), (1.0, 2.0, 4.0, 8.0)),  # noise raises none above the last
+    ],
+)
+def test_short_messages_count_no_less_than_at_the_rate_of_the_longest(seconds, sustained):
+    assert _costs._sustained((50, 200, 400, 800), seconds) == pytest.approx(sustained)
+
+
 def test_what_other_groups_took_is_not_told_of_the_present_ones():
     def look(session):
         before = session.stats().measured_seconds

@@ -66,7 +66,8 @@ def measure_costs(
     A group of random gradients goes through selection and collective, for sizes that grow by four
     up to all parameters, five times each. All ranks begin together, and each time is the median
     over repetitions and ranks. What takes more than half a second ends it: slower networks are not
-    held up for longer than a few such.
+    held up for longer than a few such. A size counts no less than at the rate of the largest: links
+    that were idle let short messages pass faster.
 
     Sparse messages are measured round a ring and, as long as that is faster, to all at once; what
     was faster is what counts, and what the group does from now on.
@@ -115,7 +116,18 @@ def _measure(
             break
     if gathers:
         group.at_once_bytes = at_once_bytes
-    return Costs(name, tuple(sizes), tuple(selects), tuple(communicates))
+    return Costs(name, tuple(sizes), tuple(selects), _sustained(sizes, communicates))
+
+
+def _sustained(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, ...]:
+    """No element takes less than the last ones did.
+
+    A link that has been idle may let a short message pass faster than its rate; in a step others
+    come right before it.
+    """
+    (before, last), (earlier, end) = sizes[-2:], seconds[-2:]
+    slope = min(max(0.0, (end - earlier) / (last - before)), end / last)
+    return tuple(max(each, slope * size) for size, each in zip(sizes, seconds, strict=True))
 
 
 def _timed(trial: "_Trial", group: Group) -> tuple[float, float]:
