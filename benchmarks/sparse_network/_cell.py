@@ -114,6 +114,8 @@ class _Measuring:
         laboratory.set_rate(place.link_rate)
         self._measure(names, found)
         laboratory.leave()
+        for of in found.values():
+            of["plan"] = _told(of["plan"])
         return {
             **place.key(),
             "link_rate_bits_per_second": place.link_rate,
@@ -190,6 +192,13 @@ class _Measuring:
             return action()
         except WorkerError as error:
             raise _FailedError(name, str(error)) from error
+
+
+def _told(plan: dict[str, Any] | None) -> str | None:
+    """In words that take one line of a file."""
+    if plan is None:
+        return None
+    return ", ".join(f"{start}-{stop} {method}" for start, stop, method in plan["groups"])
 
 
 def _figures(
