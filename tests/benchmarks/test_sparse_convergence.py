@@ -84,6 +84,19 @@ def test_the_page_shows_what_was_measured():
     assert len(figures["rows"]) > 4
 
 
+def test_what_was_published_with_more_seeds_stays():
+    def row(method, seeds, world_size=4):
+        return {"model": "lenet", "world_size": world_size, "method": method, "seeds": seeds}
+
+    published = [row("dense", [0, 1, 2]), row("density 0.01", [0])]
+    found = [row("density 0.01", [0, 1]), row("dense", [0]), row("dense", [0], world_size=8)]
+    assert sparse_convergence.with_published(found, published) == [
+        row("dense", [0, 1, 2]),
+        row("density 0.01", [0, 1]),
+        row("dense", [0], world_size=8),
+    ]
+
+
 def test_what_was_trained_with_other_settings_is_refused(tmp_path):
     cell = sparse_convergence.cells(1)[0]
     path = tmp_path / f"{cell.name}.json"
