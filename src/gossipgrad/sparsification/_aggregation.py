@@ -150,9 +150,6 @@ class Aggregation:
             )
             made.load(*_together(held, self._names[merge.start : merge.stop]))
             self.groups.append(made)
-        looks = any(made.sparse for made in self.groups) or settings.momentum_correction is not None
-        for made in self.groups:
-            made.looks = looks
         self.merges = tuple(merges)
         if self._densities:
             self._use(self._densities_now())
@@ -194,6 +191,9 @@ class Aggregation:
         densities = self._densities_now()
         if densities != self._densities:
             self._use(densities)
+        carried = any(made.sparse or made.residual is not None for made in self.groups)
+        for made in self.groups:
+            made.looks = carried or self._settings.momentum_correction is not None
 
     def _rescale(self) -> None:
         """What is carried over is from now on in units of another loss scale."""

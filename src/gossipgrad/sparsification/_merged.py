@@ -233,6 +233,7 @@ class MergedGroup:
         """The round is done: what was sent is no longer carried over."""
         if not self.sparse:
             self._residual, self._residual_views = None, []
+            self.rounds_without.zero_()
         if self._chosen is not None:
             found = torch.searchsorted(self._chosen.indices.cpu(), self._starts).diff() > 0
             self.rounds_without = torch.where(found, 0, self.rounds_without + 1)
@@ -314,6 +315,7 @@ class MergedGroup:
                 [
                     top_k(piece, count) + int(start)
                     for piece, count, start in zip(pieces, self.counts, self._starts, strict=False)
+                    if count  # of a tensor without elements none
                 ]
             )
         else:
@@ -378,4 +380,9 @@ class MergedGroup:
 
 
 def _all_finite(grads: Sequence[Tensor | None]) -> bool:
-    return all(math.isfinite(float(grad.sum())) for grad in grads if grad is not None)
+    """By sums, in a type that sums of finite gradients do not overflow."""
+    return all(
+        math.isfinite(float(grad.sum(dtype=wide_dtype(grad.dtype))))
+        for grad in grads
+        if grad is not None
+    )

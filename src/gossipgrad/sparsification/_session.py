@@ -248,7 +248,8 @@ class SparseSession:
         """Makes the replicas equal, and the hooks; a collective."""
         self._watch: StepWatch | None = None
         of, group = self._settings, self.group
-        parameters = trained_parameters(self._model, self._optimizers)
+        trained = trained_parameters(self._model, self._optimizers)
+        parameters = {name: p for name, p in trained.items() if p.numel()}
         if self.world_size > 1:
             check_parameters(parameters)
             agree_on(group, self._model, self._optimizers, of.describe())
