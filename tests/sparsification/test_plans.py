@@ -11,7 +11,7 @@ from gossipgrad.planning import Group as Merge
 from gossipgrad.planning import Plan
 from gossipgrad.sparsification import Replan, _costs, _planner
 from gossipgrad.sparsification._costs import Costs
-from gossipgrad.sparsification._drift import Drift
+from gossipgrad.sparsification._drift import Course, Drift
 from support.ranks import run_ranks
 from support.replicas import network
 from support.sparse import backward_of, train
@@ -66,6 +66,7 @@ def test_messages_go_to_all_at_once_as_far_as_that_is_faster(monkeypatch):
             torch.device("cpu"),
             torch.float32,
             elements=4096,
+            tensors=2,
             density=1.0,
         )
         session.close()
@@ -188,6 +189,97 @@ def test_a_warm_up_that_ends_is_planned_anew(monkeypatch):
     course = gg.sparsification.Warmup(densities=(0.5, 0.25), steps=10, then=0.1)
     train(2, 25, density=course, look=lambda s: s.stats())
     assert sorted(asked, reverse=True) == pytest.approx([0.5] * 2 + [0.25] * 2 + [0.1] * 2)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"replan": None}, {"plan": "mg-wfbp", "methods": ("dense",)}, {"replan": Replan(every=150)}],
+    ids=["never", "a rule", "between looks"],
+)
+def test_what_a_planner_remembers_is_bounded(monkeypatch, settings):
+    monkeypatch.setattr(_planner, "measure_costs", costs_that_say(sparse=1e-3, dense=1.0))
+
+    def look(session):
+        return len(session._planner._times)
+
+    for _, remembered in train(2, 137, density=0.1, look=look, **settings):
+        assert remembered == (100 if settings.get("replan") == Replan(every=150) else 0)
+
+
+def asked_at(monkeypatch, density, **settings):
+    """The densities at which costs are measured in 100 steps, on one rank, and its stats."""
+    asked = []
+
+    def measured(settings, group, *args, density, **kwargs):
+        if group.rank == 0:
+            asked.append(density)
+        return costs_that_say(sparse=density, dense=0.5)(settings)
+
+    monkeypatch.setattr(_planner, "measure_costs", measured)
+    ((_, stats), _) = train(2, 100, density=density, look=lambda s: s.stats(), **settings)
+    return asked, stats
+
+
+def test_no_plan_follows_the_first_where_nobody_asks_for_one(monkeypatch):
+    course = gg.sparsification.Warmup(densities=(1.0, 0.25), steps=20, then=0.01)
+    asked, stats = asked_at(monkeypatch, course, replan=None)
+    assert asked == [1.0]
+    assert stats.replans == 0
+    assert {group.method for group in stats.groups} == {"dense"}
+
+
+def test_a_density_that_does_not_matter_is_not_measured(monkeypatch):
+    asked, _ = asked_at(monkeypatch, lambda step: 0.5**step, plan="mg-wfbp", methods=("dense",))
+    assert len(asked) == 1
+
+
+def test_a_density_that_comes_and_goes_is_measured_once_and_then_left_alone(monkeypatch):
+    asked, stats = asked_at(
+        monkeypatch, lambda step: 1.0 if step % 10 == 0 else 0.01, replan=Replan(every=1000)
+    )
+    assert asked == pytest.approx([0.01, 1.0])
+    assert stats.replans == 2  # there and back: the next stay would have to be longer
+    assert {group.method for group in stats.groups} == {"sparse"}
+
+
+def test_stays_at_another_density_count_the_longer_the_more_there_were():
+    course = Course()
+    looks = []
+    for step in range(10_000):
+        if course.look_due(away=bool(step // 100 % 2)):
+            course.looked()
+            looks.append(step)
+    assert len(looks) == 7
+    assert looks[:3] == [100, 102, 106]
+    again = Course()
+    again.load(course.state())
+    assert again.patience == course.patience
+
+
+def test_costs_of_own_coordinates_a_tensor_are_those_of_as_many_tensors(monkeypatch):
+    seen = []
+
+    def timed(trial, group):
+        if group.rank == 0:
+            seen.append((len(trial._made.sizes), sum(trial._made.counts)))
+        return 1e-3, 1e-3
+
+    def work(rank, group):
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with gg.sparsify(model, optimizer, process_group=group, select=select) as session:
+            settings = session._aggregation._settings
+            kind = torch.device("cpu"), torch.float32
+            _costs.measure_costs(settings, group, *kind, elements=1024, tensors=8, density=1e-3)
+
+    monkeypatch.setattr(_costs, "_timed", timed)
+    select = "per_tensor"
+    run_ranks(2, work)
+    assert seen == [(2, 2), (8, 8), (2, 0), (8, 0)]
+    seen.clear()
+    select = "per_group"
+    run_ranks(2, work)
+    assert seen == [(1, 1), (1, 1), (1, 0), (1, 0)]
 
 
 def test_a_plan_can_be_given():

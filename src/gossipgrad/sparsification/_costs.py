@@ -59,15 +59,21 @@ def measure_costs(
     dtype: torch.dtype,
     *,
     elements: int,
+    tensors: int,
     density: float,
 ) -> list[Costs]:
     """The costs of every method that a plan may use, the same on all ranks; a collective.
 
     A group of random gradients goes through selection and collective, for sizes that grow by four
-    up to all parameters, five times each. All ranks begin together, and each time is the median
-    over repetitions and ranks. What takes more than half a second ends it: slower networks are not
-    held up for longer than a few such. A size counts no less than at the rate of the largest: links
-    that were idle let short messages pass faster.
+    up to all parameters, but 2^24 elements at most: costs of larger groups follow the last slope.
+    All ranks begin together, and each time is the median over repetitions and ranks: up to five
+    after one that takes memory, as many as there is time for in a quarter of a second; a size that
+    takes longer than half of that is timed once. What takes more than half a second ends it: slower
+    networks are not held up for longer than a few such. A size counts no less than at the rate of
+    the largest: links that were idle let short messages pass faster.
+
+    Where each tensor has a number of coordinates of its own, a group of a size has as many tensors
+    of equal size as one of the model has on average.
 
     Sparse messages are measured round a ring and, as long as that is faster, to all at once; what
     was faster is what counts, and what the group does from now on.
@@ -78,10 +84,12 @@ def measure_costs(
         device: Where gradients are.
         dtype: Of the gradients.
         elements: Of all parameters together.
+        tensors: How many parameters these are.
         density: The share that sparse messages have.
     """
+    share = tensors / elements if settings.select == "per_tensor" else 0.0
     return [
-        _measure(name, settings, group, device, dtype, elements, density)
+        _measure(name, settings, group, device, dtype, elements, share, density)
         for name in settings.methods
     ]
 
@@ -93,13 +101,15 @@ def _measure(
     device: torch.device,
     dtype: torch.dtype,
     elements: int,
+    tensor_share: float,
     density: float,
 ) -> Costs:
     sizes, selects, communicates = [], [], []
     gathers = name == "sparse"
     at_once_bytes, faster_at_once = 0, gathers and group.world_size > 2
     for size in _sizes(elements):
-        trial = _Trial(name, size, settings, group.world_size, device, dtype, density)
+        tensors = max(1, round(tensor_share * size))
+        trial = _Trial(name, size, tensors, settings, group.world_size, device, dtype, density)
         if gathers:
             group.at_once_bytes = 0
         select, communicate = _timed(trial, group)
@@ -163,6 +173,7 @@ class _Trial:
         self,
         method: str,
         size: int,
+        tensors: int,
         settings: Settings,
         world_size: int,
         device: torch.device,
@@ -170,19 +181,21 @@ class _Trial:
         density: float,
     ) -> None:
         self._device = device
-        parameter = nn.Parameter(torch.zeros(size, dtype=dtype, device=device))
+        per_tensor = settings.select == "per_tensor"
         generator = torch.Generator(device).manual_seed(size)
-        grad = torch.randn(size, generator=generator, device=device)
-        self._grads: list[Any] = [grad.to(dtype)]
+        grad = torch.randn(size, generator=generator, device=device).to(dtype)
+        self._grads: list[Any] = list(grad.tensor_split(tensors))
         self._made = MergedGroup(
-            [parameter],
+            [nn.Parameter(torch.zeros_like(piece)) for piece in self._grads],
             method,
             world_size=world_size,
-            per_tensor=False,
+            per_tensor=per_tensor,
             value_dtype=settings.value_dtype,
             momentum=settings.momentum_correction,
         )
-        self._made.use_counts(counts_of([size], [density], per_tensor=False))
+        sizes = [len(piece) for piece in self._grads]
+        densities = [density] * tensors
+        self._made.use_counts(counts_of(sizes, densities, per_tensor=per_tensor))
         self.message_bytes = self._made.bytes_sent // max(1, world_size - 1)
 
     def run(self, group: Group) -> tuple[float, float]:

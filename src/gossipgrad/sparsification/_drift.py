@@ -1,10 +1,10 @@
-"""Whether what groups take has drifted from what was predicted."""
+"""Whether what groups take has drifted from what was predicted, and the density from the plan's."""
 
 from collections.abc import Sequence
 
 from gossipgrad.sparsification._settings import Replan
 
-__all__ = ["Drift"]
+__all__ = ["Course", "Drift"]
 
 
 class Drift:
@@ -57,3 +57,37 @@ class Drift:
         """Takes up what `state` gave."""
         self.every, self._next = int(state["every"]), int(state["next"])
         self.slower, self.faster = state["slower"], state["faster"]
+
+
+class Course:
+    """Whether the density has left that of the plan, and stays away from it.
+
+    It has to be another for `patience` rounds on end, 1 at first, and after each look twice as
+    many: a stage of a warm-up is seen soon, and a density that goes back and forth costs a number
+    of looks that grows with the logarithm of the steps, and has the plan of where it mostly is.
+
+    Attributes:
+        patience: Rounds on end after which a look is due.
+    """
+
+    def __init__(self) -> None:
+        self.patience = 1
+        self._away = 0
+
+    def look_due(self, *, away: bool) -> bool:
+        """Takes in whether a round had another density than that of the plan."""
+        self._away = self._away + 1 if away else 0
+        return self._away >= self.patience
+
+    def looked(self) -> None:
+        """The plan is for this density now."""
+        self.patience *= 2
+        self._away = 0
+
+    def state(self) -> dict[str, int]:
+        """For a session's state."""
+        return {"patience": self.patience, "away": self._away}
+
+    def load(self, state: dict[str, int]) -> None:
+        """Takes up what `state` gave."""
+        self.patience, self._away = state["patience"], state["away"]

@@ -2,6 +2,7 @@
 
 import logging
 import statistics
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from gossipgrad.planning import Group as Merge
 from gossipgrad.planning import Method, Plan, mg_wfbp, omgs_greedy, plan, single, wfbp
 from gossipgrad.sparsification._aggregation import Aggregation
 from gossipgrad.sparsification._costs import Costs, measure_costs
-from gossipgrad.sparsification._drift import Drift
+from gossipgrad.sparsification._drift import Course, Drift
 from gossipgrad.sparsification._settings import Settings, check_plan_fits
 
 __all__ = ["Planner"]
@@ -20,6 +21,7 @@ logger = logging.getLogger("gossipgrad")
 _WARM_ROUNDS = 2  # take memory, start threads, fill caches
 _MEASURED_ROUNDS = 5
 _OTHER_DENSITY = 1.5  # by what factor it must change for costs to be others
+_REMEMBERED_ROUNDS = 100  # whose times a look at drift compares
 
 
 class Planner:
@@ -56,10 +58,13 @@ class Planner:
         self._rounds = 0
         self._backward: list[float] | None = None  # in the order of the plan
         self._costs: list[Costs] = []
-        self._density = 0.0
-        self._times: list[list[float]] = []
-        replan = settings.replan
-        self._drift = Drift(replan) if replan is not None and settings.plan == "optimal" else None
+        self._density = 0.0  # that of these costs
+        self._known: dict[float, list[Costs]] = {}
+        self._times: deque[list[float]] = deque(maxlen=_REMEMBERED_ROUNDS)
+        replan, optimal = settings.replan, settings.plan == "optimal"
+        self._drift = Drift(replan) if replan is not None and optimal else None
+        used = settings.methods if optimal else settings.methods[:1]
+        self._course = Course() if replan is not None and "sparse" in used else None
 
     @property
     def measuring(self) -> bool:
@@ -77,17 +82,16 @@ class Planner:
             if len(self._stamps) == _MEASURED_ROUNDS:
                 self._begin(aggregation)
             return
-        self._times.append([made.timing.communicate_seconds for made in aggregation.groups])
-        density = aggregation.density
-        if max(density, self._density) > _OTHER_DENSITY * min(density, self._density):
+        away = self._course is not None and not _alike(aggregation.density, self._density)
+        if self._course is not None and self._course.look_due(away=away):
+            self._course.looked()
             self._again(aggregation)
-        elif (
-            self._drift is not None
-            and self._drift.due(self._rounds)
-            and self._drifted(aggregation.sizes)
-        ):
-            self._drift.measured_anew(self._rounds)
-            self._again(aggregation)
+        elif self._drift is not None and not away:
+            self._times.append([made.timing.communicate_seconds for made in aggregation.groups])
+            if self._drift.due(self._rounds) and self._drifted(aggregation.sizes):
+                self._drift.measured_anew(self._rounds)
+                self._known.clear()
+                self._again(aggregation)
 
     def state(self) -> dict[str, Any]:
         """For a session's state: plain values."""
@@ -102,6 +106,7 @@ class Planner:
             "replans": self.replans,
             "looks": self.looks,
             "drift": None if self._drift is None else self._drift.state(),
+            "course": None if self._course is None else self._course.state(),
         }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -111,9 +116,12 @@ class Planner:
         self._rounds, self._density = state["rounds"], state["density"]
         self.alternatives, self.refused = dict(state["alternatives"]), state["refused"]
         self.replans, self.looks = state["replans"], state["looks"]
-        self._costs, self._times = [], []
+        self._costs, self._known = [], {}
+        self._times.clear()
         if self._drift is not None and state["drift"] is not None:
             self._drift.load(state["drift"])
+        if self._course is not None and state.get("course") is not None:
+            self._course.load(state["course"])
 
     def _begin(self, aggregation: Aggregation) -> None:
         """The first plan: the order of gradients, their times, and all costs."""
@@ -141,30 +149,37 @@ class Planner:
         """Costs are others than those of the plan: another plan, if it gains enough."""
         assert self.plan is not None
         assert self._backward is not None
-        self.looks += 1
+        replan = self._settings.replan
+        assert replan is not None
         self._measure(aggregation)
         told = self._computed(aggregation.sizes)
         methods = [costs.method() for costs in self._costs]
         spans = self.plan.timeline(self._backward, aggregation.sizes, methods)
         now_seconds = max(span.end_seconds for span in spans)
         new = Plan.from_json(told["plan"])
-        replan = self._settings.replan
-        gain = 0.0 if replan is None else replan.gain
-        if new.groups != self.plan.groups and new.finish_seconds < (1 - gain) * now_seconds:
+        needed_seconds = (1 - replan.gain) * now_seconds
+        if new.groups != self.plan.groups and new.finish_seconds < needed_seconds:
             self.replans += 1
             self._take(told, aggregation)
 
     def _measure(self, aggregation: Aggregation) -> None:
-        self._density = aggregation.density
-        self._costs = measure_costs(
-            self._settings,
-            self._group,
-            aggregation.device,
-            aggregation.dtype,
-            elements=sum(aggregation.sizes),
-            density=self._density,
-        )
-        self._times = []
+        """The costs at this density, measured unless they are known; a collective then."""
+        self._times.clear()
+        now = aggregation.density
+        known = next((density for density in self._known if _alike(density, now)), None)
+        if known is None:
+            self.looks += self.plan is not None
+            known = now
+            self._known[now] = measure_costs(
+                self._settings,
+                self._group,
+                aggregation.device,
+                aggregation.dtype,
+                elements=sum(aggregation.sizes),
+                tensors=len(aggregation.sizes),
+                density=now,
+            )
+        self._density, self._costs = known, self._known[known]
 
     def _computed(self, sizes: Sequence[int]) -> dict[str, Any]:
         """What rank 0 computes, on all ranks."""
@@ -202,7 +217,7 @@ class Planner:
         assert self.plan is not None
         mine = [statistics.median(each) for each in zip(*self._times, strict=True)]
         told = self._group.all_gather_object([mine, bool(self._costs)])
-        self._times = []
+        self._times.clear()
         if not all(known for _, known in told):
             return True  # predictions were lost in a resume
         # Who comes last does not wait: its times are those of the network.
@@ -213,6 +228,11 @@ class Planner:
             for merge in self.plan.groups
         ]
         return self._drift.look(self._rounds, measured, predicted)
+
+
+def _alike(density: float, other: float) -> bool:
+    """Whether what is sent at one costs about as much as at the other."""
+    return max(density, other) <= _OTHER_DENSITY * min(density, other)
 
 
 def _first_merges(settings: Settings, sizes_bytes: Sequence[int]) -> tuple[Merge, ...]:

@@ -41,10 +41,14 @@ class Replan:
     Times of groups are compared with what was predicted, by a cumulative sum of relative errors
     on each side, so that one slow step means nothing and a lasting change a lot. Once it is over
     the threshold, costs are measured anew, and the ranks change to the new plan only if that is
-    predicted to gain enough. Each look that was for nothing doubles the steps to the next.
+    predicted to gain enough. Each measurement doubles the steps to the next look.
+
+    Every plan that is measured is also looked at when the density has changed by more than half,
+    and stays so for a number of steps: 1 at first, and after each such look twice as many. Costs
+    are measured once at each density; one that comes back takes those it had, until drift is found.
 
     Attributes:
-        every: Steps between looks.
+        every: Steps between looks for drift, which the plan `"optimal"` alone is looked at for.
         drift: Relative error that is taken for noise, each look.
         threshold: Sum of what is beyond it at which costs are measured anew.
         gain: Share of the step's predicted time that another plan must save, 0 to 1.

@@ -64,7 +64,8 @@ def sparsify(
         model: On one device; parameters of floating types, not sharded.
         optimizer: The optimizer, or several.
         density: The share of coordinates that is sent, above 0 and at most 1; a function from the
-            step to it, such as `gg.sparsification.Warmup(steps=...)`; or shares by name.
+            step to it, such as `gg.sparsification.Warmup(steps=...)`; or shares by name, which
+            with `select="per_group"` add up to how much is sent of a group, whichever it is.
         plan: `"optimal"`; a published rule: `"greedy"` (OMGS-SGD's own), `"mg-wfbp"`, `"wfbp"` or
             `"layerwise"` (each tensor alone), `"single"` (all in one); bytes at which a group is
             full; or a `gossipgrad.planning.Plan`.
@@ -72,8 +73,9 @@ def sparsify(
             tensor as many as its size demands, so that none starves.
         methods: What `"optimal"` may choose among: `"sparse"`, `"dense"` (all-reduce), `"fp16"`
             and `"bf16"` (all-reduce of rounded gradients). Other plans use the first.
-        replan: Steps between looks at whether the plan still fits, a
-            `gg.sparsification.Replan(...)`, or None for never. For `"optimal"` alone.
+        replan: Steps between looks at whether `"optimal"` still fits the network, or a
+            `gg.sparsification.Replan(...)`; other measured plans are looked at when the density
+            has changed. None for never: the first plan stays, whatever becomes of the density.
         value_dtype: What values of sparse messages travel as, such as `torch.bfloat16`; what
             rounding takes away is carried over. None: float32, float64 for such gradients.
         momentum_correction: Momentum of Deep Gradient Compression, applied before selection, such
