@@ -5,10 +5,15 @@ import torch
 from torch import nn
 
 import gossipgrad as gg
+from gossipgrad.comm import Outcome
 from gossipgrad.compression import SparseFormat
+from gossipgrad.decentralized._difference_section import DifferenceSection
 from gossipgrad.decentralized._link_copies import LinkCopies
 from gossipgrad.decentralized._reference_differences import DifferenceReference
-from gossipgrad.topology import by_name, complete, hypercube
+from gossipgrad.decentralized._rounds import Rounds
+from gossipgrad.decentralized._section import Meeting
+from gossipgrad.decentralized._tensors import weight_entries
+from gossipgrad.topology import Peers, by_name, complete, hypercube
 from support.deaths import run_mortals
 from support.ranks import run_ranks
 from support.replicas import (
@@ -225,6 +230,99 @@ def test_a_link_one_end_of_which_missed_an_exchange_begins_anew(caplog):
     assert (a + b - c - d).abs().max() < 1e-5
     assert (c - d).norm() < (a - b).norm() / 20
     assert "begins anew, and is sent the weights whole: did not count the same" in caplog.text
+
+
+class End:
+    """One end of a link, whose exchanges come and are mixed when a test says."""
+
+    def __init__(self, rank):
+        self.model = network(seed=rank)
+        self.section = DifferenceSection(
+            weight_entries(dict(self.model.named_parameters())),
+            first_bucket=0,
+            bucket_bytes=1 << 20,
+            wire_dtype=None,
+            snapshots=4,
+            largest=gg.TopK(0.25),
+        )
+        self._peers = Peers(send_to=1 - rank, recv_from=1 - rank)
+        self.sent, self.deltas = {}, {}
+
+    def fill(self, round):
+        snapshot = self.section.pool.acquire(lambda: None, 0.0)
+        self.section.fill(snapshot, 0, Meeting(round, self._peers))
+        self.sent[round] = snapshot.flats[0].clone()
+        self.section.pool.release(snapshot)
+
+    def receive(self, round, other):
+        if round not in self.deltas:
+            received, meeting = other.sent[round].clone(), Meeting(round, self._peers)
+            self.deltas[round] = self.section.receive(
+                0, received, self.sent[round], meeting, keep=False, taken=False
+            )
+
+    def mix(self, round, other):
+        self.receive(round, other)
+        self.section.mix(0, self.deltas[round], 0.5 * self.section.share)
+
+
+@pytest.mark.parametrize("late", [2, 3])
+@pytest.mark.parametrize("taken_early", [1, 2, 3])
+def test_late_exchanges_count_at_both_ends_or_at_neither(late, taken_early):
+    """One end takes in the next messages before it has mixed the first, the other one by one."""
+    ends = a, b = End(0), End(1)
+
+    def exchange(round):
+        for end in ends:
+            end.fill(round)
+        a.mix(round, b)
+        b.mix(round, a)
+
+    for round in range(8):
+        exchange(round)
+    before = (flat(a.model) + flat(b.model)).double()
+    rounds = range(8, 8 + late)
+    for end in ends:
+        for round in rounds:
+            end.fill(round)
+    for round in [*rounds][:taken_early]:
+        a.receive(round, b)
+    for round in rounds:
+        a.mix(round, b)
+        b.mix(round, a)
+        after = (flat(a.model) + flat(b.model)).double()
+        assert (after - before).abs().max() < 1e-6
+    apart = (flat(a.model) - flat(b.model)).norm()
+    for round in range(20, 80):
+        exchange(round)
+    assert (flat(a.model) + flat(b.model) - before).abs().max() < 1e-5
+    assert (flat(a.model) - flat(b.model)).norm() < apart / 20
+
+
+def test_the_exchanges_of_a_link_count_in_the_order_of_its_rounds(monkeypatch):
+    """One that is late, and comes in the middle of the wait for the next, is mixed before that."""
+    real, came = Rounds.take, []
+
+    def take(self, transfer, bucket, deadline):
+        if self.channel.rank == 0 and transfer.round == 5 and not came:
+            return Outcome.LATE
+        outcome = real(self, transfer, bucket, deadline)
+        if self.channel.rank == 0 and transfer.round == 6:
+            came.append(outcome)
+        return outcome
+
+    def main(rank, session, model, optimizer):
+        pull_apart(session, model, rank)
+        rest(model, optimizer, 5)
+        before = flat(model).double()
+        rest(model, optimizer, 30)
+        return before, flat(model).double(), [round for round, _ in session._rounds.mixed]
+
+    monkeypatch.setattr(Rounds, "take", take)
+    (a, c, mixed), (b, d, _) = on_a_ring(2, main, mode="sync", compress=gg.TopK(0.25))
+    assert came[0] is Outcome.DELIVERED
+    assert mixed[:8] == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert (a + b - c - d).abs().max() < 1e-5
 
 
 def test_a_ring_closes_over_a_dead_rank():

@@ -20,6 +20,7 @@ __all__ = ["DifferenceSection"]
 logger = logging.getLogger(__name__)
 
 _TAG_BYTES = 8
+_UNLIKE = "did not count the same exchanges"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,14 +28,22 @@ class DifferenceDelta(Delta):
     """The difference of the two copies of a link, as they are once an exchange has counted.
 
     Attributes:
+        partner: At the other end of the link.
         copies: Those of the link, still as before it.
+        tag: That of the copies of which this is the difference.
         sent: The sparse message that this rank sent.
         received: That of its partner; None: the ends of the link do not know the same.
+        why: They do not.
+        occasion: What both ends know of the exchange whether it counts or not.
     """
 
+    partner: int
     copies: LinkCopies
+    tag: int
     sent: Tensor
     received: Tensor | None
+    why: str
+    occasion: bytes
 
 
 class DifferenceSection(Section):
@@ -47,7 +56,9 @@ class DifferenceSection(Section):
     A link between ranks that were equal begins with copies of that. Any other begins with zeros
     and is first sent the weights whole, a message's count of elements an exchange, and mixes those
     that were sent. So does one whose ends have not counted the same exchanges, since one of them
-    broke off in the middle of one: each message tells its sender's, and both see it.
+    broke off in the middle of one: each message tells its sender's, and both see it. A message that
+    was filled while an earlier exchange of the link was late is of copies that are no more, once
+    that has counted: it is not mixed at either end, and the link begins anew.
 
     Args:
         entries: As of `Section`.
@@ -119,7 +130,8 @@ class DifferenceSection(Section):
         message = torch.empty(
             self.parts[bucket].numel, dtype=torch.uint8, device=differences.device
         )
-        message[:_TAG_BYTES] = _as_bytes(copies.tag).to(message.device)
+        tag = torch.frombuffer(bytearray(_as_bytes(copies.tag)), dtype=torch.uint8)
+        message[:_TAG_BYTES] = tag.to(message.device)
         form.pack(at, differences[at], message[_TAG_BYTES:])
         return snapshot.put(bucket, message)
 
@@ -135,33 +147,46 @@ class DifferenceSection(Section):
         taken: bool,
     ) -> Delta:
         """The difference that the copies of the link will have, once this is mixed."""
-        copies, form = self._copies(_partner(meeting))[bucket], self._formats[bucket]
+        partner = _partner(meeting)
+        copies, form = self._copies(partner)[bucket], self._formats[bucket]
         own, theirs = sent[_TAG_BYTES:], received[_TAG_BYTES:]
-        tags = [message[:_TAG_BYTES].cpu() for message in (sent, received)]
-        why, flat = "did not count the same exchanges", None
-        if all(torch.equal(tag, _as_bytes(copies.tag)) for tag in tags):
+        tags = [bytes(message[:_TAG_BYTES].cpu().numpy()) for message in (sent, received)]
+        tag, why, flat = copies.tag, _UNLIKE, None
+        if tags == [_as_bytes(tag)] * 2:
             try:
                 flat = copies.difference_after(form, own, theirs)
             except ValueError as error:
                 why = str(error)
-        if flat is None:
-            logger.warning(
-                "the link to rank %d begins anew, and is sent the weights whole: %s",
-                *(_partner(meeting), why),
-            )
         counts = flat is not None
         flat = torch.zeros_like(copies.mine) if flat is None else flat
         plain = self.delta(bucket, flat, meeting.round)
         return DifferenceDelta(
-            flat, plain.pieces, plain.square, copies, own, theirs if counts else None
+            flat,
+            plain.pieces,
+            plain.square,
+            partner,
+            copies,
+            tag,
+            own,
+            theirs if counts else None,
+            why,
+            b"".join(sorted(tags)) + meeting.round.to_bytes(8, "big"),
         )
 
     @torch.no_grad()
     def mix(self, bucket: int, delta: Delta, weight: float) -> None:
-        """Adds `weight * delta` to a bucket's tensors; the exchange counts for the link then."""
+        """Adds `weight * delta` to a bucket's tensors; the exchange counts for the link then.
+
+        Deltas of one link come here in the order of its rounds. One that was taken before the round
+        before it counted is of copies that are no more.
+        """
         assert isinstance(delta, DifferenceDelta)
-        if delta.received is None:
-            delta.copies.begin_anew()
+        if delta.received is None or delta.copies.tag != delta.tag:
+            logger.warning(
+                "the link to rank %d begins anew, and is sent the weights whole: %s",
+                *(delta.partner, delta.why),
+            )
+            delta.copies.begin_anew(delta.occasion)
             return
         super().mix(bucket, delta, weight)
         delta.copies.count(self._formats[bucket], delta.sent, delta.received)
@@ -211,5 +236,5 @@ def _partner(meeting: Meeting) -> int:
     return partner
 
 
-def _as_bytes(tag: int) -> Tensor:
-    return torch.frombuffer(bytearray(tag.to_bytes(_TAG_BYTES, "big")), dtype=torch.uint8)
+def _as_bytes(tag: int) -> bytes:
+    return tag.to_bytes(_TAG_BYTES, "big")

@@ -46,11 +46,14 @@ class LinkCopies:
         self.known = len(total)
         self.tag = _next(0, f"equal {occasion}".encode())
 
-    def begin_anew(self) -> None:
-        """Forgets everything."""
+    def begin_anew(self, occasion: bytes) -> None:
+        """Forgets everything; `occasion` is the same at both ends, and another each time.
+
+        So is the tag: no message that is still under way is taken for one of these copies.
+        """
         self.mine.zero_()
         self.theirs.zero_()
-        self.known = self.tag = 0
+        self.known, self.tag = 0, _next(0, b"anew " + occasion)
 
     def next_slice(self, count: int) -> Tensor | None:
         """The elements to send next, as long as some have never been; None once all have."""

@@ -13,7 +13,7 @@ from gossipgrad.decentralized._in_turn import RoundBefore
 from gossipgrad.decentralized._listener import Listener
 from gossipgrad.decentralized._pair_distance import PairDistance
 from gossipgrad.decentralized._section import Delta, Section
-from gossipgrad.decentralized._transfer import Transfer, release
+from gossipgrad.decentralized._transfer import Transfer, before, release
 from gossipgrad.topology import Peers, Schedule
 
 __all__ = ["Rounds"]
@@ -290,10 +290,10 @@ class Rounds:
             if self.take(transfer, bucket, deadline) is Outcome.LATE:
                 self.outcomes[Outcome.LATE] += not again
             else:
-                if self.lagged:
-                    delta = transfer.difference_to_live(bucket)
-                else:
-                    delta = transfer.delta(bucket)
+                for late in before(transfer, self._late):  # a link's exchanges count in order
+                    if self._finish(late, 0.0, squares, again=True):
+                        self._late.remove(late)
+                delta = (transfer.difference_to_live if self.lagged else transfer.delta)(bucket)
                 if delta is not None and delta.square is not None:
                     squares.append(delta.square)
                 self.mix(transfer, bucket, delta)
@@ -375,7 +375,7 @@ class Rounds:
         """Mixes what has come of late transfers since, or comes until `deadline`."""
         self.channel.poll()
         for transfer in list(self._late):
-            if self._finish(transfer, deadline, squares, again=True):
+            if transfer in self._late and self._finish(transfer, deadline, squares, again=True):
                 self._late.remove(transfer)
 
     def _give_up_oldest(self) -> None:

@@ -13,7 +13,7 @@ from gossipgrad.decentralized._mixing import widened
 from gossipgrad.decentralized._section import Delta, Meeting, Section, Sendable
 from gossipgrad.topology import Peers
 
-__all__ = ["Transfer", "release"]
+__all__ = ["Transfer", "before", "release"]
 
 
 class Transfer:
@@ -210,6 +210,17 @@ class Transfer:
         for exchange in self.exchanges.values():
             self._channel.cancel(exchange)
         self.release()
+
+
+def before(transfer: Transfer, late: Sequence[Transfer]) -> list[Transfer]:
+    """Those of earlier rounds with the same partner of which not all is dealt with."""
+    return [
+        one
+        for one in late
+        if one.round < transfer.round
+        and one.peers.recv_from == transfer.peers.recv_from
+        and len(one.taken) < len(one.exchanges)
+    ]
 
 
 def release(transfers: Sequence[Transfer]) -> None:
