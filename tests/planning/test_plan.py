@@ -1,8 +1,10 @@
 """Plans: the optimal one against all there are, the published rules against their letters."""
 
 import itertools
+import json
 import math
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -248,12 +250,41 @@ def test_json_and_back():
         ({"finish_seconds": math.nan}, "finish_seconds is nan: it is a time"),
         ({"finish_seconds": "1"}, "finish_seconds is '1': it is a time"),
         ({"lower_bound_seconds": -1.0}, r"lower_bound_seconds is -1\.0: it is a time"),
+        ({"finish_seconds": 10**400}, "finish_seconds is 1000"),
         ({"lower_bound_seconds": 1e9}, "above finish_seconds"),
+        ({"names": "abcdefghi"}, "names is 'abcdefghi': it is a list"),
+        ({"names": list("abcdefgh")}, "a plan for 9 tensors has 8 names"),
+        ({"names": list("abcdefgha")}, "two tensors are named 'a'"),
     ):
         with pytest.raises(ValueError, match=message):
             Plan.from_json(held | change)
     with pytest.raises(ValueError, match="not a plan"):
         Plan.from_json([])
+
+
+def test_names_are_kept_and_files_without_them_are_read():
+    bare = Plan(groups=(Group(0, 2, "a"),), finish_seconds=2, lower_bound_seconds=1)
+    assert "names" not in bare.to_json()
+    assert Plan.from_json(bare.to_json()).names == ()
+    named = replace(bare, names=("last", "first"))
+    assert named.to_json()["names"] == ["last", "first"]
+    assert Plan.from_json(json.loads(json.dumps(named.to_json()))) == named != bare
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("a", 1), "the name of tensor 1 is 1: names are strings"),
+        (["a", "b"], r"names is \['a', 'b'\]: give a tuple"),
+        ("ab", "names is 'ab': give a tuple"),
+        ({"names": 1}, "names is {'names': 1}: give a tuple"),
+    ],
+)
+def test_names_that_are_none(names, message):
+    plain = getattr(Plan.__init__, "__wrapped__", Plan.__init__)
+    given = {"groups": (Group(0, 2, "a"),), "finish_seconds": 2, "lower_bound_seconds": 1}
+    with pytest.raises(ValueError, match=message):
+        plain(object.__new__(Plan), **given, names=names)
 
 
 def test_a_plan_without_a_bound_has_a_gap_without_one():

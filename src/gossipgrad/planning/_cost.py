@@ -14,7 +14,7 @@ __all__ = ["AffineCost", "PiecewiseCost"]
 Sizes = Float[np.ndarray, "..."] | Int[np.ndarray, "..."]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class AffineCost:
     """A start-up time and a time a byte: `alpha_seconds + beta_seconds_per_byte * size`.
 

@@ -5,13 +5,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ._timeline import Group, Method, Span, check_step, moments
+from ._step import checked_step, finite
+from ._timeline import Group, Method, Span, moments
 
 __all__ = ["Plan", "planned"]
 
 _FORMAT = "gossipgrad plan"
 _VERSION = 1
 _KEYS = frozenset({"format", "version", "groups", "finish_seconds", "lower_bound_seconds"})
+_OPTIONAL = frozenset({"names"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,10 +27,13 @@ class Plan:
         lower_bound_seconds: No plan of the methods that were given finishes earlier: proved. That
             of `plan` is close to `finish_seconds`; the rules prove no more than that backward
             comes to its end.
+        names: Of the tensors, in the order in which groups count them. A session finds its tensors
+            by them; without names, the plan counts tensors in the session's own order, the reverse
+            of the model's.
 
     Raises:
         ValueError: The groups are not so; a time is negative or not finite; the bound is above
-            what it bounds.
+            what it bounds; there are names, and not one of its own for each tensor.
 
     Example:
         >>> plan = Plan(
@@ -44,6 +49,7 @@ class Plan:
     groups: tuple[Group, ...]
     finish_seconds: float | int
     lower_bound_seconds: float | int
+    names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.groups:
@@ -60,13 +66,31 @@ class Plan:
             reached = group.stop
         for what in ("finish_seconds", "lower_bound_seconds"):
             value = getattr(self, what)
-            if not (isinstance(value, float | int) and math.isfinite(value) and value >= 0):
+            if not (isinstance(value, float | int) and finite(value) >= 0):
                 raise ValueError(f"{what} is {value!r}: it is a time, finite and 0 or more")
         if self.lower_bound_seconds > self.finish_seconds:
             raise ValueError(
                 f"lower_bound_seconds {self.lower_bound_seconds} is above finish_seconds "
                 f"{self.finish_seconds}, which it bounds"
             )
+        if self.names:
+            self._check_names(reached)
+
+    def _check_names(self, tensors: int) -> None:
+        if not isinstance(self.names, tuple):
+            raise ValueError(f"names is {self.names!r}: give a tuple, a name for each tensor")
+        if len(self.names) != tensors:
+            raise ValueError(
+                f"a plan for {tensors} tensors has {len(self.names)} names: give each tensor its "
+                "own, or none any"
+            )
+        known = set()
+        for place, name in enumerate(self.names):
+            if not isinstance(name, str):
+                raise ValueError(f"the name of tensor {place} is {name!r}: names are strings")
+            if name in known:
+                raise ValueError(f"two tensors are named {name!r}: give each its own name")
+            known.add(name)
 
     @property
     def gap(self) -> float:
@@ -101,7 +125,7 @@ class Plan:
             ValueError: As `plan`; or the plan is for another number of tensors, or names a method
                 that is not given.
         """
-        check_step(backward_seconds, sizes)
+        backward_seconds, sizes = checked_step(backward_seconds, sizes)
         if (tensors := self.groups[-1].stop) != len(sizes):
             raise ValueError(f"a plan for {tensors} tensors was given {len(sizes)}: make one anew")
         found = []
@@ -117,12 +141,14 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """What `from_json` reads; plain values, the same for equal plans on all ranks."""
+        named = {"names": list(self.names)} if self.names else {}
         return {
             "format": _FORMAT,
             "version": _VERSION,
             "groups": [[group.start, group.stop, group.method] for group in self.groups],
             "finish_seconds": self.finish_seconds,
             "lower_bound_seconds": self.lower_bound_seconds,
+            **named,
         }
 
     @classmethod
@@ -139,8 +165,9 @@ class Plan:
                 f"a plan of version {value.get('version')!r}, this reads version {_VERSION}: make "
                 "it anew"
             )
-        if value.keys() != _KEYS:
-            missing, unknown = sorted(_KEYS - value.keys()), sorted(value.keys() - _KEYS)
+        if not _KEYS <= value.keys() <= _KEYS | _OPTIONAL:
+            missing = sorted(_KEYS - value.keys())
+            unknown = sorted(map(str, value.keys() - _KEYS - _OPTIONAL))
             raise ValueError(f"a plan with keys missing {missing} and unknown {unknown}")
         rows = value["groups"]
         if not isinstance(rows, list) or not all(
@@ -154,7 +181,10 @@ class Plan:
         for what, seconds in times.items():
             if type(seconds) not in (float, int):
                 raise ValueError(f"{what} is {seconds!r}: it is a time, finite and 0 or more")
-        return cls(groups=tuple(Group(*row) for row in rows), **times)
+        names = value.get("names", [])
+        if not isinstance(names, list | tuple):
+            raise ValueError(f"names is {names!r}: it is a list, a name for each tensor")
+        return cls(groups=tuple(Group(*row) for row in rows), names=tuple(names), **times)
 
 
 def planned(
@@ -166,7 +196,7 @@ def planned(
 ) -> Plan:
     """The plan of these groups; without a bound, with the one that backward must end."""
     *_, last = moments(groups, backward_seconds, sizes, methods)
-    bound = math.fsum(backward_seconds) if lower_bound_seconds is None else lower_bound_seconds
+    bound = sum(backward_seconds) if lower_bound_seconds is None else lower_bound_seconds
     return Plan(
         groups=tuple(groups),
         finish_seconds=last.arrived,

@@ -7,10 +7,11 @@ from itertools import accumulate
 import numpy as np
 
 from ._merge_plan import Plan, planned
-from ._ranges import Choices, all_choices
+from ._ranges import Choices, all_choices, cost_the_same, one_by_one
 from ._rules import mg_wfbp, omgs_greedy, single, wfbp
+from ._step import checked_step, finite
 from ._sweep import Keep, knowing_nothing, sweep
-from ._timeline import Group, Method, by_name, check_step
+from ._timeline import Group, Method, by_name
 
 __all__ = ["plan"]
 
@@ -18,6 +19,7 @@ _PATIENCE = 10_000_000  # states looked at before what is within the tolerance i
 _ENOUGH = 200_000_000  # states looked at before it is given up
 _WIDEST = 1 << 16
 _ROUNDING = 1e-12
+_SURE = 1e-8  # relative: more than rounding, and costs that count as the same, can add up to
 
 
 def plan(
@@ -56,8 +58,9 @@ def plan(
         the plan the best that was found.
 
     Raises:
-        ValueError: There is no tensor or no method, two methods have one name, a size is below 1,
-            or a time, or what a method gives, is negative or not finite.
+        ValueError: There is no tensor or no method, two methods have one name, a size is no whole
+            number of 1 or more, there are 2**63 elements or more, a time, or what a method gives,
+            is negative or not finite, or a method gives something else the next time.
 
     Example:
         The first tensor is as large as ten of the others. The published rule merges all three; it
@@ -74,18 +77,35 @@ def plan(
         >>> round(omgs_greedy([1, 3, 3], [10, 1, 1], method).finish_seconds, 9)
         18.2
     """
-    check_step(backward_seconds, sizes)
+    times, counts = checked_step(backward_seconds, sizes)
     by_name(methods)
-    if not (math.isfinite(tolerance) and tolerance >= 0):
-        raise ValueError(f"tolerance is {tolerance}: give a share of the time, 0 or more")
-    best = _best_by_rule(backward_seconds, sizes, methods)
-    reached = np.array([0.0, *accumulate(map(float, backward_seconds))])
-    choices = all_choices(sizes, methods)
-    bound, made = 0.0, 0
-    ahead = {forward: knowing_nothing(len(sizes)) for forward in (False, True)}
+    if not finite(tolerance) >= 0:
+        raise ValueError(f"tolerance is {tolerance!r}: give a share of the time, 0 or more")
+    for asked in (methods, [one_by_one(method) for method in methods]):
+        found = _searched(times, counts, asked, tolerance)
+        if found is not None:
+            return found
+    raise ValueError(
+        "a cost gives other seconds when it is asked for the same elements again: give functions "
+        "of the size alone"
+    )
+
+
+def _searched(
+    times: Sequence[float], counts: Sequence[int], methods: Sequence[Method], tolerance: float | int
+) -> Plan | None:
+    """The plan; None if a cost gives something else for many sizes than for each by itself."""
+    best = _best_by_rule(times, counts, methods)
+    reached = np.array([0.0, *accumulate(times)])
+    known = [sum(counts[group.start : group.stop]) for group in best.groups]
+    choices = all_choices(counts, methods, known)
+    bound, made = float(reached[-1]), 0
+    ahead = {forward: knowing_nothing(len(counts)) for forward in (False, True)}
     for forward, keep, width in _passes():
         hard = made > _PATIENCE
         below = best.finish_seconds / (1 + tolerance) if hard else best.finish_seconds
+        if keep is Keep.BEST:  # the best that is known gets by, too
+            below = math.nextafter(below * (1 + _SURE), math.inf)
         swept = sweep(
             choices,
             reached,
@@ -94,19 +114,27 @@ def plan(
             keep=keep,
             width=width,
             below=below,
+            most=_ENOUGH - made,
         )
+        if swept is None:
+            break
+        # Or groups are missing, and nothing would be proved.
+        assert keep is not Keep.BEST or swept.finish_seconds < below, "no pass to the other end"
         if swept.chosen:
+            if not cost_the_same(choices, swept.chosen, counts, methods):
+                return None
             groups = _groups(choices, swept.chosen, methods)
-            found = planned(groups, backward_seconds, sizes, methods)
+            found = planned(groups, times, counts, methods)
             best = min(best, found, key=lambda each: each.finish_seconds)
         if keep is not Keep.MEMBERS:
-            bound = max(bound, min(swept.finish_seconds, below))
+            bound = max(bound, min(swept.finish_seconds, below, best.finish_seconds))
             ahead[forward] = swept.fronts
             choices = choices.only(swept.useful)
         made += swept.made
-        if best.finish_seconds <= bound * (1 + tolerance + _ROUNDING) or made > _ENOUGH:
+        if best.finish_seconds <= bound * (1 + tolerance + _ROUNDING):
             break
-    return planned(best.groups, backward_seconds, sizes, methods, bound)
+    assert bound <= best.finish_seconds * (1 + _SURE), "a plan finishes before what was proved"
+    return planned(best.groups, times, counts, methods, bound)
 
 
 def _passes() -> Iterator[tuple[bool, Keep, int]]:

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from ._merge_plan import Plan, planned
-from ._timeline import Group, Method, by_name, check_step, cost
+from ._step import checked_step, finite
+from ._timeline import Group, Method, by_name, cost
 
 __all__ = ["mg_wfbp", "omgs_greedy", "single", "threshold", "wfbp"]
 
@@ -19,7 +20,7 @@ def wfbp(backward_seconds: Seconds, sizes: Sequence[int], method: Method) -> Pla
     Raises:
         ValueError: As `plan`.
     """
-    check_step(backward_seconds, sizes)
+    backward_seconds, sizes = checked_step(backward_seconds, sizes)
     return _cut(range(1, len(sizes)), backward_seconds, sizes, method)
 
 
@@ -29,7 +30,7 @@ def single(backward_seconds: Seconds, sizes: Sequence[int], method: Method) -> P
     Raises:
         ValueError: As `plan`.
     """
-    check_step(backward_seconds, sizes)
+    backward_seconds, sizes = checked_step(backward_seconds, sizes)
     return _cut((), backward_seconds, sizes, method)
 
 
@@ -56,15 +57,15 @@ def threshold(
         element_bytes: Of an element, whatever travels.
 
     Raises:
-        ValueError: A limit is below 1; or as `plan`.
+        ValueError: A limit is no number of 1 or more; or as `plan`.
     """
-    check_step(backward_seconds, sizes)
+    backward_seconds, sizes = checked_step(backward_seconds, sizes)
     limits = {"size_bytes": size_bytes, "element_bytes": element_bytes}
     if first_size_bytes is not None:
         limits["first_size_bytes"] = first_size_bytes
     for name, value in limits.items():
-        if value < 1:
-            raise ValueError(f"{name} is {value}: it must be 1 or more")
+        if not finite(value) >= 1:
+            raise ValueError(f"{name} is {value!r}: it must be 1 or more, and finite")
     cuts, held = [], 0
     for place, elements in enumerate(sizes):
         held += elements * element_bytes
@@ -88,10 +89,10 @@ def mg_wfbp(backward_seconds: Seconds, sizes: Sequence[int], method: Method) -> 
     Raises:
         ValueError: As `plan`.
     """
-    check_step(backward_seconds, sizes)
+    backward_seconds, sizes = checked_step(backward_seconds, sizes)
     by_name([method])
     cuts = []
-    computed = float(backward_seconds[0])
+    computed = backward_seconds[0]
     held = sizes[0]
     took = cost(method, "communicate_seconds", held)
     begins = computed
@@ -128,7 +129,7 @@ def omgs_greedy(
     Raises:
         ValueError: As `plan`.
     """
-    check_step(backward_seconds, sizes)
+    backward_seconds, sizes = checked_step(backward_seconds, sizes)
     by_name([method])
 
     def select(elements: int) -> float:
@@ -139,7 +140,7 @@ def omgs_greedy(
 
     cuts = []
     begun = free = 0.0
-    held, takes = sizes[0], float(backward_seconds[0])
+    held, takes = sizes[0], backward_seconds[0]
     for place in range(1, len(sizes)):
         following = sizes[place]
         ready = begun + takes + select(held)
@@ -154,7 +155,7 @@ def omgs_greedy(
             if not bound_together:
                 cuts.append(place)
             begun, free = ready, sent + send(held)
-            held, takes = following, float(backward_seconds[place])
+            held, takes = following, backward_seconds[place]
     return _cut(cuts, backward_seconds, sizes, method)
 
 

@@ -94,7 +94,8 @@ def sweep(
     keep: Keep,
     width: int,
     below: float,
-) -> Swept:
+    most: int,
+) -> Swept | None:
     """Make the front of every place from those before it.
 
     Args:
@@ -105,6 +106,10 @@ def sweep(
         keep: How a front is made small.
         width: How many states it may hold then; a hull has as many as it has.
         below: What does not finish before this is not good enough.
+        most: States that may be looked at.
+
+    Returns:
+        What was found; None if that would have been too much work.
     """
     last = len(reached) - 1
     arrows = _Arrows.of(choices, reached, forward=forward)
@@ -121,6 +126,8 @@ def sweep(
             total += made.finish.size
             parts.append(_good(made, front, below))
             useful[parts[-1].choice] = True
+            if total > most:
+                return None
         if parts and (found := _joined(parts)).finish.size:
             states.add(place, _narrowed(found, keep, width))
     end = last if forward else 0

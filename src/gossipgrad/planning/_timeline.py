@@ -1,21 +1,23 @@
 """The model of time: backward and selection take turns, and groups travel one after another."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-__all__ = ["Group", "Method", "Moments", "Span", "by_name", "check_step", "cost", "moments"]
+from ._step import finite
+
+__all__ = ["Group", "Method", "Moments", "Span", "by_name", "cost", "moments"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Method:
     """A way to bring a group of gradients to all ranks, as far as time is concerned.
 
     Both costs are called with the elements of a group, a whole number, and give seconds, 0 or more.
     They may be any functions, with jumps or falling with size. One that also takes a numpy array of
-    sizes and gives an array, as `AffineCost` does, is asked once for many sizes.
+    sizes and gives an array, as `AffineCost` does, is asked once for many sizes. Some of them, and
+    those of the groups of a plan, are asked for one by one, too: all are, where that differs.
 
     Attributes:
         name: What plans call it.
@@ -126,11 +128,7 @@ def cost(method: Method, what: str, elements: int) -> float:
         ValueError: What the method gives is no time.
     """
     given = getattr(method, what)(elements)
-    try:
-        seconds = float(given)
-    except (TypeError, ValueError):
-        seconds = math.nan
-    if not (math.isfinite(seconds) and seconds >= 0):
+    if not (seconds := finite(given)) >= 0:
         raise ValueError(
             f"{what} of method {method.name!r} gives {given!r} for {elements} elements: a cost is "
             "a number of seconds, finite and 0 or more"
@@ -154,27 +152,3 @@ def by_name(methods: Sequence[Method]) -> dict[str, Method]:
             f"two methods are called {twice!r}: plans tell them apart by name, give each its own"
         )
     return known
-
-
-def check_step(backward_seconds: Sequence[float | int], sizes: Sequence[int]) -> None:
-    """Raise unless these are the times and elements of some tensors.
-
-    Raises:
-        ValueError: They are not.
-    """
-    if len(backward_seconds) != len(sizes) or not len(sizes):
-        raise ValueError(
-            f"{len(backward_seconds)} times and {len(sizes)} sizes: give one of each a tensor, in "
-            "the order of backward, for one tensor or more"
-        )
-    for place, seconds in enumerate(backward_seconds):
-        if not (math.isfinite(seconds) and seconds >= 0):
-            raise ValueError(
-                f"backward of tensor {place} takes {seconds} seconds: give a time, finite and 0 or "
-                "more"
-            )
-    for place, elements in enumerate(sizes):
-        if int(elements) != elements or elements < 1:
-            raise ValueError(
-                f"tensor {place} has {elements} elements: leave out tensors without any"
-            )

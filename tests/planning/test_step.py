@@ -1,0 +1,100 @@
+"""Times and sizes of tensors: what they may be, and what is said where they are not."""
+
+import math
+
+import jaxtyping
+import numpy as np
+import pytest
+
+from gossipgrad.planning import (
+    AffineCost,
+    Method,
+    mg_wfbp,
+    omgs_greedy,
+    plan,
+    single,
+    threshold,
+    wfbp,
+)
+
+DENSE = Method("dense", AffineCost(0.0, 0.0), AffineCost(1.0, 1e-9))
+RULES = (
+    *(single, wfbp, mg_wfbp, omgs_greedy),
+    lambda backward, sizes, method: plan(backward, sizes, [method]),
+    lambda backward, sizes, method: threshold(backward, sizes, method, size_bytes=8),
+    lambda *step: plan([1], [1], [DENSE]).timeline(*step[:2], [DENSE]),
+)
+
+
+@pytest.fixture(autouse=True)
+def _as_users_have_it():
+    """What types cannot be is refused in words, where nothing checks types."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    ("backward", "sizes", "message"),
+    [
+        ([], [], "0 times and 0 sizes: give one of each a tensor"),
+        ([1], [math.inf], "tensor 0 has inf elements: give a whole number, 1 or more"),
+        ([1], [math.nan], "tensor 0 has nan elements: give a whole number, 1 or more"),
+        ([1], [1.5], r"tensor 0 has 1\.5 elements: give a whole number, 1 or more"),
+        ([1], [None], "tensor 0 has None elements: give a whole number, 1 or more"),
+        ([1], ["1"], "tensor 0 has '1' elements: give a whole number, 1 or more"),
+        ([1, 1], [1, 0], "tensor 1 has 0 elements: leave out tensors without any"),
+        ([1, 1], [1 << 62, 1 << 62], r"the tensors up to 1 have 9223372036854775808 elements: all"),
+        ([None], [1], "backward of tensor 0 takes None seconds: give a time"),
+        (["1"], [1], "backward of tensor 0 takes '1' seconds: give a time"),
+        ([1, 10**400], [1, 1], "backward of tensor 1 takes 1000"),
+        ([1e308, 1e308], [1, 1], "backward up to tensor 1 add up to more than a float can hold"),
+    ],
+)
+def test_what_no_step_has(rule, backward, sizes, message):
+    with pytest.raises(ValueError, match=message):
+        rule(backward, sizes, DENSE)
+
+
+def test_numbers_of_numpy_are_as_good():
+    elements = np.array([1 << 30] * 3, np.int32)  # whose sums overflow
+    ours = plan([1.0] * 3, elements.tolist(), [DENSE])
+    assert plan(np.ones(3, np.float32), elements, [DENSE]) == ours
+    by_bits = Method("bits", lambda n: 0, lambda n: n.bit_length())
+    assert plan(np.ones(3), np.array([1, 2, 3]), [by_bits]).gap == 0
+
+
+def test_as_many_elements_as_fit():
+    assert plan([1, 1], [1 << 62, (1 << 62) - 1], [DENSE]).gap == 0
+
+
+@pytest.mark.parametrize("given", [math.nan, math.inf, 0, "25 MiB", None])
+@pytest.mark.parametrize("what", ["size_bytes", "first_size_bytes", "element_bytes"])
+def test_thresholds_that_are_none(what, given):
+    if (what, given) == ("first_size_bytes", None):
+        return
+    with pytest.raises(ValueError, match=f"{what} is {given!r}: it must be 1 or more"):
+        threshold([1] * 3, [1] * 3, DENSE, **({"size_bytes": 8} | {what: given}))
+
+
+@pytest.mark.parametrize("given", [math.nan, math.inf, -1, "much", None])
+def test_tolerances_that_are_none(given):
+    with pytest.raises(ValueError, match=f"tolerance is {given!r}: give a share of the time"):
+        plan([1], [1], [DENSE], tolerance=given)
+
+
+@pytest.mark.parametrize("given", [None, "soon", "1", 10**400, -1, math.nan])
+def test_a_cost_that_is_fine_for_many_sizes_and_none_for_one(given):
+    method = Method("odd", lambda n: 0, lambda n: np.ones(np.shape(n)) if np.ndim(n) else given)
+    message = f"communicate_seconds of method 'odd' gives {given!r}"
+    with pytest.raises(ValueError, match=message):
+        plan([1.0] * 20, [1] * 20, [method])
+
+
+def test_an_array_of_no_numbers_is_asked_for_one_by_one():
+    method = Method(
+        "odd", lambda n: 0, lambda n: np.array([None] * len(n)) if np.ndim(n) else 1.0 + n
+    )
+    plain = Method("odd", lambda n: 0, lambda n: 1.0 + n)
+    assert plan([1.0] * 20, [1] * 20, [method]) == plan([1.0] * 20, [1] * 20, [plain])
