@@ -1,6 +1,7 @@
 """Plans that are measured: agreed on by all ranks, honest about dense, slow to change."""
 
 import logging
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -301,6 +302,63 @@ def test_a_plan_can_be_given():
             gg.sparsify(model, optimizer, process_group=group, plan=wrong)
 
     run_ranks(2, short)
+
+
+def test_a_plan_finds_its_tensors_by_name():
+    """The profile of such a plan may have recorded them in another order than the session's."""
+    plan = Plan(
+        groups=(Merge(0, 1, "dense"), Merge(1, 4, "sparse")),
+        finish_seconds=1.0,
+        lower_bound_seconds=0.5,
+        names=("2.weight", "2.bias", "0.weight", "0.bias"),
+    )
+
+    def look(session):
+        return [of.elements for of in session.stats().groups], session.state_dict()["session"]
+
+    for _, (elements, state) in train(2, 3, plan=plan, density=0.1, look=look):
+        assert elements == [24, 59]
+        assert state["plan"]["names"] == list(plan.names)
+        assert {"2.bias", "0.weight", "0.bias"} == state["residuals"].keys()
+    bare = replace(plan, names=())  # counts from the model's last tensor, which is a bias
+    assert train(2, 1, plan=bare, density=0.1, look=look)[0][1][0] == [3, 80]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("2.bias", "body.weight", "0.bias", "head"), "does not train: 'body.weight'. Make it"),
+        (("2.bias", "2.weight", "0.bias"), "does not name a tensor that .* trains: '0.weight'"),
+    ],
+)
+def test_a_plan_for_other_tensors_is_refused(names, message):
+    groups = (Merge(0, len(names), "sparse"),)
+    plan = Plan(groups=groups, finish_seconds=1.0, lower_bound_seconds=0.5, names=names)
+
+    def other(rank, group):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(ValueError, match=message):
+            gg.sparsify(model, optimizer, process_group=group, plan=plan)
+
+    run_ranks(2, other)
+
+
+def test_a_measured_plan_is_as_good_in_another_session(monkeypatch):
+    monkeypatch.setattr(_planner, "measure_costs", costs_that_say(sparse=1e-3, dense=1.0))
+    names = ["0.bias", "0.weight", "2.bias", "2.weight"]
+
+    def look(session):
+        return session.plan, session.state_dict()["session"]["plan"]
+
+    (_, (measured, of_session)), *_ = train(2, 9, density=0.1, look=look)
+    assert sorted(measured.names) == names
+    assert list(measured.names) == of_session["names"]
+    turned = replace(measured, names=measured.names[::-1])
+    for given in (measured, turned):
+        for _, (kept, used) in train(2, 1, plan=given, density=0.1, look=look):
+            assert kept == given
+            assert used["names"] == list(given.names)
 
 
 def test_a_measured_plan_goes_on_after_a_resume_bit_for_bit(monkeypatch):

@@ -48,7 +48,8 @@ class PlanOptions:
     cast: str = "0.5ns"
     """What rounding an element for fp16 and bf16 takes; widening it again takes as long."""
     out: Path | None = None
-    """Write the plan to this JSON file, for gossipgrad.planning.Plan.from_json."""
+    """Write the plan, with the names of the profile's tensors, to this JSON file, for
+    gossipgrad.planning.Plan.from_json."""
     figure: Path | None = None
     """Draw the timeline into this file (svg, png, pdf or html)."""
     json: bool = False

@@ -1,7 +1,7 @@
 """The plan beside its alternatives: what `gossipgrad plan` finds out."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -157,7 +157,7 @@ def compare(profile: Profile, known: dict[str, Method], names: Sequence[str]) ->
     """
     step = list(profile.backward_seconds), list(profile.elements)
     methods = [known[name] for name in names]
-    best = plan(*step, methods)
+    best = replace(plan(*step, methods), names=profile.names)
     ddp = partial(
         threshold,
         size_bytes=_DDP_BYTES,

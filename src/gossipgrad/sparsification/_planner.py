@@ -4,6 +4,7 @@ import logging
 import statistics
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from gossipgrad.comm import Group
@@ -143,7 +144,7 @@ class Planner:
         self._backward = backward
         aggregation.regroup(self.merges, names=names)
         self._measure(aggregation)
-        self._take(self._computed(aggregation.sizes), aggregation)
+        self._take(self._computed(aggregation), aggregation)
 
     def _again(self, aggregation: Aggregation) -> None:
         """Costs are others than those of the plan: another plan, if it gains enough."""
@@ -152,7 +153,7 @@ class Planner:
         replan = self._settings.replan
         assert replan is not None
         self._measure(aggregation)
-        told = self._computed(aggregation.sizes)
+        told = self._computed(aggregation)
         methods = [costs.method() for costs in self._costs]
         spans = self.plan.timeline(self._backward, aggregation.sizes, methods)
         now_seconds = max(span.end_seconds for span in spans)
@@ -181,15 +182,15 @@ class Planner:
             )
         self._density, self._costs = known, self._known[known]
 
-    def _computed(self, sizes: Sequence[int]) -> dict[str, Any]:
+    def _computed(self, aggregation: Aggregation) -> dict[str, Any]:
         """What rank 0 computes, on all ranks."""
         told: dict[str, Any] = {}
         if self._group.rank == 0:
             assert self._backward is not None
-            methods = [costs.method() for costs in self._costs]
+            sizes, methods = aggregation.sizes, [costs.method() for costs in self._costs]
             found = _by_rule(self._settings.plan, self._backward, sizes, methods)
             told = {
-                "plan": found.to_json(),
+                "plan": replace(found, names=tuple(aggregation.names)).to_json(),
                 "alternatives": _alternatives(self._backward, sizes, methods),
             }
         return self._group.broadcast_object(told)

@@ -27,7 +27,7 @@ from gossipgrad.sparsification._aggregation import Aggregation
 from gossipgrad.sparsification._merged import wide_bytes
 from gossipgrad.sparsification._planner import Planner
 from gossipgrad.sparsification._session_state import load_session, session_misfit, session_state
-from gossipgrad.sparsification._settings import Settings, check_parameters
+from gossipgrad.sparsification._settings import Settings, check_parameters, in_order_of
 from gossipgrad.sparsification._stats import SparseStats, collect
 from gossipgrad.sparsification._steps import StepWatch
 
@@ -254,7 +254,7 @@ class SparseSession:
             check_parameters(parameters)
             agree_on(group, self._model, self._optimizers, of.describe())
             broadcast_replica(group, self._model, self._optimizers)
-            backwards = dict(reversed(parameters.items()))
+            backwards = in_order_of(of.plan, dict(reversed(parameters.items())))
             planner = Planner(of, [wide_bytes(p) for p in backwards.values()], group)
             self._aggregation = Aggregation(
                 backwards,

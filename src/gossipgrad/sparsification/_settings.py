@@ -23,6 +23,7 @@ __all__ = [
     "check_parameters",
     "check_plan_fits",
     "check_settings",
+    "in_order_of",
     "resolve_replan",
 ]
 
@@ -200,6 +201,28 @@ def check_plan_fits(plan: Plan, tensors: int, methods: Sequence[str]) -> None:
             f"the plan uses the methods {_named(unknown)}, and methods={tuple(methods)!r} are "
             "allowed: name its methods as these, or allow them"
         )
+
+
+def in_order_of(plan: object, parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """The parameters as a plan with names counts them; as they are for all else.
+
+    Raises:
+        ValueError: The plan names others.
+    """
+    if not isinstance(plan, Plan) or not plan.names:
+        return parameters
+    for what, some, others in (
+        ("names a tensor that the model does not train:", plan.names, parameters),
+        ("does not name a tensor that the model trains:", parameters, plan.names),
+    ):
+        known = set(others)
+        other = next((name for name in some if name not in known), None)
+        if other is not None:
+            raise ValueError(
+                f"the plan {what} {other!r}. Make it from a profile of this model, or give it the "
+                "names that the model has"
+            )
+    return {name: parameters[name] for name in plan.names}
 
 
 def resolve_replan(replan: Replan | int | None) -> Replan | None:

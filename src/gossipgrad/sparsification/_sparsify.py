@@ -68,7 +68,8 @@ def sparsify(
             with `select="per_group"` add up to how much is sent of a group, whichever it is.
         plan: `"optimal"`; a published rule: `"greedy"` (OMGS-SGD's own), `"mg-wfbp"`, `"wfbp"` or
             `"layerwise"` (each tensor alone), `"single"` (all in one); bytes at which a group is
-            full; or a `gossipgrad.planning.Plan`.
+            full; or a `gossipgrad.planning.Plan`, which finds its tensors by their names, and
+            without names counts them from the model's last to its first.
         select: `"per_group"`: the largest of all that travel together. `"per_tensor"`: of each
             tensor as many as its size demands, so that none starves.
         methods: What `"optimal"` may choose among: `"sparse"`, `"dense"` (all-reduce), `"fp16"`
