@@ -1,6 +1,7 @@
 """The page of plans says what was found, and its brute force knows better than no plan."""
 
 import random
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,38 @@ def test_few_random_cases():
     assert found["three_methods"]["largest_difference"] < plans.MISSED
     for figures in found["rules"].values():
         assert 1 - plans.MISSED < figures["mean_ratio"] <= figures["worst_ratio"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({}, []),
+        ({"cpu_seconds": 1.1}, ["resnet50, 161 tensors, 8 ranks, 1Gbit: 1.10 s, above 1 s"]),
+        ({"cpu_seconds": 9.9, "tensors": 1000}, []),
+        ({"cpu_seconds": 11, "tensors": 1000}, ["11.00 s, above 10 s"]),
+        ({"gap": 1.1e-4}, ["gap 1.1e-04, above 1.0e-04"]),
+        ({"cpu_seconds": 2.0, "gap": 1.0}, ["2.00 s", "gap 1.0e+00"]),
+    ],
+)
+def test_what_is_over_the_limits_is_told_and_fails(change, said, tmp_path, monkeypatch, capsys):
+    row = {
+        "profile": "resnet50",
+        "tensors": 161,
+        "world_size": 8,
+        "bandwidth": "1Gbit",
+        "cpu_seconds": 0.9,
+        "gap": 1e-4,
+        "groups": 3,
+    } | change
+    monkeypatch.setattr(plans, "timed_cases", lambda repeats: [row])
+    monkeypatch.setattr(plans, "RESULTS", tmp_path)
+    monkeypatch.setattr(plans, "write", lambda name, found: None)
+    monkeypatch.setattr(sys, "argv", ["plans", "--part", "timed"])
+    assert plans.main() == bool(said)
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == len(said)
+    for line, part in zip(told, said, strict=True):
+        assert part in line
 
 
 def test_cases_are_drawn_the_same_again():
