@@ -1,14 +1,21 @@
 """`gossipgrad plan`."""
 
 import json
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
 
+import jaxtyping
 import pytest
+import torch
 
 from gossipgrad import cli
+from gossipgrad.cli import _plan_costs
 from gossipgrad.cli._plan_costs import all_methods, network_of
 from gossipgrad.cli._plan_figure import text_lanes
 from gossipgrad.cli._plan_options import PlanOptions
 from gossipgrad.cli._plan_report import compare
+from gossipgrad.compression import SparseFormat
 from gossipgrad.planning import AffineCost, PiecewiseCost, Plan, Profile
 from gossipgrad.simulate import Network
 
@@ -36,6 +43,16 @@ def run(profile, *options):
     return cli.main(["plan", "--profile", profile, "--workers", "4", *options])
 
 
+@contextmanager
+def jaxtyping_off():
+    """As users have it: what types cannot be is refused in words."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        yield
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)
+
+
 def found(capsys, profile, *options):
     assert run(profile, "--json", *options) == 0
     return json.loads(capsys.readouterr().out)
@@ -55,6 +72,7 @@ def test_tables_a_timeline_and_a_verdict(profile, tmp_path, capsys):
     assert f"plan {out}" in shown.replace("\n", " ")
     best = Plan.from_json(json.loads(out.read_text()))
     assert best.groups[-1].stop == 4
+    assert best.names == SMALL.names
 
 
 def test_json_says_the_same(profile, capsys):
@@ -113,10 +131,37 @@ def test_a_measured_network(profile, tmp_path, capsys):
     assert "--network says what links cost" in capsys.readouterr().err
 
 
-def test_selection_is_measured_here(profile, capsys):
-    told = found(capsys, profile, "--select", "here")
-    selected = [span for span in told["spans"] if span[0] == "select"]
-    assert selected or "Dense wins" in told["verdict"]
+@pytest.mark.parametrize("density", [0.01, 1e-7])
+def test_selection_is_measured_here(monkeypatch, density):
+    """By a clock that goes on with what is selected and decoded, and with nothing else."""
+    clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
+
+    def select(tensor, count):
+        clock.now += 3e-3 + 4e-9 * tensor.numel()
+        return torch.arange(count, dtype=torch.int32)
+
+    class Format(SparseFormat):
+        def add_to(self, message, total):
+            clock.now += 5e-4 + 6e-8 * self.count
+
+    monkeypatch.setattr(_plan_costs, "time", clock)
+    monkeypatch.setattr(_plan_costs, "top_k", select)
+    monkeypatch.setattr(_plan_costs, "SparseFormat", Format)
+    hop = Network(exchange=AffineCost(0.0, 0.0))
+    options = PlanOptions(world_size=4, density=density, select="here")
+    sparse = all_methods(options, SMALL, hop)["sparse"]
+    for elements in (1000, 3_000_000):
+        assert sparse.select_seconds(elements) == pytest.approx(3e-3 + 4e-9 * elements)
+        pairs = 4 * max(1, int(density * elements))
+        assert sparse.communicate_seconds(elements) == pytest.approx(5e-4 + 6e-8 * pairs)
+
+
+def test_selection_that_is_measured_here_is_in_the_plan(profile, capsys, monkeypatch):
+    measured = AffineCost(7e-3, 0.0), AffineCost(0.0, 0.0)
+    monkeypatch.setattr(_plan_costs, "_measured", lambda options: measured)
+    told = found(capsys, profile, "--select", "here", "--methods", "sparse")
+    selected = [end - begin for what, _, begin, end in told["spans"] if what == "select"]
+    assert selected == pytest.approx([7e-3] * len(told["groups"]))
 
 
 def test_costs_are_what_the_options_say():
@@ -130,6 +175,41 @@ def test_costs_are_what_the_options_say():
     assert methods["fp16"].select_seconds(1000) == pytest.approx(0.5e-6)
     half = methods["fp16"].communicate_seconds(1_000_000) - 0.5e-3
     assert half == pytest.approx(6 * (50e-6 + 8e-9 * 0.5e6))
+
+
+def test_a_network_of_other_ranks_is_said_to_be_one(tmp_path):
+    hop = AffineCost(1e-4, 8e-9)
+    path = tmp_path / "net.json"
+    network = Network(exchange=hop, links={(0, 1): AffineCost(1.0, 1.0)}, world_size=8)
+    path.write_text(json.dumps(network.to_json()))
+    with pytest.warns(UserWarning, match="measured with 8 ranks, and the plan is for 4"):
+        _, here = network_of(PlanOptions(world_size=4, network=path))
+    assert here == Network(exchange=hop, world_size=8)
+    _, here = network_of(PlanOptions(world_size=8, network=path))
+    assert here == network
+
+
+def test_names_are_no_markup(tmp_path, capsys):
+    path = tmp_path / "odd.json"
+    names = ("c[/b]", "[red]b", "a.bias", "a[bold]")
+    path.write_text(json.dumps(replace(SMALL, names=names).to_json()))
+    assert run(str(path), "--methods", "sparse", "--rate", "1Mbit") == 0
+    shown = capsys.readouterr().out
+    assert "c[/b]" in shown
+    assert "a[bold]" in shown
+
+
+def test_names_that_are_none_are_refused(tmp_path, capsys):
+    path = tmp_path / "odd.json"
+    for names, message in (
+        ((1, 2, 3, 4), "a parameter is named 1: names are strings"),
+        (("a", "b", "a", "c"), "two tensors are named 'a'"),
+    ):
+        rows = zip(names, SMALL.elements, SMALL.backward_seconds, strict=True)
+        path.write_text(json.dumps(SMALL.to_json() | {"parameters": list(map(list, rows))}))
+        with jaxtyping_off():
+            assert run(str(path)) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_narrow_gradients_are_not_rounded_again(profile, capsys, tmp_path):

@@ -37,6 +37,7 @@ def test_totals():
         ({"batch_size": 0}, "batch_size must be a whole number, at least 1, got 0"),
         ({"element_bytes": 2.5}, "element_bytes must be a whole number"),
         ({"elements": (3, 0)}, "parameter 'a' has 0 elements"),
+        ({"names": ("b", 7)}, "a parameter is named 7: names are strings"),
         ({"forward_seconds": -1.0}, "forward_seconds took -1.0 seconds"),
         ({"backward_seconds": (0.0, float("nan"))}, "a took nan seconds"),
         (
@@ -97,6 +98,9 @@ def test_files_that_are_no_profiles(tmp_path):
         Profile.load("resnet51")
     path.write_text("{")
     with pytest.raises(ValueError, match="is not JSON"):
+        Profile.load(path)
+    path.write_bytes(b"\x80\x81")
+    with pytest.raises(ValueError, match=r"p\.json' is not text .* `gossipgrad profile` wrote"):
         Profile.load(path)
     path.write_text("[]")
     with pytest.raises(ValueError, match="not a profile"):

@@ -5,6 +5,7 @@ import json
 import tyro
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from gossipgrad.planning import Profile
 
@@ -97,8 +98,8 @@ def _groups(found: Comparison) -> Table:
             if group.stop - group.start > 1
             else f"{group.start}",
             f"{group.stop - group.start}",
-            first,
-            "" if first == last else last,
+            Text(first),  # names may look like markup
+            Text("" if first == last else last),
             f"{found.elements(group.start, group.stop):,}",
             group.method,
             seconds_text(arrived.get(place, found.best.finish_seconds)),

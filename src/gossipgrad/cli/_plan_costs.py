@@ -2,6 +2,7 @@
 
 import statistics
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -40,6 +41,13 @@ def network_of(options: PlanOptions) -> tuple[str, Network]:
     if options.network is not None:
         network = Network.load(options.network)
         if network.world_size not in (None, options.world_size):
+            warnings.warn(
+                f"--network {options.network} was measured with {network.world_size} ranks, and "
+                f"the plan is for {options.world_size}: its costs of single links and its "
+                "all-reduce are left out, what a hop costs stays. Plan for as many ranks as were "
+                "measured, or measure with as many",
+                stacklevel=2,
+            )
             network = replace(network, links={})  # of pairs that are not these ranks'
         network.check(options.world_size)
         return str(options.network), network
@@ -138,8 +146,9 @@ def _measured(options: PlanOptions) -> tuple[AffineCost, AffineCost]:
     """Residual, selection and packing by elements; adding up by pairs: this machine, one thread."""
     generator = torch.Generator().manual_seed(0)
     selects, decodes, pairs = [], [], []
-    for elements in _MEASURED_ELEMENTS:
-        count = max(1, int(options.density * elements))
+    for place, elements in enumerate(_MEASURED_ELEMENTS):
+        # However small the density, counts differ: start-up and time a pair are told apart by them.
+        count = max(4**place, int(options.density * elements))
         form = SparseFormat(elements, count, getattr(torch, options.values))
         gradient = torch.randn(elements, generator=generator)
         residual, total = torch.zeros(elements), torch.zeros(elements)

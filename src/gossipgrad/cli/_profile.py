@@ -13,6 +13,7 @@ import torch
 import tyro
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -181,6 +182,7 @@ def _show(profile: Profile) -> None:
     rows = zip(profile.names, profile.elements, profile.backward_seconds, strict=True)
     slowest = sorted(rows, key=lambda row: -row[2])[:_LISTED]
     for name, elements, seconds in slowest:
-        table.add_row(f"{name} ({elements:,})", f"{1e3 * seconds:,.2f} ms")
+        # As text: a name may look like markup.
+        table.add_row(Text(f"{name} ({elements:,})"), f"{1e3 * seconds:,.2f} ms")
     Console().print(table)
     print(f"The {len(slowest)} gradients that take longest are listed.")

@@ -52,8 +52,8 @@ class Profile:
         state_copies: Tensors of optimizer state for each parameter: 1 for momentum, 2 for Adam.
 
     Raises:
-        ValueError: A time is negative or not finite, a size is not positive, the tuples differ in
-            length, or nothing takes any time.
+        ValueError: A time is negative or not finite, a size is not positive, a name no string, the
+            tuples differ in length, or nothing takes any time.
 
     Example:
         >>> profile = Profile(
@@ -99,6 +99,8 @@ class Profile:
         if type(self.state_copies) is not int or self.state_copies < 0:
             raise ValueError(f"state_copies must be 0 or more tensors, got {self.state_copies!r}")
         for name, count in zip(self.names, self.elements, strict=True):
+            if not isinstance(name, str):
+                raise ValueError(f"a parameter is named {name!r}: names are strings")
             if type(count) is not int or count < 1:
                 raise ValueError(
                     f"parameter {name!r} has {count!r} elements: leave out those without any"
@@ -237,6 +239,11 @@ class Profile:
                 raise ValueError(
                     f"no profile {str(name_or_path)!r} ({error.strerror}): give one of "
                     f"{', '.join(PROFILES)}, or a file that `gossipgrad profile` wrote"
+                ) from error
+            except UnicodeDecodeError as error:
+                raise ValueError(
+                    f"{str(name_or_path)!r} is not text ({error}): give a file that `gossipgrad "
+                    "profile` wrote"
                 ) from error
         try:
             return cls.from_json(json.loads(text))
