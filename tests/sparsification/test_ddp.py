@@ -108,6 +108,46 @@ def test_residuals_go_with_their_parameters_into_other_buckets_and_states():
     run_ranks(2, rank_main)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"density": [0.1, 0.3]}, r"'density' is 0\.3 on rank 1, but 0\.1 on rank 0"),
+        ({"value_dtype": [None, torch.bfloat16]}, r"'value_dtype' is torch\.bfloat16 on rank 1"),
+        ({"select": ["per_group", "per_tensor"]}, "'select' is per_tensor on rank 1"),
+    ],
+    ids=["density", "value_dtype", "select"],
+)
+def test_ranks_that_differ_are_told_what_in(settings, message):
+    def rank_main(rank, group):
+        own = {name: values[rank] for name, values in settings.items()}
+        with pytest.raises(gg.AgreementError, match=message):
+            CommHook(network(), process_group=group, **own)
+
+    run_ranks(2, rank_main)
+
+
+def test_courses_and_rounds_that_differ_end_the_step_before_anything_is_sent():
+    def rank_main(rank, group):
+        def density(step):
+            return 0.5 if step < 102 or rank == 0 else 0.25
+
+        model = network()
+        with CommHook(model, process_group=group, density=density) as state:
+            backward_of(model, rank, 0)
+            step(model, state, [2])
+            kept = state.state_dict()
+            state.load_state_dict({**kept, "rounds": 7 + rank})
+            with pytest.raises(gg.GossipError, match="after 8 rounds on rank 1, but 7 on rank 0"):
+                step(model, state, [2])
+            state.load_state_dict({**kept, "rounds": 50})
+            with pytest.raises(gg.GossipError, match=r"density in round 102 is 0\.25 on rank 1"):
+                step(model, state, [2])
+            assert state.state_dict()["rounds"] == 50
+            group.barrier()
+
+    run_ranks(2, rank_main)
+
+
 def test_a_rank_that_is_gone_fails_every_bucket_of_the_step():
     def rank_main(rank, group):
         model = network()

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from gossipgrad.comm import Group, Recorder
 from gossipgrad.errors import GossipError
 from gossipgrad.planning import Group as Merge
-from gossipgrad.sparsification._density import Warmup, counts_of, densities_at
+from gossipgrad.sparsification._agreed_density import AgreedDensity
+from gossipgrad.sparsification._density import counts_of
 from gossipgrad.sparsification._merged import MergedGroup
 from gossipgrad.sparsification._passes import Passes
 from gossipgrad.sparsification._queue import OrderedQueue, Ticket
@@ -20,7 +21,6 @@ from gossipgrad.sparsification._settings import Settings
 
 __all__ = ["Aggregation"]
 
-_AHEAD = 100  # rounds for which a function of the density is asked at once
 _REMEMBERED = 50  # rounds whose times count for the median
 _BREAK_SECONDS = 5.0  # for collectives of this rank to end once the group is closed
 
@@ -70,7 +70,7 @@ class Aggregation:
         self._scaler = scaler
         self._recorder = recorder
         self._densities: tuple[float, ...] = ()
-        self._course: dict[int, tuple[float, ...]] = {}
+        self._density = AgreedDensity(settings.density, group)
         self._tickets: list[Ticket] = []
         self._opened_seconds = 0.0
         self._finished: deque[float] = deque(maxlen=_REMEMBERED)
@@ -152,7 +152,7 @@ class Aggregation:
             self.groups.append(made)
         self.merges = tuple(merges)
         if self._densities:
-            self._use(self._densities_now())
+            self._use(self._density.at(self._names, self.rounds))
         self.passes.regroup([merge.stop - merge.start for merge in merges])
 
     def state(self) -> list[tuple[Tensor | None, Tensor | None]]:
@@ -188,7 +188,7 @@ class Aggregation:
         self._tickets = []
         self._opened_seconds = perf_counter()
         self._rescale()
-        densities = self._densities_now()
+        densities = self._density.at(self._names, self.rounds)
         if densities != self._densities:
             self._use(densities)
         carried = any(made.sparse or made.residual is not None for made in self.groups)
@@ -212,27 +212,6 @@ class Aggregation:
             name: (*pair, wait)
             for name, pair, wait in zip(self._names, self.state(), waits, strict=True)
         }
-
-    def _densities_now(self) -> tuple[float, ...]:
-        """Of each parameter; a function is asked ahead for many rounds, and compared over ranks.
-
-        Messages of unequal sizes would not be an error of a collective but the end of a process.
-        """
-        of = self._settings.density
-        if not callable(of) or isinstance(of, Warmup):  # agreed on at the start
-            return densities_at(of, self._names, self.rounds)
-        if self.rounds not in self._course:
-            ahead = range(self.rounds, self.rounds + _AHEAD)
-            self._course = {at: densities_at(of, self._names[:1], at) for at in ahead}
-            told = self._group.all_gather_object([course for (course,) in self._course.values()])
-            for rank, other in enumerate(told):
-                for at, here, there in zip(ahead, told[0], other, strict=True):
-                    if here != there:
-                        raise GossipError(
-                            f"density in round {at} is {there} on rank {rank}, but {here} on rank "
-                            "0: a function must give the same on all ranks"
-                        )
-        return self._course[self.rounds] * len(self._names)
 
     def _use(self, densities: tuple[float, ...]) -> None:
         per_tensor = self._settings.select == "per_tensor"

@@ -9,9 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gossipgrad.comm import Group, resolve_group
+from gossipgrad.comm import Group, agree_on, resolve_group
 from gossipgrad.errors import GossipError
-from gossipgrad.sparsification._density import Density, counts_of, densities_at, resolve_density
+from gossipgrad.sparsification._agreed_density import AgreedDensity
+from gossipgrad.sparsification._density import (
+    Density,
+    counts_of,
+    describe_density,
+    resolve_density,
+)
 from gossipgrad.sparsification._merged import MergedGroup
 from gossipgrad.sparsification._queue import OrderedQueue
 from gossipgrad.sparsification._settings import check_settings
@@ -61,6 +67,7 @@ class CommHook:
 
     Raises:
         ValueError: For settings that cannot be.
+        AgreementError: If the ranks differ in names, shapes, dtypes or settings.
         GossipError: If a rank dies meanwhile.
 
     Example:
@@ -91,13 +98,26 @@ class CommHook:
         inner = wrapped if isinstance(model, nn.parallel.DistributedDataParallel) else model
         assert isinstance(inner, nn.Module)
         self._names = {id(p): name for name, p in inner.named_parameters()}
-        self._density = resolve_density(density, list(self._names.values()))
+        self._course = resolve_density(density, list(self._names.values()))
         self._per_tensor = select == "per_tensor"
         self._value_dtype = value_dtype
         self._rounds = 0
+        self._together = False  # whether all are known to be in the same round
         self._groups: dict[int, tuple[tuple[str, ...], MergedGroup]] = {}
         self._loaded: dict[str, Tensor] = {}
         self._group = resolve_group(process_group, asks="CommHook()")
+        try:
+            described = {"select": select, "value_dtype": value_dtype}
+            agree_on(
+                self._group,
+                inner,
+                [],
+                {"density": describe_density(self._course, 0), **described},
+            )
+        except BaseException:
+            self._group.close()
+            raise
+        self._density = AgreedDensity(self._course, self._group)
         self._queue = OrderedQueue(f"gossipgrad comm hook, rank {self._group.rank}")
         self._farewell = weakref.finalize(self, _leave, self._queue, self._group)
         self._farewell.atexit = False  # pyrefly: ignore[missing-attribute]
@@ -108,7 +128,9 @@ class CommHook:
         return {"rounds": self._rounds, "residuals": residuals}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes up what `state_dict` gave; local.
+        """Takes up what `state_dict` gave, on every rank between the same steps; local.
+
+        The next step raises if it was not of as many rounds on all.
 
         Raises:
             ValueError: It is of other parameters.
@@ -118,7 +140,8 @@ class CommHook:
                 f"a residual is of {unknown[0]!r}, which the model does not have: load the state "
                 "of the same model"
             )
-        self._rounds = state["rounds"]
+        self._rounds, self._together = state["rounds"], False
+        self._density = AgreedDensity(self._course, self._group)
         self._groups.clear()
         self._loaded = {name: value.clone() for name, value in state["residuals"].items()}
 
@@ -140,12 +163,27 @@ class CommHook:
                 "make a new one around the model"
             )
         if bucket.index() == 0:
-            self._rounds += 1
+            self._begin_round()
         made = self._made(bucket)
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         made.begin(list(bucket.gradients()))
         self._queue.put(partial(self._finish, made, bucket, future))
         return future
+
+    def _begin_round(self) -> None:
+        """Sees that messages will be of one size on all ranks; nothing else is under way now."""
+        if not self._together:
+            told = self._group.all_gather_object(self._rounds)
+            for rank, rounds in enumerate(told):
+                if rounds != told[0]:
+                    raise GossipError(
+                        f"the state of the communication hook is after {rounds} rounds on rank "
+                        f"{rank}, but {told[0]} on rank 0: load states that all ranks saved after "
+                        "the same step"
+                    )
+            self._together = True
+        self._density.at([""], self._rounds)
+        self._rounds += 1
 
     def _finish(
         self, made: MergedGroup, bucket: Bucket, future: torch.futures.Future[Tensor]
@@ -185,7 +223,7 @@ class CommHook:
             made.load([(self._loaded.pop(name, None), None) for name in names], [0] * len(names))
             known = self._groups[bucket.index()] = names, made
         made = known[1]
-        densities = densities_at(self._density, names, self._rounds - 1)
+        densities = self._density.at(names, self._rounds - 1)
         made.use_counts(counts_of(made.sizes, densities, per_tensor=self._per_tensor))
         return made
 
