@@ -48,6 +48,15 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1")
 os.environ.setdefault("GOSSIPGRAD_DATA", str(Path(__file__).parents[2] / "shared" / "data"))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Has all processes of all tests come out of one fork server that has loaded all they need."""
+    if item.get_closest_marker("process") is not None:
+        from support.processes import start_fork_server
+
+        start_fork_server()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips what needs a GPU where there is none."""
     if not torch.cuda.is_available():

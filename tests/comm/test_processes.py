@@ -3,16 +3,15 @@
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from gossipgrad.comm import Channel, GlooTransport, Group, Outcome, Part, ZeroMQTransport
+from support.links import make_transports
+from support.processes import run_processes
 
 pytestmark = pytest.mark.process
 
@@ -48,7 +47,6 @@ def free_port():
 @pytest.mark.parametrize("name", ["zeromq", "gloo"])
 def test_a_partner_that_is_killed_is_dead_within_seconds(name):
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "gossipgrad.comm"])
     port = free_port()
     process = context.Process(target=partner, args=(name, port), daemon=True)
     process.start()
@@ -72,34 +70,33 @@ def test_a_partner_that_is_killed_is_dead_within_seconds(name):
         process.join(10)
 
 
-def test_a_forked_child_leaves_the_links_to_its_parent():
-    """What a data loader's workers are: copies of the process, with its sockets."""
-    script = """
-import os, torch, torch.distributed as dist
-from gossipgrad.comm import Channel, Hub, Outcome, Part, ZeroMQTransport
-from support.links import make_transports
-a, b = (Channel(t, run=bytes(16), plan=[Part(torch.float32, 4)])
-        for t in make_transports("zeromq", 2))
-def pair(round):
-    x = a.post(round, 0, torch.zeros(4), send_to=1, recv_from=1)
-    y = b.post(round, 0, torch.zeros(4), send_to=0, recv_from=0)
-    assert a.take(x, 3.0) is b.take(y, 3.0) is Outcome.DELIVERED
-pair(0)
-child = os.fork()
-if child == 0:
-    a.close(); b.close()
-    os._exit(7)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-pair(1)
-a.close(); b.close()
-print("fine")
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
+def fork_and_close(rank, store):
+    """As a data loader does, whose workers are copies of the process, with its sockets."""
+    a, b = (
+        Channel(transport, run=bytes(16), plan=[Part(torch.float32, 4)])
+        for transport in make_transports("zeromq", 2)
     )
-    assert done.stdout == "fine\n", done.stderr
+
+    def pair(round):
+        x = a.post(round, 0, torch.zeros(4), send_to=1, recv_from=1)
+        y = b.post(round, 0, torch.zeros(4), send_to=0, recv_from=0)
+        return [a.take(x, 3.0), b.take(y, 3.0)]
+
+    outcomes = pair(0)
+    if (child := os.fork()) == 0:
+        try:
+            a.close()
+            b.close()
+            os._exit(7)
+        finally:
+            os._exit(1)
+    _, ended = os.waitpid(child, 0)
+    outcomes += pair(1)
+    a.close()
+    b.close()
+    return os.waitstatus_to_exitcode(ended), outcomes
+
+
+def test_a_forked_child_leaves_the_links_to_its_parent():
+    found = run_processes(1, fork_and_close, grouped=False)
+    assert found == [(7, [Outcome.DELIVERED] * 4)]

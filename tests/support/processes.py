@@ -7,7 +7,24 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["run_processes"]
+from gossipgrad.train._starting import ensure_fork_server
+
+__all__ = ["run_processes", "start_fork_server"]
+
+# All that any test forks: whoever starts the server decides for all that come later.
+_PRELOAD = [
+    "torch.distributed.fsdp",
+    "torch.distributed.run",
+    "torch._dynamo",
+    "gossipgrad.train._worker",
+    "gossipgrad.train._join_worker",
+    "sklearn.datasets",
+]
+
+
+def start_fork_server() -> None:
+    """Starts the fork server of this process with all that processes of tests need loaded."""
+    ensure_fork_server(_PRELOAD)
 
 
 def run_processes(
@@ -26,10 +43,7 @@ def run_processes(
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("forkserver")
-    # What runs of the launcher need is there, too: the first to start the fork server decides.
-    context.set_forkserver_preload(
-        ["torch.distributed.fsdp", "torch._dynamo", "gossipgrad.train._worker", "sklearn.datasets"]
-    )
+    start_fork_server()
     pipes, processes = [], []
     for rank in range(world_size):
         ours, theirs = context.Pipe(duplex=False)

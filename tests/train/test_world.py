@@ -80,7 +80,6 @@ def world_of_two(monkeypatch):
 @pytest.mark.usefixtures("world_of_two")
 def test_a_signal_ends_the_wait_for_a_rank_that_does_not_come(tmp_path):
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["gossipgrad.train._worker"])
     process = context.Process(target=waits_alone, args=(dict(os.environ), str(tmp_path)))
     process.start()
     until(lambda: is_listening(int(os.environ["MASTER_PORT"])), timeout_seconds=60)

@@ -37,7 +37,7 @@ def start_workers(
         RunFailedError: A process cannot be started.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
+    ensure_fork_server(
         [
             "gossipgrad.train._worker",
             "gossipgrad.train._join_worker",
@@ -45,15 +45,6 @@ def start_workers(
             *(["sklearn.datasets"] if config.data == "digits" else []),
         ]
     )
-    # The fork server and its children inherit the blocked signals: Ctrl-C in a terminal, or the
-    # SIGTERM of a batch system, reaches all processes, and would end those that keep the results.
-    # The resource tracker unblocks them when it starts, so it goes first.
-    multiprocessing.resource_tracker.ensure_running()
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-    try:
-        multiprocessing.forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     for number, spec in specs:
         if stops.first is not None:
             return
@@ -74,3 +65,17 @@ def start_workers(
         finally:
             theirs.close()
         yield WorkerHandle(process, ours, number)
+
+
+def ensure_fork_server(preload: list[str]) -> None:
+    """Start the fork server of this process with some modules loaded, unless it runs already."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
+    # The fork server and its children inherit the blocked signals: Ctrl-C in a terminal, or the
+    # SIGTERM of a batch system, reaches all processes, and would end those that keep the results.
+    # The resource tracker unblocks them when it starts, so it goes first.
+    multiprocessing.resource_tracker.ensure_running()
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
