@@ -22,6 +22,7 @@ from torch import nn
 from gossipgrad import data, models
 from gossipgrad.topology import analyse, by_name
 from gossipgrad.train import GossipConfig, TrainConfig
+from support.agents import run_torchrun
 from support.commands import run_here
 
 ROOT = Path(__file__).parents[1]
@@ -304,13 +305,6 @@ def run(command, folder, monkeypatch, capsys):
         said = capsys.readouterr()
         assert not code, f"{command}\n{said.err}"
         return said.out + said.err
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
+    done = run_torchrun(arguments, folder)
     assert done.returncode == 0, f"{command}\n{done.stderr}"
     return done.stdout + done.stderr

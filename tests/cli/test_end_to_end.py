@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from gossipgrad import cli
+from support.agents import run_torchrun
 
 pytestmark = pytest.mark.process
 
@@ -94,17 +95,8 @@ def test_a_folder_may_have_any_name(interrupted, monkeypatch):
 
 
 def test_torchrun_joins_the_world_it_finds(tmp_path):
-    environ = os.environ | {"OMP_NUM_THREADS": "1"}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = ["-m", "gossipgrad", "train", "--epochs", "1", "--out", str(tmp_path)]
-    done = subprocess.run(
-        [*launcher, "--nproc-per-node", "2", *command],
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    done = run_torchrun(["--standalone", "--nproc-per-node", "2", *command], tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("epoch 1/1") == 1
     summary = json.loads((tmp_path / "summary.json").read_text())

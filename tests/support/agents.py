@@ -1,14 +1,16 @@
-"""Agents of torchrun, a worker each, as commands of the documentation start them."""
+"""Agents of torchrun, as commands of the documentation start them, without a start of Python."""
 
 import multiprocessing
 import os
 import shlex
 import signal
-from collections.abc import Iterator
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["Agents", "agents"]
+__all__ = ["Agents", "agents", "run_torchrun"]
 
 
 class Agents:
@@ -57,16 +59,14 @@ class Agents:
 @contextmanager
 def agents(commands: list[str], logs: Path) -> Iterator[Agents]:
     """Starts an agent a command, `torchrun ...`; ends what is left of them."""
-    # torchrun itself is this function of torch; the fork server has loaded it.
-    context = multiprocessing.get_context("forkserver")
     files = [logs / f"agent{number}.txt" for number in range(len(commands))]
-    running = Agents(
-        [
-            context.Process(target=_run_agent, args=(shlex.split(command), str(file)))
-            for command, file in zip(commands, files, strict=True)
-        ],
-        files,
-    )
+    environ = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    processes = []
+    for command, file in zip(commands, files, strict=True):
+        program, *arguments = shlex.split(command)
+        assert program == "torchrun"
+        processes.append(_agent(arguments, Path.cwd(), environ, file, file))
+    running = Agents(processes, files)
     for process in running.processes:
         process.start()
     try:
@@ -75,15 +75,44 @@ def agents(commands: list[str], logs: Path) -> Iterator[Agents]:
         running.end()
 
 
-def _run_agent(command: list[str], log: str) -> None:
+def run_torchrun(
+    arguments: Sequence[str | Path], folder: Path, timeout_seconds: float = 110.0
+) -> subprocess.CompletedProcess[str]:
+    """Runs `torchrun` with such arguments in a folder, to its end."""
+    words = [str(argument) for argument in arguments]
+    with tempfile.TemporaryDirectory() as logs:
+        out, errors = (Path(logs) / name for name in ("out", "errors"))
+        process = _agent(words, folder, dict(os.environ), out, errors)
+        running = Agents([process], [out, errors])
+        process.start()
+        try:
+            process.join(timeout_seconds)
+            if (code := process.exitcode) is None:
+                raise TimeoutError(f"not over after {timeout_seconds:g} s:\n{running.said()}")
+            return subprocess.CompletedProcess(words, code, out.read_text(), errors.read_text())
+        finally:
+            running.end()
+
+
+def _agent(
+    arguments: list[str], folder: Path, environ: dict[str, str], out: Path, errors: Path
+) -> multiprocessing.Process:
+    # torchrun itself is this function of torch; the fork server has loaded it.
+    context = multiprocessing.get_context("forkserver")
+    places = str(folder), str(out), str(errors)
+    return context.Process(target=_run_agent, args=(arguments, environ, *places))
+
+
+def _run_agent(
+    arguments: list[str], environ: dict[str, str], folder: str, out: str, errors: str
+) -> None:
     from torch.distributed.run import main
 
-    # Blocked in a fork server that a launch of workers has started, and so in what it forks.
+    # Blocked in the fork server, and so in what it forks.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
-    program, *arguments = command
-    assert program == "torchrun"
-    file = os.open(log, os.O_WRONLY | os.O_CREAT)
-    for stream in (1, 2):
-        os.dup2(file, stream)
-    os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ.clear()  # of the time when the fork server began
+    os.environ.update(environ)
+    os.chdir(folder)
+    for stream, path in ((1, out), (2, errors)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     main(arguments)

@@ -1,14 +1,12 @@
 """True processes that are killed or stopped in a run, and what is left of it."""
 
-import subprocess
-import sys
-
 import pytest
 import torch.distributed as dist
 from safetensors.torch import load_file
 
 from gossipgrad.train import GossipConfig, _launcher, run
 from support import launched
+from support.agents import run_torchrun
 from support.killed_world import train_with_a_death
 from support.launched import after_steps, kill, pause, stop, wait_for_more, when, workers
 from support.processes import run_processes
@@ -132,9 +130,7 @@ def test_one_torchrun_agent_ends_all_its_workers_with_one(tmp_path):
     script, here = tmp_path / "script.py", tmp_path / "here"
     script.write_text(SCRIPT)
     here.mkdir()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*command, "--monitor-interval=0.1", script, here], capture_output=True, timeout=100
-    )
+    options = ["--standalone", "--nproc-per-node=2", "--monitor-interval=0.1"]
+    done = run_torchrun([*options, script, here], tmp_path)
     assert done.returncode != 0
-    assert b"Sending process" in done.stderr, "it ends rank 0"
+    assert "Sending process" in done.stderr, "it ends rank 0"
