@@ -293,8 +293,6 @@ def test_compiled_model_and_step(family):
         assert last < first
 
     on_ranks(family, rank_main, world_size=1)
-    run = FAMILIES["gossip"]
-    on_ranks(run, rank_main, world_size=1)
 
 
 def test_world_size_1_is_the_plain_optimizer(family):
