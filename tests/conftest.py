@@ -1,5 +1,6 @@
 """Settings for all tests: one thread a rank, real data by environment, no deadlines of chance."""
 
+import gc
 import os
 import re
 from pathlib import Path
@@ -44,7 +45,7 @@ hypothesis.settings.load_profile("shared machine")
 torch.set_num_threads(1)
 
 # Whoever connects to a TCPStore is asked for its name, for five seconds where no resolver answers.
-os.environ.setdefault("RES_OPTIONS", "timeout:1")
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 os.environ.setdefault("GOSSIPGRAD_DATA", str(Path(__file__).parents[2] / "shared" / "data"))
 
 
@@ -55,6 +56,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         from support.processes import start_fork_server
 
         start_fork_server()
+
+
+def pytest_collection_finish() -> None:
+    """Keeps what imports and the collection have made out of every collection of garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
