@@ -126,7 +126,7 @@ def test_others_begin_with_the_mean_of_the_saved_replicas(played):
     )
     model = models.build("mlp", data.load("digits").info)
     with pytest.warns(UserWarning, match="by ranks 0, 1, 2, and ranks 0, 1 went on from their con"):
-        place, _ = start_from_consensus(
+        place, _, former = start_from_consensus(
             config,
             RunDir(path),
             range(RANKS),
@@ -137,6 +137,7 @@ def test_others_begin_with_the_mean_of_the_saved_replicas(played):
             epoch_batches=12,
         )
     assert (place.epoch, place.batch, place.metrics["steps"]) == (0, 4, 4)
+    assert [one["ahead"] for one in former] == [0] * RANKS
     for name, mean in checkpoint.consensus(path / "checkpoints", step=3).items():
         assert torch.equal(model.state_dict()[name], mean)
 

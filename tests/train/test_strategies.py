@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import gossipgrad as gg
 from gossipgrad.comm import load_replica, replica_state
 from gossipgrad.train import PostLocalConfig, SparseConfig, TrainConfig
 from gossipgrad.train._result import PeerLostError, RunStopped
@@ -16,6 +17,7 @@ from gossipgrad.train._spans import StepSpans
 from gossipgrad.train._strategies import _lost, make_strategy
 from gossipgrad.train._strategies._averaged import EveryLogP
 from support.processes import run_processes
+from support.ranks import run_ranks
 from support.replicas import flat, network
 
 pytestmark = pytest.mark.process
@@ -198,6 +200,48 @@ def test_what_is_carried_over_is_part_of_a_checkpoint():
     for (whole, resumed), notes in run_processes(2, resume_sparse):
         assert whole == resumed
         assert notes[0] == "gradients travelled in 4 groups, 4 of them sparse"
+
+
+def carried_over(rank, group):
+    model = network()
+    optimizer = sgd(model)
+    with gg.sparsify(
+        model, optimizer, process_group=group, plan="layerwise", density=0.1
+    ) as session:
+        for step in range(5):
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+        session.group.barrier()
+        return {"session": session.own_state()}
+
+
+def go_on_from_three(rank, store):
+    former = run_ranks(3, carried_over)
+    model = network()
+    options = SparseConfig(density=0.1, density_warmup_steps=3)
+    strategy = start(rank, "omgs", model, sgd(model), sparse=options)
+    strategy.start_at(7, former)
+    taken = strategy.place()["session"]
+    take_step(strategy, sgd(model), rank, 0)
+    density = strategy._session._aggregation.density
+    dist.barrier()
+    strategy.close()
+
+    def mean(places, ranks):
+        held = [place["session"]["residuals"] for place in places]
+        return {name: (sum(each[name] for each in held) / ranks).tolist() for name in held[0]}
+
+    dist.all_gather_object(told := [None, None], mean([{"session": taken}], 2))
+    return mean(former, 3), told, taken["counted"]["rounds"], density
+
+
+def test_another_number_of_ranks_shares_out_what_was_carried_over_and_warms_up_on():
+    for before, after, rounds, density in run_processes(2, go_on_from_three):
+        assert rounds == 5
+        assert density == 0.0625
+        for name, mean in before.items():
+            shares = [torch.tensor(each[name]) for each in after]
+            torch.testing.assert_close(sum(shares), torch.tensor(mean))
 
 
 @pytest.mark.parametrize(("p", "steps"), [(1, 1), (2, 1), (3, 2), (4, 2), (5, 3), (128, 7)])

@@ -192,6 +192,8 @@ class SparseSession:
             self._check_ready("state_dict")
         if self._aggregation is not None and self._aggregation.passes.began:
             raise GossipError("a state in the middle of a backward pass: take it between steps")
+        if self._kept is not None:
+            return dict(self._kept)
         return session_state(self._settings, self._aggregation, self._planner, self.group)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -247,6 +249,7 @@ class SparseSession:
     def _meet(self) -> None:
         """Makes the replicas equal, and the hooks; a collective."""
         self._watch: StepWatch | None = None
+        self._kept: Mapping[str, Any] | None = None  # one rank's, which has no use for it
         of, group = self._settings, self.group
         trained = trained_parameters(self._model, self._optimizers)
         parameters = {name: p for name, p in trained.items() if p.numel()}
@@ -281,7 +284,9 @@ class SparseSession:
                 raise ValueError(f"the states of ranks 0 and {rank} are not of the same step")
 
     def _load_own(self, session: Any) -> None:
-        if self._aggregation is not None and self._planner is not None:
+        if self._aggregation is None or self._planner is None:
+            self._kept = session
+        else:
             load_session(self._aggregation, self._planner, session)
 
     def _let_go(self) -> None:

@@ -1,7 +1,8 @@
 """Going on from a checkpoint that other ranks saved than those that are here: from its mean."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -60,7 +61,7 @@ def start_from_consensus(
     rank: int,
     members: Sequence[int],
     epoch_batches: int,
-) -> tuple[Place, str]:
+) -> tuple[Place, str, list[Mapping[str, Any]]]:
     """Begins on other ranks with the mean of the saved replicas; local.
 
     Each rank reads the states of all. What it comes to is not bit for bit what those would have
@@ -78,7 +79,8 @@ def start_from_consensus(
         epoch_batches: Batches of an epoch of this start.
 
     Returns:
-        Where the run goes on, and what the user should know of it.
+        Where the run goes on, what the user should know of it, and what each of the saved ranks
+        kept of its strategy.
 
     Raises:
         ValueError: A state cannot be read, or does not fit.
@@ -116,7 +118,11 @@ def start_from_consensus(
     )
     if rank == min(members):
         warnings.warn(note, stacklevel=2)
-    return Place(epoch=furthest["epoch"], batch=batch, metrics=metrics), note
+    return (
+        Place(epoch=furthest["epoch"], batch=batch, metrics=metrics),
+        note,
+        [one["strategy"] for one in states],
+    )
 
 
 def _named(ranks: Sequence[int]) -> str:

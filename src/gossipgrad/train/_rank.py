@@ -101,9 +101,10 @@ def train_rank(
             unstarted.callback(batches.close)
         total_steps = config.epochs * len(batches)
         place, note = None, f"resumed from the checkpoint of step {config.resume_step}"
+        former = []
         members = tuple(range(world_size) if members is None else members)
         if (others := other_ranks(config, run_dir, members, world_size)) is not None:
-            place, note = start_from_consensus(
+            place, note, former = start_from_consensus(
                 config,
                 run_dir,
                 others,
@@ -148,9 +149,10 @@ def train_rank(
             emit=emit,
         )
         if newcomer is None and place is not None:
-            strategy.start_at(place.metrics["steps"])
+            strategy.start_at(place.metrics["steps"], former)
         elif config.resume is not None:
             place = checkpoints.resume()
+        former = []
         checkpoints.begin(place, None if newcomer is None else newcomer.carried["checkpoints"])
         resumed = None if place is None else place.metrics
         course = Course(strategy, batches, resumed)

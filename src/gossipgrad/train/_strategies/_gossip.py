@@ -206,7 +206,7 @@ class Gossip(Strategy):
         """Take up what `place` gave."""
         self._evaluations, self._ahead = place["evaluations"], place["ahead"]
 
-    def start_at(self, steps: int) -> None:
+    def start_at(self, steps: int, former: Sequence[Mapping[str, Any]]) -> None:
         """Count the steps that were made before this session."""
         self._ahead = steps
 

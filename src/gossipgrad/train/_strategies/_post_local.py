@@ -100,7 +100,7 @@ class PostLocal(Strategy):
             self._begin_local_steps()
             self._before = Traffic(**place["before"])
 
-    def start_at(self, steps: int) -> None:
+    def start_at(self, steps: int, former: Sequence[Mapping[str, Any]]) -> None:
         """Count the steps that were made before, and go over to local steps if it is past time."""
         self._steps_left -= steps
         if self._steps_left < 0:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import gossipgrad as gg
-from gossipgrad.sparsification import Warmup
+from gossipgrad.sparsification import Warmup, deal_states
 from gossipgrad.train._evaluate import Evaluation, TestPart
 from gossipgrad.train._spans import StepSpans
 from gossipgrad.train._strategy_config import SparseConfig
@@ -36,7 +36,7 @@ class Sparse(Lockstep):
     one sparse message of all gradients and `lags` one for each tensor.
 
     Exposed time is that of the waits at the end of backward. Bytes are those of rings: computed.
-    A checkpoint holds what each rank carries over.
+    A checkpoint holds what each rank carries over; another number of ranks shares it out.
 
     Args:
         name: Of the strategy.
@@ -107,6 +107,18 @@ class Sparse(Lockstep):
     def go_to(self, place: Mapping[str, Any]) -> None:
         """Take up what `place` gave."""
         self._session.load_own_state(place["session"])
+
+    def start_at(self, steps: int, former: Sequence[Mapping[str, Any]]) -> None:
+        """Share out what the ranks of before carried over, and count their rounds on.
+
+        The plan is made anew: costs go by the number of ranks.
+        """
+        here = self._session
+        dealt = deal_states([{"session": place["session"]} for place in former], here.world_size)
+        session = dealt[here.rank]["session"] | {"plan": None, "planner": None}
+        if session["counted"] is None:  # one rank counts no rounds
+            session["counted"] = {"rounds": steps}
+        here.load_own_state(session)
 
     def close(self) -> None:
         """Take the hooks off, and leave the private group."""

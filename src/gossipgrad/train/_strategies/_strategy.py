@@ -1,7 +1,7 @@
 """What keeps replicas together, as the loop sees it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -116,8 +116,15 @@ class Strategy(ABC):
     def go_to(self, place: Mapping[str, Any]) -> None:  # noqa: B027  (most have nothing to take up)
         """Take up what `place` gave; a collective, before the state of replica and session is."""
 
-    def start_at(self, steps: int) -> None:  # noqa: B027  (most do not ask how far they are)
-        """Go on behind so many steps of a run that had another number of ranks; a collective."""
+    def start_at(  # noqa: B027  (most do not ask how far they are)
+        self, steps: int, former: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Go on behind so many steps of a run that had other ranks; a collective.
+
+        Args:
+            steps: In steps of this start.
+            former: What `place` gave on each of those ranks, in their order.
+        """
 
     def lost_ranks(self) -> dict[str, dict[str, Any]]:
         """Ranks that are taken for dead, and when and why, where others can go on; local."""
