@@ -16,7 +16,7 @@ from ._timeline import Group, Method, by_name
 __all__ = ["plan"]
 
 _PATIENCE = 10_000_000  # states looked at before what is within the tolerance is good enough
-_ENOUGH = 200_000_000  # states looked at before it is given up
+_ENOUGH = 30_000_000  # states looked at before it is given up
 _WIDEST = 1 << 16
 _ROUNDING = 1e-12
 _SURE = 1e-8  # relative: more than rounding, and costs that count as the same, can add up to
