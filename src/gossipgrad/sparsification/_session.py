@@ -26,7 +26,13 @@ from gossipgrad.planning import Plan
 from gossipgrad.sparsification._aggregation import Aggregation
 from gossipgrad.sparsification._merged import wide_bytes
 from gossipgrad.sparsification._planner import Planner
-from gossipgrad.sparsification._session_state import load_session, session_misfit, session_state
+from gossipgrad.sparsification._session_state import (
+    apart,
+    load_session,
+    saved_at,
+    session_misfit,
+    session_state,
+)
 from gossipgrad.sparsification._settings import Settings, check_parameters, in_order_of
 from gossipgrad.sparsification._stats import SparseStats, collect
 from gossipgrad.sparsification._steps import StepWatch
@@ -276,12 +282,12 @@ class SparseSession:
     def _agree_to_load(self, why: str | None, session: Any) -> None:
         """Returns if the states of all ranks fit, and belong together."""
         self._check_ready("load_state_dict")
-        told = self.group.all_gather_object([why, None if why else session["plan"]])
-        for rank, (problem, plan) in enumerate(told):
+        told = self.group.all_gather_object([why, None if why else saved_at(session)])
+        for rank, (problem, at) in enumerate(told):
             if problem is not None:
                 raise ValueError(f"the state cannot be loaded on rank {rank}: {problem}")
-            if plan != told[0][1]:
-                raise ValueError(f"the states of ranks 0 and {rank} are not of the same step")
+            if at != told[0][1]:
+                raise ValueError(apart(rank, told[0][1], at))
 
     def _load_own(self, session: Any) -> None:
         if self._aggregation is None or self._planner is None:

@@ -11,7 +11,14 @@ from gossipgrad.sparsification._aggregation import Aggregation
 from gossipgrad.sparsification._planner import Planner
 from gossipgrad.sparsification._settings import Settings
 
-__all__ = ["deal_states", "load_session", "session_misfit", "session_state"]
+__all__ = [
+    "apart",
+    "deal_states",
+    "load_session",
+    "saved_at",
+    "session_misfit",
+    "session_state",
+]
 
 VERSION = 1
 _COUNTED = (
@@ -67,6 +74,23 @@ def session_misfit(settings: Settings, group: Group, session: Any) -> str | None
     return f"it is no state that a session gives (version {VERSION})"
 
 
+def saved_at(session: Mapping[str, Any]) -> dict[str, Any]:
+    """What states have in common that the ranks saved between the same two steps."""
+    counted = session["counted"]
+    return {"plan": session["plan"], "rounds": 0 if counted is None else counted["rounds"]}
+
+
+def apart(rank: int, first: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """In what the state of a rank was not saved with that of rank 0, both by `saved_at`."""
+    way_out = "give those that all ranks saved after the same step"
+    if first["rounds"] != other["rounds"]:
+        return (
+            f"the states of ranks 0 and {rank} are not of the same step: they were saved after "
+            f"{first['rounds']} and {other['rounds']} rounds; {way_out}"
+        )
+    return f"the states of ranks 0 and {rank} are not of the same plan: {way_out}"
+
+
 def load_session(aggregation: Aggregation, planner: Planner, session: Mapping[str, Any]) -> None:
     """Takes up what `session_state` gave."""
     if session["planner"] is not None:
@@ -98,7 +122,7 @@ def deal_states(states: Sequence[Mapping[str, Any]], world_size: int) -> list[di
         world_size: How many ranks go on.
 
     Raises:
-        ValueError: They are not those of all ranks of one session.
+        ValueError: They are not those of all ranks of one session, after the same step.
 
     Example:
         >>> import torch, gossipgrad as gg
@@ -117,6 +141,10 @@ def deal_states(states: Sequence[Mapping[str, Any]], world_size: int) -> list[di
             f"states of the ranks {ranks} were given, of a session of {old}: give those of all its "
             "ranks, in their order"
         )
+    told = [saved_at(state["session"]) for state in states]
+    for rank, at in enumerate(told):
+        if at != told[0]:
+            raise ValueError(apart(rank, told[0], at))
     dealt = []
     for rank in range(world_size):
         session = dict(states[0]["session"])
@@ -143,6 +171,7 @@ def _must_fit(settings: Settings) -> dict[str, str]:
 
 
 def _unlike(session: Mapping[str, Any], settings: Settings, group: Group) -> str | None:
+    saved_at(session)  # what is not there is found before ranks compare it
     if session["world_size"] != group.world_size:
         return (
             f"it was saved by {session['world_size']} ranks, here are {group.world_size}: deal "
