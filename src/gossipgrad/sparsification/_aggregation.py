@@ -167,6 +167,20 @@ class Aggregation:
             of = slice(merge.start, merge.stop)
             made.load(state[of], waits[of])
 
+    def check_steps(self) -> None:
+        """Returns if an optimizer may step now.
+
+        Raises:
+            GossipError: In the middle of a backward pass, or if there are no more rounds.
+        """
+        if self._broken is not None:
+            raise GossipError(self._broken)
+        if self.passes.began:
+            raise GossipError(
+                "an optimizer steps in the middle of a backward pass, before its gradients have "
+                "met: step after backward() has returned"
+            )
+
     @torch.no_grad()
     def run_now(self) -> None:
         """A round without a backward pass: of what is in `.grad`, wherever it came from."""

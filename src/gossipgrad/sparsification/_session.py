@@ -294,6 +294,8 @@ class SparseSession:
             self._kept = session
         else:
             load_session(self._aggregation, self._planner, session)
+        if self._watch is not None:
+            self._watch.start_over()
 
     def _let_go(self) -> None:
         if self._watch is not None:

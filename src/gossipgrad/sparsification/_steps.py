@@ -15,9 +15,9 @@ __all__ = ["StepWatch"]
 class StepWatch:
     """Sees that no optimizer steps with a gradient of this rank alone.
 
-    Gradients meet at the end of backward. A step without one before it (all were inside
-    `no_sync()`, or gradients were written by hand) is a round of its own: other ranks may be in
-    theirs. Where the step computes gradients itself, in a closure, the backward pass in there is
+    Gradients meet at the end of backward. A step with gradients that have not (the last pass was
+    inside `no_sync()`, or gradients were written by hand) is a round of its own: other ranks may be
+    in theirs. Where the step computes gradients itself, in a closure, the backward pass in there is
     the round.
 
     Args:
@@ -34,11 +34,18 @@ class StepWatch:
     ) -> None:
         self._aggregation = aggregation
         self._checked = scaler is not None
+        self._optimizers = list(optimizers)
         self._met_in: dict[int, int] = {}  # by optimizer, the rounds when it last stepped
+        self.start_over()
         self._handles = [
             *(optimizer.register_step_pre_hook(self._before_step) for optimizer in optimizers),
             *(optimizer.register_step_post_hook(self._after_step) for optimizer in optimizers),
         ]
+
+    def start_over(self) -> None:
+        """No round until now is one of the step to come: after a state was loaded."""
+        if self._aggregation is not None:
+            self._met_in = {id(each): self._aggregation.rounds for each in self._optimizers}
 
     def remove(self) -> None:
         """Takes the hooks off."""
@@ -57,8 +64,11 @@ class StepWatch:
         aggregation = self._aggregation
         if aggregation is None:
             return
+        aggregation.check_steps()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is None and self._met_in.get(id(optimizer), 0) == aggregation.rounds:
+        if closure is None and (
+            self._met_in[id(optimizer)] == aggregation.rounds or any(aggregation.passes.fresh)
+        ):
             aggregation.run_now()
 
     def _after_step(

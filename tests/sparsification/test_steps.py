@@ -1,0 +1,102 @@
+"""Steps: no optimizer takes one with a gradient of its rank alone, or of other units."""
+
+import pytest
+import torch
+
+import gossipgrad as gg
+from support.ranks import run_ranks
+from support.replicas import network
+from support.sparse import backward_of
+
+
+def begin(group, model=None, **settings):
+    model = network() if model is None else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = {"plan": "single", "density": 1.0, **settings}
+    return model, optimizer, gg.sparsify(model, optimizer, process_group=group, **settings)
+
+
+def by_hand(session, model, rank):
+    for p in model.parameters():
+        p.grad = torch.full_like(p, float(rank))
+
+
+def inside_no_sync(session, model, rank):
+    with session.no_sync():
+        backward_of(model, rank, 9)
+
+
+def equal(told):
+    return all(torch.equal(a, b) for a, b in zip(*told, strict=True))
+
+
+@pytest.mark.parametrize("gradients", [by_hand, inside_no_sync])
+def test_the_first_step_after_a_resume_is_a_round_like_any_other(gradients):
+    states = {}
+
+    def first(rank, group):
+        model, optimizer, session = begin(group)
+        with session:
+            for step in range(3):
+                backward_of(model, rank, step)
+                optimizer.step()
+            states[rank] = session.state_dict()
+
+    def second(rank, group):
+        model, optimizer, session = begin(group)
+        with session:
+            session.load_state_dict(states[rank])
+            gradients(session, model, rank)
+            optimizer.step()
+            assert session.stats().rounds == 4
+        return [p.detach() for p in model.parameters()]
+
+    run_ranks(2, first)
+    assert equal(run_ranks(2, second))
+
+
+def test_gradients_that_came_after_a_round_meet_before_the_step():
+    """The mean of both passes, also where one rank left out a part of the model in the second."""
+
+    def rank_main(rank, group):
+        model, optimizer, session = begin(group)
+        with session:
+            sum((rank + 1) * p.sum() for p in model.parameters()).backward()
+            with session.no_sync():
+                of = model.parameters() if rank else model[0].parameters()
+                sum(10 * p.sum() for p in of).backward()
+            optimizer.step()
+            assert session.stats().rounds == 2
+        return [p.grad for p in model.parameters()]
+
+    told = run_ranks(2, rank_main)
+    assert equal(told)
+    assert [set(g.flatten().tolist()) for g in told[0]] == [{11.5}, {11.5}, {6.5}, {6.5}]
+
+
+def test_a_step_in_the_middle_of_a_backward_pass_is_refused():
+    def rank_main(rank, group):
+        model, optimizer, session = begin(group, plan="layerwise")
+        with session:
+            model[0].weight.register_post_accumulate_grad_hook(lambda p: optimizer.step())
+            with pytest.raises(gg.GossipError, match="in the middle of a backward pass"):
+                backward_of(model, rank, 0)
+
+    run_ranks(2, rank_main)
+
+
+def test_a_pass_that_breaks_after_a_round_leaves_no_step():
+    """The first of two passes has met: that makes no step with what the second left behind."""
+
+    def rank_main(rank, group):
+        model, optimizer, session = begin(group)
+        with session:
+            backward_of(model, rank, 0)
+            if rank:
+                return
+            with pytest.raises(gg.GossipError):
+                model(torch.ones(1, 6)).sum().backward()
+            with pytest.raises(gg.GossipError, match="not aggregated any more"):
+                optimizer.step()
+
+    run_ranks(2, rank_main)
