@@ -100,3 +100,22 @@ def test_a_pass_that_breaks_after_a_round_leaves_no_step():
                 optimizer.step()
 
     run_ranks(2, rank_main)
+
+
+def test_a_scaler_needs_the_last_pass_of_a_step_to_be_a_round():
+    def rank_main(rank, group):
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        model, optimizer, session = begin(group, scaler=scaler)
+        with session:
+            loss = model(torch.ones(4, 6)).square().mean()
+            with session.no_sync():
+                scaler.scale(loss).backward(retain_graph=True)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            with session.no_sync():
+                scaler.scale(model(torch.ones(4, 6)).square().mean()).backward()
+            with pytest.raises(gg.GossipError, match=r"outside no_sync\(\)"):
+                scaler.step(optimizer)
+
+    run_ranks(2, rank_main)

@@ -82,7 +82,7 @@ def sparsify(
         momentum_correction: Momentum of Deep Gradient Compression, applied before selection, such
             as 0.9; that of the optimizer must be 0 then.
         scaler: The `torch.amp.GradScaler` that scales the loss, if one does: what is carried over
-            is kept in its units.
+            is kept in its units. The last pass of each step has to be outside `no_sync()` then.
         process_group: Whose ranks take part; by default all. Nothing is sent on it. A `gg.Group`
             becomes the session's own, and closes with it.
         mesh: A one-dimensional mesh whose ranks take part, in place of `process_group`.

@@ -7,6 +7,7 @@ import torch
 from torch.optim import Optimizer
 
 from gossipgrad._unknown_scaler import warn_of_unknown_scaler
+from gossipgrad.errors import GossipError
 from gossipgrad.sparsification._aggregation import Aggregation
 
 __all__ = ["StepWatch"]
@@ -33,6 +34,7 @@ class StepWatch:
         scaler: torch.amp.GradScaler | None,
     ) -> None:
         self._aggregation = aggregation
+        self._scaler = scaler
         self._checked = scaler is not None
         self._optimizers = list(optimizers)
         self._met_in: dict[int, int] = {}  # by optimizer, the rounds when it last stepped
@@ -69,7 +71,17 @@ class StepWatch:
         if closure is None and (
             self._met_in[id(optimizer)] == aggregation.rounds or any(aggregation.passes.fresh)
         ):
+            self._check_scale()
             aggregation.run_now()
+
+    def _check_scale(self) -> None:
+        """Raises where gradients about to meet are in other units than what is carried over."""
+        if self._scaler is not None and self._scaler.is_enabled():
+            raise GossipError(
+                "the gradients of this step have not met, and GradScaler.step() has divided them "
+                "by the scale already, and looked for what is not finite on this rank alone: make "
+                "the last backward pass of every step outside no_sync()"
+            )
 
     def _after_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
