@@ -24,6 +24,6 @@ class EvictedError(GossipError):
 class ReplicaChangedError(GossipError):
     """A replica was changed behind the session's back (`load_state_dict`, `add_param_group`, ...).
 
-    Nothing was sent since the change. `session.broadcast_()` on every rank makes the replicas one
-    again; `session.accept_changes()` on this rank says that the change was meant.
+    `session.broadcast_()` on every rank makes the replicas one again. In gossip nothing was sent
+    since the change, and `session.accept_changes()` on this rank says that it was meant.
     """

@@ -119,3 +119,24 @@ def test_a_scaler_needs_the_last_pass_of_a_step_to_be_a_round():
                 scaler.step(optimizer)
 
     run_ranks(2, rank_main)
+
+
+def test_a_parameter_that_was_not_trained_at_the_start_is_not_stepped_alone():
+    def rank_main(rank, group):
+        model = network()
+        model[0].requires_grad_(False)
+        model, optimizer, session = begin(group, model)
+        with session:
+            backward_of(model, rank, 0)
+            optimizer.step()
+            model[0].requires_grad_(True)
+            backward_of(model, rank, 1)
+            with pytest.raises(gg.ReplicaChangedError, match=r"'0\.weight' .*broadcast_\(\)"):
+                optimizer.step()
+            session.broadcast_()
+            backward_of(model, rank, 1)
+            optimizer.step()
+            session.group.barrier()
+        return [p.detach() for p in model.parameters()]
+
+    assert equal(run_ranks(2, rank_main))

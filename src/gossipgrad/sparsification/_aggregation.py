@@ -64,6 +64,7 @@ class Aggregation:
         self.merges: tuple[Merge, ...] = ()
         self._names = list(parameters)
         self._parameters = list(parameters.values())
+        self._known = {id(parameter) for parameter in self._parameters}
         self._group = group
         self._settings = settings
         self._after_round = after_round
@@ -90,6 +91,10 @@ class Aggregation:
     def names(self) -> list[str]:
         """Of the parameters, in the order of backward."""
         return self._names
+
+    def knows(self, parameter: nn.Parameter) -> bool:
+        """Whether gradients of it meet."""
+        return id(parameter) in self._known
 
     @property
     def sizes(self) -> list[int]:

@@ -275,7 +275,7 @@ class SparseSession:
                 recorder=self._recorder,
             )
             self._planner = planner
-        self._watch = StepWatch(self._optimizers, self._aggregation, self._scaler)
+        self._watch = StepWatch(self._model, self._optimizers, self._aggregation, self._scaler)
         self._farewell = weakref.finalize(self, _leave, self._watch, self._aggregation, group)
         self._farewell.atexit = False  # pyrefly: ignore[missing-attribute]
 

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from gossipgrad._unknown_scaler import warn_of_unknown_scaler
-from gossipgrad.errors import GossipError
+from gossipgrad.errors import GossipError, ReplicaChangedError
 from gossipgrad.sparsification._aggregation import Aggregation
 
 __all__ = ["StepWatch"]
@@ -22,6 +23,7 @@ class StepWatch:
     the round.
 
     Args:
+        model: Names the parameters.
         optimizers: All of the session.
         aggregation: The rounds, None with one rank.
         scaler: The one that the session knows.
@@ -29,10 +31,12 @@ class StepWatch:
 
     def __init__(
         self,
+        model: nn.Module,
         optimizers: Sequence[Optimizer],
         aggregation: Aggregation | None,
         scaler: torch.amp.GradScaler | None,
     ) -> None:
+        self._model = model
         self._aggregation = aggregation
         self._scaler = scaler
         self._checked = scaler is not None
@@ -67,12 +71,29 @@ class StepWatch:
         if aggregation is None:
             return
         aggregation.check_steps()
+        self._check_known(optimizer, aggregation)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None and (
             self._met_in[id(optimizer)] == aggregation.rounds or any(aggregation.passes.fresh)
         ):
             self._check_scale()
             aggregation.run_now()
+
+    def _check_known(self, optimizer: Optimizer, aggregation: Aggregation) -> None:
+        """Raises where the optimizer would train what has never met."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if not parameter.numel():
+                    continue  # there is nothing to meet
+                if parameter.grad is not None and not aggregation.knows(parameter):
+                    named = self._model.named_parameters()
+                    name = next((repr(n) for n, p in named if p is parameter), "a parameter")
+                    raise ReplicaChangedError(
+                        f"{name} has a gradient that no other rank gets: it was not trained when "
+                        "the session began (it was frozen, or added since). Call "
+                        "session.broadcast_() on every rank, before the backward pass, to train it "
+                        "along, or leave its .grad None"
+                    )
 
     def _check_scale(self) -> None:
         """Raises where gradients about to meet are in other units than what is carried over."""
