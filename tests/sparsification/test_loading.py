@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import gossipgrad as gg
-from gossipgrad.sparsification import deal_states
+from gossipgrad.sparsification import _planner, deal_states
+from gossipgrad.sparsification._costs import Costs
 from support.ranks import run_ranks
 from support.replicas import network
 from support.sparse import backward_of
@@ -49,3 +50,59 @@ def test_states_of_different_steps_do_not_belong_together():
     run_ranks(2, rank_main)
     with pytest.raises(ValueError, match="saved after 3 and 5 rounds"):
         deal_states(states, 3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "method"),
+    [({}, "dense"), ({"methods": ("sparse",)}, "sparse"), ({"plan": "single"}, "sparse")],
+)
+def test_saved_groups_come_back_where_the_same_plan_is_asked_for(settings, method, monkeypatch):
+    seconds = {"sparse": 1.0, "dense": 1e-3}
+
+    def measured(settings, *_, **__):
+        return [Costs(n, (1, 1000), (1e-9, 1e-9), (1e-9, seconds[n])) for n in settings.methods]
+
+    monkeypatch.setattr(_planner, "measure_costs", measured)
+    states = saved(lambda rank: 9, plan="optimal")
+    assert {made[2] for made in states[0]["session"]["plan"]["groups"]} == {"dense"}
+
+    def rank_main(rank, group):
+        model = network(1)
+        optimizer, session = start(group, model, **{"plan": "optimal", "replan": 2, **settings})
+        with session:
+            session.load_state_dict(states[rank])
+            assert {of.method for of in session.stats().groups} == {method}
+            for step in range(9, 24):
+                backward_of(model, rank, step)
+                optimizer.step()
+            assert {of.method for of in session.stats().groups} == {method}
+            assert session.stats().rounds == 24
+            session.group.barrier()
+
+    run_ranks(2, rank_main)
+
+
+def test_a_state_of_other_trained_parameters_changes_nothing():
+    states = saved()
+
+    def rank_main(rank, group):
+        model = network(1)
+        model[0].bias.requires_grad_(False)
+        _, session = start(group, model)
+        with session:
+            before = [p.detach().clone() for p in model.parameters()]
+            with pytest.raises(ValueError, match=r"'0\.bias' was trained .* and is not here"):
+                session.load_state_dict(states[rank])
+            assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+
+    run_ranks(2, rank_main)
+
+
+def test_states_of_many_ranks_are_loaded_by_one():
+    (dealt,) = deal_states(saved(), 1)
+    model = network(1)
+    _, session = start(None, model)
+    with session:
+        session.load_state_dict(dealt)
+        for p, weight in zip(model.parameters(), dealt["model"].values(), strict=True):
+            assert torch.equal(p, weight)

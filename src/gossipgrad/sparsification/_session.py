@@ -205,8 +205,10 @@ class SparseSession:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where `state_dict` was taken; a collective.
 
-        Every rank loads its own; `deal_states` makes those of another number of ranks. Training
-        then goes on bit for bit as it would have with as many ranks.
+        Every rank loads its own, all saved after the same step; `deal_states` makes those of
+        another number of ranks. With the same plan asked for, of the same methods, training then
+        goes on bit for bit as it would have with as many ranks. Another plan takes over what is
+        carried over, and is measured anew.
 
         Raises:
             ValueError: On every rank, if one's state does not fit; nothing is changed then.
@@ -215,7 +217,7 @@ class SparseSession:
         session, why = None, "it is no state that state_dict() of a session gives"
         if isinstance(state, Mapping) and "session" in state and "shard" in state:
             session = state["session"]
-            why = session_misfit(self._settings, self.group, session)
+            why = self._misfit(session)
             why = why or misfit(self._model, self._optimizers, state)
         self._agree_to_load(why, session)
         load_replica(self._model, self._optimizers, state)
@@ -228,7 +230,7 @@ class SparseSession:
             ValueError: On every rank, if one's state does not fit; nothing is changed then.
             GossipError: If a rank is gone.
         """
-        self._agree_to_load(session_misfit(self._settings, self.group, state), state)
+        self._agree_to_load(self._misfit(state), state)
         self._load_own(state)
 
     def close(self) -> None:
@@ -279,6 +281,14 @@ class SparseSession:
         self._farewell = weakref.finalize(self, _leave, self._watch, self._aggregation, group)
         self._farewell.atexit = False  # pyrefly: ignore[missing-attribute]
 
+    def _misfit(self, session: Any) -> str | None:
+        if self._aggregation is None:
+            named = trained_parameters(self._model, self._optimizers)
+            trained = [name for name, parameter in named.items() if parameter.numel()]
+        else:
+            trained = self._aggregation.names
+        return session_misfit(self._settings, self.group, trained, session)
+
     def _agree_to_load(self, why: str | None, session: Any) -> None:
         """Returns if the states of all ranks fit, and belong together."""
         self._check_ready("load_state_dict")
@@ -293,7 +303,7 @@ class SparseSession:
         if self._aggregation is None or self._planner is None:
             self._kept = session
         else:
-            load_session(self._aggregation, self._planner, session)
+            load_session(self._settings, self._aggregation, self._planner, session)
         if self._watch is not None:
             self._watch.start_over()
 

@@ -1,12 +1,13 @@
 """A session's own state as plain values, and what becomes of it among other ranks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from gossipgrad.comm import Group
 from gossipgrad.planning import Group as Merge
+from gossipgrad.planning import Plan
 from gossipgrad.sparsification._aggregation import Aggregation
 from gossipgrad.sparsification._planner import Planner
 from gossipgrad.sparsification._settings import Settings
@@ -39,6 +40,7 @@ def session_state(
         "rank": group.rank,
         "world_size": group.world_size,
         "settings": _must_fit(settings),
+        "asked": _asked(settings),
         "plan": None,
         "residuals": {},
         "velocities": {},
@@ -64,11 +66,20 @@ def session_state(
     return session
 
 
-def session_misfit(settings: Settings, group: Group, session: Any) -> str | None:
-    """Why a session's own state, whatever it is, cannot be loaded here; None if it can."""
+def session_misfit(
+    settings: Settings, group: Group, trained: Collection[str], session: Any
+) -> str | None:
+    """Why a session's own state, whatever it is, cannot be loaded here; None if it can.
+
+    Args:
+        settings: Of the session here.
+        group: Of its ranks.
+        trained: The names of the parameters that it trains.
+        session: The state.
+    """
     try:
         if session["version"] == VERSION and "residuals" in session:
-            return _unlike(session, settings, group)
+            return _unlike(session, settings, group, trained)
     except (KeyError, TypeError, IndexError, AttributeError):
         pass
     return f"it is no state that a session gives (version {VERSION})"
@@ -76,8 +87,12 @@ def session_misfit(settings: Settings, group: Group, session: Any) -> str | None
 
 def saved_at(session: Mapping[str, Any]) -> dict[str, Any]:
     """What states have in common that the ranks saved between the same two steps."""
-    counted = session["counted"]
-    return {"plan": session["plan"], "rounds": 0 if counted is None else counted["rounds"]}
+    counts = session["counted"]
+    return {
+        "asked": session.get("asked"),
+        "plan": session["plan"],
+        "rounds": 0 if counts is None else counts["rounds"],
+    }
 
 
 def apart(rank: int, first: Mapping[str, Any], other: Mapping[str, Any]) -> str:
@@ -91,14 +106,16 @@ def apart(rank: int, first: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     return f"the states of ranks 0 and {rank} are not of the same plan: {way_out}"
 
 
-def load_session(aggregation: Aggregation, planner: Planner, session: Mapping[str, Any]) -> None:
-    """Takes up what `session_state` gave."""
-    if session["planner"] is not None:
+def load_session(
+    settings: Settings, aggregation: Aggregation, planner: Planner, session: Mapping[str, Any]
+) -> None:
+    """Takes up what `session_state` gave; its groups only where the same plan is asked for."""
+    merges, names = aggregation.merges, aggregation.names
+    if session.get("asked") == _asked(settings) and session["plan"] is not None:
         planner.load(session["planner"])
-    if session["plan"] is not None:
-        names = session["plan"]["names"]
         merges = [Merge(*each) for each in session["plan"]["groups"]]
-        aggregation.regroup(merges, names=names, keep=False)
+        names = session["plan"]["names"]
+    aggregation.regroup(merges, names=names, keep=False)
     aggregation.load(
         [
             (session["residuals"].get(name), session["velocities"].get(name))
@@ -165,12 +182,23 @@ def _added(parts: Sequence[Mapping[str, Tensor]], factor: float) -> dict[str, Te
 
 
 def _must_fit(settings: Settings) -> dict[str, str]:
-    """What must be the same where a state is loaded; density and plan may be others."""
+    """What must be the same where a state is loaded; density, plan and methods may be others."""
     described = settings.describe()
     return {name: str(described[name]) for name in ("select", "momentum_correction")}
 
 
-def _unlike(session: Mapping[str, Any], settings: Settings, group: Group) -> str | None:
+def _asked(settings: Settings) -> dict[str, Any]:
+    """What the groups follow from, beside what is measured."""
+    plan = settings.plan
+    return {
+        "plan": plan.to_json() if isinstance(plan, Plan) else plan,
+        "methods": list(settings.methods),
+    }
+
+
+def _unlike(
+    session: Mapping[str, Any], settings: Settings, group: Group, trained: Collection[str]
+) -> str | None:
     saved_at(session)  # what is not there is found before ranks compare it
     if session["world_size"] != group.world_size:
         return (
@@ -183,4 +211,11 @@ def _unlike(session: Mapping[str, Any], settings: Settings, group: Group) -> str
     for name, value in session["settings"].items():
         if here.get(name) != value:
             return f"{name} was {value}, here it is {here.get(name)}: use the same"
+    names = trained if session["plan"] is None else session["plan"]["names"]
+    if odd := sorted({*names} ^ {*trained}):
+        there, back = ("was", "is not") if odd[0] in names else ("was not", "is")
+        return (
+            f"{odd[0]!r} {there} trained in the session that saved it, and {back} here: freeze "
+            "what was frozen then, and after loading change it and call session.broadcast_()"
+        )
     return None
