@@ -225,7 +225,7 @@ def test_a_closure_is_one_round_for_each_of_its_backward_passes():
     assert same_weights(run_ranks(2, rank_main))
 
 
-def test_two_optimizers_and_two_losses():
+def test_two_optimizers_that_step_together_share_a_session():
     def rank_main(rank, group):
         model = network()
         both = [torch.optim.SGD(model[i].parameters(), lr=0.1) for i in (0, 2)]

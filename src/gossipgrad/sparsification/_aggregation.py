@@ -42,6 +42,7 @@ class Aggregation:
         groups: The groups.
         passes: The backward passes.
         scale: The factor of loss scaling that residuals have in them.
+        finite: Whether all was in the last round.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Aggregation:
         self.exposed_seconds = self.select_seconds = self.communicate_seconds = 0.0
         self.bytes_sent = 0
         self.scale = 1.0
+        self.finite = True
         self.groups: list[MergedGroup] = []
         self.merges: tuple[Merge, ...] = ()
         self._names = list(parameters)
@@ -289,7 +291,7 @@ class Aggregation:
 
     def _write(self) -> None:
         local = [self._grads(number) for number in range(len(self.groups))]
-        finite = all(made.finite for made in self.groups)
+        finite = self.finite = all(made.finite for made in self.groups)
         self.nonfinite_rounds += not finite
         for merge, made, grads in zip(self.merges, self.groups, local, strict=True):
             if not finite:

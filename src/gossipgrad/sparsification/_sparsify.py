@@ -64,7 +64,9 @@ def sparsify(
 
     Args:
         model: On one device; parameters of floating types, not sharded.
-        optimizer: The optimizer, or several.
+        optimizer: The optimizer, or several that step together. One that steps on its own, as in
+            a GAN, has a session of its own, and the passes of the others run inside its
+            `no_sync()`: a round is one of all parameters of the session, whatever the loss was.
         density: The share of coordinates that is sent, above 0 and at most 1; a function from the
             step to it, such as `gg.sparsification.Warmup(steps=...)`; or shares by name, which
             with `select="per_group"` add up to how much is sent of a group, whichever it is.

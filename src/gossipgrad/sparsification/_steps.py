@@ -1,13 +1,15 @@
 """Hooks on the user's optimizers: gradients that have not met do so before a step."""
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gossipgrad._unknown_scaler import warn_of_unknown_scaler
+from gossipgrad.comm import parameters_of
 from gossipgrad.errors import GossipError, ReplicaChangedError
 from gossipgrad.sparsification._aggregation import Aggregation
 
@@ -42,6 +44,8 @@ class StepWatch:
         self._checked = scaler is not None
         self._optimizers = list(optimizers)
         self._met_in: dict[int, int] = {}  # by optimizer, the rounds when it last stepped
+        self._waiting: dict[int, tuple[nn.Parameter, Tensor]] = {}
+        self._warned = False
         self.start_over()
         self._handles = [
             *(optimizer.register_step_pre_hook(self._before_step) for optimizer in optimizers),
@@ -52,6 +56,7 @@ class StepWatch:
         """No round until now is one of the step to come: after a state was loaded."""
         if self._aggregation is not None:
             self._met_in = {id(each): self._aggregation.rounds for each in self._optimizers}
+        self._waiting = {}
 
     def remove(self) -> None:
         """Takes the hooks off."""
@@ -72,6 +77,7 @@ class StepWatch:
             return
         aggregation.check_steps()
         self._check_known(optimizer, aggregation)
+        self._look_for_thrown_away()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None and (
             self._met_in[id(optimizer)] == aggregation.rounds or any(aggregation.passes.fresh)
@@ -81,19 +87,18 @@ class StepWatch:
 
     def _check_known(self, optimizer: Optimizer, aggregation: Aggregation) -> None:
         """Raises where the optimizer would train what has never met."""
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if not parameter.numel():
-                    continue  # there is nothing to meet
-                if parameter.grad is not None and not aggregation.knows(parameter):
-                    named = self._model.named_parameters()
-                    name = next((repr(n) for n, p in named if p is parameter), "a parameter")
-                    raise ReplicaChangedError(
-                        f"{name} has a gradient that no other rank gets: it was not trained when "
-                        "the session began (it was frozen, or added since). Call "
-                        "session.broadcast_() on every rank, before the backward pass, to train it "
-                        "along, or leave its .grad None"
-                    )
+        for parameter in parameters_of(optimizer):
+            if not parameter.numel():
+                continue  # there is nothing to meet
+            if parameter.grad is not None and not aggregation.knows(parameter):
+                named = self._model.named_parameters()
+                name = next((repr(n) for n, p in named if p is parameter), "a parameter")
+                raise ReplicaChangedError(
+                    f"{name} has a gradient that no other rank gets: it was not trained when the "
+                    "session began (it was frozen, or added since). Call session.broadcast_() on "
+                    "every rank, before the backward pass, to train it along, or leave its .grad "
+                    "None"
+                )
 
     def _check_scale(self) -> None:
         """Raises where gradients about to meet are in other units than what is carried over."""
@@ -108,5 +113,36 @@ class StepWatch:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         # Not before it: torch calls hooks twice where a step calls that of its class's parent.
-        if self._aggregation is not None:
-            self._met_in[id(optimizer)] = self._aggregation.rounds
+        aggregation = self._aggregation
+        if aggregation is not None:
+            self._met_in[id(optimizer)] = aggregation.rounds
+            self._waiting.pop(id(optimizer), None)
+            if aggregation.finite and not self._warned:
+                self._note_waiting(aggregation.rounds)
+
+    def _note_waiting(self, rounds: int) -> None:
+        """Keeps one gradient, the smallest, of each optimizer that has yet to step with it."""
+        for other in self._optimizers:
+            if self._met_in[id(other)] != rounds and id(other) not in self._waiting:
+                met = [p for p in parameters_of(other) if p.requires_grad and p.grad is not None]
+                if met:
+                    of = min(met, key=Tensor.numel)
+                    assert of.grad is not None
+                    self._waiting[id(other)] = of, of.grad
+
+    def _look_for_thrown_away(self) -> None:
+        """Warns once if gradients were emptied that had met, while another optimizer stepped.
+
+        It is no error: who leaves out a step of one optimizer on purpose loses little by it.
+        """
+        if not self._warned and any(of.grad is not grad for of, grad in self._waiting.values()):
+            self._warned = True
+            self._waiting = {}
+            warnings.warn(
+                "gradients that had met were thrown away before their optimizer stepped, while "
+                "another did: every backward pass is a round of all parameters of a session, and "
+                "what is carried over now has parts of losses in it that are none of theirs. "
+                "Give each optimizer that steps on its own a session, and run the passes of the "
+                "others inside its no_sync()",
+                stacklevel=4,
+            )
