@@ -140,3 +140,23 @@ def test_a_parameter_that_was_not_trained_at_the_start_is_not_stepped_alone():
         return [p.detach() for p in model.parameters()]
 
     assert equal(run_ranks(2, rank_main))
+
+
+def test_a_warm_up_goes_on_after_the_replicas_were_made_equal_again():
+    def rank_main(rank, group):
+        warm_up = gg.sparsification.Warmup(densities=(1.0,), steps=3, then=0.05)
+        model, optimizer, session = begin(group, density=warm_up)
+        with session:
+            for step in range(4):
+                backward_of(model, rank, step)
+                optimizer.step()
+            before = session.stats()
+            session.broadcast_()
+            backward_of(model, rank, 4)
+            after = session.stats()
+            assert (before.rounds, after.rounds) == (4, 5)
+            assert before.groups[0].chosen == after.groups[0].chosen == 4
+            optimizer.step()
+            session.group.barrier()
+
+    run_ranks(2, rank_main)

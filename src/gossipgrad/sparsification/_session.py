@@ -28,6 +28,8 @@ from gossipgrad.sparsification._merged import wide_bytes
 from gossipgrad.sparsification._planner import Planner
 from gossipgrad.sparsification._session_state import (
     apart,
+    count_on,
+    counted,
     load_session,
     saved_at,
     session_misfit,
@@ -129,15 +131,18 @@ class SparseSession:
         """Makes every replica that of rank 0 again: parameters, buffers and optimizer state.
 
         A collective, for after `load_state_dict` on one rank, re-initialisation or
-        `add_param_group`: the set of trained parameters is taken anew. Residuals are given up.
+        `add_param_group`: the set of trained parameters is taken anew. Residuals are given up, and
+        a plan that is measured is measured anew; rounds and bytes are counted on, so that a warm-up
+        goes on where it was.
 
         Raises:
             AgreementError: If the ranks now differ in names, shapes or dtypes.
             GossipError: If a rank is gone.
         """
         self._check_ready("broadcast_")
+        counts = None if self._aggregation is None else counted(self._aggregation)
         self._let_go()
-        self._meet()
+        self._meet(counts)
 
     def agree(self, value: Any) -> list[Any]:
         """What every rank has, a value of JSON, by rank; a collective.
@@ -153,7 +158,8 @@ class SparseSession:
         """Gradients of backward passes inside are not sent, but added up in `.grad`; local.
 
         For gradient accumulation, around all but the last pass of a step. Without it every pass is
-        a round: the result is as good, and costs a message more.
+        a round, of all that `.grad` holds, and costs a message more: nothing is lost by that, but
+        `momentum_correction` then counts the passes before the last more than once.
         """
         if self._aggregation is None:
             yield
@@ -254,8 +260,8 @@ class SparseSession:
     ) -> None:
         self.close()
 
-    def _meet(self) -> None:
-        """Makes the replicas equal, and the hooks; a collective."""
+    def _meet(self, counts: Mapping[str, Any] | None = None) -> None:
+        """Makes the replicas equal, and the hooks; a collective. Counts on from `counts`."""
         self._watch: StepWatch | None = None
         self._kept: Mapping[str, Any] | None = None  # one rank's, which has no use for it
         of, group = self._settings, self.group
@@ -276,6 +282,7 @@ class SparseSession:
                 scaler=self._scaler,
                 recorder=self._recorder,
             )
+            count_on(self._aggregation, counts)
             self._planner = planner
         self._watch = StepWatch(self._model, self._optimizers, self._aggregation, self._scaler)
         self._farewell = weakref.finalize(self, _leave, self._watch, self._aggregation, group)

@@ -14,6 +14,8 @@ from gossipgrad.sparsification._settings import Settings
 
 __all__ = [
     "apart",
+    "count_on",
+    "counted",
     "deal_states",
     "load_session",
     "saved_at",
@@ -56,7 +58,7 @@ def session_state(
                 "groups": [[m.start, m.stop, m.method] for m in aggregation.merges],
             },
             "rounds_without": dict(zip(aggregation.names, waits, strict=True)),
-            "counted": {name: getattr(aggregation, name) for name in _COUNTED},
+            "counted": counted(aggregation),
         }
         for name, (residual, velocity) in zip(aggregation.names, aggregation.state(), strict=True):
             if residual is not None:
@@ -123,7 +125,17 @@ def load_session(
         ],
         [session["rounds_without"].get(name, 0) for name in aggregation.names],
     )
-    for name, value in (session["counted"] or {}).items():
+    count_on(aggregation, session["counted"])
+
+
+def counted(aggregation: Aggregation) -> dict[str, Any]:
+    """How far it has come."""
+    return {name: getattr(aggregation, name) for name in _COUNTED}
+
+
+def count_on(aggregation: Aggregation, counts: Mapping[str, Any] | None) -> None:
+    """Goes on from what `counted` gave, None for nothing."""
+    for name, value in (counts or {}).items():
         setattr(aggregation, name, value)
 
 
