@@ -124,6 +124,26 @@ def test_parameters_without_a_gradient_count_as_zeros(plan):
     assert same_weights(run_ranks(3, rank_main))
 
 
+@pytest.mark.parametrize("density", [0.2, 1.0])
+def test_passes_that_add_up_may_use_other_parts_on_other_ranks(density):
+    """Each pass is a round; who has nothing new in the second has the mean of the first there."""
+
+    def rank_main(rank, group):
+        torch.manual_seed(0)
+        model = Branches()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with gg.sparsify(model, optimizer, process_group=group, plan="single", density=density):
+            for step in range(3):
+                optimizer.zero_grad()
+                x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+                model(x, with_branch=True).square().mean().backward()
+                model(x, with_branch=rank == 0).square().mean().backward()
+                optimizer.step()
+        return [p.detach() for p in model.parameters()]
+
+    assert same_weights(run_ranks(2, rank_main))
+
+
 def test_gradients_out_of_the_order_of_the_plan_are_sent_in_it():
     """The parameters are used in the order in which they are defined reversed."""
 

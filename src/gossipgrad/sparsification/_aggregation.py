@@ -77,7 +77,6 @@ class Aggregation:
         self._tickets: list[Ticket] = []
         self._opened_seconds = 0.0
         self._finished: deque[float] = deque(maxlen=_REMEMBERED)
-        self._as_in_grad = False
         self._broken: str | None = None
         self.queue = OrderedQueue(f"gossipgrad sparsify, rank {group.rank}")
         self.passes = Passes(
@@ -191,12 +190,8 @@ class Aggregation:
     @torch.no_grad()
     def run_now(self) -> None:
         """A round without a backward pass: of what is in `.grad`, wherever it came from."""
-        self._as_in_grad = True
-        try:
-            self.passes.open()
-            self._end()
-        finally:
-            self._as_in_grad = False
+        self.passes.open()
+        self._end()
 
     def close(self) -> None:
         """Takes the hooks off and ends the thread; local."""
@@ -253,7 +248,11 @@ class Aggregation:
             self._recorder.span("select", start, perf_counter(), bucket=number)
 
     def _grads(self, number: int) -> list[Tensor | None]:
-        """What each parameter of a group brings to this round; None if nothing."""
+        """What each parameter of a group brings to this round; None if nothing.
+
+        It is all that `.grad` holds, also where this pass left out the parameter: on ranks where it
+        did not, the mean of an earlier pass is part of the gradient, and so it must be on all.
+        """
         merge = self.merges[number]
         grads: list[Tensor | None] = []
         for place in range(merge.start, merge.stop):
@@ -263,7 +262,7 @@ class Aggregation:
                     f"the gradient of {self._names[place]!r} is sparse ({grad.layout}): make its "
                     "module with sparse=False; what is sent of it is a choice of its elements"
                 )
-            grads.append(grad if self.passes.fresh[place] or self._as_in_grad else None)
+            grads.append(grad)
         return grads
 
     def _end(self) -> None:
@@ -296,16 +295,12 @@ class Aggregation:
         for merge, made, grads in zip(self.merges, self.groups, local, strict=True):
             if not finite:
                 made.roll_back(grads)
-            targets, fresh = [], []
-            for parameter, grad in zip(
-                self._parameters[merge.start : merge.stop], grads, strict=True
-            ):
-                new = grad is not None or parameter.grad is None
+            targets = []
+            for parameter in self._parameters[merge.start : merge.stop]:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 targets.append(parameter.grad)
-                fresh.append(new)
-            made.write(targets, fresh)
+            made.write(targets, [True] * len(targets))
             if finite:
                 made.accept()
 

@@ -57,10 +57,11 @@ def sparsify(
     others: that step's gradients are not aggregated, weights and residuals are as before it. One
     whose host stands still is awaited until the timeout of the group, half an hour by default.
 
-    Every backward pass outside `no_sync()` is a round. A parameter without a gradient in it counts
-    as zeros and gets the mean of the others'; so its `.grad` is never None after a round. Which
-    parameters are trained is taken down at the start, and by `session.broadcast_()`: a step with a
-    gradient of another, unfrozen or added since, raises `ReplicaChangedError`.
+    Every backward pass outside `no_sync()` is a round of all that `.grad` holds. A parameter
+    without a gradient counts as zeros and gets the mean of the others'; so its `.grad` is never
+    None after a round. Which parameters are trained is taken down at the start, and by
+    `session.broadcast_()`: a step with a gradient of another, unfrozen or added since, raises
+    `ReplicaChangedError`.
 
     Args:
         model: On one device; parameters of floating types, not sharded.
