@@ -174,6 +174,23 @@ def test_sparse_gradients_are_refused_with_the_way_out():
     run_ranks(2, rank_main)
 
 
+def test_a_step_whose_round_is_refused_ends_the_session_on_all_ranks():
+    def rank_main(rank, group):
+        model = nn.Embedding(5, 3, sparse=rank == 0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with gg.sparsify(
+            model, optimizer, process_group=group, plan="single", density=0.5
+        ) as session:
+            with session.no_sync():
+                model(torch.tensor([1, 2])).sum().backward()
+            with pytest.raises(gg.GossipError, match="sparse=False" if rank == 0 else "rank"):
+                optimizer.step()
+            with pytest.raises(gg.GossipError, match="not aggregated any more"):
+                optimizer.step()
+
+    run_ranks(2, rank_main)
+
+
 def test_states_are_dealt_to_another_number_of_ranks_with_the_mean_they_carry():
     states = {}
 

@@ -191,7 +191,12 @@ class Aggregation:
     def run_now(self) -> None:
         """A round without a backward pass: of what is in `.grad`, wherever it came from."""
         self.passes.open()
-        self._end()
+        try:
+            self._end()
+        except BaseException:
+            if self.passes.began:
+                self._give_up("a step was broken off by an exception in its round")
+            raise
 
     def close(self) -> None:
         """Takes the hooks off and ends the thread; local."""
