@@ -138,16 +138,20 @@ def test_nobody_is_held_up_by_a_transfer_that_takes_long(mode, monkeypatch):
         if mode != "stale":
             assert after.late_rounds == before.late_rounds
         assert after.giving_seconds == before.giving_seconds, "one copy, made before"
-        delivered = after.outcomes["delivered"] - before.outcomes["delivered"]
+
+        def delivered():
+            return me.session.stats().outcomes["delivered"] - before.outcomes["delivered"]
+
+        if mode == "stale":  # steps wait for nobody: some make all 30 before others begin
+            me.train_until(lambda: delivered() > 5)
+        assert delivered() > 5
         made.add(me.rank)
         me.train_until(lambda: made == {0, 1, 2})
         flowing.set()
         me.train_until(lambda: 3 in me.session.membership.joined)
-        return delivered
 
     made = set()
-    *delivered, _ = run_open(3, member, lambda me, run: None, mode=mode)
-    assert min(delivered) > 5
+    run_open(3, member, lambda me, run: None, mode=mode)
 
 
 @pytest.mark.parametrize("mode", ["overlap", "sync", "stale"])
