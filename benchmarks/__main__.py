@@ -6,6 +6,7 @@ import sys
 BENCHMARKS = (
     "transports",
     "encryption",
+    "flood",
     "step",
     "images",
     "reference_drift",

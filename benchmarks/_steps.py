@@ -6,14 +6,11 @@ processes in which one contestant is alone.
 """
 
 import cProfile
-import multiprocessing
 import pstats
-import queue
 import resource
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gossipgrad as gg
+from benchmarks._two_ranks import in_two_processes
 
-WORLD_SIZE = 2
 CONTESTANTS = ("gossip", "gossip, bf16 wire", "ddp", "no communication")
 
 # What a task is: a function to a model, one to a new batch, and one from model and batch to loss.
@@ -60,52 +57,12 @@ class Contestant:
 
 def measure(tasks: dict[str, Task], blocks: int, steps: int) -> dict[str, dict]:
     """Medians and quartiles of each contestant, and the ratio to DDP block by block."""
-    return _summarise(_in_processes(_take_turns, tasks, blocks, steps))
+    return _summarise(in_two_processes(_take_turns, tasks, blocks, steps))
 
 
 def peak_memory_bytes(task: Task, steps: int) -> dict[str, int]:
     """The peak of resident memory of rank 0, Python and torch included, by contestant."""
-    return {name: _in_processes(_run_alone, name, task, steps) for name in CONTESTANTS}
-
-
-def _in_processes(function: Callable[..., Any], *arguments: object) -> Any:
-    """What `function(group, *arguments)` returns on rank 0 of two new processes."""
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
-    processes = [
-        context.Process(target=_main, args=(rank, store.port, results, function, arguments))
-        for rank in range(WORLD_SIZE)
-    ]
-    for process in processes:
-        process.start()
-    try:
-        while True:
-            try:
-                result = results.get(timeout=1)
-                break
-            except queue.Empty:
-                if any(process.exitcode for process in processes):
-                    raise RuntimeError("a process failed; its error stands above") from None
-    except BaseException:
-        for process in processes:
-            process.kill()
-        raise
-    for process in processes:
-        process.join()
-    return result
-
-
-def _main(
-    rank: int, port: int, results: Any, function: Callable[..., Any], arguments: tuple
-) -> None:
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE)
-    result = function(dist.group.WORLD, *arguments)
-    if rank == 0:
-        results.put(result)
-    dist.destroy_process_group()
+    return {name: in_two_processes(_run_alone, name, task, steps) for name in CONTESTANTS}
 
 
 def _take_turns(

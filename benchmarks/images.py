@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks._common import write
-from benchmarks._steps import WORLD_SIZE, measure, peak_memory_bytes
+from benchmarks._steps import measure, peak_memory_bytes
+from benchmarks._two_ranks import WORLD_SIZE
 from gossipgrad.models import GoogLeNet, ResNet50, training_loss
 
 BATCH_SIZE = 4

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks._common import write
-from benchmarks._steps import WORLD_SIZE, measure
+from benchmarks._steps import measure
+from benchmarks._two_ranks import WORLD_SIZE
 
 
 def mean_square(model: nn.Module, x: Tensor) -> Tensor:
