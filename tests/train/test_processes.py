@@ -93,7 +93,7 @@ def test_a_worker_that_is_paused_costs_the_others_nothing(tmp_path):
 
     options = GossipConfig(mode="stale", max_staleness=1)
     with after_steps(tmp_path, 20, stand_still):
-        more = {"batch_size": 2, "lr": 0.01, "gossip": options, "trace": 0}
+        more = {"batch_size": 1, "lr": 0.005, "gossip": options, "trace": 0}
         outcome = run(config(tmp_path, nproc=3, epochs=1, **more))
     summary = outcome.summary
     fewer, most = sorted(summary["steps_per_rank"])[0], summary["steps"]

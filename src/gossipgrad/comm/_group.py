@@ -20,9 +20,9 @@ from gossipgrad.errors import GossipError
 
 __all__ = ["Group"]
 
-_POLL_SECONDS = 0.0002
+_POLL_SECONDS = 0.0005
 _MOST_POLL_SECONDS = 0.005
-_POLL_SHARE = 1 / 20  # of the wait so far: looking costs the ranks of one machine their processors
+_POLL_SHARE = 1 / 40  # of the wait so far: looking costs the ranks of one machine their processors
 _AT_ONCE_BYTES = 1024  # of one packet
 _UNUSED_TAG = 1
 _CHUNK_BYTES = 64 << 20
@@ -350,7 +350,7 @@ class Group:
         hopeless_seconds, start = math.inf, time.monotonic()
         while not work.is_completed():
             waited_seconds = time.monotonic() - start
-            time.sleep(min(_POLL_SECONDS + _POLL_SHARE * waited_seconds, _MOST_POLL_SECONDS))
+            time.sleep(min(max(_POLL_SECONDS, _POLL_SHARE * waited_seconds), _MOST_POLL_SECONDS))
             if self._closed:
                 self._break()
                 raise RuntimeError("this rank has closed its session")

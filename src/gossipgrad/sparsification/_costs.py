@@ -24,6 +24,7 @@ _LONG_SECONDS = 0.5  # a size that takes longer is the last: what is above goes 
 _FEWEST_SIZES = 3
 _TIMES = 5
 _MOST_SECONDS = 0.25  # for the repetitions of one size
+_MOST_AT_ONCE_BYTES = 1 << 20  # of which there are as many copies as ranks
 _NO_TIME_SECONDS = 1e-9  # what clocks cannot tell from nothing is still above it
 
 
@@ -113,7 +114,7 @@ def _measure(
         if gathers:
             group.at_once_bytes = 0
         select, communicate = _timed(trial, group)
-        if faster_at_once:
+        if faster_at_once and trial.message_bytes <= _MOST_AT_ONCE_BYTES:
             group.at_once_bytes = trial.message_bytes
             _, at_once = _timed(trial, group)
             faster_at_once = at_once < communicate
