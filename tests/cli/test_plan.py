@@ -1,6 +1,7 @@
 """`gossipgrad plan`."""
 
 import json
+import re
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -73,6 +74,45 @@ def test_tables_a_timeline_and_a_verdict(profile, tmp_path, capsys):
     best = Plan.from_json(json.loads(out.read_text()))
     assert best.groups[-1].stop == 4
     assert best.names == SMALL.names
+
+
+def test_tables_are_whole_in_80_columns(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    gpt2 = Profile.load("gpt2")
+    names = tuple(f"wrapped.transformer.{name}" for name in gpt2.names)  # up to 51 letters
+    path = tmp_path / "gpt2.json"
+    path.write_text(json.dumps(replace(gpt2, names=names).to_json()))
+    options = ("--rate", "1Gbit", "--methods", "sparse,dense,fp16,bf16")
+    told = found(capsys, str(path), *options)
+    assert run(str(path), *options) == 0
+    shown = capsys.readouterr().out
+    tables = re.findall("\u250f.*?\u2518", shown, re.DOTALL)
+    assert all(len(line) == 80 for table in tables for line in table.splitlines())
+    groups, others = (
+        [
+            [cell.strip() for cell in line.split("\u2502")[1:-1]]
+            for line in table.splitlines()
+            if line.startswith("\u2502")
+        ]
+        for table in tables
+    )
+    starts = [at for at, row in enumerate(groups) if row[0]]
+    assert len(starts) == len(told["groups"]) > 4
+    for group, at, end in zip(told["groups"], starts, [*starts[1:], None], strict=True):
+        first, last = group["start"], group["stop"] - 1
+        which, _, elements, method, arrived = groups[at]
+        assert which == (f"{first}" if first == last else f"{first}-{last}")
+        assert (elements, method) == (f"{group['elements']:,}", group["method"])
+        assert re.fullmatch(r"[\d.]+ m?s", arrived)
+        ends = (group["first"], group["last"])[: 1 + (first < last)]
+        assert "".join(row[1] for row in groups[at:end]).replace(" ", "") == "to".join(ends)
+    rows = [row for row in others if row[0] and row[0] != "this plan"]
+    assert [row[0] for row in rows] == [each["name"] for each in told["alternatives"]]
+    for row, each in zip(rows, told["alternatives"], strict=True):
+        assert row[2] == str(each["groups"])
+        assert float(row[4].removesuffix(" %").replace(",", "")) == pytest.approx(
+            100 * each["longer"], rel=6e-3
+        )
 
 
 def test_json_says_the_same(profile, capsys):
@@ -182,11 +222,14 @@ def test_a_network_of_other_ranks_is_said_to_be_one(tmp_path):
     path = tmp_path / "net.json"
     network = Network(exchange=hop, links={(0, 1): AffineCost(1.0, 1.0)}, world_size=8)
     path.write_text(json.dumps(network.to_json()))
-    with pytest.warns(UserWarning, match="measured with 8 ranks, and the plan is for 4"):
+    told = "measured with 8 ranks, and the plan is for 4: costs of single links are left out"
+    with pytest.warns(UserWarning, match=told):
         _, here = network_of(PlanOptions(world_size=4, network=path))
     assert here == Network(exchange=hop, world_size=8)
     _, here = network_of(PlanOptions(world_size=8, network=path))
     assert here == network
+    path.write_text(json.dumps(replace(network, links={}).to_json()))  # nothing to leave out
+    network_of(PlanOptions(world_size=4, network=path))
 
 
 def test_names_are_no_markup(tmp_path, capsys):

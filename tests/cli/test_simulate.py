@@ -2,13 +2,15 @@
 
 import json
 import sys
+import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from gossipgrad import cli
 from gossipgrad.cli._units import rate_of, rate_text, seconds_of, seconds_text
-from gossipgrad.planning import AffineCost, Profile
+from gossipgrad.planning import AffineCost, PiecewiseCost, Profile
 from gossipgrad.simulate import Curves, Network, Racks, predict
 
 SHORT = ["simulate", "--steps", "20", "--world-size", "4,16", "--bandwidth", "1Gbit"]
@@ -68,16 +70,41 @@ def test_options_reach_the_model(tmp_path):
     assert reduce < halved < slow
 
 
-def test_a_measured_network_takes_the_place_of_a_rate(tmp_path):
+def test_a_measured_network_takes_the_place_of_a_rate(tmp_path, capsys):
     network, out = tmp_path / "network.json", tmp_path / "figures.json"
     fast = AffineCost(alpha_seconds=0.0, beta_seconds_per_byte=0.0)
     slow = AffineCost(alpha_seconds=0.0, beta_seconds_per_byte=1e-7)
     measured = Network(exchange=fast, links={(0, 1): slow}, world_size=4)
     network.write_text(json.dumps(measured.to_json()))
-    arguments = ["simulate", "--network", str(network), "--world-size", "4,5", "--steps", "20"]
-    assert cli.main([*arguments, "--strategy", "gossip", "--out", str(out)]) == 0
+    arguments = ["simulate", "--network", str(network), "--steps", "20", "--strategy", "gossip"]
+    arguments += ["--out", str(out), "--world-size"]
+    told = "4 ranks, and the prediction is for 5, 6: costs of single links are left out there"
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        assert cli.main([*arguments, "4,5,6"]) == 0
+    assert told in capsys.readouterr().err
     figures = {p: cell for (_, p, _), cell in cells(out).items()}
     assert figures[4]["step_seconds"] > 2 * figures[5]["step_seconds"]  # the slow link is of 4
+    assert cli.main([*arguments, "4"]) == 0
+    reduced = replace(measured, links={}, all_reduce=PiecewiseCost((0.0, 1e6), (1e-3, 0.1)))
+    network.write_text(json.dumps(reduced.to_json()))
+    with pytest.raises(UserWarning, match="is for 5: its all-reduce is left out there"):
+        cli.main([*arguments, "5"])
+
+
+def test_links_of_no_certain_number_of_ranks_are_kept(tmp_path, capsys):
+    """A description written by hand says of whom it is by naming them."""
+    network, out = tmp_path / "network.json", tmp_path / "figures.json"
+    slow = AffineCost(alpha_seconds=0.0, beta_seconds_per_byte=1e-7)
+    links = {(0, 4): slow, (1, 4): slow, (2, 4): slow, (3, 4): slow}
+    written = Network(exchange=AffineCost(0.0, 1e-10), links=links)
+    network.write_text(json.dumps(written.to_json()))
+    arguments = ["simulate", "--network", str(network), "--steps", "20", "--strategy", "gossip"]
+    assert cli.main([*arguments, "--world-size", "5", "--out", str(out)]) == 0
+    (cell,) = cells(out).values()
+    assert cell["step_seconds"] == pytest.approx(102228128 * 1e-7, rel=0.1)
+    assert cli.main([*arguments, "--world-size", "4"]) == 2
+    assert "the network names rank 4, but there are 4 ranks" in capsys.readouterr().err
 
 
 def test_curves_give_the_time_to_accuracy(tmp_path, capsys):

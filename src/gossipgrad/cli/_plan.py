@@ -13,7 +13,7 @@ from ._plan_costs import all_methods, chosen, network_of
 from ._plan_figure import draw, text_lanes
 from ._plan_options import PlanOptions, check
 from ._plan_report import Comparison, compare
-from ._units import seconds_text
+from ._units import percent_text, seconds_text
 
 _GROUPS_SHOWN = 24
 
@@ -83,24 +83,19 @@ def _groups(found: Comparison) -> Table:
     groups = found.best.groups
     arrived = {s.group: s.end_seconds for s in found.spans if s.what == "communicate"}
     shown = Table(title=f"{len(groups)} group{'s' * (len(groups) != 1)}", title_justify="left")
-    for name in ("tensors", "number"):
-        shown.add_column(name, justify="right")
-    for name in ("first", "last"):
-        shown.add_column(name, no_wrap=True)
-    shown.add_column("elements", justify="right")
-    shown.add_column("method")
-    shown.add_column("arrived", justify="right")
+    shown.add_column("tensors", justify="right", no_wrap=True)
+    shown.add_column("first to last", overflow="fold")  # the one that gives way where it is narrow
+    shown.add_column("elements", justify="right", no_wrap=True)
+    shown.add_column("method", no_wrap=True)
+    shown.add_column("arrived", justify="right", no_wrap=True)
     names = found.profile.names
     for place, group in enumerate(groups[:_GROUPS_SHOWN]):
-        first, last = names[group.start], names[group.stop - 1]
+        start, last = group.start, group.stop - 1
         shown.add_row(
-            f"{group.start} to {group.stop - 1}"
-            if group.stop - group.start > 1
-            else f"{group.start}",
-            f"{group.stop - group.start}",
-            Text(first),  # names may look like markup
-            Text("" if first == last else last),
-            f"{found.elements(group.start, group.stop):,}",
+            f"{start}" if start == last else f"{start}-{last}",
+            # As text: names may look like markup.
+            Text(names[start] if start == last else f"{names[start]} to {names[last]}"),
+            f"{found.elements(start, group.stop):,}",
             group.method,
             seconds_text(arrived.get(place, found.best.finish_seconds)),
         )
@@ -111,11 +106,10 @@ def _groups(found: Comparison) -> Table:
 
 def _alternatives(found: Comparison) -> Table:
     shown = Table(title="and others", title_justify="left")
-    shown.add_column("plan")
+    shown.add_column("plan", no_wrap=True)
     shown.add_column("method")
-    shown.add_column("groups", justify="right")
-    shown.add_column("step", justify="right")
-    shown.add_column("longer by", justify="right")
+    for name in ("groups", "step", "longer by"):
+        shown.add_column(name, justify="right", no_wrap=True)
     methods = ", ".join(method.name for method in found.methods)
     step = seconds_text(found.step_seconds(found.best))
     shown.add_row("this plan", methods, f"{len(found.best.groups)}", step, "")
@@ -133,4 +127,4 @@ def _alternatives(found: Comparison) -> Table:
 
 def _percent(share: float) -> str:
     """Of what is no more than rounding, none."""
-    return f"{100 * share:.3g} %" if abs(share) >= 1e-5 else "0 %"
+    return percent_text(share) if abs(share) >= 1e-5 else "0 %"

@@ -2,9 +2,7 @@
 
 import statistics
 import time
-import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -21,6 +19,7 @@ from gossipgrad.planning import (
 )
 from gossipgrad.simulate import Network
 
+from ._network_file import for_ranks
 from ._plan_options import METHODS, NARROW, PlanOptions
 from ._units import list_of, rate_of, rate_text, seconds_of
 
@@ -40,16 +39,9 @@ def network_of(options: PlanOptions) -> tuple[str, Network]:
     """
     if options.network is not None:
         network = Network.load(options.network)
-        if network.world_size not in (None, options.world_size):
-            warnings.warn(
-                f"--network {options.network} was measured with {network.world_size} ranks, and "
-                f"the plan is for {options.world_size}: its costs of single links and its "
-                "all-reduce are left out, what a hop costs stays. Plan for as many ranks as were "
-                "measured, or measure with as many",
-                stacklevel=2,
-            )
-            network = replace(network, links={})  # of pairs that are not these ranks'
-        network.check(options.world_size)
+        p = options.world_size
+        network = for_ranks(network, options.network, [p], what="the plan")[p]
+        network.check(p)
         return str(options.network), network
     rate = rate_of(options.bandwidth or "1Gbit")
     latency = options.latency or "50us"

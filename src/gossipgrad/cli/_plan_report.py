@@ -18,6 +18,8 @@ from gossipgrad.planning import (
     wfbp,
 )
 
+from ._units import percent_text
+
 __all__ = ["Alternative", "Comparison", "compare"]
 
 _DDP_BYTES, _DDP_FIRST_BYTES = 25 << 20, 1 << 20
@@ -76,21 +78,21 @@ class Comparison:
         if not sparse:
             if _ONLY_SPARSE not in others:
                 return f"Nothing is compressed: --methods has no sparse among them ({count})."
-            share = 100 * self.longer(others[_ONLY_SPARSE])
+            share = percent_text(self.longer(others[_ONLY_SPARSE]))
             return (
                 f"Dense wins, compression is refused: with every group compressed, a step would "
-                f"take {share:.3g} % longer."
+                f"take {share} longer."
             )
         share = sum(self.elements(g.start, g.stop) for g in sparse) / sum(self.profile.elements)
         what = (
             f"All of {count} compressed"
             if len(sparse) == len(groups)
-            else f"{len(sparse)} of {count} compressed, {100 * share:.3g} % of all elements"
+            else f"{len(sparse)} of {count} compressed, {percent_text(share)} of all elements"
         )
         if _ONLY_DENSE not in others:
             return f"{what}; --methods has nothing else."
-        gain = 100 * self.longer(others[_ONLY_DENSE])
-        return f"{what}: without compression a step would take {gain:.3g} % longer."
+        gain = percent_text(self.longer(others[_ONLY_DENSE]))
+        return f"{what}: without compression a step would take {gain} longer."
 
     @property
     def advice(self) -> str | None:
@@ -101,8 +103,8 @@ class Comparison:
             return None
         allowed = ",".join([*(method.name for method in self.methods), shortest.method])
         return (
-            f"{shortest.name} by {shortest.method} would take {100 * gain:.3g} % less: allow that "
-            f"here by --methods {allowed}"
+            f"{shortest.name} by {shortest.method} would take {percent_text(gain)} less: allow "
+            f"that here by --methods {allowed}"
         )
 
     def to_json(self) -> dict[str, Any]:

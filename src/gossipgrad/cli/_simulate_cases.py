@@ -9,6 +9,7 @@ from typing import Any
 from gossipgrad.planning import AffineCost, Profile
 from gossipgrad.simulate import Curves, Network, Prediction, Racks, Workers, predict
 
+from ._network_file import for_ranks
 from ._simulate_options import SimulateOptions
 from ._simulate_strategies import curve_of, strategies
 from ._units import list_of, rate_of, rate_text, seconds_of
@@ -72,12 +73,14 @@ def simulate(options: SimulateOptions, profile: Profile) -> list[Case]:
         curves = Curves.load(options.curves, model=options.curves_model)
     cases = []
     for name, rate, network in _networks(options):
+        here = dict.fromkeys(worlds, network)
+        if options.network is not None:
+            here = for_ranks(network, options.network, worlds, what="the prediction")
         for p in worlds:
-            here = network if p == network.world_size else replace(network, links={})
             for strategy in chosen:
                 found = partial(
                     predict,
-                    network=here,
+                    network=here[p],
                     strategy=strategy,
                     world_size=p,
                     workers=workers,

@@ -86,3 +86,14 @@ def seconds_text(seconds: float) -> str:
         if seconds >= size and (size <= 1 or seconds >= 1.5 * size):
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds * 1e6:.3g} us"
+
+
+def percent_text(share: float) -> str:
+    """A share as people write it, three digits or all before the point.
+
+    Example:
+        >>> percent_text(0.0612), percent_text(17.6)
+        ('6.12 %', '1,760 %')
+    """
+    percent = 100 * share
+    return f"{percent:,.0f} %" if abs(percent) >= 999.5 else f"{percent:.3g} %"
