@@ -101,7 +101,7 @@ def _summary(cell: Cell) -> str:
         gains = [r["step_seconds_median"] / of[each]["step_seconds_median"] - 1 for r in rivals]
         said += (
             f". With the selection of {selection} the plan alone gains {100 * gains[0]:.0f} % over "
-            f"topk and {100 * gains[1]:.0f} % over the published greedy"
+            f"topk and {100 * gains[1]:.0f} % over greedy"
         )
     return _wrapped(f"{said}. {_predicted([cell])}{_notes(cell)}")
 

@@ -43,7 +43,7 @@ def plan(
 
     Time and memory grow with the square of the tensors: 161 with three methods take a tenth of a
     second and 1,000 some seconds, and some hundreds of megabytes, on one core. Cases that are given
-    up take about a minute.
+    up take about ten seconds.
 
     Args:
         backward_seconds: Of each tensor, in the order in which backward finishes them: from when

@@ -114,17 +114,19 @@ def omgs_greedy(
 ) -> Plan:
     """Merge a group with the next tensor if what that delays is less than what it saves: OMGS-SGD.
 
-    The rule of Shi et al., INFOCOM 2020, as its code has it (`_generate_groups_mgs`). What a merge
-    delays is the next tensor's backward and the selection that grows faster than size, less what
-    the group would have waited for the wire anyway; what it saves is a start-up. It looks one
-    tensor ahead and never back, and so is not optimal: `plan` is.
+    The rule of Shi et al., INFOCOM 2020, by its code (`_generate_groups_mgs`). What a merge delays
+    is the next tensor's backward and the selection that grows faster than size, less what the group
+    would have waited for the wire anyway; what it saves is a start-up. It looks one tensor ahead
+    and never back, and so is not optimal: `plan` is.
+
+    Deviation 1: it decides on the first two tensors, too. The code always sends these two together,
+    while its rule reckons as if they were not: `as_published=True`.
 
     Args:
         backward_seconds: Of each tensor, in the order of backward.
         sizes: Their elements.
         method: How all groups travel.
-        as_published: The first two tensors always travel together, while the rule reckons as if
-            they did not.
+        as_published: Without deviation 1.
 
     Raises:
         ValueError: As `plan`.

@@ -41,7 +41,7 @@ class Planner:
     Attributes:
         merges: The groups to begin with.
         plan: What was computed or given; None for a rule that needs no times, and until then.
-        alternatives: Predicted seconds of the published rules, by name and method.
+        alternatives: Predicted seconds of the rules, by name and method.
         refused: Why nothing is compressed, None if something is or nobody asked.
         replans: How often the plan was changed for another.
         looks: How often costs were measured again.

@@ -50,8 +50,8 @@ def sparsify(
 
     Gradients travel in groups while backward goes on. `plan="optimal"` measures backward,
     selection and network in the first steps, and computes which tensors to merge and which not to
-    compress, provably the best under the timeline model; it refuses to compress where that does
-    not pay, and says so.
+    compress: within 1 part in 10,000 of the best under the timeline model, or as `session.plan.gap`
+    says. It refuses to compress where that does not pay, and says so.
 
     All ranks wait for the slowest in every step. When one has died, `backward()` raises on the
     others: that step's gradients are not aggregated, weights and residuals are as before it. One
@@ -71,10 +71,11 @@ def sparsify(
         density: The share of coordinates that is sent, above 0 and at most 1; a function from the
             step to it, such as `gg.sparsification.Warmup(steps=...)`; or shares by name, which
             with `select="per_group"` add up to how much is sent of a group, whichever it is.
-        plan: `"optimal"`; a published rule: `"greedy"` (OMGS-SGD's own), `"mg-wfbp"`, `"wfbp"` or
-            `"layerwise"` (each tensor alone), `"single"` (all in one); bytes at which a group is
-            full; or a `gossipgrad.planning.Plan`, which finds its tensors by their names, and
-            without names counts them from the model's last to its first.
+        plan: `"optimal"`; a published rule: `"greedy"` (OMGS-SGD's, which decides on the first two
+            tensors, too, and theirs does not), `"mg-wfbp"`, `"wfbp"` or `"layerwise"` (each tensor
+            alone), `"single"` (all in one); bytes at which a group is full; or a
+            `gossipgrad.planning.Plan`, which finds its tensors by their names, and without names
+            counts them from the model's last to its first.
         select: `"per_group"`: the largest of all that travel together. `"per_tensor"`: of each
             tensor as many as its size demands, so that none starves.
         methods: What `"optimal"` may choose among: `"sparse"`, `"dense"` (all-reduce), `"fp16"`

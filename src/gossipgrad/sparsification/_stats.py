@@ -61,7 +61,7 @@ class SparseStats:
         predicted_seconds: From the first gradient until all groups have come, by the plan; None
             while there is none with times.
         measured_seconds: The same as it was, the median of the last rounds; None before the first.
-        alternatives: What was predicted for the published rules, by name and method.
+        alternatives: What was predicted for the rules, by name and method.
         refused: Why nothing is compressed though it may be; None if something is.
         replans: How often the plan was changed for another.
     """
