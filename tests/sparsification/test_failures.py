@@ -224,34 +224,6 @@ def test_states_are_dealt_to_another_number_of_ranks_with_the_mean_they_carry():
         deal_states([states[1], states[0]], 3)
 
 
-def test_one_rank_keeps_for_others_what_it_has_no_use_for():
-    def first(rank, group):
-        model, optimizer, session = start(group)
-        with session:
-            for step in range(3):
-                backward_of(model, rank, step)
-                optimizer.step()
-            group.barrier()
-            return session.state_dict()
-
-    def alone(rank, group):
-        model, optimizer, session = start(group, model=network(1))
-        with session:
-            session.load_state_dict(dealt)
-            backward_of(model, rank, 3)
-            optimizer.step()
-            return session.state_dict()
-
-    (dealt,) = deal_states(run_ranks(2, first), 1)
-    (state,) = run_ranks(1, alone)
-    again = deal_states([state], 2)
-    assert again[0]["session"]["counted"]["rounds"] == 3
-    kept = [each["session"]["residuals"] for each in again]
-    assert dealt["session"]["residuals"]
-    for name, value in dealt["session"]["residuals"].items():
-        torch.testing.assert_close((kept[0][name] + kept[1].get(name, 0)) / 2, value)
-
-
 def test_states_that_do_not_fit_are_refused_on_all_ranks():
     def rank_main(rank, group):
         model, optimizer, session = start(group)

@@ -106,3 +106,68 @@ def test_states_of_many_ranks_are_loaded_by_one():
         session.load_state_dict(dealt)
         for p, weight in zip(model.parameters(), dealt["model"].values(), strict=True):
             assert torch.equal(p, weight)
+
+
+@pytest.mark.parametrize("freezing", [{1}, {0, 1}])
+def test_a_state_is_refused_where_what_is_trained_has_changed_since_the_start(freezing):
+    """Also one of what is trained now; where one rank alone has frozen something, on all."""
+    states = saved()
+    if len(freezing) == 2:
+        for state in states:
+            state["session"]["plan"]["names"].remove("0.bias")
+
+    def rank_main(rank, group):
+        model = network(1)
+        _, session = start(group, model)
+        with session:
+            model[0].bias.requires_grad_(rank not in freezing)
+            before = [p.detach().clone() for p in model.parameters()]
+            with pytest.raises(ValueError, match=r"rank .: '0\.bias' is not trained now, .*first"):
+                session.load_state_dict(states[rank])
+            assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+
+    run_ranks(2, rank_main)
+
+
+def test_a_plan_measured_by_another_number_of_ranks_is_not_kept(monkeypatch):
+    def measured(settings, group, *_, **__):
+        fast = "sparse" if group.world_size == 2 else "dense"
+        return [
+            Costs(n, (1, 1000), (1e-9, 1e-9), (1e-9, 1e-3 if n == fast else 1.0))
+            for n in settings.methods
+        ]
+
+    monkeypatch.setattr(_planner, "measure_costs", measured)
+    states = saved(lambda rank: 9, plan="optimal")
+    dealt = deal_states(states, 3)
+    assert {made[2] for made in states[0]["session"]["plan"]["groups"]} == {"sparse"}
+
+    def rank_main(rank, group):
+        model = network(1)
+        optimizer, session = start(group, model, plan="optimal")
+        with session:
+            session.load_state_dict(dealt[rank])
+            assert session.plan is None
+            for step in range(9, 18):
+                backward_of(model, rank, step)
+                optimizer.step()
+            assert {of.method for of in session.stats().groups} == {"dense"}
+            session.group.barrier()
+
+    run_ranks(3, rank_main)
+
+
+def test_a_session_that_is_over_has_no_state_but_figures():
+    def rank_main(rank, group):
+        model = network()
+        optimizer, session = start(group, model)
+        with session:
+            backward_of(model, rank, 0)
+            optimizer.step()
+            figures = session.stats()
+            session.group.barrier()
+        with pytest.raises(gg.GossipError, match="the session is closed"):
+            session.state_dict()
+        assert session.stats() == figures
+
+    run_ranks(2, rank_main)

@@ -160,3 +160,29 @@ def test_a_warm_up_goes_on_after_the_replicas_were_made_equal_again():
             session.group.barrier()
 
     run_ranks(2, rank_main)
+
+
+@pytest.mark.parametrize("plan", ["single", "optimal"])
+def test_a_parameter_that_is_frozen_behind_the_session_is_not_stepped(plan):
+    """Also where the plan is made meanwhile: in the seventh round."""
+
+    def rank_main(rank, group):
+        model, optimizer, session = begin(group, plan=plan)
+        with session:
+            for step in range(6):
+                backward_of(model, rank, step)
+                optimizer.step()
+            model[0].bias.requires_grad_(False)
+            frozen = model[0].bias.detach().clone()
+            backward_of(model, rank, 6)
+            with pytest.raises(gg.ReplicaChangedError, match=r"'0\.bias' .*broadcast_\(\)"):
+                optimizer.step()
+            session.broadcast_()
+            for step in range(6, 8):
+                backward_of(model, rank, step)
+                optimizer.step()
+            assert torch.equal(model[0].bias, frozen)
+            session.group.barrier()
+        return [p.detach() for p in model.parameters()]
+
+    assert equal(run_ranks(2, rank_main))

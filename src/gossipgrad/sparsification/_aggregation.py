@@ -19,7 +19,7 @@ from gossipgrad.sparsification._passes import Passes
 from gossipgrad.sparsification._queue import OrderedQueue, Ticket
 from gossipgrad.sparsification._settings import Settings
 
-__all__ = ["Aggregation"]
+__all__ = ["Aggregation", "scale_of"]
 
 _REMEMBERED = 50  # rounds whose times count for the median
 _BREAK_SECONDS = 5.0  # for collectives of this rank to end once the group is closed
@@ -39,6 +39,7 @@ class Aggregation:
 
     Attributes:
         rounds: How many have been.
+        all_reduce_bytes: What rings would have sent in them of gradients as they are.
         groups: The groups.
         passes: The backward passes.
         scale: The factor of loss scaling that residuals have in them.
@@ -59,7 +60,7 @@ class Aggregation:
         self.rounds = 0
         self.nonfinite_rounds = 0
         self.exposed_seconds = self.select_seconds = self.communicate_seconds = 0.0
-        self.bytes_sent = 0
+        self.bytes_sent = self.all_reduce_bytes = 0
         self.scale = 1.0
         self.finite = True
         self.groups: list[MergedGroup] = []
@@ -218,8 +219,7 @@ class Aggregation:
 
     def _rescale(self) -> None:
         """What is carried over is from now on in units of another loss scale."""
-        scaler = self._scaler
-        scale = scaler.get_scale() if scaler is not None and scaler.is_enabled() else 1.0
+        scale = scale_of(self._scaler)
         if scale != self.scale:
             for made in self.groups:
                 made.rescale(scale / self.scale)
@@ -291,7 +291,13 @@ class Aggregation:
         self._record(start, end)
         self.passes.over()
         self.rounds += 1
+        self.all_reduce_bytes += self._ring_bytes()
         self._after_round(self)
+
+    def _ring_bytes(self) -> int:
+        world_size = self._group.world_size
+        width = sum(made.numel * made.dtype.itemsize for made in self.groups)
+        return 2 * (world_size - 1) * width // world_size
 
     def _write(self) -> None:
         local = [self._grads(number) for number in range(len(self.groups))]
@@ -336,6 +342,11 @@ class Aggregation:
         for number in range(len(self._tickets)):
             self.groups[number].roll_back(self._grads(number))
         self.passes.over()
+
+
+def scale_of(scaler: torch.amp.GradScaler | None) -> float:
+    """The factor that gradients have in them now."""
+    return scaler.get_scale() if scaler is not None and scaler.is_enabled() else 1.0
 
 
 def _together(

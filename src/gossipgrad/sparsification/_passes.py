@@ -61,7 +61,11 @@ class Passes:
         self._sizes: list[int] = []
         self._missing: list[int] = []
         self._callback: weakref.ref[_Callback] | None = None
-        self._attach(parameters)
+        self._use(parameters)
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)
+            for parameter in parameters
+        ]
 
     def regroup(self, sizes: Sequence[int]) -> None:
         """Groups of so many parameters each, from now on; between passes."""
@@ -71,11 +75,8 @@ class Passes:
 
     def reorder(self, parameters: Sequence[nn.Parameter]) -> None:
         """The same parameters in another order, from now on; `regroup` has to follow."""
-        places = {id(parameter): place for place, parameter in enumerate(self._parameters)}
-        self.fresh = [self.fresh[places[id(parameter)]] for parameter in parameters]
-        for handle in self._handles:
-            handle.remove()
-        self._attach(parameters)
+        self.fresh = [self.fresh[self._places[id(parameter)]] for parameter in parameters]
+        self._use(parameters)
 
     def open(self) -> None:
         """Begins a pass: that of the first gradient, or one without a backward."""
@@ -108,40 +109,35 @@ class Passes:
             handle.remove()
         self._handles = []
 
-    def _attach(self, parameters: Sequence[nn.Parameter]) -> None:
+    def _use(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = list(parameters)
-        self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._hook(place))
-            for place, parameter in enumerate(parameters)
-        ]
+        self._places = {id(parameter): place for place, parameter in enumerate(parameters)}
 
     def _launch_next(self) -> None:
         self.launched += 1
         self._launch(self.launched - 1)
 
-    def _hook(self, place: int) -> Callable[[Tensor], None]:
-        def on_gradient(parameter: Tensor) -> None:
-            self.fresh[place] = True
-            if not self.enabled:
-                return
-            if not self.began:
-                self.open()
-                self._await_end()
-            group = self._group_of[place]
-            if self.stamps[place] is None:
-                self._missing[group] -= 1
-                self._turns[place] = len(self._turns)
-            elif self.launched > group:
-                raise GossipError(
-                    "a parameter got a second gradient in one backward pass, after the first was "
-                    "sent: it is used by several parts of the model of which one is checkpointed "
-                    "with use_reentrant=True. Checkpoint with use_reentrant=False"
-                )
-            self.stamps[place] = self._clock.now()
-            while self.launched < len(self._missing) and not self._missing[self.launched]:
-                self._launch_next()
-
-        return on_gradient
+    def _on_gradient(self, parameter: Tensor) -> None:
+        place = self._places[id(parameter)]
+        self.fresh[place] = True
+        if not self.enabled:
+            return
+        if not self.began:
+            self.open()
+            self._await_end()
+        group = self._group_of[place]
+        if self.stamps[place] is None:
+            self._missing[group] -= 1
+            self._turns[place] = len(self._turns)
+        elif self.launched > group:
+            raise GossipError(
+                "a parameter got a second gradient in one backward pass, after the first was "
+                "sent: it is used by several parts of the model of which one is checkpointed "
+                "with use_reentrant=True. Checkpoint with use_reentrant=False"
+            )
+        self.stamps[place] = self._clock.now()
+        while self.launched < len(self._missing) and not self._missing[self.launched]:
+            self._launch_next()
 
     def _await_end(self) -> None:
         callback = _Callback(self._end)

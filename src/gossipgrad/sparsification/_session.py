@@ -24,6 +24,7 @@ from gossipgrad.comm import (
 from gossipgrad.errors import GossipError
 from gossipgrad.planning import Plan
 from gossipgrad.sparsification._aggregation import Aggregation
+from gossipgrad.sparsification._alone import Alone
 from gossipgrad.sparsification._merged import wide_bytes
 from gossipgrad.sparsification._planner import Planner
 from gossipgrad.sparsification._session_state import (
@@ -36,7 +37,7 @@ from gossipgrad.sparsification._session_state import (
     session_state,
 )
 from gossipgrad.sparsification._settings import Settings, check_parameters, in_order_of
-from gossipgrad.sparsification._stats import SparseStats, collect
+from gossipgrad.sparsification._stats import SparseStats, collect, collect_alone
 from gossipgrad.sparsification._steps import StepWatch
 
 __all__ = ["SparseSession"]
@@ -67,7 +68,11 @@ class SparseSession:
         self._recorder = recorder
         self._in_consensus = self._closed = False
         self._aggregation: Aggregation | None = None
+        self._alone: Alone | None = None
         self._planner: Planner | None = None
+        self._watch: StepWatch | None = None
+        self._farewell: weakref.finalize | None = None
+        self._at_close: SparseStats | None = None
         try:
             self._meet()
         except BaseException:
@@ -140,7 +145,9 @@ class SparseSession:
             GossipError: If a rank is gone.
         """
         self._check_ready("broadcast_")
-        counts = None if self._aggregation is None else counted(self._aggregation)
+        counts = None if self._alone is None else self._alone.counts
+        if self._aggregation is not None:
+            counts = counted(self._aggregation)
         self._let_go()
         self._meet(counts)
 
@@ -172,8 +179,12 @@ class SparseSession:
             passes.enabled = before
 
     def stats(self) -> SparseStats:
-        """What this rank has done so far; no communication."""
-        return collect(self._aggregation, self._planner, self.world_size)
+        """What this rank has done so far, also when the session is closed; no communication."""
+        if self._aggregation is not None and self._planner is not None:
+            return collect(self._aggregation, self._planner)
+        if self._at_close is not None:
+            return self._at_close
+        return collect_alone({} if self._alone is None else self._alone.counts)
 
     def state_dict(self) -> dict[str, Any]:
         """All that this rank needs to go on as if it had never stopped; local.
@@ -188,8 +199,8 @@ class SparseSession:
             name; `"session"` with residuals by name of the parameter.
 
         Raises:
-            GossipError: In the middle of a backward pass, inside `consensus()`, or if something is
-                no plain value.
+            GossipError: In the middle of a backward pass, inside `consensus()`, after `close()`, or
+                if something is no plain value.
         """
         own = self.own_state()
         return {**replica_state(self._model, self._optimizers), "session": own}
@@ -200,13 +211,11 @@ class SparseSession:
         Raises:
             GossipError: As `state_dict`.
         """
-        if self._in_consensus:
-            self._check_ready("state_dict")
+        self._check_ready("state_dict")
         if self._aggregation is not None and self._aggregation.passes.began:
             raise GossipError("a state in the middle of a backward pass: take it between steps")
-        if self._kept is not None:
-            return dict(self._kept)
-        return session_state(self._settings, self._aggregation, self._planner, self.group)
+        own = session_state(self._settings, self._aggregation, self._planner, self.group)
+        return own if self._alone is None else own | self._alone.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where `state_dict` was taken; a collective.
@@ -214,7 +223,8 @@ class SparseSession:
         Every rank loads its own, all saved after the same step; `deal_states` makes those of
         another number of ranks. With the same plan asked for, of the same methods, training then
         goes on bit for bit as it would have with as many ranks. Another plan takes over what is
-        carried over, and is measured anew.
+        carried over, and is measured anew. One rank alone withholds nothing: it adds that to its
+        first gradients, and counts its steps as rounds.
 
         Raises:
             ValueError: On every rank, if one's state does not fit; nothing is changed then.
@@ -246,8 +256,11 @@ class SparseSession:
         """
         if not self._closed:
             self._closed = True
-            self._let_go()
-            self.group.close()
+            try:
+                self._at_close = self.stats()
+            finally:
+                self._let_go()
+                self.group.close()
 
     def __enter__(self) -> "SparseSession":
         return self
@@ -262,12 +275,11 @@ class SparseSession:
 
     def _meet(self, counts: Mapping[str, Any] | None = None) -> None:
         """Makes the replicas equal, and the hooks; a collective. Counts on from `counts`."""
-        self._watch: StepWatch | None = None
-        self._kept: Mapping[str, Any] | None = None  # one rank's, which has no use for it
         of, group = self._settings, self.group
-        trained = trained_parameters(self._model, self._optimizers)
-        parameters = {name: p for name, p in trained.items() if p.numel()}
-        if self.world_size > 1:
+        parameters = self._trained()
+        if self.world_size == 1:
+            self._alone = Alone(self._optimizers, self._scaler, counts)
+        else:
             check_parameters(parameters)
             agree_on(group, self._model, self._optimizers, of.describe())
             broadcast_replica(group, self._model, self._optimizers)
@@ -284,16 +296,27 @@ class SparseSession:
             )
             count_on(self._aggregation, counts)
             self._planner = planner
-        self._watch = StepWatch(self._model, self._optimizers, self._aggregation, self._scaler)
-        self._farewell = weakref.finalize(self, _leave, self._watch, self._aggregation, group)
+            self._watch = StepWatch(self._model, self._optimizers, self._aggregation, self._scaler)
+        self._farewell = weakref.finalize(
+            self, _leave, group, self._alone, self._watch, self._aggregation
+        )
         self._farewell.atexit = False  # pyrefly: ignore[missing-attribute]
 
+    def _trained(self) -> dict[str, nn.Parameter]:
+        """What is trained now, and has elements."""
+        trained = trained_parameters(self._model, self._optimizers)
+        return {name: p for name, p in trained.items() if p.numel()}
+
     def _misfit(self, session: Any) -> str | None:
-        if self._aggregation is None:
-            named = trained_parameters(self._model, self._optimizers)
-            trained = [name for name, parameter in named.items() if parameter.numel()]
-        else:
-            trained = self._aggregation.names
+        trained = self._trained()
+        if self._aggregation is not None:
+            new = [name for name, p in trained.items() if not self._aggregation.knows(p)]
+            gone = [name for name in self._aggregation.names if name not in trained]
+            if new or gone:
+                return (
+                    f"{(new or gone)[0]!r} is {'' if new else 'not '}trained now, which was not so "
+                    "when the session began: call session.broadcast_() on every rank first"
+                )
         return session_misfit(self._settings, self.group, trained, session)
 
     def _agree_to_load(self, why: str | None, session: Any) -> None:
@@ -307,20 +330,18 @@ class SparseSession:
                 raise ValueError(apart(rank, told[0][1], at))
 
     def _load_own(self, session: Any) -> None:
-        if self._aggregation is None or self._planner is None:
-            self._kept = session
-        else:
+        if self._alone is not None:
+            self._alone.load(session, self._trained())
+        elif self._aggregation is not None and self._planner is not None:
             load_session(self._settings, self._aggregation, self._planner, session)
         if self._watch is not None:
             self._watch.start_over()
 
     def _let_go(self) -> None:
-        if self._watch is not None:
-            self._watch.remove()
+        if self._farewell is not None:
             self._farewell.detach()
-        if self._aggregation is not None:
-            self._aggregation.close()
-            self._aggregation = None
+        _take_off(self._alone, self._watch, self._aggregation)
+        self._alone = self._watch = self._aggregation = None
 
     def _average_buffers(self) -> None:
         with torch.no_grad():
@@ -339,8 +360,17 @@ class SparseSession:
             )
 
 
-def _leave(watch: StepWatch, aggregation: Aggregation | None, group: Group) -> None:
-    watch.remove()
+def _take_off(
+    alone: Alone | None, watch: StepWatch | None, aggregation: Aggregation | None
+) -> None:
+    if alone is not None:
+        alone.remove()
+    if watch is not None:
+        watch.remove()
     if aggregation is not None:
         aggregation.close()
+
+
+def _leave(group: Group, *held: Any) -> None:
+    _take_off(*held)
     group.close()

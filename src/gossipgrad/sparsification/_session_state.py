@@ -18,16 +18,18 @@ __all__ = [
     "counted",
     "deal_states",
     "load_session",
+    "nothing_counted",
     "saved_at",
     "session_misfit",
     "session_state",
 ]
 
 VERSION = 1
-_COUNTED = (
-    *("rounds", "nonfinite_rounds", "bytes_sent", "exposed_seconds", "select_seconds"),
-    *("communicate_seconds", "scale"),
-)
+_COUNTED = {
+    **dict.fromkeys(("rounds", "nonfinite_rounds", "bytes_sent", "all_reduce_bytes"), 0),
+    **dict.fromkeys(("exposed_seconds", "select_seconds", "communicate_seconds"), 0.0),
+    "scale": 1.0,
+}
 
 
 def session_state(
@@ -47,7 +49,7 @@ def session_state(
         "residuals": {},
         "velocities": {},
         "rounds_without": {},
-        "counted": None,
+        "counted": nothing_counted(),
         "planner": None if planner is None else planner.state(),
     }
     if aggregation is not None:
@@ -89,11 +91,10 @@ def session_misfit(
 
 def saved_at(session: Mapping[str, Any]) -> dict[str, Any]:
     """What states have in common that the ranks saved between the same two steps."""
-    counts = session["counted"]
     return {
         "asked": session.get("asked"),
         "plan": session["plan"],
-        "rounds": 0 if counts is None else counts["rounds"],
+        "rounds": session["counted"]["rounds"],
     }
 
 
@@ -113,7 +114,7 @@ def load_session(
 ) -> None:
     """Takes up what `session_state` gave; its groups only where the same plan is asked for."""
     merges, names = aggregation.merges, aggregation.names
-    if session.get("asked") == _asked(settings) and session["plan"] is not None:
+    if session.get("asked") == _asked(settings) and session["planner"] is not None:
         planner.load(session["planner"])
         merges = [Merge(*each) for each in session["plan"]["groups"]]
         names = session["plan"]["names"]
@@ -133,6 +134,11 @@ def counted(aggregation: Aggregation) -> dict[str, Any]:
     return {name: getattr(aggregation, name) for name in _COUNTED}
 
 
+def nothing_counted() -> dict[str, Any]:
+    """What `counted` gives at the beginning."""
+    return dict(_COUNTED)
+
+
 def count_on(aggregation: Aggregation, counts: Mapping[str, Any] | None) -> None:
     """Goes on from what `counted` gave, None for nothing."""
     for name, value in (counts or {}).items():
@@ -144,7 +150,9 @@ def deal_states(states: Sequence[Mapping[str, Any]], world_size: int) -> list[di
 
     What all ranks together carry over is kept: rank `r` of the new ones gets the residuals of the
     old ranks `r`, `r + world_size`, ..., added up, times the new world size over the old one, since
-    a mean is over that many. Weights and optimizer state are equal on all ranks, and rank 0's.
+    a mean is over that many. Weights and optimizer state are equal on all ranks, and rank 0's;
+    rounds are counted on. What was measured for a plan is not kept: costs go by the number of
+    ranks, and a session that asks for such a plan measures anew.
 
     Args:
         states: What `SparseSession.state_dict` gave on each rank, in their order.
@@ -181,6 +189,8 @@ def deal_states(states: Sequence[Mapping[str, Any]], world_size: int) -> list[di
         for kind in ("residuals", "velocities"):
             session[kind] = _added([each[kind] for each in mine], world_size / old)
         session |= {"rank": rank, "world_size": world_size}
+        if world_size != old:
+            session["planner"] = None
         dealt.append({**states[0], "session": session})
     return dealt
 
@@ -223,7 +233,8 @@ def _unlike(
     for name, value in session["settings"].items():
         if here.get(name) != value:
             return f"{name} was {value}, here it is {here.get(name)}: use the same"
-    names = trained if session["plan"] is None else session["plan"]["names"]
+    plan = session["plan"]
+    names = {*trained, *session["residuals"]} if plan is None else plan["names"]
     if odd := sorted({*names} ^ {*trained}):
         there, back = ("was", "is not") if odd[0] in names else ("was not", "is")
         return (

@@ -1,14 +1,16 @@
 """What a session has done so far, in numbers."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from gossipgrad.sparsification._aggregation import Aggregation
 from gossipgrad.sparsification._planner import Planner
 
-__all__ = ["GroupStats", "SparseStats", "collect"]
+__all__ = ["GroupStats", "SparseStats", "collect", "collect_alone"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +43,7 @@ class SparseStats:
     """What one rank's session has done and holds; read without communication.
 
     Attributes:
-        rounds: How often gradients were aggregated.
+        rounds: How often gradients were aggregated; of one rank alone, its steps.
         bytes_sent: To the other ranks, by way of rings: `p - 1` times each sparse message,
             `2 (p - 1) / p` of what is all-reduced. Computed, and not counted on the wire.
         all_reduce_bytes: What a ring all-reduce of all gradients would have sent in as many rounds.
@@ -113,12 +115,8 @@ class SparseStats:
         )
 
 
-def collect(
-    aggregation: Aggregation | None, planner: Planner | None, world_size: int
-) -> SparseStats:
-    """The figures of a session; `aggregation` is None where there is one rank."""
-    if aggregation is None or planner is None:
-        return _ALONE
+def collect(aggregation: Aggregation, planner: Planner) -> SparseStats:
+    """The figures of a session of several ranks."""
     groups = tuple(
         GroupStats(
             tensors=len(made.sizes),
@@ -138,11 +136,10 @@ def collect(
     after = max(100, math.ceil(3 * elements / max(1, chosen)))
     starved = waits >= after
     sizes = torch.tensor(aggregation.sizes)
-    width = sum(made.numel * made.dtype.itemsize for made in aggregation.groups)
     return SparseStats(
         rounds=aggregation.rounds,
         bytes_sent=aggregation.bytes_sent,
-        all_reduce_bytes=2 * (world_size - 1) * aggregation.rounds * width // world_size,
+        all_reduce_bytes=aggregation.all_reduce_bytes,
         exposed_seconds=aggregation.exposed_seconds,
         select_seconds=aggregation.select_seconds,
         communicate_seconds=aggregation.communicate_seconds,
@@ -160,6 +157,12 @@ def collect(
         refused=planner.refused,
         replans=planner.replans,
     )
+
+
+def collect_alone(counts: Mapping[str, Any]) -> SparseStats:
+    """Those of one rank, which has counted steps, and what more ranks had counted before."""
+    figures = {name: value for name, value in counts.items() if name != "scale"}
+    return replace(_ALONE, **figures)
 
 
 def _ratio(aggregation: Aggregation) -> float | None:

@@ -27,7 +27,7 @@ class StepWatch:
     Args:
         model: Names the parameters.
         optimizers: All of the session.
-        aggregation: The rounds, None with one rank.
+        aggregation: The rounds.
         scaler: The one that the session knows.
     """
 
@@ -35,7 +35,7 @@ class StepWatch:
         self,
         model: nn.Module,
         optimizers: Sequence[Optimizer],
-        aggregation: Aggregation | None,
+        aggregation: Aggregation,
         scaler: torch.amp.GradScaler | None,
     ) -> None:
         self._model = model
@@ -54,8 +54,7 @@ class StepWatch:
 
     def start_over(self) -> None:
         """No round until now is one of the step to come: after a state was loaded."""
-        if self._aggregation is not None:
-            self._met_in = {id(each): self._aggregation.rounds for each in self._optimizers}
+        self._met_in = {id(each): self._aggregation.rounds for each in self._optimizers}
         self._waiting = {}
 
     def remove(self) -> None:
@@ -73,8 +72,6 @@ class StepWatch:
                 "sparsify", "residuals carry gradients over into steps in which its scale is other"
             )
         aggregation = self._aggregation
-        if aggregation is None:
-            return
         aggregation.check_steps()
         self._check_known(optimizer, aggregation)
         self._look_for_thrown_away()
@@ -86,19 +83,28 @@ class StepWatch:
             aggregation.run_now()
 
     def _check_known(self, optimizer: Optimizer, aggregation: Aggregation) -> None:
-        """Raises where the optimizer would train what has never met."""
+        """Raises where the optimizer would train what has never met, or what is frozen by now."""
         for parameter in parameters_of(optimizer):
             if not parameter.numel():
                 continue  # there is nothing to meet
-            if parameter.grad is not None and not aggregation.knows(parameter):
-                named = self._model.named_parameters()
-                name = next((repr(n) for n, p in named if p is parameter), "a parameter")
+            known = aggregation.knows(parameter)
+            if known and not parameter.requires_grad:
                 raise ReplicaChangedError(
-                    f"{name} has a gradient that no other rank gets: it was not trained when the "
-                    "session began (it was frozen, or added since). Call session.broadcast_() on "
-                    "every rank, before the backward pass, to train it along, or leave its .grad "
-                    "None"
+                    f"{self._name_of(parameter)} is frozen, and was trained when the session "
+                    "began: what is carried over of it still meets. Call session.broadcast_() on "
+                    "every rank, before the backward pass, to go on without it"
                 )
+            if parameter.grad is not None and not known:
+                raise ReplicaChangedError(
+                    f"{self._name_of(parameter)} has a gradient that no other rank gets: it was "
+                    "not trained when the session began (it was frozen, or added since). Call "
+                    "session.broadcast_() on every rank, before the backward pass, to train it "
+                    "along, or leave its .grad None"
+                )
+
+    def _name_of(self, parameter: nn.Parameter) -> str:
+        named = self._model.named_parameters()
+        return next((repr(name) for name, p in named if p is parameter), "a parameter")
 
     def _check_scale(self) -> None:
         """Raises where gradients about to meet are in other units than what is carried over."""
@@ -114,11 +120,10 @@ class StepWatch:
     ) -> None:
         # Not before it: torch calls hooks twice where a step calls that of its class's parent.
         aggregation = self._aggregation
-        if aggregation is not None:
-            self._met_in[id(optimizer)] = aggregation.rounds
-            self._waiting.pop(id(optimizer), None)
-            if aggregation.finite and not self._warned:
-                self._note_waiting(aggregation.rounds)
+        self._met_in[id(optimizer)] = aggregation.rounds
+        self._waiting.pop(id(optimizer), None)
+        if aggregation.finite and not self._warned:
+            self._note_waiting(aggregation.rounds)
 
     def _note_waiting(self, rounds: int) -> None:
         """Keeps one gradient, the smallest, of each optimizer that has yet to step with it."""

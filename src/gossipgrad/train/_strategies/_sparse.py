@@ -111,14 +111,11 @@ class Sparse(Lockstep):
     def start_at(self, steps: int, former: Sequence[Mapping[str, Any]]) -> None:
         """Share out what the ranks of before carried over, and count their rounds on.
 
-        The plan is made anew: costs go by the number of ranks.
+        A warm-up goes by rounds that were made, and not by `steps`, which are those of this start.
         """
         here = self._session
         dealt = deal_states([{"session": place["session"]} for place in former], here.world_size)
-        session = dealt[here.rank]["session"] | {"plan": None, "planner": None}
-        if session["counted"] is None:  # one rank counts no rounds
-            session["counted"] = {"rounds": steps}
-        here.load_own_state(session)
+        here.load_own_state(dealt[here.rank]["session"])
 
     def close(self) -> None:
         """Take the hooks off, and leave the private group."""

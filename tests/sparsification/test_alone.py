@@ -1,0 +1,111 @@
+"""One rank alone, between others: what it counts, and what becomes of what they carried over."""
+
+import pytest
+import torch
+
+import gossipgrad as gg
+from gossipgrad.sparsification import deal_states
+from support.ranks import run_ranks
+from support.replicas import network
+from support.sparse import backward_of
+
+SETTINGS = {"plan": "layerwise", "density": 0.2}
+
+
+def begin(group, state=None, **settings):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = gg.sparsify(model, optimizer, process_group=group, **{**SETTINGS, **settings})
+    if state is not None:
+        session.load_state_dict(state)
+    return model, optimizer, session
+
+
+def trained(world_size, steps, states=None, **settings):
+    """States of all ranks, some steps behind `states`."""
+
+    def rank_main(rank, group):
+        model, optimizer, session = begin(group, None if states is None else states[rank])
+        with session:
+            for step in range(steps):
+                backward_of(model, rank, step)
+                optimizer.step()
+            session.group.barrier()
+            return session.state_dict()
+
+    return run_ranks(world_size, rank_main)
+
+
+@pytest.fixture
+def dealt():
+    """The state of two ranks after three steps, for one."""
+    (state,) = deal_states(trained(2, 3), 1)
+    assert state["session"]["residuals"]
+    return state
+
+
+def test_rounds_are_counted_on_through_a_time_alone(dealt):
+    (state,) = trained(1, 4, [dealt])
+    told = trained(2, 2, deal_states([state], 2))
+    assert [each["session"]["counted"]["rounds"] for each in told] == [9, 9]
+
+
+def test_a_step_of_several_optimizers_is_one_round_and_figures_go_on(dealt):
+    model = network()
+    both = [torch.optim.SGD(model[i].parameters(), lr=0.1) for i in (0, 2)]
+    with gg.sparsify(model, both) as session:
+        session.load_own_state(dealt["session"])
+        for step in range(2):
+            backward_of(model, 0, step)
+            for optimizer in both:
+                optimizer.step()
+        stats = session.stats()
+        assert stats.rounds == 5
+        assert stats.bytes_sent == dealt["session"]["counted"]["bytes_sent"] > 0
+        assert stats.all_reduce_bytes == dealt["session"]["counted"]["all_reduce_bytes"] > 0
+        session.broadcast_()
+        assert session.stats().rounds == 5
+
+
+def test_what_was_carried_over_is_in_the_first_gradients_and_no_others(dealt):
+    """Until a step has taken it, it is part of the state."""
+    model, optimizer, session = begin(None, dealt)
+    with session:
+        carried = session.state_dict()["session"]["residuals"]
+        assert carried.keys() == dealt["session"]["residuals"].keys()
+        assert all(torch.equal(carried[n], r) for n, r in dealt["session"]["residuals"].items())
+        for step in range(2):
+            backward_of(model, 0, step)
+            found = {name: p.grad.clone() for name, p in model.named_parameters()}
+            with torch.no_grad():
+                plain = network()
+                plain.load_state_dict(model.state_dict())
+            backward_of(plain, 0, step)
+            for name, p in plain.named_parameters():
+                due = 0 if step else carried[name]
+                torch.testing.assert_close(found[name], p.grad + due)
+            optimizer.step()
+            assert not session.state_dict()["session"]["residuals"]
+
+
+def test_what_was_carried_over_outlives_a_step_that_the_scaler_leaves_out(dealt):
+    """In the units of the scale of the step that takes it."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with gg.sparsify(model, optimizer, scaler=scaler, **SETTINGS) as session:
+        session.load_state_dict(dealt)
+        for factor in (float("inf"), 1.0):
+            optimizer.zero_grad()
+            loss = sum(0 * p.sum() for p in model.parameters())
+            hook = model[2].bias.register_hook(lambda grad, by=factor: grad + by - 1)
+            scaler.scale(loss).backward()
+            hook.remove()
+            scaler.step(optimizer)
+            scaler.update()
+            left = session.state_dict()["session"]["residuals"]
+            assert bool(left) == (factor > 1)
+        for (name, residual), weight in zip(
+            dealt["session"]["residuals"].items(), reversed(list(model.parameters())), strict=True
+        ):
+            torch.testing.assert_close(weight, dealt["model"][name] - 0.1 * residual)
