@@ -229,7 +229,7 @@ def test_a_link_one_end_of_which_missed_an_exchange_begins_anew(caplog):
     (a, c), (b, d) = on_a_ring(2, main, mode="sync", compress=gg.TopK(0.25))
     assert (a + b - c - d).abs().max() < 1e-5
     assert (c - d).norm() < (a - b).norm() / 20
-    assert "begins anew, and is sent the weights whole: did not count the same" in caplog.text
+    assert "begins anew, and is sent the weights whole: its ends had not counted" in caplog.text
 
 
 class End:
@@ -268,7 +268,7 @@ class End:
 
 @pytest.mark.parametrize("late", [2, 3])
 @pytest.mark.parametrize("taken_early", [1, 2, 3])
-def test_late_exchanges_count_at_both_ends_or_at_neither(late, taken_early):
+def test_late_exchanges_count_at_both_ends_or_at_neither(late, taken_early, caplog):
     """One end takes in the next messages before it has mixed the first, the other one by one."""
     ends = a, b = End(0), End(1)
 
@@ -292,6 +292,9 @@ def test_late_exchanges_count_at_both_ends_or_at_neither(late, taken_early):
         b.mix(round, a)
         after = (flat(a.model) + flat(b.model)).double()
         assert (after - before).abs().max() < 1e-6
+    assert caplog.text.count("was filled before an earlier exchange of the link had") == 2 * (
+        late - 1
+    )
     apart = (flat(a.model) - flat(b.model)).norm()
     for round in range(20, 80):
         exchange(round)
@@ -361,7 +364,10 @@ def test_a_ring_closes_over_a_dead_rank():
     [
         ({"topology": None}, r"'dissemination': the two ends of a link.*SharedMask\(density\)"),
         ({"topology": "matching"}, r"which rotates: each partner costs.*rotate=False"),
-        ({"topology": "ring", "mode": "stale"}, r"one after the other.*Use mode='overlap'"),
+        (
+            {"topology": "ring", "mode": "stale"},
+            r"filled while another is late counts.*Use mode='overlap'",
+        ),
         ({"topology": "ring", "mode": "lagged"}, r"sends all weights"),
         ({"topology": "ring", "payload": "weights+state"}, r"Use payload='weights'"),
         ({"compress": "top-k:0.1:2"}, r"consensus_step is 2.0"),

@@ -20,7 +20,8 @@ __all__ = ["DifferenceSection"]
 logger = logging.getLogger(__name__)
 
 _TAG_BYTES = 8
-_UNLIKE = "did not count the same exchanges"
+_UNLIKE = "its ends had not counted the same exchanges when they sent"
+_OUTDATED = "the message was filled before an earlier exchange of the link had counted"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,8 +33,9 @@ class DifferenceDelta(Delta):
         copies: Those of the link, still as before it.
         tag: That of the copies of which this is the difference.
         sent: The sparse message that this rank sent.
-        received: That of its partner; None: the ends of the link do not know the same.
-        why: They do not.
+        received: That of its partner.
+        why: The exchange cannot count, where that is known already; None: it can, as long as the
+            copies are those of the tag.
         occasion: What both ends know of the exchange whether it counts or not.
     """
 
@@ -41,8 +43,8 @@ class DifferenceDelta(Delta):
     copies: LinkCopies
     tag: int
     sent: Tensor
-    received: Tensor | None
-    why: str
+    received: Tensor
+    why: str | None
     occasion: bytes
 
 
@@ -51,7 +53,8 @@ class DifferenceSection(Section):
 
     Both ends of a link hold the same two copies: what each knows of the other. An exchange adds to
     both what was sent, and the weights move by a share of the difference of the copies: opposite at
-    the ends, so that the mean over ranks is kept. One exchange of a link is under way at a time.
+    the ends, so that the mean over ranks is kept. Exchanges of a link count in the order of its
+    rounds.
 
     A link between ranks that were equal begins with copies of that. Any other begins with zeros
     and is first sent the weights whole, a message's count of elements an exchange, and mixes those
@@ -151,14 +154,16 @@ class DifferenceSection(Section):
         copies, form = self._copies(partner)[bucket], self._formats[bucket]
         own, theirs = sent[_TAG_BYTES:], received[_TAG_BYTES:]
         tags = [bytes(message[:_TAG_BYTES].cpu().numpy()) for message in (sent, received)]
-        tag, why, flat = copies.tag, _UNLIKE, None
-        if tags == [_as_bytes(tag)] * 2:
+        flat, why = torch.zeros_like(copies.mine), None
+        if tags[0] != tags[1]:
+            why = _UNLIKE
+        elif tags[0] != _as_bytes(copies.tag):
+            why = _OUTDATED
+        else:
             try:
                 flat = copies.difference_after(form, own, theirs)
             except ValueError as error:
                 why = str(error)
-        counts = flat is not None
-        flat = torch.zeros_like(copies.mine) if flat is None else flat
         plain = self.delta(bucket, flat, meeting.round)
         return DifferenceDelta(
             flat,
@@ -166,9 +171,9 @@ class DifferenceSection(Section):
             plain.square,
             partner,
             copies,
-            tag,
+            copies.tag,
             own,
-            theirs if counts else None,
+            theirs,
             why,
             b"".join(sorted(tags)) + meeting.round.to_bytes(8, "big"),
         )
@@ -181,10 +186,13 @@ class DifferenceSection(Section):
         before it counted is of copies that are no more.
         """
         assert isinstance(delta, DifferenceDelta)
-        if delta.received is None or delta.copies.tag != delta.tag:
+        why = delta.why
+        if why is None and delta.copies.tag != delta.tag:
+            why = _OUTDATED
+        if why is not None:
             logger.warning(
                 "the link to rank %d begins anew, and is sent the weights whole: %s",
-                *(delta.partner, delta.why),
+                *(delta.partner, why),
             )
             delta.copies.begin_anew(delta.occasion)
             return

@@ -149,9 +149,9 @@ def check_compress(compress: Compressor | None, mode: Mode, payload: Payload, se
         )
     if isinstance(compress, TopK) and isinstance(mode, Stale):
         raise ValueError(
-            f"compress={compress} and mode {mode}: differences are to what the partner has been "
-            "sent, so exchanges of a link come one after the other, and a late one holds it up. "
-            "Use mode='overlap', or compress=gg.SharedMask(density)"
+            f"compress={compress} and mode {mode}: differences are to what earlier exchanges of "
+            "the link have counted, so one filled while another is late counts for nothing: "
+            "the link begins anew. Use mode='overlap', or compress=gg.SharedMask(density)"
         )
     if isinstance(mode, Lagged):
         raise ValueError(
