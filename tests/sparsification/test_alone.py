@@ -5,48 +5,21 @@ import torch
 
 import gossipgrad as gg
 from gossipgrad.sparsification import deal_states
-from support.ranks import run_ranks
 from support.replicas import network
-from support.sparse import backward_of
-
-SETTINGS = {"plan": "layerwise", "density": 0.2}
-
-
-def begin(group, state=None, **settings):
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    session = gg.sparsify(model, optimizer, process_group=group, **{**SETTINGS, **settings})
-    if state is not None:
-        session.load_state_dict(state)
-    return model, optimizer, session
-
-
-def trained(world_size, steps, states=None, **settings):
-    """States of all ranks, some steps behind `states`."""
-
-    def rank_main(rank, group):
-        model, optimizer, session = begin(group, None if states is None else states[rank])
-        with session:
-            for step in range(steps):
-                backward_of(model, rank, step)
-                optimizer.step()
-            session.group.barrier()
-            return session.state_dict()
-
-    return run_ranks(world_size, rank_main)
+from support.sparse import backward_of, start, states_after
 
 
 @pytest.fixture
 def dealt():
     """The state of two ranks after three steps, for one."""
-    (state,) = deal_states(trained(2, 3), 1)
+    (state,) = deal_states(states_after(3), 1)
     assert state["session"]["residuals"]
     return state
 
 
 def test_rounds_are_counted_on_through_a_time_alone(dealt):
-    (state,) = trained(1, 4, [dealt])
-    told = trained(2, 2, deal_states([state], 2))
+    alone = states_after(4, 1, states=[dealt])
+    told = states_after(2, states=deal_states(alone, 2))
     assert [each["session"]["counted"]["rounds"] for each in told] == [9, 9]
 
 
@@ -69,8 +42,9 @@ def test_a_step_of_several_optimizers_is_one_round_and_figures_go_on(dealt):
 
 def test_what_was_carried_over_is_in_the_first_gradients_and_no_others(dealt):
     """Until a step has taken it, it is part of the state."""
-    model, optimizer, session = begin(None, dealt)
+    model, optimizer, session = start(None)
     with session:
+        session.load_state_dict(dealt)
         carried = session.state_dict()["session"]["residuals"]
         assert carried.keys() == dealt["session"]["residuals"].keys()
         assert all(torch.equal(carried[n], r) for n, r in dealt["session"]["residuals"].items())
@@ -90,10 +64,9 @@ def test_what_was_carried_over_is_in_the_first_gradients_and_no_others(dealt):
 
 def test_what_was_carried_over_outlives_a_step_that_the_scaler_leaves_out(dealt):
     """In the units of the scale of the step that takes it."""
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    with gg.sparsify(model, optimizer, scaler=scaler, **SETTINGS) as session:
+    model, optimizer, session = start(None, scaler=scaler)
+    with session:
         session.load_state_dict(dealt)
         for factor in (float("inf"), 1.0):
             optimizer.zero_grad()

@@ -10,19 +10,7 @@ import gossipgrad as gg
 from gossipgrad.sparsification import deal_states
 from support.ranks import run_ranks
 from support.replicas import network, sgd
-from support.sparse import backward_of
-
-
-def start(group, plan="layerwise", model=None, **settings):
-    model = network() if model is None else model
-    optimizer = sgd(list(model.parameters()))
-    return (
-        model,
-        optimizer,
-        gg.sparsify(
-            model, optimizer, process_group=group, plan=plan, **{"density": 0.2, **settings}
-        ),
-    )
+from support.sparse import backward_of, start, states_after
 
 
 def copies(model):
@@ -32,16 +20,7 @@ def copies(model):
 @pytest.mark.parametrize("momentum", [None, 0.9])
 def test_a_rank_that_is_gone_breaks_the_step_of_the_others_and_nothing_else(momentum):
     def rank_main(rank, group):
-        model = network()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        session = gg.sparsify(
-            model,
-            optimizer,
-            process_group=group,
-            plan="layerwise",
-            density=0.2,
-            momentum_correction=momentum,
-        )
+        model, optimizer, session = start(group, momentum_correction=momentum)
         for step in range(3):
             backward_of(model, rank, step)
             optimizer.step()
@@ -192,15 +171,9 @@ def test_a_step_whose_round_is_refused_ends_the_session_on_all_ranks():
 
 
 def test_states_are_dealt_to_another_number_of_ranks_with_the_mean_they_carry():
-    states = {}
-
-    def first(rank, group):
-        model, optimizer, session = start(group)
-        with session:
-            for step in range(3):
-                backward_of(model, rank, step)
-                optimizer.step()
-            states[rank] = session.state_dict()
+    states = states_after(3, 4)
+    weights = list(states[0]["model"].values())
+    dealt = deal_states(states, 3)
 
     def second(rank, group):
         model, _, session = start(group, "single", model=network(1))
@@ -211,9 +184,6 @@ def test_states_are_dealt_to_another_number_of_ranks_with_the_mean_they_carry():
             assert all(torch.equal(p, w) for p, w in zip(model.parameters(), weights, strict=True))
             return session.state_dict()["session"]["residuals"]
 
-    run_ranks(4, first)
-    weights = list(states[0]["model"].values())
-    dealt = deal_states([states[rank] for rank in range(4)], 3)
     carried = run_ranks(3, second)
     for name, value in carried[0].items():
         old = torch.stack([states[r]["session"]["residuals"][name] for r in range(4)]).mean(0)

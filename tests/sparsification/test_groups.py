@@ -7,17 +7,13 @@ from torch import nn
 import gossipgrad as gg
 from gossipgrad.planning import Group as Merge
 from support.ranks import run_ranks
-from support.replicas import network
-from support.sparse import backward_of
+from support.sparse import backward_of, same_weights, start
 
 
 def test_a_dense_tensor_does_not_starve():
     def rank_main(rank, group):
-        model = network()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        with gg.sparsify(
-            model, optimizer, process_group=group, plan="single", density=0.02
-        ) as session:
+        model, optimizer, session = start(group, "single", density=0.02)
+        with session:
             for _ in range(10):
                 for place, p in enumerate(model.parameters()):
                     p.grad = torch.full_like(p, 1e-9 if place else 1.0)
@@ -35,11 +31,8 @@ def test_what_is_carried_over_outlives_a_dense_round_that_is_not_finite(cuts):
     """A scaler skips such a step; nothing of the residuals may have been spent on it."""
 
     def rank_main(rank, group):
-        model = network()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with gg.sparsify(
-            model, optimizer, process_group=group, plan="single", density=0.02
-        ) as session:
+        model, optimizer, session = start(group, "single", density=0.02)
+        with session:
             if cuts:  # the first group has nothing to carry over, and is where it happens
                 session._aggregation.regroup((Merge(0, 1, "dense"), Merge(1, 4, "sparse")))
             for step in range(3):
@@ -96,5 +89,4 @@ def test_parameters_without_elements_are_left_alone(settings):
             assert sum(of.tensors for of in session.stats().groups) == 2
         return [p.detach() for p in model.parameters()]
 
-    first, second = run_ranks(2, rank_main)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert same_weights(run_ranks(2, rank_main))

@@ -8,39 +8,14 @@ from gossipgrad.sparsification import _planner, deal_states
 from gossipgrad.sparsification._costs import Costs
 from support.ranks import run_ranks
 from support.replicas import network
-from support.sparse import backward_of
-
-
-def start(group, model, **settings):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    settings = {"plan": "layerwise", "density": 0.2, **settings}
-    return optimizer, gg.sparsify(model, optimizer, process_group=group, **settings)
-
-
-def saved(steps_of=lambda rank: 3, **settings):
-    """The states of two ranks, each after so many steps."""
-    states = {}
-
-    def rank_main(rank, group):
-        model = network()
-        optimizer, session = start(group, model, **settings)
-        with session:
-            for step in range(max(steps_of(0), steps_of(1)) + 1):
-                if step == steps_of(rank):
-                    states[rank] = session.state_dict()
-                backward_of(model, rank, step)
-                optimizer.step()
-
-    run_ranks(2, rank_main)
-    return [states[0], states[1]]
+from support.sparse import backward_of, start, states_after
 
 
 def test_states_of_different_steps_do_not_belong_together():
-    states = saved(lambda rank: 3 + 2 * rank)
+    states = [states_after(3 + 2 * rank)[rank] for rank in range(2)]
 
     def rank_main(rank, group):
-        model = network(1)
-        _, session = start(group, model)
+        model, _, session = start(group, model=network(1))
         with session:
             before = [p.detach().clone() for p in model.parameters()]
             with pytest.raises(ValueError, match="saved after 3 and 5 rounds"):
@@ -63,12 +38,13 @@ def test_saved_groups_come_back_where_the_same_plan_is_asked_for(settings, metho
         return [Costs(n, (1, 1000), (1e-9, 1e-9), (1e-9, seconds[n])) for n in settings.methods]
 
     monkeypatch.setattr(_planner, "measure_costs", measured)
-    states = saved(lambda rank: 9, plan="optimal")
+    states = states_after(9, plan="optimal")
     assert {made[2] for made in states[0]["session"]["plan"]["groups"]} == {"dense"}
 
     def rank_main(rank, group):
-        model = network(1)
-        optimizer, session = start(group, model, **{"plan": "optimal", "replan": 2, **settings})
+        model, optimizer, session = start(
+            group, model=network(1), **{"plan": "optimal", "replan": 2, **settings}
+        )
         with session:
             session.load_state_dict(states[rank])
             assert {of.method for of in session.stats().groups} == {method}
@@ -83,12 +59,12 @@ def test_saved_groups_come_back_where_the_same_plan_is_asked_for(settings, metho
 
 
 def test_a_state_of_other_trained_parameters_changes_nothing():
-    states = saved()
+    states = states_after(3)
 
     def rank_main(rank, group):
         model = network(1)
         model[0].bias.requires_grad_(False)
-        _, session = start(group, model)
+        _, _, session = start(group, model=model)
         with session:
             before = [p.detach().clone() for p in model.parameters()]
             with pytest.raises(ValueError, match=r"'0\.bias' was trained .* and is not here"):
@@ -99,9 +75,8 @@ def test_a_state_of_other_trained_parameters_changes_nothing():
 
 
 def test_states_of_many_ranks_are_loaded_by_one():
-    (dealt,) = deal_states(saved(), 1)
-    model = network(1)
-    _, session = start(None, model)
+    (dealt,) = deal_states(states_after(3), 1)
+    model, _, session = start(None, model=network(1))
     with session:
         session.load_state_dict(dealt)
         for p, weight in zip(model.parameters(), dealt["model"].values(), strict=True):
@@ -111,14 +86,13 @@ def test_states_of_many_ranks_are_loaded_by_one():
 @pytest.mark.parametrize("freezing", [{1}, {0, 1}])
 def test_a_state_is_refused_where_what_is_trained_has_changed_since_the_start(freezing):
     """Also one of what is trained now; where one rank alone has frozen something, on all."""
-    states = saved()
+    states = states_after(3)
     if len(freezing) == 2:
         for state in states:
             state["session"]["plan"]["names"].remove("0.bias")
 
     def rank_main(rank, group):
-        model = network(1)
-        _, session = start(group, model)
+        model, _, session = start(group, model=network(1))
         with session:
             model[0].bias.requires_grad_(rank not in freezing)
             before = [p.detach().clone() for p in model.parameters()]
@@ -138,13 +112,12 @@ def test_a_plan_measured_by_another_number_of_ranks_is_not_kept(monkeypatch):
         ]
 
     monkeypatch.setattr(_planner, "measure_costs", measured)
-    states = saved(lambda rank: 9, plan="optimal")
+    states = states_after(9, plan="optimal")
     dealt = deal_states(states, 3)
     assert {made[2] for made in states[0]["session"]["plan"]["groups"]} == {"sparse"}
 
     def rank_main(rank, group):
-        model = network(1)
-        optimizer, session = start(group, model, plan="optimal")
+        model, optimizer, session = start(group, "optimal", model=network(1))
         with session:
             session.load_state_dict(dealt[rank])
             assert session.plan is None
@@ -159,8 +132,7 @@ def test_a_plan_measured_by_another_number_of_ranks_is_not_kept(monkeypatch):
 
 def test_a_session_that_is_over_has_no_state_but_figures():
     def rank_main(rank, group):
-        model = network()
-        optimizer, session = start(group, model)
+        model, optimizer, session = start(group)
         with session:
             backward_of(model, rank, 0)
             optimizer.step()

@@ -12,7 +12,7 @@ import gossipgrad as gg
 from gossipgrad.planning import Group as Merge
 from support.ranks import run_ranks
 from support.replicas import network
-from support.sparse import backward_of
+from support.sparse import backward_of, same_weights, start
 
 
 class Bare(torch.optim.Optimizer):
@@ -102,10 +102,6 @@ class Branches(nn.Module):
         return self.trunk(self.branch(x) if with_branch else x)
 
 
-def same_weights(told):
-    return all(torch.equal(a, b) for other in told[1:] for a, b in zip(told[0], other, strict=True))
-
-
 @pytest.mark.parametrize("plan", ["single", "layerwise"])
 def test_parameters_without_a_gradient_count_as_zeros(plan):
     def rank_main(rank, group):
@@ -193,11 +189,8 @@ def test_a_step_without_a_backward_pass_of_its_own_is_a_round():
     """By hand, and with all passes inside no_sync(): no optimizer steps with one rank's own."""
 
     def rank_main(rank, group):
-        model = network()
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        with gg.sparsify(
-            model, optimizer, process_group=group, plan="single", density=1.0
-        ) as session:
+        model, optimizer, session = start(group, "single", density=1.0)
+        with session:
             for p in model.parameters():
                 p.grad = torch.full_like(p, float(rank))
             optimizer.step()
@@ -305,11 +298,8 @@ def test_starved_tensors_are_told_of_and_per_tensor_selection_starves_none():
 
 def test_memory_and_bytes_are_as_stated():
     def rank_main(rank, group):
-        model = network()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with gg.sparsify(
-            model, optimizer, process_group=group, plan="single", density=0.1
-        ) as session:
+        model, _, session = start(group, "single", density=0.1)
+        with session:
             backward_of(model, rank, 0)
             stats = session.stats()
             made = session._aggregation.groups[0]

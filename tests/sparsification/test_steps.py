@@ -6,14 +6,11 @@ import torch
 import gossipgrad as gg
 from support.ranks import run_ranks
 from support.replicas import network
-from support.sparse import backward_of
+from support.sparse import backward_of, start, states_after
 
 
 def begin(group, model=None, **settings):
-    model = network() if model is None else model
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    settings = {"plan": "single", "density": 1.0, **settings}
-    return model, optimizer, gg.sparsify(model, optimizer, process_group=group, **settings)
+    return start(group, model=model, **{"plan": "single", "density": 1.0, **settings})
 
 
 def by_hand(session, model, rank):
@@ -32,15 +29,7 @@ def equal(told):
 
 @pytest.mark.parametrize("gradients", [by_hand, inside_no_sync])
 def test_the_first_step_after_a_resume_is_a_round_like_any_other(gradients):
-    states = {}
-
-    def first(rank, group):
-        model, optimizer, session = begin(group)
-        with session:
-            for step in range(3):
-                backward_of(model, rank, step)
-                optimizer.step()
-            states[rank] = session.state_dict()
+    states = states_after(3, plan="single", density=1.0)
 
     def second(rank, group):
         model, optimizer, session = begin(group)
@@ -51,7 +40,6 @@ def test_the_first_step_after_a_resume_is_a_round_like_any_other(gradients):
             assert session.stats().rounds == 4
         return [p.detach() for p in model.parameters()]
 
-    run_ranks(2, first)
     assert equal(run_ranks(2, second))
 
 

@@ -1,6 +1,7 @@
 """Sparse sessions on threads, and the reference beside them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,7 +12,7 @@ from gossipgrad.sparsification._reference import Reference
 from support.ranks import run_ranks
 from support.replicas import network, sgd
 
-__all__ = ["backward_of", "train", "train_reference"]
+__all__ = ["backward_of", "same_weights", "start", "states_after", "train", "train_reference"]
 
 
 def backward_of(model: nn.Module, rank: int, step: int, count: int = 5) -> None:
@@ -21,6 +22,45 @@ def backward_of(model: nn.Module, rank: int, step: int, count: int = 5) -> None:
     batch = torch.randn(count, 6, generator=generator).to(model[0].weight.dtype)
     target = torch.randn(count, 3, generator=generator)
     (model(batch).float() - target).square().mean().backward()
+
+
+def start(
+    group: Group | None, plan: str = "layerwise", *, model: nn.Module | None = None, **settings
+) -> tuple[nn.Module, torch.optim.Optimizer, gg.SparseSession]:
+    """A model, what trains it, and their session."""
+    model = network() if model is None else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = {"density": 0.2, **settings}
+    session = gg.sparsify(model, optimizer, process_group=group, plan=plan, **settings)
+    return model, optimizer, session
+
+
+def states_after(
+    steps: int,
+    world_size: int = 2,
+    *,
+    states: Sequence[dict[str, Any]] | None = None,
+    **settings,
+) -> list[dict[str, Any]]:
+    """The states of all ranks so many steps after `states`, or after their start."""
+
+    def rank_main(rank: int, group: Group) -> dict[str, Any]:
+        model, optimizer, session = start(group, **settings)
+        with session:
+            if states is not None:
+                session.load_state_dict(states[rank])
+            for step in range(steps):
+                backward_of(model, rank, step)
+                optimizer.step()
+            session.group.barrier()
+            return session.state_dict()
+
+    return run_ranks(world_size, rank_main)
+
+
+def same_weights(told: Sequence[Sequence[torch.Tensor]]) -> bool:
+    """Whether all ranks hold the same, to the bit."""
+    return all(torch.equal(a, b) for other in told[1:] for a, b in zip(told[0], other, strict=True))
 
 
 def train(
