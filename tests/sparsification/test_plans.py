@@ -10,7 +10,7 @@ import torch
 import gossipgrad as gg
 from gossipgrad.planning import Group as Merge
 from gossipgrad.planning import Plan
-from gossipgrad.sparsification import Replan, _costs, _planner
+from gossipgrad.sparsification import Replan, _planner
 from gossipgrad.sparsification._costs import Costs
 from gossipgrad.sparsification._drift import Course, Drift
 from support.ranks import run_ranks
@@ -48,49 +48,6 @@ def test_a_plan_is_measured_and_is_the_same_on_all_ranks(plan):
     assert all(seen == told[0][1] for _, seen in told)
     for weights, _ in told[1:]:
         assert all(torch.equal(a, b) for a, b in zip(weights, told[0][0], strict=True))
-
-
-def test_messages_go_to_all_at_once_as_far_as_that_is_faster(monkeypatch):
-    def timed(trial, group):  # a ring takes 2 ms, all at once 1 us a byte
-        return 1e-3, 2e-3 if group.at_once_bytes == 0 else 1e-6 * trial.message_bytes
-
-    def work(rank, group):
-        session = gg.sparsify(
-            model := torch.nn.Linear(2, 1),
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            density=1.0,
-            process_group=group,
-        )
-        (costs, _) = _costs.measure_costs(
-            session._aggregation._settings,
-            group,
-            torch.device("cpu"),
-            torch.float32,
-            elements=4096,
-            tensors=2,
-            density=1.0,
-        )
-        session.close()
-        return costs, group.at_once_bytes
-
-    monkeypatch.setattr(_costs, "_timed", timed)
-    for costs, at_once_bytes in run_ranks(3, work):
-        assert costs.elements == (256, 1024, 4096)
-        # With a bitmap, a message of 256 values has 1,056 bytes, of 1,024 values 4,224.
-        assert costs.communicate_seconds == pytest.approx((1.056e-3, 2e-3, 2e-3))
-        assert at_once_bytes == 1056
-
-
-@pytest.mark.parametrize(
-    ("seconds", "sustained"),
-    [
-        ((1.0, 1.5, 9.0, 17.0), (1.0, 4.0, 9.0, 17.0)),  # 200 elements at 2 s a hundred
-        ((5.0, 5.0, 6.0, 5.0), (5.0, 5.0, 6.0, 5.0)),  # no slope: all of it is start-up
-        ((1.0, 1.0, 1.0, 8.0), (1.0, 2.0, 4.0, 8.0)),  # noise raises none above the last
-    ],
-)
-def test_short_messages_count_no_less_than_at_the_rate_of_the_longest(seconds, sustained):
-    assert _costs._sustained((50, 200, 400, 800), seconds) == pytest.approx(sustained)
 
 
 def test_what_other_groups_took_is_not_told_of_the_present_ones():
@@ -255,32 +212,6 @@ def test_stays_at_another_density_count_the_longer_the_more_there_were():
     again = Course()
     again.load(course.state())
     assert again.patience == course.patience
-
-
-def test_costs_of_own_coordinates_a_tensor_are_those_of_as_many_tensors(monkeypatch):
-    seen = []
-
-    def timed(trial, group):
-        if group.rank == 0:
-            seen.append((len(trial._made.sizes), sum(trial._made.counts)))
-        return 1e-3, 1e-3
-
-    def work(rank, group):
-        model = torch.nn.Linear(2, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with gg.sparsify(model, optimizer, process_group=group, select=select) as session:
-            settings = session._aggregation._settings
-            kind = torch.device("cpu"), torch.float32
-            _costs.measure_costs(settings, group, *kind, elements=1024, tensors=8, density=1e-3)
-
-    monkeypatch.setattr(_costs, "_timed", timed)
-    select = "per_tensor"
-    run_ranks(2, work)
-    assert seen == [(2, 2), (8, 8), (2, 0), (8, 0)]
-    seen.clear()
-    select = "per_group"
-    run_ranks(2, work)
-    assert seen == [(1, 1), (1, 1), (1, 0), (1, 0)]
 
 
 def test_a_plan_can_be_given():

@@ -25,6 +25,7 @@ _FEWEST_SIZES = 3
 _TIMES = 5
 _MOST_SECONDS = 0.25  # for the repetitions of one size
 _MOST_AT_ONCE_BYTES = 1 << 20  # of which there are as many copies as ranks
+_LOSSES = 2  # at a size before messages to all at once are given up: one may be noise
 _NO_TIME_SECONDS = 1e-9  # what clocks cannot tell from nothing is still above it
 
 
@@ -37,12 +38,15 @@ class Costs:
         elements: Sizes that were measured.
         select_seconds: Residual, selection and packing.
         communicate_seconds: The collective, and adding up what came.
+        at_once_bytes: Up to which size the method's messages went to all at once, as
+            `Group.at_once_bytes` has it; None if it gathers none.
     """
 
     name: str
     elements: tuple[int, ...]
     select_seconds: tuple[float, ...]
     communicate_seconds: tuple[float, ...]
+    at_once_bytes: int | None = None
 
     def method(self) -> Method:
         """As the planner takes it."""
@@ -77,7 +81,9 @@ def measure_costs(
     of equal size as one of the model has on average.
 
     Sparse messages are measured round a ring and, as long as that is faster, to all at once; what
-    was faster is what counts, and what the group does from now on.
+    was faster is what counts. A size at which the ring is faster is measured both ways once more,
+    and larger ones go round it if it is so again. The costs say up to where messages went to all at
+    once; the group is left as it was, and has to be set so while they hold.
 
     Args:
         settings: Of the session.
@@ -106,28 +112,48 @@ def _measure(
     density: float,
 ) -> Costs:
     sizes, selects, communicates = [], [], []
+    before, at_once_bytes = group.at_once_bytes, 0
     gathers = name == "sparse"
-    at_once_bytes, faster_at_once = 0, gathers and group.world_size > 2
-    for size in _sizes(elements):
-        tensors = max(1, round(tensor_share * size))
-        trial = _Trial(name, size, tensors, settings, group.world_size, device, dtype, density)
-        if gathers:
-            group.at_once_bytes = 0
-        select, communicate = _timed(trial, group)
-        if faster_at_once and trial.message_bytes <= _MOST_AT_ONCE_BYTES:
-            group.at_once_bytes = trial.message_bytes
-            _, at_once = _timed(trial, group)
-            faster_at_once = at_once < communicate
-            if faster_at_once:
-                communicate, at_once_bytes = at_once, trial.message_bytes
-        sizes.append(size)
-        selects.append(max(select, _NO_TIME_SECONDS))
-        communicates.append(max(communicate, _NO_TIME_SECONDS))
-        if select + communicate > _LONG_SECONDS and len(sizes) >= _FEWEST_SIZES:
-            break
-    if gathers:
-        group.at_once_bytes = at_once_bytes
-    return Costs(name, tuple(sizes), tuple(selects), _sustained(sizes, communicates))
+    at_once = gathers and group.world_size > 2
+    try:
+        for size in _sizes(elements):
+            tensors = max(1, round(tensor_share * size))
+            trial = _Trial(name, size, tensors, settings, group.world_size, device, dtype, density)
+            at_once = at_once and trial.message_bytes <= _MOST_AT_ONCE_BYTES
+            if at_once:
+                select, communicate, at_once = _faster(trial, group)
+            else:
+                group.at_once_bytes = 0
+                select, communicate = _timed(trial, group)
+            if at_once:
+                at_once_bytes = trial.message_bytes
+            sizes.append(size)
+            selects.append(max(select, _NO_TIME_SECONDS))
+            communicates.append(max(communicate, _NO_TIME_SECONDS))
+            if select + communicate > _LONG_SECONDS and len(sizes) >= _FEWEST_SIZES:
+                break
+    finally:
+        group.at_once_bytes = before
+    return Costs(
+        name,
+        tuple(sizes),
+        tuple(selects),
+        _sustained(sizes, communicates),
+        at_once_bytes if gathers else None,
+    )
+
+
+def _faster(trial: "_Trial", group: Group) -> tuple[float, float, bool]:
+    """Seconds of selection and collective, and whether that went to all at once."""
+    select = ring = 0.0
+    for _ in range(_LOSSES):
+        group.at_once_bytes = 0
+        select, ring = _timed(trial, group)
+        group.at_once_bytes = trial.message_bytes
+        _, at_once = _timed(trial, group)
+        if at_once < ring:
+            return select, at_once, True
+    return select, ring, False
 
 
 def _sustained(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, ...]:
@@ -205,6 +231,9 @@ class _Trial:
         start = self._now()
         self._made.begin(self._grads)
         middle = self._now()
+        # Who has waited long in the first looks less often and leaves it late, which would count
+        # as time of the collective on all others; in the second nobody waits long.
+        group.barrier()
         group.barrier()
         begun = perf_counter()
         self._made.exchange(group)

@@ -102,6 +102,7 @@ class Planner:
             "stamps": self._stamps,
             "rounds": self._rounds,
             "density": self._density,
+            "at_once_bytes": self._group.at_once_bytes,
             "alternatives": self.alternatives,
             "refused": self.refused,
             "replans": self.replans,
@@ -111,13 +112,17 @@ class Planner:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Takes up what `state` gave. Costs are measured anew at the next look."""
+        """Takes up what `state` gave, the same on all ranks but for stamps.
+
+        Costs are measured anew at the next look. Until then messages go the way that was faster.
+        """
         self.plan = None if state["plan"] is None else Plan.from_json(state["plan"])
         self._backward, self._stamps = state["backward_seconds"], list(state["stamps"])
         self._rounds, self._density = state["rounds"], state["density"]
         self.alternatives, self.refused = dict(state["alternatives"]), state["refused"]
         self.replans, self.looks = state["replans"], state["looks"]
         self._costs, self._known = [], {}
+        self._group.at_once_bytes = state.get("at_once_bytes", self._group.at_once_bytes)
         self._times.clear()
         if self._drift is not None and state["drift"] is not None:
             self._drift.load(state["drift"])
@@ -181,6 +186,9 @@ class Planner:
                 density=now,
             )
         self._density, self._costs = known, self._known[known]
+        for costs in self._costs:
+            if costs.at_once_bytes is not None:
+                self._group.at_once_bytes = costs.at_once_bytes
 
     def _computed(self, aggregation: Aggregation) -> dict[str, Any]:
         """What rank 0 computes, on all ranks."""

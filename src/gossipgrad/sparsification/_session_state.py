@@ -94,6 +94,8 @@ def saved_at(session: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "asked": session.get("asked"),
         "plan": session["plan"],
+        # Ranks that differ in it would not meet in a collective.
+        "at_once_bytes": (session["planner"] or {}).get("at_once_bytes"),
         "rounds": session["counted"]["rounds"],
     }
 
