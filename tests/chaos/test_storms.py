@@ -6,7 +6,6 @@ A seed that fails is in the name of the test and repeats. More of them than `mak
 
 import os
 import re
-import threading
 from collections import Counter
 
 import pytest
@@ -15,11 +14,10 @@ import torch
 import gossipgrad as gg
 from gossipgrad.comm import Hub
 from support.deaths import QUICK
-from support.links import ours
+from support.links import ours, until_none_but
 from support.ranks import run_ranks
 from support.replicas import network
 from support.storm import STEPS, DeadError, StormyTransport, draw_storm
-from support.waiting import until
 
 MODES = ("overlap", "sync", "stale")
 SEEDS = range(int(os.environ.get("GOSSIPGRAD_STORMS", "16")))
@@ -98,7 +96,7 @@ def run(storm):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_storm_leaves_survivors_sound(seed, caplog):
-    threads = {*threading.enumerate()}
+    before = {*ours()}
     storm = draw_storm(seed, MODES)
     found = run(storm)
     survivors = [rank for rank in range(storm.world_size) if rank not in storm.dead]
@@ -109,7 +107,7 @@ def test_a_storm_leaves_survivors_sound(seed, caplog):
     if storm.topology != "dissemination":
         check_pairs(found, survivors, given_up(caplog), storm)
     check_mean(found, len(storm.dead) + len(given_up(caplog)), storm)
-    until(lambda: {*ours()} <= threads, 5.0)
+    until_none_but(before, 5.0)
 
 
 def check_counts(stats, spans, storm):

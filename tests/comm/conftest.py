@@ -2,9 +2,7 @@ import pytest
 import torch
 
 from gossipgrad.comm import Channel, FaultyTransport, Part
-from support.links import RUN, make_transports, ours
-from support.ranks import where
-from support.waiting import until
+from support.links import RUN, make_transports, ours, until_none_but
 from support.watches import Clock, make_watches
 
 
@@ -24,10 +22,7 @@ def transports(kind):
     yield make
     for transport in made:
         transport.close()
-    try:
-        until(lambda: set(ours()) <= before, 1.0)
-    except AssertionError:
-        pytest.fail("left behind: " + "".join(map(where, set(ours()) - before)))
+    until_none_but(before, 1.0)
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 
-from gossipgrad.comm import Channel, Hub, Outcome, Part
-from support.links import make_transports, ours
+from gossipgrad.comm import Channel, Hub, Lost, Outcome, Part
+from support.links import make_transports, ours, until_none_but
 from support.waiting import until
 
 D, L, V, X = Outcome.DELIVERED, Outcome.LATE, Outcome.VOID, Outcome.DEAD_PEER
@@ -130,7 +130,7 @@ def test_channels_that_nobody_closed_are_collected_without_waiting(name):
     del ends, pair, end
     gc.collect()
     assert time.perf_counter() - start < 2.0
-    until(lambda: set(ours()) <= before)
+    until_none_but(before)
 
 
 @pytest.mark.parametrize("kind", ["in-process"])
@@ -162,3 +162,20 @@ def test_rounds_that_are_refused_for_a_silent_peer_are_named_ever_more_rarely(ch
     for number in range(400):
         post(a, 1, round=number)
     assert 64 <= len(told) < 100
+
+
+def test_an_interrupted_close_leaves_no_thread_and_no_link(monkeypatch):
+    before = {*ours()}
+    ends = make_transports("in-process", 2)
+    a = Channel(ends[0], run=bytes(16), plan=[Part(torch.float32, 4)])
+    post(a, 1, ready=lambda: None)  # a thread sends it
+    assert {*ours()} > before
+
+    def interrupted(timeout_seconds):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(a, "poll", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        a.close()
+    until_none_but(before)
+    until(lambda: any(isinstance(event, Lost) for event in ends[1].receive(0.0)))

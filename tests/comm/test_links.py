@@ -25,7 +25,7 @@ from gossipgrad.comm import (
     _zeromq_listener,
 )
 from gossipgrad.errors import GossipError
-from support.links import RUN, make_transports, ours
+from support.links import RUN, make_transports, ours, until_none_but
 from support.ranks import run_ranks
 from support.waiting import until
 
@@ -262,17 +262,19 @@ def test_close_of_both_ends_is_quick_and_leaves_no_thread(name):
     for channel in channels:
         channel.close()
     assert time.perf_counter() - start < 4.0
-    until(lambda: set(ours()) <= before)
+    until_none_but(before)
 
 
 def test_a_gloo_link_nobody_answers_ends_with_its_transport():
+    before = {*ours()}
     ends = run_ranks(2, lambda rank, group: GlooTransport(group))
     ticket = ends[0].send(1, b"header", torch.zeros(8, dtype=torch.uint8))
     time.sleep(0.05)
     assert not ticket.done
     ends[0].close()
-    until(lambda: ticket.done and not ours())
+    until(lambda: ticket.done)
     ends[1].close()
+    until_none_but(before)
 
 
 def test_a_gloo_link_that_breaks_in_the_middle_of_a_message_lets_go(monkeypatch):
@@ -288,7 +290,7 @@ def test_a_gloo_link_that_breaks_in_the_middle_of_a_message_lets_go(monkeypatch)
         until(lambda ends=ends: any(isinstance(e, Lost) for e in ends[0].receive(0.0)))
         until(lambda tickets=tickets: all(ticket.done for ticket in tickets))
         ends[0].close()
-    until(lambda: set(ours()) <= before)
+    until_none_but(before)
     until(lambda: set(threading.enumerate()) <= before, 10.0)
 
 

@@ -6,10 +6,9 @@ import pytest
 
 import gossipgrad as gg
 from gossipgrad.comm import Membership
-from support.links import ours
+from support.links import ours, until_none_but
 from support.ranks import run_ranks
 from support.replicas import network, sgd, transport_by_name
-from support.waiting import until
 
 
 def test_a_session_that_fails_to_begin_leaves_no_thread_and_no_hook(monkeypatch):
@@ -29,7 +28,7 @@ def test_a_session_that_fails_to_begin_leaves_no_thread_and_no_hook(monkeypatch)
         return len(optimizer._optimizer_step_pre_hooks) + len(model._state_dict_pre_hooks)
 
     assert run_ranks(2, rank_main) == [0, 0]
-    until(lambda: set(ours()) <= before)
+    until_none_but(before)
 
 
 @pytest.mark.parametrize("given_up", [True, False])

@@ -71,25 +71,32 @@ class Tap:
         self.recorded: list[bytearray] = []
         self._listeners: list[socket.socket] = []
         self._open: list[socket.socket] = []
+        self._accepting: list[threading.Thread] = []
 
     def on(self, port: int) -> int:
         """A port that leads to another one."""
         listener = socket.create_server(("127.0.0.1", 0))
         self._listeners.append(listener)
-        threading.Thread(target=self._accept, args=(listener, port), daemon=True).start()
+        thread = threading.Thread(target=self._accept, args=(listener, port), daemon=True)
+        thread.start()
+        self._accepting.append(thread)
         return listener.getsockname()[1]
 
     def close(self) -> None:
-        for one in [*self._listeners, *self._open]:
-            with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-            one.close()
+        for listener in self._listeners:
+            _close(listener)
+        for thread in self._accepting:  # opens nothing more
+            thread.join(5.0)
+        for connection in self._open:
+            _close(connection)
 
     def _accept(self, listener: socket.socket, port: int) -> None:
         with contextlib.suppress(OSError):
             while True:
-                near, far = listener.accept()[0], dial(port)
-                self._open += [near, far]
+                near, _ = listener.accept()
+                self._open.append(near)
+                far = dial(port)
+                self._open.append(far)
                 far.settimeout(None)
                 said = bytearray()
                 self.recorded.append(said)
@@ -104,6 +111,12 @@ class Tap:
                 target.sendall(data)
         with contextlib.suppress(OSError):
             target.shutdown(socket.SHUT_RDWR)
+
+
+def _close(one: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        one.shutdown(socket.SHUT_RDWR)
+    one.close()
 
 
 def garbage(connection: socket.socket, rng: random.Random, tap: Tap) -> None:

@@ -1,11 +1,15 @@
 """Transports of all kinds between ranks of one process."""
 
 import threading
+from collections.abc import Set
+
+import pytest
 
 from gossipgrad.comm import GlooTransport, Hub, Transport, ZeroMQTransport
-from support.ranks import run_ranks
+from support.ranks import run_ranks, where
+from support.waiting import until
 
-__all__ = ["RUN", "make_transports", "ours"]
+__all__ = ["RUN", "make_transports", "ours", "until_none_but"]
 
 RUN = bytes(range(16))
 
@@ -31,3 +35,11 @@ def ours() -> list[threading.Thread]:
         for t in threading.enumerate()
         if t.name.startswith("gossipgrad") and not t.name.endswith("(let go)")
     ]
+
+
+def until_none_but(before: Set[threading.Thread], timeout_seconds: float = 3.0) -> None:
+    """Returns when no thread of gossipgrad runs but these; says where others stand if some do."""
+    try:
+        until(lambda: {*ours()} <= before, timeout_seconds)
+    except AssertionError:
+        pytest.fail("left behind: " + "".join(map(where, {*ours()} - before)))

@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial
 
 from torch import Tensor
@@ -256,16 +257,12 @@ class Channel(BetweenRounds):
             for ledger in self._ledgers.values():
                 ledger.cancel_all()
         deadline = time.perf_counter() + linger_seconds
-        self.poll(0.0)
-        while not self._outbox.empty and time.perf_counter() < deadline:
-            self.poll(0.005)
-        self._outbox.drain(max(0.0, deadline - time.perf_counter()))
-        try:
-            with self._lock:
-                self._announce(Kind.LEAVE, self._outbox.linked)
-        finally:
-            if self._turn.end():
-                self._transport.close(min(_LEAVE_SECONDS, linger_seconds))
+        with ExitStack() as at_last:  # the first comes last; all come, even in an interrupt
+            at_last.callback(self._end, min(_LEAVE_SECONDS, linger_seconds))
+            at_last.callback(lambda: self._outbox.drain(max(0.0, deadline - time.perf_counter())))
+            self.poll(0.0)
+            while not self._outbox.empty and time.perf_counter() < deadline:
+                self.poll(0.005)
 
     def hand_over(self) -> Transport:
         """Ends without a word, as on all ranks; its links are free for a channel of another run."""
@@ -273,6 +270,15 @@ class Channel(BetweenRounds):
         self._outbox.linked.clear()
         self.close(0.0)
         return WithoutRun(transport, self._run)
+
+    def _end(self, leave_seconds: float) -> None:
+        """Says LEAVE and closes the transport."""
+        try:
+            with self._lock:
+                self._announce(Kind.LEAVE, self._outbox.linked)
+        finally:
+            if self._turn.end():
+                self._transport.close(leave_seconds)
 
     def _catch_up(self, peer: int) -> None:
         if (at := self._ledgers[peer].catch_up(self.generation)) is not None:
