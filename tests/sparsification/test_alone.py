@@ -9,7 +9,7 @@ from support.replicas import network
 from support.sparse import backward_of, start, states_after
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def dealt():
     """The state of two ranks after three steps, for one."""
     (state,) = deal_states(states_after(3), 1)
@@ -60,6 +60,27 @@ def test_what_was_carried_over_is_in_the_first_gradients_and_no_others(dealt):
                 torch.testing.assert_close(found[name], p.grad + due)
             optimizer.step()
             assert not session.state_dict()["session"]["residuals"]
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_passes_that_add_up_have_what_was_carried_over_once(dealt, create_graph):
+    model, optimizer, session = start(None)
+    with session:
+        session.load_state_dict(dealt)
+        for due in (1, 0):
+            for _ in range(2):
+                sum(p.sum() for p in model.parameters()).backward(create_graph=create_graph)
+            for name, p in model.named_parameters():
+                residual = dealt["session"]["residuals"][name]
+                torch.testing.assert_close(p.grad.detach(), 2 + due * residual)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_momentum_that_one_rank_does_not_correct_is_warned_of():
+    with pytest.warns(UserWarning, match=r"momentum_correction=0.9 does nothing with one rank"):
+        start(None, momentum_correction=0.9)[2].close()
 
 
 def test_what_was_carried_over_outlives_a_step_that_the_scaler_leaves_out(dealt):

@@ -48,6 +48,7 @@ def test_saved_groups_come_back_where_the_same_plan_is_asked_for(settings, metho
         with session:
             session.load_state_dict(states[rank])
             assert {of.method for of in session.stats().groups} == {method}
+            assert session.stats().residual_ratio is None
             for step in range(9, 24):
                 backward_of(model, rank, step)
                 optimizer.step()

@@ -86,13 +86,16 @@ class Alone:
             due.handle.remove()
         self._due = {}
 
-    @torch.no_grad()
     def _pay(self, parameter: Tensor) -> None:
         due, grad = self._due[id(parameter)], parameter.grad
-        if grad is not None and grad is not due.paid_into:
+        assert grad is not None
+        # With create_graph, which has autograd on here, passes add up in new tensors.
+        adds_up = due.paid_into is not None and torch.is_grad_enabled()
+        if grad is not due.paid_into and not adds_up:
             factor = scale_of(self._scaler) / self.counts["scale"]
-            grad.add_((due.residual * factor).to(grad))
-            due.paid_into = grad
+            with torch.no_grad():
+                grad.add_((due.residual * factor).to(grad))
+        due.paid_into = grad
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         if self._stepped_in[id(optimizer)] == self.counts["rounds"]:

@@ -1,5 +1,6 @@
 """The door: where `None` and strings become settings, and a session begins."""
 
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -86,7 +87,8 @@ def sparsify(
         value_dtype: What values of sparse messages travel as, such as `torch.bfloat16`; what
             rounding takes away is carried over. None: float32, float64 for such gradients.
         momentum_correction: Momentum of Deep Gradient Compression, applied before selection, such
-            as 0.9; that of the optimizer must be 0 then.
+            as 0.9; that of the optimizer must be 0 then. One rank alone corrects nothing, and a
+            warning says so.
         scaler: The `torch.amp.GradScaler` that scales the loss, if one does: what is carried over
             is kept in its units. The last pass of each step has to be outside `no_sync()` then.
         process_group: Whose ranks take part; by default all. Nothing is sent on it. A `gg.Group`
@@ -139,6 +141,12 @@ def sparsify(
             value_dtype=value_dtype,
             momentum_correction=None if momentum_correction is None else float(momentum_correction),
         )
+        if momentum_correction and group.world_size == 1:
+            warnings.warn(
+                f"momentum_correction={momentum_correction} does nothing with one rank: the "
+                "optimizer steps without momentum. Give it one, and leave momentum_correction out",
+                stacklevel=2,
+            )
         return SparseSession(
             model, optimizers, settings, group=group, scaler=scaler, recorder=recorder
         )

@@ -56,8 +56,9 @@ class SparseStats:
         starved_after: Rounds after which a tensor counts as starved: thrice those in which each
             coordinate would be chosen once at this density, 100 at least.
         longest_wait_rounds: Rounds since a coordinate of that tensor was sent that waits longest.
-        residual_ratio: Norm of what is carried over by that of the last mean gradient; None before
-            the first round. Grows without bound where training diverges.
+        residual_ratio: Norm of what is carried over by that of the last mean gradient; None where
+            there is none yet, with these groups, and where it is 0. Grows without bound where
+            training diverges.
         extra_memory_bytes: Held beside the model and its gradients.
         groups: Of the present plan, in the order of backward.
         predicted_seconds: From the first gradient until all groups have come, by the plan; None
@@ -166,13 +167,13 @@ def collect_alone(counts: Mapping[str, Any]) -> SparseStats:
 
 
 def _ratio(aggregation: Aggregation) -> float | None:
-    if not aggregation.rounds or aggregation.passes.began:
+    if aggregation.passes.began:
         return None
     carried = math.hypot(
         *(float(made.residual.norm()) for made in aggregation.groups if made.residual is not None)
     )
     mean = math.hypot(*(float(made.total.norm()) for made in aggregation.groups))
-    return carried / mean if mean else math.inf
+    return carried / mean if mean else None
 
 
 _ALONE = SparseStats(
