@@ -1,6 +1,6 @@
 """Ranks that die, leave, raise or disagree: nobody hangs, and nothing trained is lost."""
 
-import time
+import threading
 
 import pytest
 import torch
@@ -36,10 +36,9 @@ def test_a_rank_that_is_gone_breaks_the_step_of_the_others_and_nothing_else(mome
             optimizer.step()
         assert all(torch.equal(p, w) for p, w in zip(model.parameters(), weights, strict=True))
         after = session.state_dict()["session"]
-        assert after["residuals"].keys() == state["residuals"].keys()
+        assert len(after["velocities"]) == (0 if momentum is None else 4)
         for kind in ("residuals", "velocities"):
-            for name, carried in after[kind].items():
-                torch.testing.assert_close(carried, state[kind][name], rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(after[kind], state[kind], rtol=1e-4, atol=1e-6)
         session.close()
         backward_of(model, rank, 3)
         assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), own, strict=True))
@@ -48,13 +47,14 @@ def test_a_rank_that_is_gone_breaks_the_step_of_the_others_and_nothing_else(mome
 
 
 def test_an_exception_inside_backward_is_told_to_the_others_at_once():
+    told = threading.Event()
+
     def rank_main(rank, group):
         model, optimizer, session = start(group)
         with session:
             backward_of(model, rank, 0)
             optimizer.step()
             kept = session.state_dict()["session"]["residuals"]
-            began = time.monotonic()
             if rank == 0:
 
                 def fail(grad):
@@ -65,12 +65,13 @@ def test_an_exception_inside_backward_is_told_to_the_others_at_once():
                     backward_of(model, rank, 1)
                 handle.remove()
             else:
-                with pytest.raises(gg.GossipError):
+                with pytest.raises(gg.GossipError, match="the collective did not come about"):
                     backward_of(model, rank, 1)
-            assert time.monotonic() - began < 20
+                told.set()
             torch.testing.assert_close(session.state_dict()["session"]["residuals"], kept)
             with pytest.raises(gg.GossipError, match="not aggregated any more"):
                 backward_of(model, rank, 2)
+            assert told.wait(20)  # leaving would tell it, too
 
     run_ranks(2, rank_main)
 
@@ -154,6 +155,8 @@ def test_sparse_gradients_are_refused_with_the_way_out():
 
 
 def test_a_step_whose_round_is_refused_ends_the_session_on_all_ranks():
+    told = threading.Event()
+
     def rank_main(rank, group):
         model = nn.Embedding(5, 3, sparse=rank == 0)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -162,10 +165,14 @@ def test_a_step_whose_round_is_refused_ends_the_session_on_all_ranks():
         ) as session:
             with session.no_sync():
                 model(torch.tensor([1, 2])).sum().backward()
-            with pytest.raises(gg.GossipError, match="sparse=False" if rank == 0 else "rank"):
+            message = "the collective did not come about" if rank else "sparse=False"
+            with pytest.raises(gg.GossipError, match=message):
                 optimizer.step()
+            if rank:
+                told.set()
             with pytest.raises(gg.GossipError, match="not aggregated any more"):
                 optimizer.step()
+            assert told.wait(20)  # leaving would tell it, too
 
     run_ranks(2, rank_main)
 
@@ -185,11 +192,12 @@ def test_states_are_dealt_to_another_number_of_ranks_with_the_mean_they_carry():
             return session.state_dict()["session"]["residuals"]
 
     carried = run_ranks(3, second)
-    for name, value in carried[0].items():
+    names = states[0]["session"]["residuals"]
+    assert names
+    for name in names:
         old = torch.stack([states[r]["session"]["residuals"][name] for r in range(4)]).mean(0)
         new = torch.stack([each[name] for each in carried]).mean(0)
         torch.testing.assert_close(new, old)
-        assert value.shape == old.shape
     with pytest.raises(ValueError, match="states of the ranks"):
         deal_states([states[1], states[0]], 3)
 

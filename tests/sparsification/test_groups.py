@@ -55,6 +55,24 @@ def test_what_is_carried_over_outlives_a_dense_round_that_is_not_finite(cuts):
     run_ranks(2, rank_main)
 
 
+def test_velocities_go_with_their_tensors_to_other_groups():
+    def run(*, regroups):
+        def rank_main(rank, group):
+            model, optimizer, session = start(group, momentum_correction=0.9)
+            with session:
+                for step in range(6):
+                    if regroups and step == 3:
+                        session._aggregation.regroup(session._aggregation.merges)
+                    backward_of(model, rank, step)
+                    optimizer.step()
+                session.group.barrier()
+            return [p.detach() for p in model.parameters()]
+
+        return run_ranks(2, rank_main)
+
+    assert same_weights(run(regroups=True) + run(regroups=False))
+
+
 def test_momentum_is_corrected_where_narrow_gradients_add_up_to_more_than_their_type_holds():
     def rank_main(rank, group):
         model = nn.Module()

@@ -5,10 +5,9 @@ import torch
 
 import gossipgrad as gg
 from gossipgrad.sparsification import _planner, deal_states
-from gossipgrad.sparsification._costs import Costs
 from support.ranks import run_ranks
 from support.replicas import network
-from support.sparse import backward_of, start, states_after
+from support.sparse import backward_of, costs_that_say, start, states_after
 
 
 def test_states_of_different_steps_do_not_belong_together():
@@ -32,12 +31,7 @@ def test_states_of_different_steps_do_not_belong_together():
     [({}, "dense"), ({"methods": ("sparse",)}, "sparse"), ({"plan": "single"}, "sparse")],
 )
 def test_saved_groups_come_back_where_the_same_plan_is_asked_for(settings, method, monkeypatch):
-    seconds = {"sparse": 1.0, "dense": 1e-3}
-
-    def measured(settings, *_, **__):
-        return [Costs(n, (1, 1000), (1e-9, 1e-9), (1e-9, seconds[n])) for n in settings.methods]
-
-    monkeypatch.setattr(_planner, "measure_costs", measured)
+    monkeypatch.setattr(_planner, "measure_costs", costs_that_say(sparse=1.0, dense=1e-3))
     states = states_after(9, plan="optimal")
     assert {made[2] for made in states[0]["session"]["plan"]["groups"]} == {"dense"}
 
@@ -106,11 +100,8 @@ def test_a_state_is_refused_where_what_is_trained_has_changed_since_the_start(fr
 
 def test_a_plan_measured_by_another_number_of_ranks_is_not_kept(monkeypatch):
     def measured(settings, group, *_, **__):
-        fast = "sparse" if group.world_size == 2 else "dense"
-        return [
-            Costs(n, (1, 1000), (1e-9, 1e-9), (1e-9, 1e-3 if n == fast else 1.0))
-            for n in settings.methods
-        ]
+        slow = "dense" if group.world_size == 2 else "sparse"
+        return costs_that_say(**{"sparse": 1e-3, "dense": 1e-3, slow: 1.0})(settings)
 
     monkeypatch.setattr(_planner, "measure_costs", measured)
     states = states_after(9, plan="optimal")

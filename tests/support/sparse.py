@@ -8,11 +8,20 @@ from torch import nn
 
 import gossipgrad as gg
 from gossipgrad.comm import Group
+from gossipgrad.sparsification._costs import Costs
 from gossipgrad.sparsification._reference import Reference
 from support.ranks import run_ranks
 from support.replicas import network, sgd
 
-__all__ = ["backward_of", "same_weights", "start", "states_after", "train", "train_reference"]
+__all__ = [
+    "backward_of",
+    "costs_that_say",
+    "same_weights",
+    "start",
+    "states_after",
+    "train",
+    "train_reference",
+]
 
 
 def backward_of(model: nn.Module, rank: int, step: int, count: int = 5) -> None:
@@ -61,6 +70,17 @@ def states_after(
 def same_weights(told: Sequence[Sequence[torch.Tensor]]) -> bool:
     """Whether all ranks hold the same, to the bit."""
     return all(torch.equal(a, b) for other in told[1:] for a, b in zip(told[0], other, strict=True))
+
+
+def costs_that_say(**seconds: float) -> Callable[..., list[Costs]]:
+    """Curves that grow from nothing to what is said for 1,000 elements, by method."""
+
+    def measured(settings, *_, **__):
+        return [
+            Costs(name, (1, 1000), (1e-9, 1e-9), (1e-9, seconds[name])) for name in settings.methods
+        ]
+
+    return measured
 
 
 def train(

@@ -99,7 +99,7 @@ class Planner:
         return {
             "plan": None if self.plan is None else self.plan.to_json(),
             "backward_seconds": self._backward,
-            "stamps": self._stamps,
+            "stamps": list(self._stamps),  # of which more come
             "rounds": self._rounds,
             "density": self._density,
             "at_once_bytes": self._group.at_once_bytes,
