@@ -1,6 +1,5 @@
 """The page of plans says what was found, and its brute force knows better than no plan."""
 
-import random
 import sys
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import pytest
 
 from benchmarks import plans
 from benchmarks._plans_page import fill_page
-from gossipgrad.planning import Method, plan
+from gossipgrad.planning import Method
 
 PAGE = Path(__file__).parents[2] / "docs" / "plan.md"
 
@@ -28,7 +27,6 @@ def test_brute_force_finds_the_counter_example():
     )
     step = [1.0, 3.0, 3.0], [10, 1, 1]
     assert plans.least(step, [method]) == pytest.approx(16.0)
-    assert plan(*step, [method]).finish_seconds == pytest.approx(16.0)
 
 
 def test_few_random_cases():
@@ -36,7 +34,9 @@ def test_few_random_cases():
     assert found["one_method"]["largest_difference"] < plans.MISSED
     assert found["three_methods"]["largest_difference"] < plans.MISSED
     for figures in found["rules"].values():
-        assert 1 - plans.MISSED < figures["mean_ratio"] <= figures["worst_ratio"]
+        assert figures["mean_ratio"] > 1 - plans.MISSED
+        assert 0 < figures["missed_share"] <= 1
+    assert found["rules"]["single"]["missed_share"] < 1
 
 
 @pytest.mark.parametrize(
@@ -69,8 +69,3 @@ def test_what_is_over_the_limits_is_told_and_fails(change, said, tmp_path, monke
     assert len(told) == len(said)
     for line, part in zip(told, said, strict=True):
         assert part in line
-
-
-def test_cases_are_drawn_the_same_again():
-    one, other = (plans.drawn(random.Random(3), 5, 2) for _ in range(2))
-    assert one == other

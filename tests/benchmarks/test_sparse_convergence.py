@@ -59,7 +59,7 @@ def test_a_warm_up_falls_to_the_density_and_not_below():
     assert found == [0.25, 0.0625, 0.015625, 0.01, 0.01, 0.01]
 
 
-def test_differences_are_paired_by_seed(tmp_path):
+def test_differences_are_paired_by_seed():
     cell = sparse_convergence.Cell
     dense, sparse = sparse_convergence.Method(), sparse_convergence.Method(0.01)
     found = [
