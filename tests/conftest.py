@@ -3,6 +3,7 @@
 import gc
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -11,6 +12,8 @@ import torch
 from beartype import BeartypeConf
 from beartype.claw import beartype_packages
 from jaxtyping import install_import_hook
+
+from support.unchecked import types_unchecked
 
 SOURCES = Path(__file__).parents[1] / "src"
 HOT = ("comm", "decentralized", "sparsification")
@@ -47,6 +50,13 @@ torch.set_num_threads(1)
 # Whoever connects to a TCPStore is asked for its name, for five seconds where no resolver answers.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 os.environ.setdefault("GOSSIPGRAD_DATA", str(Path(__file__).parents[2] / "shared" / "data"))
+
+
+@pytest.fixture
+def unchecked_types() -> Iterator[None]:
+    """For what is refused in words, where nothing checks types, and for what checks misread."""
+    with types_unchecked():
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -2,11 +2,9 @@
 
 import json
 import re
-from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
-import jaxtyping
 import pytest
 import torch
 
@@ -19,6 +17,7 @@ from gossipgrad.cli._plan_report import compare
 from gossipgrad.compression import SparseFormat
 from gossipgrad.planning import AffineCost, PiecewiseCost, Plan, Profile
 from gossipgrad.simulate import Network
+from support.unchecked import types_unchecked
 
 SMALL = Profile(
     name="small",
@@ -42,16 +41,6 @@ def profile(tmp_path):
 
 def run(profile, *options):
     return cli.main(["plan", "--profile", profile, "--workers", "4", *options])
-
-
-@contextmanager
-def jaxtyping_off():
-    """As users have it: what types cannot be is refused in words."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    try:
-        yield
-    finally:
-        jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def found(capsys, profile, *options):
@@ -250,12 +239,12 @@ def test_names_that_are_none_are_refused(tmp_path, capsys):
     ):
         rows = zip(names, SMALL.elements, SMALL.backward_seconds, strict=True)
         path.write_text(json.dumps(SMALL.to_json() | {"parameters": list(map(list, rows))}))
-        with jaxtyping_off():
+        with types_unchecked():
             assert run(str(path)) == 2
         assert message in capsys.readouterr().err
 
 
-def test_narrow_gradients_are_not_rounded_again(profile, capsys, tmp_path):
+def test_narrow_gradients_are_not_rounded_again(capsys, tmp_path):
     narrow = tmp_path / "narrow.json"
     narrow.write_text(json.dumps(SMALL.to_json() | {"element_bytes": 2}))
     told = found(capsys, str(narrow))
@@ -264,7 +253,7 @@ def test_narrow_gradients_are_not_rounded_again(profile, capsys, tmp_path):
     assert "have 2 bytes an element already" in capsys.readouterr().err
 
 
-def test_lanes_have_the_whole_time(profile):
+def test_lanes_have_the_whole_time():
     options = PlanOptions(world_size=4)
     methods = all_methods(options, SMALL, network_of(options)[1])
     lanes = text_lanes(compare(SMALL, methods, ["sparse", "dense"]), 60)

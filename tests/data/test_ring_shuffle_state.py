@@ -2,7 +2,6 @@
 
 import threading
 
-import jaxtyping
 import numpy as np
 import pytest
 import torch
@@ -60,14 +59,6 @@ def test_after_a_settlement_the_state_can_be_had_without_what_a_leaver_took():
             return int(state["held"].sum()) + len(state["unplaced"][0])
 
     assert run_ranks(3, main) == [8, 12, 0]  # rank 2 left with the four rows of the first step
-
-
-@pytest.fixture
-def unchecked_types():
-    """Users have no type checks: values that annotations forbid come through."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.mark.usefixtures("unchecked_types")

@@ -1,7 +1,6 @@
 import json
 from itertools import chain
 
-import jaxtyping
 import numpy as np
 import pytest
 import torch
@@ -224,14 +223,6 @@ def test_refuses_a_state_that_means_nothing_here_and_stays_as_it_was(change, mes
 def test_refuses_what_cannot_be(make, message):
     with pytest.raises(ValueError, match=message):
         make()
-
-
-@pytest.fixture
-def unchecked_types():
-    """Users have no type checks: values that annotations forbid come through."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.mark.usefixtures("unchecked_types")

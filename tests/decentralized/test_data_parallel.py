@@ -3,7 +3,6 @@ import inspect
 import io
 import pickle
 
-import jaxtyping
 import pytest
 import torch
 from torch import nn
@@ -219,14 +218,6 @@ def test_after_close_it_is_the_plain_module():
     model.attach(optimizer).close()
     loss_of(model).backward()
     optimizer.step()
-
-
-@pytest.fixture
-def unchecked_types():
-    """Type checks of the import hook misread what torch.compile traces."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.mark.usefixtures("unchecked_types")

@@ -1,6 +1,5 @@
 """Wrong settings, unequal ranks: one clear error, before anything is sent."""
 
-import jaxtyping
 import numpy as np
 import pytest
 import torch
@@ -44,14 +43,6 @@ def test_wrong_settings(settings, message):
     model = network()
     with pytest.raises(ValueError, match=message):
         gg.gossip(model, sgd(list(model.parameters())), **settings)
-
-
-@pytest.fixture
-def unchecked_types():
-    """Users have no type checks: values that annotations forbid come through."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.mark.usefixtures("unchecked_types")

@@ -181,17 +181,6 @@ def test_costs_mean_what_they_give_for_one_size(cost):
     assert found.finish_seconds == pytest.approx(least_of_all(backward, sizes, methods))
 
 
-def test_hard_cases_stay_within_the_tolerance():
-    """Two currencies that can be exchanged for each other at one rate: many plans are as good."""
-    draw = random.Random(0)
-    sizes = [draw.randint(1, 1000) for _ in range(40)]
-    methods = [affine("a", (0.1, 0.01), (1.0, 0.02)), affine("b", (0.2, 0.02), (1.0, 0.01))]
-    backward = [draw.uniform(0, 5) for _ in sizes]
-    found = plan(backward, sizes, methods)
-    assert found.gap <= 1e-4 * (1 + 1e-9)
-    assert found == plan(backward, sizes, methods)
-
-
 def test_nothing_takes_any_time():
     free = Method(name="free", select_seconds=lambda n: 0, communicate_seconds=lambda n: 0)
     found = plan([0, 0], [1, 1], [free])
@@ -290,24 +279,6 @@ def test_names_that_are_none(names, message):
 def test_a_plan_without_a_bound_has_a_gap_without_one():
     group = Group(0, 1, "a")
     assert Plan(groups=(group,), finish_seconds=1.0, lower_bound_seconds=0.0).gap == math.inf
-
-
-@pytest.mark.parametrize(
-    ("backward", "sizes", "message"),
-    [
-        ([], [], "0 times and 0 sizes: give one of each a tensor"),
-        ([1], [1, 2], "1 times and 2 sizes: give one of each a tensor"),
-        ([1, -1], [1, 1], "backward of tensor 1 takes -1 seconds: give a time"),
-        ([math.nan], [1], "backward of tensor 0 takes nan seconds"),
-        ([math.inf], [1], "backward of tensor 0 takes inf seconds"),
-        ([1, 1], [1, 0], "tensor 1 has 0 elements: leave out"),
-    ],
-)
-def test_steps_that_are_none(backward, sizes, message):
-    method = affine("dense", (0.0, 0.0), (1.0, 0.0))
-    for rule in (lambda *step: plan(*step[:2], [step[2]]), *RULES):
-        with pytest.raises(ValueError, match=message):
-            rule(backward, sizes, method)
 
 
 @pytest.mark.parametrize("given", [-1.0, math.nan, math.inf, "soon", None])

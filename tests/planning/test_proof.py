@@ -122,6 +122,7 @@ def test_a_cost_that_is_another_each_time_is_refused():
 
 
 def test_too_much_work_is_given_up_with_an_honest_gap(monkeypatch):
+    """Two currencies that can be exchanged for each other at one rate: many plans are as good."""
     draw = random.Random(0)
     backward = [draw.uniform(0, 5) for _ in range(40)]
     sizes = [draw.randint(1, 1000) for _ in backward]
@@ -130,8 +131,9 @@ def test_too_much_work_is_given_up_with_an_honest_gap(monkeypatch):
         Method("b", AffineCost(0.2, 0.02), AffineCost(1.0, 0.01)),
     ]
     best = plan(backward, sizes, methods)
+    assert plan(backward, sizes, methods) == best
     gaps = []
-    for enough in (10, 3_000, 30_000, 200_000_000):
+    for enough in (10, 3_000, 30_000):
         monkeypatch.setattr(optimal, "_ENOUGH", enough)
         found = plan(backward, sizes, methods)
         gaps.append(found.gap)
@@ -140,6 +142,7 @@ def test_too_much_work_is_given_up_with_an_honest_gap(monkeypatch):
         assert found.finish_seconds >= best.lower_bound_seconds * (1 - 1e-12)
         for rule, method in itertools.product(RULES, methods):
             assert found.finish_seconds <= rule(backward, sizes, method).finish_seconds
+    gaps.append(best.gap)
     assert gaps == sorted(gaps, reverse=True)
     assert gaps[0] > 1e-2
     assert gaps[-1] <= 1e-4 * (1 + 1e-9)

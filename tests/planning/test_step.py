@@ -2,7 +2,6 @@
 
 import math
 
-import jaxtyping
 import numpy as np
 import pytest
 
@@ -17,6 +16,7 @@ from gossipgrad.planning import (
     wfbp,
 )
 
+pytestmark = pytest.mark.usefixtures("unchecked_types")
 DENSE = Method("dense", AffineCost(0.0, 0.0), AffineCost(1.0, 1e-9))
 RULES = (
     *(single, wfbp, mg_wfbp, omgs_greedy),
@@ -26,19 +26,12 @@ RULES = (
 )
 
 
-@pytest.fixture(autouse=True)
-def _as_users_have_it():
-    """What types cannot be is refused in words, where nothing checks types."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
-
-
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(
     ("backward", "sizes", "message"),
     [
         ([], [], "0 times and 0 sizes: give one of each a tensor"),
+        ([1], [1, 2], "1 times and 2 sizes: give one of each a tensor"),
         ([1], [math.inf], "tensor 0 has inf elements: give a whole number, 1 or more"),
         ([1], [math.nan], "tensor 0 has nan elements: give a whole number, 1 or more"),
         ([1], [1.5], r"tensor 0 has 1\.5 elements: give a whole number, 1 or more"),
@@ -46,6 +39,9 @@ def _as_users_have_it():
         ([1], ["1"], "tensor 0 has '1' elements: give a whole number, 1 or more"),
         ([1, 1], [1, 0], "tensor 1 has 0 elements: leave out tensors without any"),
         ([1, 1], [1 << 62, 1 << 62], r"the tensors up to 1 have 9223372036854775808 elements: all"),
+        ([1, -1], [1, 1], "backward of tensor 1 takes -1 seconds: give a time"),
+        ([math.nan], [1], "backward of tensor 0 takes nan seconds: give a time"),
+        ([math.inf], [1], "backward of tensor 0 takes inf seconds: give a time"),
         ([None], [1], "backward of tensor 0 takes None seconds: give a time"),
         (["1"], [1], "backward of tensor 0 takes '1' seconds: give a time"),
         ([1, 10**400], [1, 1], "backward of tensor 1 takes 1000"),
@@ -69,11 +65,16 @@ def test_as_many_elements_as_fit():
     assert plan([1, 1], [1 << 62, (1 << 62) - 1], [DENSE]).gap == 0
 
 
-@pytest.mark.parametrize("given", [math.nan, math.inf, 0, "25 MiB", None])
-@pytest.mark.parametrize("what", ["size_bytes", "first_size_bytes", "element_bytes"])
+@pytest.mark.parametrize(
+    ("what", "given"),
+    [
+        (what, given)
+        for what in ("size_bytes", "first_size_bytes", "element_bytes")
+        for given in (math.nan, math.inf, 0, "25 MiB", None)
+        if (what, given) != ("first_size_bytes", None)
+    ],
+)
 def test_thresholds_that_are_none(what, given):
-    if (what, given) == ("first_size_bytes", None):
-        return
     with pytest.raises(ValueError, match=f"{what} is {given!r}: it must be 1 or more"):
         threshold([1] * 3, [1] * 3, DENSE, **({"size_bytes": 8} | {what: given}))
 

@@ -3,7 +3,6 @@ import json
 import typing
 from pathlib import Path
 
-import jaxtyping
 import numpy as np
 import pytest
 
@@ -110,14 +109,6 @@ def test_refuses_a_broken_file_and_names_it(tmp_path, content, message):
     path.write_text(content)
     with pytest.raises(ValueError, match=rf"config\.json.*{message}"):
         TrainConfig.from_file(path)
-
-
-@pytest.fixture
-def unchecked_types():
-    """Users have no type checks: values that annotations forbid come through."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.mark.usefixtures("unchecked_types")
