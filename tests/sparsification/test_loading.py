@@ -69,15 +69,6 @@ def test_a_state_of_other_trained_parameters_changes_nothing():
     run_ranks(2, rank_main)
 
 
-def test_states_of_many_ranks_are_loaded_by_one():
-    (dealt,) = deal_states(states_after(3), 1)
-    model, _, session = start(None, model=network(1))
-    with session:
-        session.load_state_dict(dealt)
-        for p, weight in zip(model.parameters(), dealt["model"].values(), strict=True):
-            assert torch.equal(p, weight)
-
-
 @pytest.mark.parametrize("freezing", [{1}, {0, 1}])
 def test_a_state_is_refused_where_what_is_trained_has_changed_since_the_start(freezing):
     """Also one of what is trained now; where one rank alone has frozen something, on all."""
