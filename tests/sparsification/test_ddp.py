@@ -1,5 +1,6 @@
 """The hook for DistributedDataParallel: what it sends, and what its buckets may do to it."""
 
+import threading
 from itertools import pairwise
 
 import pytest
@@ -145,6 +146,37 @@ def test_courses_and_rounds_that_differ_end_the_step_before_anything_is_sent():
             assert state.state_dict()["rounds"] == 50
             group.barrier()
 
+    run_ranks(2, rank_main)
+
+
+def test_a_density_that_is_none_on_one_rank_ends_the_start_of_all():
+    def rank_main(rank, group):
+        with pytest.raises((ValueError, gg.GossipError), match=("density is 2", "rank")[1 - rank]):
+            CommHook(network(), process_group=group, density=0.1 + 1.9 * rank)
+
+    run_ranks(2, rank_main)
+
+
+def test_a_state_that_some_ranks_have_loaded_ends_the_step_of_those_who_have_not():
+    def rank_main(rank, group):
+        model = network()
+        group.unless = lambda: gone.is_set() and fail()
+        with CommHook(model, process_group=group, density=0.1) as state:
+            backward_of(model, rank, 0)
+            step(model, state, [2])
+            if rank:
+                state.load_state_dict(state.state_dict())
+            else:
+                loaded.wait()
+            loaded.set()
+            with pytest.raises(gg.GossipError, match="the others are gone" if rank else "has died"):
+                step(model, state, [2])
+            gone.set()
+
+    def fail():
+        raise gg.GossipError("the others are gone")
+
+    loaded, gone = threading.Event(), threading.Event()
     run_ranks(2, rank_main)
 
 

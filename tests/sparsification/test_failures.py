@@ -102,19 +102,72 @@ def test_ranks_that_differ_are_told_what_in():
 
     run_ranks(2, settings)
 
-    def courses(rank, group):
+
+@pytest.mark.parametrize(
+    ("late", "message"),
+    [
+        (lambda: 0.25, r"in round 102 is 0\.25 on rank 1, but 0\.5 on rank 0"),
+        (lambda: 1 / 0, r"failed on rank 1, asked about rounds 100 to 199: ZeroDivisionError"),
+        (lambda: 2, r"failed on rank 1, .*: ValueError: density at step 102 is 2: it is the share"),
+    ],
+    ids=["another", "raises", "none"],
+)
+def test_a_course_of_the_density_that_goes_wrong_on_one_rank_is_told_on_all(late, message):
+    def rank_main(rank, group):
         def density(step):
-            return 0.5 if step < 102 or rank == 0 else 0.25
+            return 0.5 if step < 102 or rank == 0 else late()
 
         model, optimizer, session = start(group, "single", density=density)
         with session:
             for _ in range(100):
                 optimizer.step()
             for _ in range(2):
-                with pytest.raises(gg.GossipError, match=r"in round 102 is 0\.25 on rank 1"):
+                with pytest.raises(gg.GossipError, match=message):
                     backward_of(model, rank, 2)
+            group.barrier()
 
-    run_ranks(2, courses)
+    run_ranks(2, rank_main)
+
+
+def freeze(model, session):
+    model[0].requires_grad_(False)
+
+
+def leave(model, session):
+    session.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "error"), [(freeze, gg.AgreementError), (leave, gg.GossipError)]
+)
+def test_replicas_that_cannot_be_made_equal_do_not_train_on_alone(change, error):
+    def rank_main(rank, group):
+        model, optimizer, session = start(group)
+        backward_of(model, rank, 0)
+        optimizer.step()
+        if rank:
+            change(model, session)
+        weights = copies(model)
+        with pytest.raises(error):
+            session.broadcast_()
+        if rank and change is leave:
+            return
+        residuals = session.state_dict()["session"]["residuals"]
+        assert residuals.keys() == {name for name, _ in model.named_parameters()}
+        for use in (
+            lambda: backward_of(model, rank, 1),
+            optimizer.step,
+            session.broadcast_,
+            session.consensus().__enter__,
+        ):
+            with pytest.raises(gg.GossipError, match=r"the session is over.* Close it"):
+                use()
+        assert all(torch.equal(p, w) for p, w in zip(model.parameters(), weights, strict=True))
+        session.close()
+        backward_of(model, rank, 1)
+        optimizer.step()
+
+    run_ranks(2, rank_main)
 
 
 @pytest.mark.parametrize(

@@ -61,13 +61,12 @@ def test_each_with_a_session_of_its_own_gets_its_own_gradients():
         torch.testing.assert_close(told[0][0][place] + carried, due, rtol=1e-9, atol=1e-9)
 
 
-def in_one_session(rank, group):
+def in_one_session(rank, group, **settings):
     """Two players, their losses and optimizers, and the session that they share."""
     g, d = players()
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (g, d)]
-    session = gg.sparsify(
-        nn.ModuleList([g, d]), optimizers, process_group=group, plan="single", density=0.1
-    )
+    settings = {"plan": "single", "density": 0.1, **settings}
+    session = gg.sparsify(nn.ModuleList([g, d]), optimizers, process_group=group, **settings)
     return [g, d], *losses(g, d, rank), optimizers, session
 
 
@@ -97,3 +96,44 @@ def test_who_steps_less_often_with_all_that_has_met_is_not_warned():
 
     told = run_ranks(2, rank_main)
     assert all(torch.equal(a, b) for a, b in zip(*told, strict=True))
+
+
+def test_a_step_that_a_scaler_leaves_out_is_not_warned_of_where_nothing_is_compressed():
+    def rank_main(rank, group):
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        (g, _), d_loss, g_loss, optimizers, session = in_one_session(
+            rank, group, methods=("dense",), scaler=scaler
+        )
+        factors = [1.0, float("inf"), 1.0]
+        g.weight.register_hook(lambda gradient: gradient * factors.pop())
+        with session:
+            while factors:
+                scaler.scale(d_loss() + g_loss()).backward()
+                for optimizer in reversed(optimizers):
+                    scaler.step(optimizer)
+                scaler.update()
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+            assert scaler.get_scale() == 2.0
+            session.group.barrier()
+
+    run_ranks(2, rank_main)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+def test_passes_whose_gradients_have_a_graph_are_not_warned_of():
+    """They add up in new tensors: that is not the end of the old."""
+
+    def rank_main(rank, group):
+        _, d_loss, g_loss, (g_optimizer, d_optimizer), session = in_one_session(rank, group)
+        with session:
+            for create_graph in (False, True, True):
+                d_loss().backward(create_graph=create_graph)
+                d_optimizer.step()
+                d_optimizer.zero_grad()
+                g_loss().backward(create_graph=create_graph)
+            g_optimizer.step()
+            g_optimizer.zero_grad()
+            session.group.barrier()
+
+    run_ranks(2, rank_main)

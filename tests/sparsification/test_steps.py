@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import gossipgrad as gg
 from support.ranks import run_ranks
@@ -170,6 +171,154 @@ def test_a_parameter_that_is_frozen_behind_the_session_is_not_stepped(plan):
                 backward_of(model, rank, step)
                 optimizer.step()
             assert torch.equal(model[0].bias, frozen)
+            session.group.barrier()
+        return [p.detach() for p in model.parameters()]
+
+    assert equal(run_ranks(2, rank_main))
+
+
+@pytest.mark.parametrize("method", ["sparse", "dense", "fp16"])
+@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaler"])
+def test_a_step_without_gradients_on_any_rank_does_nothing(method, scaled):
+    """As one before the first, to please a scheduler, does without a session."""
+
+    def rank_main(rank, group):
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if scaled else None
+        model = network()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        settings = {"plan": "single", "density": 0.1, "methods": (method,), "scaler": scaler}
+        with gg.sparsify(model, optimizer, process_group=group, **settings) as session:
+            for _ in range(2):
+                optimizer.zero_grad()
+                before = [p.detach().clone() for p in model.parameters()]
+                kept = session.state_dict()["session"]["residuals"]
+                optimizer.step()
+                assert all(p.grad is None for p in model.parameters())
+                assert equal([before, list(model.parameters())])
+                now = session.state_dict()["session"]["residuals"]
+                assert kept.keys() == now.keys()
+                assert all(torch.equal(kept[name], now[name]) for name in kept)
+                loss = model(torch.ones(4, 6) + rank).square().mean()
+                if scaler is None:
+                    loss.backward()
+                    optimizer.step()
+                else:
+                    scaler.scale(loss).backward()
+                    scaler.step(optimizer)
+                    scaler.update()
+            session.group.barrier()
+        return [p.detach() for p in model.parameters()]
+
+    assert equal(run_ranks(2, rank_main))
+
+
+@pytest.mark.parametrize("methods", [("sparse",), ("dense",)])
+@pytest.mark.parametrize("nothing", [None, 0.0])
+def test_a_rank_without_gradients_gets_those_of_the_others_and_sends_nothing(methods, nothing):
+    def rank_main(rank, group):
+        model, optimizer, session = begin(group, density=0.1, methods=methods)
+        with session:
+            backward_of(model, rank, 0)
+            optimizer.step()
+            kept = session.state_dict()["session"]["residuals"]
+            optimizer.zero_grad()
+            if rank:
+                for p in model.parameters():
+                    p.grad = None if nothing is None else torch.zeros_like(p)
+            else:
+                backward_of(model, rank, 1)
+            optimizer.step()
+            now = session.state_dict()["session"]["residuals"]
+            same = all(torch.equal(kept[name], now[name]) for name in kept)
+            assert same == (rank == 1 or methods == ("dense",))
+            assert session.stats().rounds == 2
+            session.group.barrier()
+        return [p.detach() for p in model.parameters()] + [p.grad for p in model.parameters()]
+
+    told = run_ranks(2, rank_main)
+    assert equal(told)
+    assert any(bool(g.any()) for g in told[1][4:])
+
+
+def test_an_optimizer_state_is_made_by_a_step_that_no_scaler_saw():
+    """torch.distributed.checkpoint steps with zeros and no learning rate to have one."""
+
+    def rank_main(rank, group):
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # keeps none: at any time
+        with gg.sparsify(
+            model, optimizer, process_group=group, plan="single", density=0.1, scaler=scaler
+        ) as session:
+            scaler.scale(model(torch.ones(4, 6) + rank).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            kept = session.state_dict()["session"]["residuals"]
+            get_optimizer_state_dict(model, optimizer)
+            now = session.state_dict()["session"]["residuals"]
+            assert any(bool(each.any()) for each in kept.values())
+            assert all(torch.equal(kept[name], now[name]) for name in kept)
+            session.group.barrier()
+        return [p.detach() for p in model.parameters()]
+
+    assert equal(run_ranks(2, rank_main))
+
+
+def test_a_step_that_no_scaler_saw_takes_nothing_that_is_scaled():
+    """The other rank's `.grad` is to be divided by the scale, which this one has missed."""
+
+    def rank_main(rank, group):
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        model, optimizer, session = begin(group, density=0.1, scaler=scaler)
+        with session:
+            scaler.scale(model(torch.ones(4, 6)).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            before = [p.detach().clone() for p in model.parameters()]
+            if rank:
+                with pytest.raises(gg.GossipError, match="others had some, scaled"):
+                    optimizer.step()
+                assert equal([before, list(model.parameters())])
+            else:
+                scaler.scale(model(torch.ones(4, 6)).square().mean()).backward()
+
+    run_ranks(2, rank_main)
+
+
+def test_gradients_by_hand_after_a_step_that_a_scaler_left_out_are_no_round_gone_by():
+    def rank_main(rank, group):
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        model, optimizer, session = begin(group, scaler=scaler)
+        with session:
+            scaler.scale(model(torch.full((4, 6), float("inf"))).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            assert optimizer.state_dict()["state"] == {}
+            by_hand(session, model, rank + 1)
+            with pytest.raises(gg.GossipError, match="write none by hand"):
+                optimizer.step()
+
+    run_ranks(2, rank_main)
+
+
+def test_zeros_that_a_frozen_parameter_was_left_with_are_no_gradient():
+    def rank_main(rank, group):
+        model = network()
+        backward_of(model, 0, 0)
+        model.zero_grad(set_to_none=False)
+        model[0].requires_grad_(False)
+        model, optimizer, session = begin(group, model)
+        with session:
+            for step in range(2):
+                x = torch.ones(2, 6) + rank + step
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+            model[0].bias.grad.fill_(1.0)
+            with pytest.raises(gg.ReplicaChangedError, match=r"'0\.bias' has a gradient"):
+                optimizer.step()
             session.group.barrier()
         return [p.detach() for p in model.parameters()]
 

@@ -18,8 +18,9 @@ from gossipgrad.sparsification._merged import MergedGroup
 from gossipgrad.sparsification._passes import Passes
 from gossipgrad.sparsification._queue import OrderedQueue, Ticket
 from gossipgrad.sparsification._settings import Settings
+from gossipgrad.sparsification._values import scale_of
 
-__all__ = ["Aggregation", "scale_of"]
+__all__ = ["Aggregation"]
 
 _REMEMBERED = 50  # rounds whose times count for the median
 _BREAK_SECONDS = 5.0  # for collectives of this rank to end once the group is closed
@@ -44,6 +45,7 @@ class Aggregation:
         passes: The backward passes.
         scale: The factor of loss scaling that residuals have in them.
         finite: Whether all was in the last round.
+        broken: Why there are no more rounds, None while there are.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Aggregation:
         self.bytes_sent = self.all_reduce_bytes = 0
         self.scale = 1.0
         self.finite = True
+        self.broken: str | None = None
         self.groups: list[MergedGroup] = []
         self.merges: tuple[Merge, ...] = ()
         self._names = list(parameters)
@@ -78,7 +81,7 @@ class Aggregation:
         self._tickets: list[Ticket] = []
         self._opened_seconds = 0.0
         self._finished: deque[float] = deque(maxlen=_REMEMBERED)
-        self._broken: str | None = None
+        self._zero: float | None = None  # what this rank brings to the round, if nothing else
         self.queue = OrderedQueue(f"gossipgrad sparsify, rank {group.rank}")
         self.passes = Passes(
             self._parameters,
@@ -120,6 +123,13 @@ class Aggregation:
         sizes = self.sizes
         sent = sum(n * rho for n, rho in zip(sizes, self._densities, strict=True))
         return sent / sum(sizes)
+
+    @property
+    def carries(self) -> bool:
+        """Whether something of a gradient may be carried over to the next round."""
+        return self._settings.momentum_correction is not None or any(
+            made.sparse or made.residual is not None for made in self.groups
+        )
 
     @property
     def median_seconds(self) -> float | None:
@@ -180,8 +190,8 @@ class Aggregation:
         Raises:
             GossipError: In the middle of a backward pass, or if there are no more rounds.
         """
-        if self._broken is not None:
-            raise GossipError(self._broken)
+        if self.broken is not None:
+            raise GossipError(self.broken)
         if self.passes.began:
             raise GossipError(
                 "an optimizer steps in the middle of a backward pass, before its gradients have "
@@ -189,9 +199,22 @@ class Aggregation:
             )
 
     @torch.no_grad()
-    def run_now(self) -> None:
-        """A round without a backward pass: of what is in `.grad`, wherever it came from."""
+    def nothing(self) -> float | None:
+        """-0.0 if there are no gradients, 0.0 if there are and all are zeros; None otherwise."""
+        grads = [p.grad for p in self._parameters if p.grad is not None]
+        if any(grad.layout is not torch.strided or bool(grad.any()) for grad in grads):
+            return None
+        return 0.0 if grads else -0.0
+
+    @torch.no_grad()
+    def run_now(self, nothing: float | None) -> None:
+        """A round without a backward pass: of what is in `.grad`, wherever it came from.
+
+        Where that is nothing, as `nothing()` said, this rank sends nothing of what it carries over
+        either. Where no rank has a gradient, none has one afterwards.
+        """
         self.passes.open()
+        self._zero = nothing
         try:
             self._end()
         except BaseException:
@@ -199,23 +222,28 @@ class Aggregation:
                 self._give_up("a step was broken off by an exception in its round")
             raise
 
+    def end(self, why: str) -> None:
+        """From now on there are neither rounds nor steps, for this reason; local."""
+        self.broken = why
+        self._group.close()
+
     def close(self) -> None:
         """Takes the hooks off and ends the thread; local."""
         self.passes.remove()
         self.queue.close()
 
     def _begin(self) -> None:
-        if self._broken is not None:
-            raise GossipError(self._broken)
-        self._tickets = []
+        if self.broken is not None:
+            raise GossipError(self.broken)
+        self._tickets, self._zero = [], None
         self._opened_seconds = perf_counter()
         self._rescale()
         densities = self._density.at(self._names, self.rounds)
         if densities != self._densities:
             self._use(densities)
-        carried = any(made.sparse or made.residual is not None for made in self.groups)
+        looks = self.carries
         for made in self.groups:
-            made.looks = carried or self._settings.momentum_correction is not None
+            made.looks = looks
 
     def _rescale(self) -> None:
         """What is carried over is from now on in units of another loss scale."""
@@ -245,7 +273,10 @@ class Aggregation:
     def _launch(self, number: int) -> None:
         made = self.groups[number]
         start = perf_counter()
-        made.begin(self._grads(number))
+        if self._zero is None:
+            made.begin(self._grads(number))
+        else:
+            made.begin_absent(self._zero)
         self._tickets.append(self.queue.put(partial(made.exchange, self._group)))
         self.select_seconds += made.timing.select_seconds
         self.bytes_sent += made.bytes_sent
@@ -284,7 +315,9 @@ class Aggregation:
         error = next((t.error for t in self._tickets if t.error is not None), None)
         if error is not None:
             self._give_up(str(error))
-            raise GossipError(self._broken) from error
+            raise GossipError(self.broken) from error
+        if self._zero is not None and self.scale != 1.0:
+            self._check_units()
         self.exposed_seconds += end - start
         self._write()
         self._finished.append(end - self._opened_seconds)
@@ -299,10 +332,18 @@ class Aggregation:
         width = sum(made.numel * made.dtype.itemsize for made in self.groups)
         return 2 * (world_size - 1) * width // world_size
 
+    def _check_units(self) -> None:
+        """Raises where a step that brought nothing would be one with what others have scaled."""
+        if any(bool(made.total.any()) for made in self.groups):
+            self._give_up("this rank stepped without a gradient while others had some, scaled")
+            raise GossipError(self.broken)
+
     def _write(self) -> None:
         local = [self._grads(number) for number in range(len(self.groups))]
         finite = self.finite = all(made.finite for made in self.groups)
         self.nonfinite_rounds += not finite
+        if all(made.silent for made in self.groups):
+            return  # optimizers pass over parameters whose .grad stays None
         for merge, made, grads in zip(self.merges, self.groups, local, strict=True):
             if not finite:
                 made.roll_back(grads)
@@ -311,7 +352,7 @@ class Aggregation:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 targets.append(parameter.grad)
-            made.write(targets, [True] * len(targets))
+            made.write(targets)
             if finite:
                 made.accept()
 
@@ -330,23 +371,17 @@ class Aggregation:
     @torch.no_grad()
     def _give_up(self, why: str) -> None:
         """Nothing of this round counts, and there is no next; the others are told by the end."""
-        self._broken = (
+        self.end(
             f"gradients are not aggregated any more: {why}. Weights and residuals are as they were "
             "before this step, and .grad has this rank's own gradients: save session.state_dict(), "
             "close the session, and start another with the ranks that live"
         )
-        self._group.close()
         deadline = perf_counter() + _BREAK_SECONDS
         for ticket in self._tickets:
             ticket.wait(max(0.0, deadline - perf_counter()))
         for number in range(len(self._tickets)):
             self.groups[number].roll_back(self._grads(number))
         self.passes.over()
-
-
-def scale_of(scaler: torch.amp.GradScaler | None) -> float:
-    """The factor that gradients have in them now."""
-    return scaler.get_scale() if scaler is not None and scaler.is_enabled() else 1.0
 
 
 def _together(

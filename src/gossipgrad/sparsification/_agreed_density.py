@@ -26,12 +26,16 @@ class AgreedDensity:
         self._group = group
         self._course: dict[int, float] = {}
 
+    def anew(self) -> "AgreedDensity":
+        """The same, where nothing has been asked yet."""
+        return AgreedDensity(self._density, self._group)
+
     def at(self, names: Sequence[str], round: int) -> tuple[float, ...]:
         """Of each parameter; of a function a collective, in one round of many.
 
         Raises:
-            GossipError: A function gives other values on other ranks.
-            ValueError: It gives what is no density.
+            GossipError: On all ranks, if a function gives other values on other ranks, or raises
+                or gives what is no density on one.
         """
         of = self._density
         if not callable(of) or isinstance(of, Warmup):
@@ -41,10 +45,22 @@ class AgreedDensity:
         return (self._course[round],) * len(names)
 
     def _ask(self, ahead: range) -> None:
-        course = [densities_at(self._density, [""], at)[0] for at in ahead]
-        told = self._group.all_gather_object(course)
-        for rank, other in enumerate(told):
-            for at, here, there in zip(ahead, told[0], other, strict=True):
+        course: list[float] = []
+        error: Exception | None = None
+        try:
+            course = [densities_at(self._density, [""], at)[0] for at in ahead]
+        except Exception as its:
+            error = its
+        problem = None if error is None else f"{type(error).__name__}: {error}"
+        told = self._group.all_gather_object([course, problem])
+        for rank, (_, problem) in enumerate(told):
+            if problem is not None:
+                raise GossipError(
+                    f"the function that density is has failed on rank {rank}, asked about rounds "
+                    f"{ahead.start} to {ahead.stop - 1}: {problem}"
+                ) from error
+        for rank, (other, _) in enumerate(told):
+            for at, here, there in zip(ahead, told[0][0], other, strict=True):
                 if here != there:
                     raise GossipError(
                         f"density in round {at} is {there} on rank {rank}, but {here} on rank "

@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from gossipgrad.comm import parameters_of
-from gossipgrad.sparsification._aggregation import scale_of
 from gossipgrad.sparsification._session_state import nothing_counted
+from gossipgrad.sparsification._values import scale_of
 
 __all__ = ["Alone"]
 

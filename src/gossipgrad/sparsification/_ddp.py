@@ -87,18 +87,10 @@ class CommHook:
         value_dtype: torch.dtype | None = None,
         process_group: dist.ProcessGroup | Group | None = None,
     ) -> None:
-        check_settings(
-            plan="single",
-            select=select,
-            methods=("sparse",),
-            value_dtype=value_dtype,
-            momentum_correction=None,
-        )
         wrapped = getattr(model, "module", None)
         inner = wrapped if isinstance(model, nn.parallel.DistributedDataParallel) else model
         assert isinstance(inner, nn.Module)
         self._names = {id(p): name for name, p in inner.named_parameters()}
-        self._course = resolve_density(density, list(self._names.values()))
         self._per_tensor = select == "per_tensor"
         self._value_dtype = value_dtype
         self._rounds = 0
@@ -107,17 +99,20 @@ class CommHook:
         self._loaded: dict[str, Tensor] = {}
         self._group = resolve_group(process_group, asks="CommHook()")
         try:
-            described = {"select": select, "value_dtype": value_dtype}
-            agree_on(
-                self._group,
-                inner,
-                [],
-                {"density": describe_density(self._course, 0), **described},
+            check_settings(
+                plan="single",
+                select=select,
+                methods=("sparse",),
+                value_dtype=value_dtype,
+                momentum_correction=None,
             )
+            course = resolve_density(density, list(self._names.values()))
+            described = {"select": select, "value_dtype": value_dtype}
+            agree_on(self._group, inner, [], {"density": describe_density(course, 0), **described})
         except BaseException:
             self._group.close()
             raise
-        self._density = AgreedDensity(self._course, self._group)
+        self._density = AgreedDensity(course, self._group)
         self._queue = OrderedQueue(f"gossipgrad comm hook, rank {self._group.rank}")
         self._farewell = weakref.finalize(self, _leave, self._queue, self._group)
         self._farewell.atexit = False  # pyrefly: ignore[missing-attribute]
@@ -130,7 +125,9 @@ class CommHook:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes up what `state_dict` gave, on every rank between the same steps; local.
 
-        The next step raises if it was not of as many rounds on all.
+        The next step raises if it was not of as many rounds on all. If some ranks have loaded and
+        others have not, the backward pass of those who have not raises, and those who have wait
+        for them, up to the timeout of the group: end them.
 
         Raises:
             ValueError: It is of other parameters.
@@ -141,7 +138,9 @@ class CommHook:
                 "of the same model"
             )
         self._rounds, self._together = state["rounds"], False
-        self._density = AgreedDensity(self._course, self._group)
+        # Who has not loaded comes to no round of who has, but sees that they have gone on.
+        self._group.enter(self._group.generation + 1, self._group.members)
+        self._density = self._density.anew()
         self._groups.clear()
         self._loaded = {name: value.clone() for name, value in state["residuals"].items()}
 
@@ -202,7 +201,7 @@ class CommHook:
             made.accept()
         else:
             made.roll_back(grads)
-        made.write(grads, [True] * len(grads))
+        made.write(grads)
         future.set_result(bucket.buffer())
 
     def _made(self, bucket: Bucket) -> MergedGroup:

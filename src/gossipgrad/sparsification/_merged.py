@@ -13,20 +13,11 @@ from gossipgrad.comm import Group
 from gossipgrad.compression import SparseFormat, top_k
 from gossipgrad.errors import GossipError
 from gossipgrad.sparsification._streams import make_hand
+from gossipgrad.sparsification._values import all_finite, all_minus_zero, wide_dtype
 
-__all__ = ["DENSE_DTYPES", "MergedGroup", "Timing", "wide_bytes"]
+__all__ = ["DENSE_DTYPES", "MergedGroup", "Timing"]
 
 DENSE_DTYPES = {"dense": None, "fp16": torch.float16, "bf16": torch.bfloat16}
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What residuals and sums of gradients of a type are kept in: float32 or wider."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-def wide_bytes(parameter: Tensor) -> int:
-    """Bytes of its gradient then."""
-    return parameter.numel() * wide_dtype(parameter.dtype).itemsize
 
 
 @dataclass(slots=True)
@@ -74,6 +65,7 @@ class MergedGroup:
         sizes: Elements of each tensor.
         numel: Of all.
         finite: Whether all that came in the last round was.
+        silent: Whether no rank brought anything to it; known where this rank did not.
         looks: Whether what came of an all-reduce is looked at for that.
         rounds_without: For each tensor how many rounds went by since a coordinate was last chosen.
         timing: Of the last round.
@@ -94,6 +86,7 @@ class MergedGroup:
         self.numel = sum(self.sizes)
         self.counts: tuple[int, ...] = ()
         self.finite = True
+        self.silent = False
         self.looks = True
         self.rounds_without = torch.zeros(len(parameters), dtype=torch.int64)
         self.timing = Timing()
@@ -117,6 +110,7 @@ class MergedGroup:
         self._format: SparseFormat | None = None
         self._message = self._gathered = torch.empty(0, dtype=torch.uint8)
         self._chosen: _Chosen | None = None
+        self._absent = False  # whether this rank brings nothing to this round
         self._old_kept = False  # whether the buffer of sums still holds the old residual
         self._moved: float | None = None  # the factor, once velocities have this round's gradient
 
@@ -197,6 +191,7 @@ class MergedGroup:
     def begin(self, grads: Sequence[Tensor | None]) -> None:
         """Selects from residual plus gradients and packs the message; None counts as zeros."""
         start = perf_counter()
+        self._absent = False
         if self.sparse:
             self._need_residual()
         self._accumulate(grads)
@@ -204,6 +199,24 @@ class MergedGroup:
             self._select()
         self._hand.give()
         self.timing = Timing(select_seconds=perf_counter() - start)
+
+    @torch.no_grad()
+    def begin_absent(self, zero: float) -> None:
+        """Instead of `begin`: packs zeros, and what is carried over stays as it is.
+
+        A sum is -0.0 only where all that is added is: if every rank gives that zero, the round is
+        `silent`.
+        """
+        self._absent = True
+        if self.sparse:
+            assert self._format is not None
+            indices = torch.arange(self._format.count, device=self._device)
+            values = torch.full_like(indices, zero, dtype=self.dtype)
+            self._format.pack(indices, values, self._message)
+        else:
+            self._total.fill_(zero)
+        self._hand.give()
+        self.timing = Timing()
 
     @torch.no_grad()
     def exchange(self, group: Group) -> None:
@@ -219,18 +232,15 @@ class MergedGroup:
                 self._exchange_dense(group)
 
     @torch.no_grad()
-    def write(self, grads: Sequence[Tensor], fresh: Sequence[bool]) -> None:
-        """The mean over ranks into the gradients; added to those that have been there before."""
+    def write(self, grads: Sequence[Tensor]) -> None:
+        """The mean over ranks into the gradients."""
         self._hand.take_back()
-        replaced = [pair for pair, new in zip(self._pairs(grads), fresh, strict=True) if new]
-        if replaced:
-            torch._foreach_copy_([grad for grad, _ in replaced], [mean for _, mean in replaced])
-        for (grad, mean), new in zip(self._pairs(grads), fresh, strict=True):
-            if not new:
-                grad.add_(mean)
+        torch._foreach_copy_(list(grads), self._total_views)
 
     def accept(self) -> None:
         """The round is done: what was sent is no longer carried over."""
+        if self._absent:
+            return
         if not self.sparse:
             self._residual, self._residual_views = None, []
             self.rounds_without.zero_()
@@ -245,6 +255,8 @@ class MergedGroup:
 
         What was chosen is put back, and this round's gradient taken out again.
         """
+        if self._absent:
+            return
         self._hand.take_back()
         chosen, self._chosen = self._chosen, None
         if chosen is not None:
@@ -284,13 +296,10 @@ class MergedGroup:
         self._residual, self._total = self._total, self._residual
         self._residual_views, self._total_views = self._total_views, self._residual_views
 
-    def _pairs(self, grads: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        return list(zip(grads, self._total_views, strict=True))
-
     def _accumulate(self, grads: Sequence[Tensor | None]) -> None:
         """Residual plus gradient, or plus velocity, into the buffer of sums."""
         self._moved = None
-        if self._momentum is not None and _all_finite(grads):
+        if self._momentum is not None and all_finite(grads):
             self._need_velocity()
             for velocity, grad in zip(self._velocity_views, grads, strict=True):
                 velocity.mul_(self._momentum)
@@ -303,7 +312,7 @@ class MergedGroup:
             if grad is None:
                 total.zero_() if residual is None else total.copy_(residual)
             elif residual is None:
-                total.copy_(grad)
+                torch.add(grad, 0.0, out=total)  # which makes -0.0 to 0.0: see `begin_absent`
             else:
                 torch.add(residual, grad, out=total)
 
@@ -335,8 +344,6 @@ class MergedGroup:
     def _exchange_sparse(self, group: Group) -> None:
         form, chosen = self._format, self._chosen
         assert form is not None
-        assert chosen is not None
-        assert self._residual is not None
         start = perf_counter()
         gathered = self._gathered
         host = self._hand.to_host(self._message)
@@ -350,7 +357,8 @@ class MergedGroup:
                 unpacked.append(form.unpack(message))
             except ValueError as error:
                 raise GossipError(f"rank {rank} sent what is no message: {error}") from error
-        if not bool(chosen.finite):
+        if chosen is not None and not bool(chosen.finite):
+            assert self._residual is not None
             self._residual.copy_(self._total)
         self._old_kept = False
         self._total.zero_()
@@ -359,6 +367,7 @@ class MergedGroup:
             finite = finite and bool(values.isfinite().all())
             self._total.index_add_(0, indices, values.to(self.dtype))
         self._total.div_(self._world_size)
+        self.silent = self._absent and all(all_minus_zero(values) for _, values in unpacked)
         self.finite = finite
         self.timing.gather_seconds = middle - start
         self.timing.add_seconds = perf_counter() - middle
@@ -375,14 +384,6 @@ class MergedGroup:
             self._total.copy_(host)
         if narrow is None:
             self._total.div_(self._world_size)
+        self.silent = self._absent and all_minus_zero(self._total)
         self.finite = not self.looks or math.isfinite(float(self._total.sum()))
         self.timing.gather_seconds = perf_counter() - start
-
-
-def _all_finite(grads: Sequence[Tensor | None]) -> bool:
-    """By sums, in a type that sums of finite gradients do not overflow."""
-    return all(
-        math.isfinite(float(grad.sum(dtype=wide_dtype(grad.dtype))))
-        for grad in grads
-        if grad is not None
-    )

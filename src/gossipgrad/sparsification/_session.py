@@ -25,7 +25,6 @@ from gossipgrad.errors import GossipError
 from gossipgrad.planning import Plan
 from gossipgrad.sparsification._aggregation import Aggregation
 from gossipgrad.sparsification._alone import Alone
-from gossipgrad.sparsification._merged import wide_bytes
 from gossipgrad.sparsification._planner import Planner
 from gossipgrad.sparsification._session_state import (
     apart,
@@ -39,6 +38,7 @@ from gossipgrad.sparsification._session_state import (
 from gossipgrad.sparsification._settings import Settings, check_parameters, in_order_of
 from gossipgrad.sparsification._stats import SparseStats, collect, collect_alone
 from gossipgrad.sparsification._steps import StepWatch
+from gossipgrad.sparsification._values import wide_bytes
 
 __all__ = ["SparseSession"]
 
@@ -103,7 +103,7 @@ class SparseSession:
         Raises:
             GossipError: If a rank is gone, or inside another.
         """
-        self._check_ready("consensus")
+        self._check_together("consensus")
         kept = [(b, b.clone()) for b in self._model.buffers() if b.is_floating_point()]
         try:
             self._average_buffers()
@@ -124,7 +124,7 @@ class SparseSession:
         Raises:
             GossipError: If a rank is gone.
         """
-        self._check_ready("consensus_distance")
+        self._check_together("consensus_distance")
         square = torch.zeros(1, dtype=torch.float64)
         for parameter in self._model.parameters():
             own = parameter.detach().double().cpu()
@@ -140,16 +140,25 @@ class SparseSession:
         a plan that is measured is measured anew; rounds and bytes are counted on, so that a warm-up
         goes on where it was.
 
+        When it raises, the session is over: steps and backward passes raise, too, so that no rank
+        trains on alone, until the session is closed.
+
         Raises:
             AgreementError: If the ranks now differ in names, shapes or dtypes.
             GossipError: If a rank is gone.
         """
-        self._check_ready("broadcast_")
-        counts = None if self._alone is None else self._alone.counts
-        if self._aggregation is not None:
-            counts = counted(self._aggregation)
-        self._let_go()
-        self._meet(counts)
+        self._check_together("broadcast_")
+        try:
+            self._meet()
+        except BaseException as error:
+            if self._aggregation is None:
+                self.close()
+            else:
+                self._aggregation.end(
+                    f"the session is over, its replicas could not be made equal: {error}. Close it "
+                    "and start another with the ranks that live"
+                )
+            raise
 
     def agree(self, value: Any) -> list[Any]:
         """What every rank has, a value of JSON, by rank; a collective.
@@ -157,7 +166,7 @@ class SparseSession:
         Raises:
             GossipError: If a rank is gone.
         """
-        self._check_ready("agree")
+        self._check_together("agree")
         return self.group.all_gather_object(value)
 
     @contextmanager
@@ -273,18 +282,23 @@ class SparseSession:
     ) -> None:
         self.close()
 
-    def _meet(self, counts: Mapping[str, Any] | None = None) -> None:
-        """Makes the replicas equal, and the hooks; a collective. Counts on from `counts`."""
+    def _meet(self) -> None:
+        """Makes the replicas equal, and the hooks, which may be there already; a collective."""
         of, group = self._settings, self.group
         parameters = self._trained()
+        counts = None if self._alone is None else self._alone.counts
+        if self._aggregation is not None:
+            counts = counted(self._aggregation)
         if self.world_size == 1:
+            self._let_go()
             self._alone = Alone(self._optimizers, self._scaler, counts)
         else:
             check_parameters(parameters)
             agree_on(group, self._model, self._optimizers, of.describe())
-            broadcast_replica(group, self._model, self._optimizers)
             backwards = in_order_of(of.plan, dict(reversed(parameters.items())))
             planner = Planner(of, [wide_bytes(p) for p in backwards.values()], group)
+            broadcast_replica(group, self._model, self._optimizers)
+            self._let_go()
             self._aggregation = Aggregation(
                 backwards,
                 group,
@@ -321,7 +335,7 @@ class SparseSession:
 
     def _agree_to_load(self, why: str | None, session: Any) -> None:
         """Returns if the states of all ranks fit, and belong together."""
-        self._check_ready("load_state_dict")
+        self._check_together("load_state_dict")
         told = self.group.all_gather_object([why, None if why else saved_at(session)])
         for rank, (problem, at) in enumerate(told):
             if problem is not None:
@@ -349,6 +363,11 @@ class SparseSession:
                 if buffer.is_floating_point():
                     wide = buffer.to(torch.promote_types(buffer.dtype, torch.float32)).clone()
                     buffer.copy_(self.group.all_reduce_(wide).div_(self.world_size))
+
+    def _check_together(self, method: str) -> None:
+        self._check_ready(method)
+        if self._aggregation is not None and self._aggregation.broken is not None:
+            raise GossipError(self._aggregation.broken)
 
     def _check_ready(self, method: str) -> None:
         if self._closed:

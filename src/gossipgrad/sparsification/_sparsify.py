@@ -60,9 +60,13 @@ def sparsify(
 
     Every backward pass outside `no_sync()` is a round of all that `.grad` holds. A parameter
     without a gradient counts as zeros and gets the mean of the others'; so its `.grad` is never
-    None after a round. Which parameters are trained is taken down at the start, and by
-    `session.broadcast_()`: a step with a gradient of another, unfrozen or added since, or of one
-    that was frozen since, raises `ReplicaChangedError`.
+    None after a round. A step with gradients that have not met is a round of its own, and so is one
+    without any, on all ranks: a rank that has none, or zeros, keeps what it carries over and gets
+    the mean of the others'; where none has any, all stay None, and the step does nothing.
+
+    Which parameters are trained is taken down at the start, and by `session.broadcast_()`: a step
+    with a gradient of another, unfrozen or added since, or of one that was frozen since, raises
+    `ReplicaChangedError`.
 
     Args:
         model: On one device; parameters of floating types, not sharded.

@@ -12,6 +12,7 @@ from gossipgrad._unknown_scaler import warn_of_unknown_scaler
 from gossipgrad.comm import parameters_of
 from gossipgrad.errors import GossipError, ReplicaChangedError
 from gossipgrad.sparsification._aggregation import Aggregation
+from gossipgrad.sparsification._values import scale_of
 
 __all__ = ["StepWatch"]
 
@@ -20,9 +21,12 @@ class StepWatch:
     """Sees that no optimizer steps with a gradient of this rank alone.
 
     Gradients meet at the end of backward. A step with gradients that have not (the last pass was
-    inside `no_sync()`, or gradients were written by hand) is a round of its own: other ranks may be
-    in theirs. Where the step computes gradients itself, in a closure, the backward pass in there is
-    the round.
+    inside `no_sync()`, or gradients were written by hand) is a round of its own, and so is one
+    without any: other ranks may be in theirs. Where the step computes gradients itself, in a
+    closure, the backward pass in there is the round.
+
+    Gradients written by hand after a round whose step was left out are taken for those of that
+    round, unless a scaler left it out and has changed its scale.
 
     Args:
         model: Names the parameters.
@@ -77,10 +81,19 @@ class StepWatch:
         self._look_for_thrown_away()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None and (
-            self._met_in[id(optimizer)] == aggregation.rounds or any(aggregation.passes.fresh)
+            self._met_in[id(optimizer)] == aggregation.rounds
+            or any(aggregation.passes.fresh)
+            or scale_of(self._scaler) != aggregation.scale
         ):
-            self._check_scale()
-            aggregation.run_now()
+            nothing = aggregation.nothing()
+            if nothing is None and self._scaler is not None and self._scaler.is_enabled():
+                raise GossipError(
+                    "the gradients of this step have not met, and GradScaler.step() has divided "
+                    "them by the scale already, and looked for what is not finite on this rank "
+                    "alone: make the last backward pass of every step outside no_sync(), and write "
+                    "none by hand"
+                )
+            aggregation.run_now(nothing)
 
     def _check_known(self, optimizer: Optimizer, aggregation: Aggregation) -> None:
         """Raises where the optimizer would train what has never met, or what is frozen by now."""
@@ -94,7 +107,7 @@ class StepWatch:
                     "began: what is carried over of it still meets. Call session.broadcast_() on "
                     "every rank, before the backward pass, to go on without it"
                 )
-            if parameter.grad is not None and not known:
+            if not known and _has_gradient(parameter):
                 raise ReplicaChangedError(
                     f"{self._name_of(parameter)} has a gradient that no other rank gets: it was "
                     "not trained when the session began (it was frozen, or added since). Call "
@@ -106,15 +119,6 @@ class StepWatch:
         named = self._model.named_parameters()
         return next((repr(name) for name, p in named if p is parameter), "a parameter")
 
-    def _check_scale(self) -> None:
-        """Raises where gradients about to meet are in other units than what is carried over."""
-        if self._scaler is not None and self._scaler.is_enabled():
-            raise GossipError(
-                "the gradients of this step have not met, and GradScaler.step() has divided them "
-                "by the scale already, and looked for what is not finite on this rank alone: make "
-                "the last backward pass of every step outside no_sync()"
-            )
-
     def _after_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
@@ -122,25 +126,29 @@ class StepWatch:
         aggregation = self._aggregation
         self._met_in[id(optimizer)] = aggregation.rounds
         self._waiting.pop(id(optimizer), None)
-        if aggregation.finite and not self._warned:
+        # Where nothing is carried over, nothing is lost by it; nor is it known there whether a
+        # scaler left the step out.
+        if aggregation.finite and aggregation.carries and not self._warned:
             self._note_waiting(aggregation.rounds)
 
     def _note_waiting(self, rounds: int) -> None:
         """Keeps one gradient, the smallest, of each optimizer that has yet to step with it."""
         for other in self._optimizers:
             if self._met_in[id(other)] != rounds and id(other) not in self._waiting:
-                met = [p for p in parameters_of(other) if p.requires_grad and p.grad is not None]
+                met = [
+                    (p, p.grad)
+                    for p in parameters_of(other)
+                    if p.requires_grad and p.grad is not None and not p.grad.requires_grad
+                ]
                 if met:
-                    of = min(met, key=Tensor.numel)
-                    assert of.grad is not None
-                    self._waiting[id(other)] = of, of.grad
+                    self._waiting[id(other)] = min(met, key=lambda pair: pair[0].numel())
 
     def _look_for_thrown_away(self) -> None:
         """Warns once if gradients were emptied that had met, while another optimizer stepped.
 
         It is no error: who leaves out a step of one optimizer on purpose loses little by it.
         """
-        if not self._warned and any(of.grad is not grad for of, grad in self._waiting.values()):
+        if not self._warned and any(_emptied(of, grad) for of, grad in self._waiting.values()):
             self._warned = True
             self._waiting = {}
             warnings.warn(
@@ -151,3 +159,15 @@ class StepWatch:
                 "others inside its no_sync()",
                 stacklevel=4,
             )
+
+
+def _has_gradient(parameter: nn.Parameter) -> bool:
+    """Not, if it is frozen and all is zero, as `zero_grad(set_to_none=False)` leaves it."""
+    grad = parameter.grad
+    return grad is not None and (parameter.requires_grad or bool(grad.any()))
+
+
+def _emptied(parameter: nn.Parameter, grad: Tensor) -> bool:
+    """Whether `.grad` is another now; passes with `create_graph` add to it in a new tensor."""
+    now = parameter.grad
+    return now is not grad and not (now is not None and now.requires_grad)
