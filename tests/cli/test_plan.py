@@ -149,7 +149,7 @@ def test_what_is_not_allowed_but_better_is_told(profile, capsys):
 
 def test_a_measured_network(profile, tmp_path, capsys):
     hop = AffineCost(alpha_seconds=1e-4, beta_seconds_per_byte=8e-9)
-    curve = PiecewiseCost(size_bytes=(0.0, 1e6, 2e7), seconds=(1e-3, 0.1, 0.5))
+    curve = PiecewiseCost(sizes=(0.0, 1e6, 2e7), seconds=(1e-3, 0.1, 0.5))
     path = tmp_path / "net.json"
     network = Network(exchange=hop, all_reduce=curve, world_size=4)
     path.write_text(json.dumps(network.to_json()))
@@ -163,9 +163,11 @@ def test_a_measured_network(profile, tmp_path, capsys):
 @pytest.mark.parametrize("density", [0.01, 1e-7])
 def test_selection_is_measured_here(monkeypatch, density):
     """By a clock that goes on with what is selected and decoded, and with nothing else."""
+    threads, before = set(), torch.get_num_threads()
     clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
 
     def select(tensor, count):
+        threads.add(torch.get_num_threads())
         clock.now += 3e-3 + 4e-9 * tensor.numel()
         return torch.arange(count, dtype=torch.int32)
 
@@ -178,7 +180,13 @@ def test_selection_is_measured_here(monkeypatch, density):
     monkeypatch.setattr(_plan_costs, "SparseFormat", Format)
     hop = Network(exchange=AffineCost(0.0, 0.0))
     options = PlanOptions(world_size=4, density=density, select="here")
-    sparse = all_methods(options, SMALL, hop)["sparse"]
+    torch.set_num_threads(2)
+    try:
+        sparse = all_methods(options, SMALL, hop)["sparse"]
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert threads == {1}
     for elements in (1000, 3_000_000):
         assert sparse.select_seconds(elements) == pytest.approx(3e-3 + 4e-9 * elements)
         pairs = 4 * max(1, int(density * elements))
@@ -283,6 +291,10 @@ def test_the_timeline_is_drawn(profile, tmp_path, suffix, capsys):
         (["--latency", "1"], "'1' is no time"),
         (["--select", "2ns"], "--select '2ns' is neither `here` nor a time for a group"),
         (["--decode", "fast"], "'fast' is no time"),
+        (
+            ["--select", "here", "--decode", "5ns"],
+            "--select here measures what adding up takes: leave out --decode 5ns",
+        ),
         (["--cast", "fast"], "'fast' is no time"),
         (["--network", "none.json"], "no network 'none.json'"),
         (["--out", "nowhere/plan.json"], "there is no folder nowhere"),

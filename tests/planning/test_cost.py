@@ -114,7 +114,7 @@ def test_arrays_give_arrays():
     sizes = np.array([0, 1000])
     affine = AffineCost(alpha_seconds=1.0, beta_seconds_per_byte=0.5)
     assert affine(sizes).tolist() == [1.0, 501.0]
-    curve = PiecewiseCost(size_bytes=(0.0, 1000.0), seconds=(1.0, 501.0))
+    curve = PiecewiseCost(sizes=(0.0, 1000.0), seconds=(1.0, 501.0))
     assert curve(sizes).tolist() == [1.0, 501.0]
 
 
@@ -132,7 +132,7 @@ def test_arrays_give_arrays():
         (lambda: AffineCost.fit([1, 2], [1.0, math.nan]), "a measurement is not finite"),
         (
             lambda: AffineCost.from_rate(rate_bits_per_second=0.0, latency_seconds=0.0),
-            "give one above 0",
+            "a rate of 0.0 bits a second: give a finite number above 0",
         ),
         (
             lambda: AffineCost(alpha_seconds=0.0, beta_seconds_per_byte=0.0).ring_all_reduce(0),
@@ -143,14 +143,14 @@ def test_arrays_give_arrays():
             "measure with 2 or more",
         ),
         (
-            lambda: PiecewiseCost(size_bytes=(1.0, 1.0), seconds=(1.0, 1.0)),
+            lambda: PiecewiseCost(sizes=(1.0, 1.0), seconds=(1.0, 1.0)),
             "the sizes of a curve rise",
         ),
         (
-            lambda: PiecewiseCost(size_bytes=(1.0, 2.0), seconds=(2.0, 1.0)),
+            lambda: PiecewiseCost(sizes=(1.0, 2.0), seconds=(2.0, 1.0)),
             "PiecewiseCost.fit",
         ),
-        (lambda: PiecewiseCost(size_bytes=(1.0,), seconds=(2.0,)), "two points or more"),
+        (lambda: PiecewiseCost(sizes=(1.0,), seconds=(2.0,)), "two points or more"),
     ],
 )
 def test_mistakes_name_value_and_way_out(make, message):

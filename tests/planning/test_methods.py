@@ -47,7 +47,7 @@ def test_a_sparse_group_costs_more_to_add_up_with_more_ranks():
     alone = sparse(world_size=4)
     assert both(alone.select_seconds) == [1 + 0.125 * n for n in SIZES]
     assert both(alone.communicate_seconds) == [2 + 4 * k for k in pairs]
-    added = PiecewiseCost(size_bytes=(0.0, 1000.0), seconds=(0.0, 1.0))
+    added = PiecewiseCost(sizes=(0.0, 1000.0), seconds=(0.0, 1.0))
     for p in (2, 16):
         found = sparse(world_size=p, pair_bytes=6, scatter=added)
         assert both(found.communicate_seconds) == pytest.approx(
@@ -77,7 +77,10 @@ def test_plans_of_them():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: SortingCost(gamma_seconds=-1.0), r"gamma_seconds is -1\.0: a cost is finite"),
+        (
+            lambda: SortingCost(gamma_seconds=-1.0),
+            r"gamma_seconds is -1\.0: a cost is a finite number",
+        ),
         (lambda: SortingCost(gamma_seconds=math.nan), "gamma_seconds is nan"),
         (lambda: SortingCost.fit([], []), "0 sizes and 0 times"),
         (lambda: SortingCost.fit([4, 8], [1.0]), "2 sizes and 1 times"),

@@ -11,14 +11,17 @@ from gossipgrad.planning import (
     AffineCost,
     Group,
     Method,
+    dense_all_reduce,
     mg_wfbp,
     omgs_greedy,
     plan,
     single,
+    sparse_all_gather,
     wfbp,
 )
 from gossipgrad.planning import _optimal as optimal
 from gossipgrad.planning._ranges import all_choices
+from gossipgrad.planning._timeline import take_arrays
 
 RULES = (single, wfbp, mg_wfbp, omgs_greedy)
 
@@ -69,56 +72,67 @@ def test_as_many_tensors_as_a_narrow_type_ends_at(tensors):
 
 @pytest.mark.parametrize("tensors", [1, 127, 128, 129, 255, 256])
 def test_all_groups_are_there(tensors):
-    choices = all_choices([1] * tensors, [Method("any", lambda n: 0, lambda n: 1)])
+    choices, _ = all_choices([1] * tensors, [Method("any", lambda n: 0, lambda n: 1)])
     pairs = set(zip(choices.start.tolist(), choices.stop.tolist(), strict=True))
     assert pairs == set(itertools.combinations(range(tensors + 1), 2))
 
 
 def test_groups_that_are_missing_are_no_proof(monkeypatch):
     def some(*given):
-        choices = all_choices(*given)
-        return choices.only(choices.stop < 8)
+        choices, asked = all_choices(*given)
+        return choices.only(choices.stop < 8), asked
 
     monkeypatch.setattr(optimal, "all_choices", some)
     with pytest.raises(AssertionError, match="no pass to the other end"):
         plan([1] * 8, [1] * 8, [Method("any", lambda n: 0, lambda n: 1)])
 
 
-def misleading(wrong, place):
-    """A cost that is another in an array of sizes, at one size."""
+class Counted:
+    """A cost that keeps what it was asked for."""
 
-    def cost(elements):
-        right = 3 + 0.01 * elements
-        if np.ndim(elements):
-            return np.where(elements == place, wrong, right)
-        return right
+    def __init__(self, takes_arrays, give):
+        self.takes_arrays = takes_arrays
+        self.give = give
+        self.asked = []
 
-    return cost
+    def __call__(self, elements):
+        self.asked.append(elements)
+        return self.give(elements)
 
 
-def test_groups_of_a_plan_cost_what_each_costs_by_itself():
+def test_costs_are_asked_for_arrays_only_where_they_take_them():
     backward, sizes = [1.0] * 40, [1] * 40
-    right = Method("any", lambda n: 0.0, lambda n: 3 + 0.01 * n)
-    truth = plan(backward, sizes, [right], tolerance=0)
-    for place in {group.stop - group.start for group in truth.groups} | {7, 23}:
-        free = Method("any", lambda n: 0.0, misleading(0.0, place))
-        assert plan(backward, sizes, [free], tolerance=0) == truth
+    one_by_one = Counted(False, lambda n: 3 + 0.01 * n)
+    truth = plan(backward, sizes, [Method("any", lambda n: 0.0, one_by_one)], tolerance=0)
+    assert {type(n) for n in one_by_one.asked} == {int}
+    assert one_by_one.asked[:40] == list(range(1, 41))
+    assert len(one_by_one.asked) == 40 + len(truth.groups)  # what the plan takes in the end
+    at_once = Counted(True, lambda n: 3 + 0.01 * n)
+    assert plan(backward, sizes, [Method("any", lambda n: 0.0, at_once)], tolerance=0) == truth
+    assert len(at_once.asked) == 1 + len(truth.groups)
+    assert at_once.asked[0].dtype == np.float64
+    # One that says so and gives no array is asked one by one.
+    constant = Counted(True, lambda n: 3.0)
+    assert plan(backward, sizes, [Method("any", lambda n: 0.0, constant)]).gap == 0
 
 
-def test_groups_of_a_plan_by_a_rule_cost_what_each_costs_by_itself():
-    """Each tensor alone is best here, and looks dear."""
-    backward, sizes = [10.0] * 40, [1] + [3] * 39
-    dear = Method("any", lambda n: 0.0, misleading(50.0, 3))
-    found = plan(backward, sizes, [dear], tolerance=0)
-    assert found.finish_seconds == wfbp(backward, sizes, dear).finish_seconds == 403.03
-    assert found.gap == 0
+def test_methods_take_arrays_where_all_that_they_are_made_of_do():
+    wire = AffineCost(alpha_seconds=2.0, beta_seconds_per_byte=0.5)
+    for of, taken in ((wire, True), (lambda n: 1.0, False)):
+        for method in (
+            dense_all_reduce(of),
+            dense_all_reduce(wire, cast=of),
+            sparse_all_gather(of, density=0.1, world_size=2, select=wire),
+            sparse_all_gather(wire, density=0.1, world_size=2, select=wire, scatter=of),
+        ):
+            assert take_arrays(method.communicate_seconds) == taken
 
 
-def test_a_cost_that_is_another_each_time_is_refused():
+def test_a_cost_that_is_another_each_time_breaks_nothing():
     draw = random.Random(0)
-    method = Method("noise", lambda n: 0, lambda n: draw.uniform(1, 2))
-    with pytest.raises(ValueError, match="gives other seconds when it is asked for the same"):
-        plan([1.0] * 5, [1] * 5, [method])
+    for tensors in (5, 40):
+        method = Method("noise", lambda n: 0, lambda n: draw.uniform(1, 2))
+        assert plan([1.0] * tensors, [1] * tensors, [method]).groups[-1].stop == tensors
 
 
 def test_too_much_work_is_given_up_with_an_honest_gap(monkeypatch):

@@ -8,10 +8,16 @@ import pytest
 from gossipgrad.planning import (
     AffineCost,
     Method,
+    PiecewiseCost,
+    Plan,
+    Profile,
+    SortingCost,
+    dense_all_reduce,
     mg_wfbp,
     omgs_greedy,
     plan,
     single,
+    sparse_all_gather,
     threshold,
     wfbp,
 )
@@ -99,3 +105,47 @@ def test_an_array_of_no_numbers_is_asked_for_one_by_one():
     )
     plain = Method("odd", lambda n: 0, lambda n: 1.0 + n)
     assert plan([1.0] * 20, [1] * 20, [method]) == plan([1.0] * 20, [1] * 20, [plain])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: AffineCost("a", 1.0), "alpha_seconds is 'a': a cost is a finite number"),
+        (lambda: AffineCost(None, 1), "alpha_seconds is None: a cost is a finite number"),
+        (
+            lambda: AffineCost.from_rate(rate_bits_per_second="1Gbit", latency_seconds=0.0),
+            "a rate of '1Gbit' bits a second: give a finite number above 0",
+        ),
+        (lambda: PiecewiseCost(sizes=("a", 2.0), seconds=(1.0, 1.0)), "are finite numbers"),
+        (lambda: SortingCost(gamma_seconds="x"), "gamma_seconds is 'x': a cost is a finite number"),
+        (lambda: dense_all_reduce(len, element_bytes="4"), "element_bytes is '4': an element has"),
+        (
+            lambda: sparse_all_gather(len, density="x", world_size=2, select=len),
+            "density is 'x': the share",
+        ),
+        (
+            lambda: sparse_all_gather(len, density=0.1, world_size="2", select=len),
+            "world size '2' has no ranks",
+        ),
+        (
+            lambda: sparse_all_gather(len, density=0.1, world_size=2, select=len, pair_bytes="8"),
+            "pair_bytes is '8'",
+        ),
+        (
+            lambda: Profile.load("resnet50").with_batch("8"),
+            "batch_size must be a whole number, at least 1, got '8'",
+        ),
+        (lambda: Profile.load("resnet50").scaled(time="2"), "time must be a positive factor"),
+    ],
+)
+def test_what_is_no_number(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("given", ["1", True, None])
+def test_what_is_no_time_of_a_plan(given):
+    held = plan([1], [1], [DENSE]).to_json()
+    for what in ("finish_seconds", "lower_bound_seconds"):
+        with pytest.raises(ValueError, match=f"{what} is {given!r}: it is a time"):
+            Plan.from_json(held | {what: given})

@@ -352,7 +352,7 @@ def test_a_network_is_itself_again_after_json():
     network = Network(
         exchange=cost,
         hop=replace(cost, alpha_seconds=3e-4),
-        all_reduce=PiecewiseCost(size_bytes=(4.0, 8.0), seconds=(1.0, 2.0)),
+        all_reduce=PiecewiseCost(sizes=(4.0, 8.0), seconds=(1.0, 2.0)),
         links={(0, 1): cost, (0, 2): replace(cost, alpha_seconds=0.05)},
         snapshot_seconds_per_byte=1e-10,
         mix_seconds_per_byte=3e-10,

@@ -107,7 +107,7 @@ def test_start_ups_of_two_all_reduces_pass_at_once_and_their_bytes_do_not():
     # All have started by 3.0, and the link has been free for each at once.
     assert end(4) == pytest.approx(3.25)
     # Where it was measured as 1.25 s whatever the size, its bytes take the links for 0.25 s still.
-    flat = PiecewiseCost(size_bytes=(1.0, 1e6), seconds=(1.25, 1.25))
+    flat = PiecewiseCost(sizes=(1.0, 1e6), seconds=(1.25, 1.25))
     network = Network(exchange=hop, all_reduce=flat, world_size=2)
     assert end(4) == pytest.approx(3.25)
     thin = Network(exchange=AffineCost(alpha_seconds=0.0, beta_seconds_per_byte=0.01))

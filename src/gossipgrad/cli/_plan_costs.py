@@ -3,7 +3,9 @@
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -20,15 +22,29 @@ from gossipgrad.planning import (
 from gossipgrad.simulate import Network
 
 from ._network_file import for_ranks
-from ._plan_options import METHODS, NARROW, PlanOptions
+from ._plan_options import DECODE, METHODS, NARROW, PlanOptions
 from ._units import list_of, rate_of, rate_text, seconds_of
 
 __all__ = ["all_methods", "chosen", "network_of"]
 
+Cost = Callable[[Any], Any]
+
 _NARROW_BYTES = 2
 _TYPICAL_ELEMENTS = 10_000_000  # for the bytes of a pair, which hardly depend on it
-_MEASURED_ELEMENTS = (1 << 12, 1 << 16, 1 << 20, 1 << 23)
+_MEASURED_ELEMENTS = (1 << 8, 1 << 12, 1 << 16, 1 << 20, 1 << 23)
 _REPEATS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class _ByCount:
+    """A start-up and a time for each element or pair."""
+
+    start_up_seconds: float
+    each_seconds: float
+    takes_arrays: ClassVar[bool] = True
+
+    def __call__(self, count: Any) -> Any:
+        return self.start_up_seconds + self.each_seconds * count
 
 
 def network_of(options: PlanOptions) -> tuple[str, Network]:
@@ -77,12 +93,13 @@ def all_methods(options: PlanOptions, profile: Profile, network: Network) -> dic
     """
     p, largest = options.world_size, profile.size_bytes
     select, decode = _select_and_decode(options)
-    cast = AffineCost(alpha_seconds=0.0, beta_seconds_per_byte=seconds_of(options.cast))
+    cast = _ByCount(0.0, seconds_of(options.cast))
     all_reduce = _curve(partial(network.all_reduce_seconds, world_size=p), largest, network)
     all_gather = _curve(partial(network.all_gather_seconds, world_size=p), largest, network)
+    names = NARROW if profile.element_bytes > _NARROW_BYTES else ()
     narrow = [
         dense_all_reduce(all_reduce, name=name, element_bytes=_NARROW_BYTES, cast=cast)
-        for name in NARROW
+        for name in names
     ]
     sparse = sparse_all_gather(
         all_gather,
@@ -93,8 +110,6 @@ def all_methods(options: PlanOptions, profile: Profile, network: Network) -> dic
         scatter=decode,
     )
     dense = dense_all_reduce(all_reduce, element_bytes=profile.element_bytes)
-    if profile.element_bytes <= _NARROW_BYTES:
-        narrow = []
     return {method.name: method for method in (sparse, dense, *narrow)}
 
 
@@ -106,10 +121,10 @@ def _curve(seconds: Callable[[float], float], largest: int, network: Network) ->
     sizes = {0.0, *(float(1 << power) for power in range(8, 2 * largest.bit_length()))}
     sizes = {size for size in sizes if size <= 4 * largest} | {512.0}
     if network.all_reduce is not None:
-        sizes |= set(network.all_reduce.size_bytes)
+        sizes |= set(network.all_reduce.sizes)
     knots = sorted(sizes)
     times = np.maximum.accumulate([seconds(size) for size in knots])
-    return PiecewiseCost(size_bytes=tuple(knots), seconds=tuple(times.tolist()))
+    return PiecewiseCost(sizes=tuple(knots), seconds=tuple(times.tolist()))
 
 
 def _pair_bytes(options: PlanOptions) -> float:
@@ -118,9 +133,14 @@ def _pair_bytes(options: PlanOptions) -> float:
     return form.size_bytes / count
 
 
-def _select_and_decode(options: PlanOptions) -> tuple[AffineCost, AffineCost]:
+def _select_and_decode(options: PlanOptions) -> tuple[Cost, Cost]:
     if options.select == "here":
-        return _measured(options)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return _measured(options)
+        finally:
+            torch.set_num_threads(threads)
     parts = list_of(options.select, "--select")
     if len(parts) != 2:
         raise ValueError(
@@ -128,14 +148,11 @@ def _select_and_decode(options: PlanOptions) -> tuple[AffineCost, AffineCost]:
             "element, as 100us,2ns"
         )
     start_up, each = map(seconds_of, parts)
-    return (
-        AffineCost(alpha_seconds=start_up, beta_seconds_per_byte=each),
-        AffineCost(alpha_seconds=0.0, beta_seconds_per_byte=seconds_of(options.decode)),
-    )
+    return _ByCount(start_up, each), _ByCount(0.0, seconds_of(options.decode or DECODE))
 
 
-def _measured(options: PlanOptions) -> tuple[AffineCost, AffineCost]:
-    """Residual, selection and packing by elements; adding up by pairs: this machine, one thread."""
+def _measured(options: PlanOptions) -> tuple[Cost, Cost]:
+    """Residual, selection and packing by elements; adding up by pairs: on this machine."""
     generator = torch.Generator().manual_seed(0)
     selects, decodes, pairs = [], [], []
     for place, elements in enumerate(_MEASURED_ELEMENTS):
@@ -158,4 +175,4 @@ def _measured(options: PlanOptions) -> tuple[AffineCost, AffineCost]:
         selects.append(select)
         decodes.append(decode)
         pairs.append(count)
-    return AffineCost.fit(_MEASURED_ELEMENTS, selects), AffineCost.fit(pairs, decodes)
+    return PiecewiseCost.fit(_MEASURED_ELEMENTS, selects), PiecewiseCost.fit(pairs, decodes)

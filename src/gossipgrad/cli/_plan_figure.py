@@ -5,12 +5,12 @@ import io
 from importlib.util import find_spec
 from pathlib import Path
 
-from ._plan_options import FORMATS
 from ._plan_report import Comparison
 from ._units import seconds_text
 
 __all__ = ["check", "draw", "text_lanes"]
 
+_FORMATS = (".svg", ".png", ".pdf", ".html")
 _COLOURS = {"dense": "#4269d0", "fp16": "#97bbf5", "bf16": "#6cc5b0", "sparse": "#ff725c"}
 _BACKWARD, _SELECT = "#b8b8b8", "#efb118"
 _PANEL = {"height": 0.7, "edgecolor": "white", "linewidth": 0.4}
@@ -46,8 +46,8 @@ def check(path: Path) -> None:
         raise ValueError(
             "--figure needs matplotlib, which is not installed: pip install 'gossipgrad[plot]'"
         )
-    if path.suffix.lower() not in FORMATS:
-        raise ValueError(f"--figure {path} must end in {', '.join(FORMATS)}")
+    if path.suffix.lower() not in _FORMATS:
+        raise ValueError(f"--figure {path} must end in {', '.join(_FORMATS)}")
     if not path.absolute().parent.is_dir():
         raise ValueError(f"--figure {path}: there is no folder {path.parent}")
 

@@ -6,11 +6,13 @@ from typing import Annotated, Literal
 
 import tyro
 
-__all__ = ["FORMATS", "METHODS", "NARROW", "PlanOptions", "check"]
+from ._plan_figure import check as check_figure
+
+__all__ = ["DECODE", "METHODS", "NARROW", "PlanOptions", "check"]
 
 NARROW = ("fp16", "bf16")
 METHODS = ("sparse", "dense", *NARROW)
-FORMATS = (".svg", ".png", ".pdf", ".html")
+DECODE = "5ns"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,7 +20,7 @@ class PlanOptions:
     """Compute which gradients to merge and which to compress, and what that gains.
 
     Nothing is trained and nothing sent: the plan is the one that finishes first under a model of
-    time, with proof. A session of sparse gradients measures the same costs on its own ranks.
+    time, with proof. A session of sparse gradients measures costs alike on its own ranks.
     """
 
     profile: str = "resnet50"
@@ -40,11 +42,11 @@ class PlanOptions:
     values: Literal["float32", "bfloat16"] = "float32"
     """What the values of sparse messages travel as."""
     select: str = "100us,2ns"
-    """What selection takes, of a group and of each of its elements; `here`: measured on this
-    machine."""
-    decode: str = "5ns"
-    """What adding up takes, for each pair of value and index that comes in; with --select here it
-    is measured, too."""
+    """What selection takes, of a group and of each of its elements; `here`: measured on one thread
+    of this machine, and --decode, too."""
+    decode: str | None = None
+    """What adding up takes, for each pair of value and index that comes in; None: 5ns, or as
+    --select here measures it."""
     cast: str = "0.5ns"
     """What rounding an element for fp16 and bf16 takes; widening it again takes as long."""
     out: Path | None = None
@@ -76,9 +78,12 @@ def check(options: PlanOptions) -> None:
             f"density is {options.density}: it is a share, above 0 and at most 1 (0.001 sends one "
             "element in a thousand)"
         )
+    if options.select == "here" and options.decode is not None:
+        raise ValueError(
+            f"--select here measures what adding up takes: leave out --decode {options.decode}, or "
+            "give --select times, as 100us,2ns"
+        )
     if options.out is not None and not options.out.absolute().parent.is_dir():
         raise ValueError(f"--out {options.out}: there is no folder {options.out.parent}")
     if options.figure is not None:
-        from ._plan_figure import check as check_figure
-
         check_figure(options.figure)

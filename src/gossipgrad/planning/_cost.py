@@ -1,13 +1,14 @@
 """What moving bytes costs: small values that are called with a size and give seconds."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, overload
+from typing import Any, ClassVar, overload
 
 import numpy as np
 from jaxtyping import Float, Int
+
+from ._step import finite
 
 __all__ = ["AffineCost", "PiecewiseCost"]
 
@@ -35,12 +36,13 @@ class AffineCost:
 
     alpha_seconds: float
     beta_seconds_per_byte: float
+    takes_arrays: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name in ("alpha_seconds", "beta_seconds_per_byte"):
             value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name} is {value}: a cost is finite, and 0 or more")
+            if not finite(value) >= 0:
+                raise ValueError(f"{name} is {value!r}: a cost is a finite number, and 0 or more")
 
     @overload
     def __call__(self, size_bytes: float | int) -> float: ...
@@ -61,9 +63,9 @@ class AffineCost:
             >>> AffineCost.from_rate(rate_bits_per_second=1e9, latency_seconds=5e-5)
             AffineCost(alpha_seconds=5e-05, beta_seconds_per_byte=8e-09)
         """
-        if not rate_bits_per_second > 0:
+        if not finite(rate_bits_per_second) > 0:
             raise ValueError(
-                f"a rate of {rate_bits_per_second} bits a second moves nothing: give one above 0"
+                f"a rate of {rate_bits_per_second!r} bits a second: give a finite number above 0"
             )
         return cls(alpha_seconds=latency_seconds, beta_seconds_per_byte=8 / rate_bits_per_second)
 
@@ -107,7 +109,7 @@ class AffineCost:
         Raises:
             ValueError: There is no rank.
         """
-        return self._hops(2 * (world_size - 1), world_size)
+        return self._hops(world_size, rounds=2, parts=world_size)
 
     def ring_all_gather(self, world_size: int) -> "AffineCost":
         """What a ring all-gather costs, called with the bytes that one rank brings.
@@ -117,7 +119,7 @@ class AffineCost:
         Raises:
             ValueError: There is no rank.
         """
-        return self._hops(world_size - 1, world_size, share=1.0)
+        return self._hops(world_size, rounds=1, parts=1)
 
     def halving_all_reduce(self, world_size: int) -> "AffineCost":
         """What an all-reduce by recursive halving and doubling costs: few start-ups.
@@ -149,13 +151,14 @@ class AffineCost:
             beta_seconds_per_byte=self.beta_seconds_per_byte * world_size / hops,
         )
 
-    def _hops(self, count: int, world_size: int, *, share: float | None = None) -> "AffineCost":
+    def _hops(self, world_size: int, *, rounds: int, parts: int) -> "AffineCost":
+        """So many rounds of a ring, in each hop one of so many parts of the bytes."""
         if world_size < 1:
             raise ValueError(f"world size {world_size} has no ranks: it must be 1 or more")
-        portion = 1 / world_size if share is None else share
+        hops = rounds * (world_size - 1)
         return AffineCost(
-            alpha_seconds=count * self.alpha_seconds,
-            beta_seconds_per_byte=count * portion * self.beta_seconds_per_byte,
+            alpha_seconds=hops * self.alpha_seconds,
+            beta_seconds_per_byte=hops / parts * self.beta_seconds_per_byte,
         )
 
 
@@ -167,29 +170,30 @@ class PiecewiseCost:
     stays what it is there; past the last it goes on with the last slope.
 
     Attributes:
-        size_bytes: Rising, 0 or more, at least two.
+        sizes: In what the cost is called with, bytes or elements: rising, 0 or more, at least two.
         seconds: At each of them, 0 or more and never falling.
 
     Raises:
         ValueError: It is not so.
 
     Example:
-        >>> cost = PiecewiseCost(size_bytes=(0.0, 1000.0, 2000.0), seconds=(1.0, 1.0, 3.0))
+        >>> cost = PiecewiseCost(sizes=(0.0, 1000.0, 2000.0), seconds=(1.0, 1.0, 3.0))
         >>> cost(500), cost(1500), cost(3000)
         (1.0, 2.0, 5.0)
     """
 
-    size_bytes: tuple[float, ...]
+    sizes: tuple[float, ...]
     seconds: tuple[float, ...]
+    takes_arrays: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        sizes, seconds = self.size_bytes, self.seconds
+        sizes, seconds = self.sizes, self.seconds
         if len(sizes) != len(seconds) or len(sizes) < 2:
             raise ValueError(
                 f"{len(sizes)} sizes and {len(seconds)} times: a curve has two points or more"
             )
-        if not all(math.isfinite(value) and value >= 0 for value in (*sizes, *seconds)):
-            raise ValueError("sizes and times of a curve are finite, and 0 or more")
+        if not all(finite(value) >= 0 for value in (*sizes, *seconds)):
+            raise ValueError("sizes and times of a curve are finite numbers, and 0 or more")
         if any(later <= earlier for earlier, later in pairwise(sizes)):
             raise ValueError("the sizes of a curve rise: give each once, in order")
         if any(later < earlier for earlier, later in pairwise(seconds)):
@@ -198,43 +202,41 @@ class PiecewiseCost:
             )
 
     @overload
-    def __call__(self, size_bytes: float | int) -> float: ...
+    def __call__(self, size: float | int) -> float: ...
     @overload
-    def __call__(self, size_bytes: Sizes) -> Float[np.ndarray, "..."]: ...
-    def __call__(self, size_bytes: Any) -> Any:
-        """Seconds for a message of that size, or of those sizes in an array."""
-        sizes, seconds = self.size_bytes, self.seconds
+    def __call__(self, size: Sizes) -> Float[np.ndarray, "..."]: ...
+    def __call__(self, size: Any) -> Any:
+        """Seconds for that size, or for those in an array."""
+        sizes, seconds = self.sizes, self.seconds
         slope = (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2])
-        past = np.maximum(np.asarray(size_bytes, dtype=np.float64) - sizes[-1], 0.0)
-        found = np.interp(size_bytes, sizes, seconds) + slope * past
-        return found if isinstance(size_bytes, np.ndarray) else float(found)
+        past = np.maximum(np.asarray(size, dtype=np.float64) - sizes[-1], 0.0)
+        found = np.interp(size, sizes, seconds) + slope * past
+        return found if isinstance(size, np.ndarray) else float(found)
 
     @classmethod
-    def fit(
-        cls, size_bytes: Sequence[float | int], seconds: Sequence[float | int]
-    ) -> "PiecewiseCost":
+    def fit(cls, sizes: Sequence[float | int], seconds: Sequence[float | int]) -> "PiecewiseCost":
         """The curve through the median at each size; one below a smaller size's is lifted to it.
 
         Args:
-            size_bytes: Of each measurement, 0 or more; at least two different ones.
+            sizes: Of each measurement, 0 or more; at least two different ones.
             seconds: That it took, above 0.
 
         Raises:
             ValueError: As `AffineCost.fit`.
         """
-        sizes, times = _measured(size_bytes, seconds)
-        knots = np.unique(sizes)
-        medians = [float(np.median(times[sizes == knot])) for knot in knots]
+        measured, times = _measured(sizes, seconds)
+        knots = np.unique(measured)
+        medians = [float(np.median(times[measured == knot])) for knot in knots]
         return cls(
-            size_bytes=tuple(float(knot) for knot in knots),
+            sizes=tuple(float(knot) for knot in knots),
             seconds=tuple(float(value) for value in np.maximum.accumulate(medians)),
         )
 
 
 def _measured(
-    size_bytes: Sequence[float | int], seconds: Sequence[float | int]
+    given: Sequence[float | int], seconds: Sequence[float | int]
 ) -> tuple[Float[np.ndarray, " n"], Float[np.ndarray, " n"]]:
-    sizes, times = np.asarray(size_bytes, np.float64), np.asarray(seconds, np.float64)
+    sizes, times = np.asarray(given, np.float64), np.asarray(seconds, np.float64)
     if sizes.shape != times.shape or sizes.ndim != 1:
         raise ValueError(f"{sizes.size} sizes and {times.size} times: give a time for each size")
     if not (np.isfinite(sizes).all() and np.isfinite(times).all()):

@@ -66,7 +66,7 @@ class Plan:
             reached = group.stop
         for what in ("finish_seconds", "lower_bound_seconds"):
             value = getattr(self, what)
-            if not (isinstance(value, float | int) and finite(value) >= 0):
+            if type(value) is bool or not (isinstance(value, float | int) and finite(value) >= 0):
                 raise ValueError(f"{what} is {value!r}: it is a time, finite and 0 or more")
         if self.lower_bound_seconds > self.finish_seconds:
             raise ValueError(
@@ -177,14 +177,15 @@ class Plan:
             raise ValueError(
                 "groups must be a list of [start, stop, method], two whole numbers and a name"
             )
-        times = {what: value[what] for what in ("finish_seconds", "lower_bound_seconds")}
-        for what, seconds in times.items():
-            if type(seconds) not in (float, int):
-                raise ValueError(f"{what} is {seconds!r}: it is a time, finite and 0 or more")
         names = value.get("names", [])
         if not isinstance(names, list | tuple):
             raise ValueError(f"names is {names!r}: it is a list, a name for each tensor")
-        return cls(groups=tuple(Group(*row) for row in rows), names=tuple(names), **times)
+        return cls(
+            groups=tuple(Group(*row) for row in rows),
+            finish_seconds=value["finish_seconds"],
+            lower_bound_seconds=value["lower_bound_seconds"],
+            names=tuple(names),
+        )
 
 
 def planned(

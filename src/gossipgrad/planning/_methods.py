@@ -1,25 +1,28 @@
 """Methods by what they are made of: selection, a collective, and what is done with what comes."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from ._timeline import Method
+from ._cost import AffineCost
+from ._step import finite
+from ._timeline import Method, take_arrays
 
 __all__ = ["SortingCost", "dense_all_reduce", "sparse_all_gather"]
 
 Cost = Callable[..., Any]
+
+_NOTHING = AffineCost(alpha_seconds=0.0, beta_seconds_per_byte=0.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SortingCost:
     """What selection costs in the published model: `gamma_seconds * n * log2(n)` for n elements.
 
-    `torch.topk` on GPUs was fitted by it. Faster selection is affine in n, `AffineCost` called with
-    elements, and so is not dearer for groups that are merged.
+    `torch.topk` on GPUs was fitted by it. Faster selection takes a start-up and a time an element,
+    and so is not dearer for groups that are merged.
 
     Attributes:
         gamma_seconds: 0 or more; 2.19e-10 on an Nvidia P102-100 by the authors of OMGS-SGD.
@@ -33,11 +36,12 @@ class SortingCost:
     """
 
     gamma_seconds: float | int
+    takes_arrays: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.gamma_seconds) and self.gamma_seconds >= 0):
+        if not finite(self.gamma_seconds) >= 0:
             raise ValueError(
-                f"gamma_seconds is {self.gamma_seconds}: a cost is finite, and 0 or more"
+                f"gamma_seconds is {self.gamma_seconds!r}: a cost is a finite number, and 0 or more"
             )
 
     def __call__(self, elements: Any) -> Any:
@@ -96,11 +100,14 @@ def dense_all_reduce(
         >>> half.communicate_seconds(1_000_000)
         0.0315
     """
-    if element_bytes < 1:
-        raise ValueError(f"element_bytes is {element_bytes}: an element has 1 or more on the wire")
+    if not finite(element_bytes) >= 1:
+        raise ValueError(
+            f"element_bytes is {element_bytes!r}: an element has 1 or more on the wire"
+        )
+    cast = _NOTHING if cast is None else cast
     return Method(
         name=name,
-        select_seconds=_Nothing() if cast is None else cast,
+        select_seconds=cast,
         communicate_seconds=_Reduced(all_reduce, element_bytes, cast),
     )
 
@@ -138,19 +145,20 @@ def sparse_all_gather(
         >>> hop = AffineCost.from_rate(rate_bits_per_second=1e9, latency_seconds=5e-5)
         >>> method = sparse_all_gather(
         ...     hop.ring_all_gather(16), density=0.001, world_size=16,
-        ...     select=AffineCost(alpha_seconds=2e-4, beta_seconds_per_byte=1.5e-9),
+        ...     select=lambda elements: 2e-4 + 1.5e-9 * elements,
         ... )
         >>> round(method.select_seconds(1_000_000), 9)
         0.0017
         >>> round(method.communicate_seconds(1_000_000), 9)
         0.00171
     """
-    if not 0 < density <= 1:
-        raise ValueError(f"density is {density}: the share that is sent is above 0 and at most 1")
-    if world_size < 1:
-        raise ValueError(f"world size {world_size} has no ranks: it must be 1 or more")
-    if not (math.isfinite(pair_bytes) and pair_bytes > 0):
-        raise ValueError(f"pair_bytes is {pair_bytes}: a value and its index take some")
+    if not 0 < finite(density) <= 1:
+        raise ValueError(f"density is {density!r}: the share that is sent is above 0 and at most 1")
+    if not finite(world_size) >= 1:
+        raise ValueError(f"world size {world_size!r} has no ranks: it must be 1 or more")
+    if not finite(pair_bytes) > 0:
+        raise ValueError(f"pair_bytes is {pair_bytes!r}: a value and its index take some")
+    scatter = _NOTHING if scatter is None else scatter
     return Method(
         name=name,
         select_seconds=select,
@@ -159,20 +167,17 @@ def sparse_all_gather(
 
 
 @dataclass(frozen=True, slots=True)
-class _Nothing:
-    def __call__(self, elements: Any) -> Any:
-        return 0.0 * elements
-
-
-@dataclass(frozen=True, slots=True)
 class _Reduced:
     all_reduce: Cost
     element_bytes: int
-    cast: Cost | None
+    cast: Cost
+
+    @property
+    def takes_arrays(self) -> bool:
+        return take_arrays(self.all_reduce, self.cast)
 
     def __call__(self, elements: Any) -> Any:
-        moved = self.all_reduce(self.element_bytes * elements)
-        return moved if self.cast is None else moved + self.cast(elements)
+        return self.all_reduce(self.element_bytes * elements) + self.cast(elements)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,12 +186,15 @@ class _Gathered:
     density: float
     world_size: int
     pair_bytes: float | int
-    scatter: Cost | None
+    scatter: Cost
+
+    @property
+    def takes_arrays(self) -> bool:
+        return take_arrays(self.all_gather, self.scatter)
 
     def __call__(self, elements: Any) -> Any:
         if isinstance(elements, np.ndarray):
             pairs = np.maximum(np.floor(self.density * elements), 1.0)
         else:
             pairs = max(1, int(self.density * elements))
-        moved = self.all_gather(self.pair_bytes * pairs)
-        return moved if self.scatter is None else moved + self.scatter(self.world_size * pairs)
+        return self.all_gather(self.pair_bytes * pairs) + self.scatter(self.world_size * pairs)

@@ -7,7 +7,7 @@ from itertools import accumulate
 import numpy as np
 
 from ._merge_plan import Plan, planned
-from ._ranges import Choices, all_choices, cost_the_same, one_by_one
+from ._ranges import Choices, all_choices
 from ._rules import mg_wfbp, omgs_greedy, single, wfbp
 from ._step import checked_step, finite
 from ._sweep import Keep, knowing_nothing, sweep
@@ -19,7 +19,7 @@ _PATIENCE = 10_000_000  # states looked at before what is within the tolerance i
 _ENOUGH = 30_000_000  # states looked at before it is given up
 _WIDEST = 1 << 16
 _ROUNDING = 1e-12
-_SURE = 1e-8  # relative: more than rounding, and costs that count as the same, can add up to
+_SURE = 1e-8  # relative: more than rounding can add up to
 
 
 def plan(
@@ -60,8 +60,8 @@ def plan(
 
     Raises:
         ValueError: There is no tensor or no method, two methods have one name, a size is no whole
-            number of 1 or more, there are 2**63 elements or more, a time, or what a method gives,
-            is negative or not finite, or a method gives something else the next time.
+            number of 1 or more, there are 2**63 elements or more, or a time, or what a method
+            gives, is negative or not finite.
 
     Example:
         The first tensor is as large as ten of the others. The published rule merges all three; it
@@ -82,24 +82,9 @@ def plan(
     by_name(methods)
     if not finite(tolerance) >= 0:
         raise ValueError(f"tolerance is {tolerance!r}: give a share of the time, 0 or more")
-    for asked in (methods, [one_by_one(method) for method in methods]):
-        found = _searched(times, counts, asked, tolerance)
-        if found is not None:
-            return found
-    raise ValueError(
-        "a cost gives other seconds when it is asked for the same elements again: give functions "
-        "of the size alone"
-    )
-
-
-def _searched(
-    times: Sequence[float], counts: Sequence[int], methods: Sequence[Method], tolerance: float | int
-) -> Plan | None:
-    """The plan; None if a cost gives something else for many sizes than for each by itself."""
-    best = _best_by_rule(times, counts, methods)
+    choices, asked = all_choices(counts, methods)
+    best = _best_by_rule(times, counts, asked)
     reached = np.array([0.0, *accumulate(times)])
-    known = [sum(counts[group.start : group.stop]) for group in best.groups]
-    choices = all_choices(counts, methods, known)
     bound, made = float(reached[-1]), 0
     ahead = {forward: knowing_nothing(len(counts)) for forward in (False, True)}
     for forward, keep, width in _passes():
@@ -122,10 +107,7 @@ def _searched(
         # Or groups are missing, and nothing would be proved.
         assert keep is not Keep.BEST or swept.finish_seconds < below, "no pass to the other end"
         if swept.chosen:
-            if not cost_the_same(choices, swept.chosen, counts, methods):
-                return None
-            groups = _groups(choices, swept.chosen, methods)
-            found = planned(groups, times, counts, methods)
+            found = planned(_groups(choices, swept.chosen, asked), times, counts, asked)
             best = min(best, found, key=lambda each: each.finish_seconds)
         if keep is not Keep.MEMBERS:
             bound = max(bound, min(swept.finish_seconds, below, best.finish_seconds))

@@ -7,6 +7,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from ._step import finite
+
 __all__ = ["PROFILES", "Profile"]
 
 PROFILES = ("resnet50", "googlenet", "vgg16", "lstm", "gpt2")
@@ -111,7 +113,7 @@ class Profile:
         }
         times.update(zip(self.names, self.backward_seconds, strict=True))
         for what, seconds in times.items():
-            if not (isinstance(seconds, float | int) and math.isfinite(seconds) and seconds >= 0):
+            if not (isinstance(seconds, float | int) and finite(seconds) >= 0):
                 raise ValueError(f"{what} took {seconds!r} seconds: give a time, 0 or more")
         if not self.compute_seconds > 0:
             raise ValueError(f"profile {self.name!r} takes no time at all: record it anew")
@@ -135,8 +137,8 @@ class Profile:
             ValueError: A factor is not positive and finite.
         """
         for what, factor in (("time", time), ("size", size)):
-            if not (math.isfinite(factor) and factor > 0):
-                raise ValueError(f"{what} must be a positive factor, got {factor}")
+            if not finite(factor) > 0:
+                raise ValueError(f"{what} must be a positive factor, got {factor!r}")
         if time == size == 1:
             return self
         return replace(
@@ -158,10 +160,10 @@ class Profile:
         """
         if batch_size == self.batch_size:
             return self
+        checked = replace(self, batch_size=batch_size)
         factor = batch_size / self.batch_size
         return replace(
-            self,
-            batch_size=batch_size,
+            checked,
             source=f"{self.source}; batch {batch_size} for {self.batch_size}, in proportion",
             forward_seconds=self.forward_seconds * factor,
             backward_seconds=tuple(seconds * factor for seconds in self.backward_seconds),

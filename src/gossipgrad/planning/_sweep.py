@@ -212,9 +212,7 @@ def _narrowed(made: Made, keep: Keep, width: int) -> Made:
         return kept._replace(first=front.first, second=front.second, joined=front.joined)
     made = made.take(pareto(made.first, made.second))
     if keep is Keep.BEST:
-        return made.take(made.finish[:1].argsort())._replace(
-            first=made.first[:1], second=made.second[-1:]
-        )
+        return made.take(np.array([0]))._replace(first=made.first[:1], second=made.second[-1:])
     if made.finish.size <= width:
         return made
     return made.take(members(made.first, made.second, made.finish, width))

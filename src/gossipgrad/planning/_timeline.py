@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from ._step import finite
 
-__all__ = ["Group", "Method", "Moments", "Span", "by_name", "cost", "moments"]
+__all__ = ["Group", "Method", "Moments", "Span", "by_name", "cost", "moments", "take_arrays"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,9 +15,9 @@ class Method:
     """A way to bring a group of gradients to all ranks, as far as time is concerned.
 
     Both costs are called with the elements of a group, a whole number, and give seconds, 0 or more.
-    They may be any functions, with jumps or falling with size. One that also takes a numpy array of
-    sizes and gives an array, as `AffineCost` does, is asked once for many sizes. Some of them, and
-    those of the groups of a plan, are asked for one by one, too: all are, where that differs.
+    They may be any functions of the size alone, with jumps or falling with it. `plan` asks for each
+    size once, some 500,000 for 1,000 tensors. One with a true attribute `takes_arrays`, as
+    `AffineCost` has, is asked for all at once, in an array of float64, and gives an array.
 
     Attributes:
         name: What plans call it.
@@ -134,6 +134,11 @@ def cost(method: Method, what: str, elements: int) -> float:
             "a number of seconds, finite and 0 or more"
         )
     return seconds
+
+
+def take_arrays(*costs: Callable[..., Any]) -> bool:
+    """Whether all of these say that they do."""
+    return all(getattr(cost, "takes_arrays", False) for cost in costs)
 
 
 def by_name(methods: Sequence[Method]) -> dict[str, Method]:

@@ -126,7 +126,7 @@ class Network:
             return 0.0
         as_measured = self.collective == "ring" and self.racks is None and not self.slow_hosts
         if self.all_reduce is not None and world_size == self.world_size and as_measured:
-            largest = self.all_reduce.size_bytes[-1]
+            largest = self.all_reduce.sizes[-1]
             # Past what was measured, where start-ups may have hidden bytes, a hop has its rate.
             hop = (self.hop or self.exchange).ring_all_reduce(world_size)
             past = hop.beta_seconds_per_byte * max(0.0, size_bytes - largest)
@@ -195,7 +195,7 @@ class Network:
             "hop": None if self.hop is None else _plain(self.hop),
             "all_reduce": None
             if self.all_reduce is None
-            else [list(self.all_reduce.size_bytes), list(self.all_reduce.seconds)],
+            else [list(self.all_reduce.sizes), list(self.all_reduce.seconds)],
             "snapshot_seconds_per_byte": self.snapshot_seconds_per_byte,
             "mix_seconds_per_byte": self.mix_seconds_per_byte,
             "links": [[one, other, _plain(cost)] for (one, other), cost in self.links.items()],
@@ -277,7 +277,7 @@ def _curve(value: list[list[float]] | None) -> PiecewiseCost | None:
     if value is None:
         return None
     sizes, seconds = ([float(each) for each in part] for part in value)
-    return PiecewiseCost(size_bytes=tuple(sizes), seconds=tuple(seconds))
+    return PiecewiseCost(sizes=tuple(sizes), seconds=tuple(seconds))
 
 
 def _plain(cost: AffineCost) -> dict[str, float]:
