@@ -10,6 +10,7 @@ import gossipgrad as gg
 from gossipgrad.planning import Group as Merge
 from gossipgrad.planning import Plan
 from gossipgrad.sparsification import _planner
+from gossipgrad.sparsification._rules import merges_without_times
 from support.ranks import run_ranks
 from support.replicas import network
 from support.sparse import backward_of, costs_that_say, same_weights, start, train
@@ -202,3 +203,18 @@ def test_a_state_from_among_the_measured_rounds_leads_to_a_plan(monkeypatch):
             session.group.barrier()
 
     run_ranks(2, rank_main)
+
+
+@pytest.mark.parametrize(
+    ("rule", "stops"),
+    [
+        *((name, [4]) for name in ("optimal", "greedy", "mg-wfbp", "single")),
+        *((name, [1, 2, 3, 4]) for name in ("layerwise", "wfbp")),
+        *((8, [2, 3, 4]), (9, [3, 4]), (100, [4])),
+    ],
+)
+def test_groups_to_begin_with(rule, stops):
+    """One, where a rule waits for times; a threshold is met by the tensor that reaches it."""
+    merges = merges_without_times(rule, [4, 4, 8, 4], "sparse")
+    assert [merge.stop for merge in merges] == stops
+    assert {merge.method for merge in merges} == {"sparse"}

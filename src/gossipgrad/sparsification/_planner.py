@@ -9,10 +9,11 @@ from typing import Any
 
 from gossipgrad.comm import Group
 from gossipgrad.planning import Group as Merge
-from gossipgrad.planning import Method, Plan, mg_wfbp, omgs_greedy, plan, single, wfbp
+from gossipgrad.planning import Plan
 from gossipgrad.sparsification._aggregation import Aggregation
 from gossipgrad.sparsification._costs import Costs, measure_costs
 from gossipgrad.sparsification._drift import Course, Drift
+from gossipgrad.sparsification._rules import alternatives, merges_without_times, planned
 from gossipgrad.sparsification._settings import Settings, check_plan_fits
 
 __all__ = ["Planner"]
@@ -196,10 +197,11 @@ class Planner:
         if self._group.rank == 0:
             assert self._backward is not None
             sizes, methods = aggregation.sizes, [costs.method() for costs in self._costs]
-            found = _by_rule(self._settings.plan, self._backward, sizes, methods)
+            assert isinstance(self._settings.plan, str)
+            found = planned(self._settings.plan, self._backward, sizes, methods)
             told = {
                 "plan": replace(found, names=tuple(aggregation.names)).to_json(),
-                "alternatives": _alternatives(self._backward, sizes, methods),
+                "alternatives": alternatives(self._backward, sizes, methods),
             }
         return self._group.broadcast_object(told)
 
@@ -246,28 +248,10 @@ def _alike(density: float, other: float) -> bool:
 
 def _first_merges(settings: Settings, sizes_bytes: Sequence[int]) -> tuple[Merge, ...]:
     """The groups that a session begins with: those asked for, or one until times are known."""
-    rule, method = settings.plan, settings.methods[0]
-    count = len(sizes_bytes)
-    if isinstance(rule, Plan):
-        check_plan_fits(rule, count, settings.methods)
-        return rule.groups
-    if isinstance(rule, int):
-        return _filled(sizes_bytes, rule, method)
-    if rule in ("layerwise", "wfbp"):
-        return tuple(Merge(place, place + 1, method) for place in range(count))
-    return (Merge(0, count, method),)
-
-
-def _filled(sizes_bytes: Sequence[int], threshold_bytes: int, method: str) -> tuple[Merge, ...]:
-    """Groups that end with the tensor that makes them as large as the threshold."""
-    merges: list[Merge] = []
-    start = held_bytes = 0
-    for place, size_bytes in enumerate(sizes_bytes):
-        held_bytes += size_bytes
-        if held_bytes >= threshold_bytes or place == len(sizes_bytes) - 1:
-            merges.append(Merge(start, place + 1, method))
-            start, held_bytes = place + 1, 0
-    return tuple(merges)
+    if isinstance(settings.plan, Plan):
+        check_plan_fits(settings.plan, len(sizes_bytes), settings.methods)
+        return settings.plan.groups
+    return merges_without_times(settings.plan, sizes_bytes, settings.methods[0])
 
 
 def _medians(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -276,25 +260,4 @@ def _medians(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
     return {
         name: statistics.median(stamps[name] for stamps in rounds if name in stamps)
         for name in names
-    }
-
-
-def _by_rule(
-    rule: object, backward: Sequence[float], sizes: Sequence[int], methods: Sequence[Method]
-) -> Plan:
-    if rule == "greedy":
-        return omgs_greedy(backward, sizes, methods[0])
-    if rule == "mg-wfbp":
-        return mg_wfbp(backward, sizes, methods[0])
-    return plan(backward, sizes, methods)
-
-
-def _alternatives(
-    backward: Sequence[float], sizes: Sequence[int], methods: Sequence[Method]
-) -> dict[str, float]:
-    rules = {"layerwise": wfbp, "single": single, "mg-wfbp": mg_wfbp, "greedy": omgs_greedy}
-    return {
-        f"{name}, {method.name}": rule(backward, sizes, method).finish_seconds
-        for method in methods
-        for name, rule in rules.items()
     }

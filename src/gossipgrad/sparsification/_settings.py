@@ -13,10 +13,10 @@ from gossipgrad.comm import is_sharded
 from gossipgrad.planning import Plan
 from gossipgrad.sparsification._density import Density, describe_density
 from gossipgrad.sparsification._merged import DENSE_DTYPES
+from gossipgrad.sparsification._rules import RULES
 
 __all__ = [
     "METHODS",
-    "PLANS",
     "Replan",
     "Settings",
     "check_momentum",
@@ -28,9 +28,6 @@ __all__ = [
 ]
 
 METHODS = ("sparse", *DENSE_DTYPES)
-FIXED_PLANS = ("layerwise", "wfbp", "single")
-MEASURED_PLANS = ("optimal", "greedy", "mg-wfbp")
-PLANS = (*MEASURED_PLANS, *FIXED_PLANS)
 SELECTIONS = ("per_group", "per_tensor")
 VALUE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -91,7 +88,7 @@ class Settings:
     @property
     def measures(self) -> bool:
         """Whether the plan waits for measurements of the first steps."""
-        return self.plan in MEASURED_PLANS
+        return isinstance(self.plan, str) and RULES[self.plan].measured
 
     def describe(self) -> dict[str, Any]:
         """What must be equal on all ranks."""
@@ -121,7 +118,7 @@ def check_settings(
     """
     if isinstance(plan, bool) or not isinstance(plan, str | int | Plan):
         raise ValueError(f"plan must be {_plans()}, got {plan!r}")
-    if isinstance(plan, str) and plan not in PLANS:
+    if isinstance(plan, str) and plan not in RULES:
         raise ValueError(f"there is no plan {plan!r}: it is {_plans()}")
     if isinstance(plan, int) and plan < 1:
         raise ValueError(f"plan={plan} is a threshold in bytes, which is at least 1")
@@ -242,7 +239,7 @@ def resolve_replan(replan: Replan | int | None) -> Replan | None:
 
 
 def _plans() -> str:
-    return f"one of {_named(PLANS)}, a threshold in bytes, or a gossipgrad.planning.Plan"
+    return f"one of {_named(list(RULES))}, a threshold in bytes, or a gossipgrad.planning.Plan"
 
 
 def _named(names: Sequence[str]) -> str:
