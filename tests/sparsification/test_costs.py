@@ -52,7 +52,7 @@ def measured_by(monkeypatch, timed, *, world_size=3, elements=4096):
 
 def test_messages_go_to_all_at_once_as_far_as_that_is_faster(monkeypatch):
     def timed(trial, group):  # a ring takes 2 ms, all at once 1 us a byte
-        return 1e-3, 2e-3 if group.at_once_bytes == 0 else 1e-6 * trial.message_bytes
+        return 1e-3, 2e-3 if group.at_once_bytes == 0 else 1e-6 * trial.message_bytes, 0.0
 
     for costs, left in measured_by(monkeypatch, timed):
         assert costs.elements == (256, 1024, 4096)
@@ -77,10 +77,10 @@ def test_larger_messages_are_given_up_after_a_second_loss(monkeypatch, lost, at_
 
     def timed(trial, group):
         if group.at_once_bytes == 0:
-            return 1e-3, 2e-3
+            return 1e-3, 2e-3, 0.0
         tried[group.rank, trial.message_bytes] += 1
         loses = tried[group.rank, trial.message_bytes] <= lost.get(trial.message_bytes, 0)
-        return 1e-3, 3e-3 if loses else 1e-3
+        return 1e-3, 3e-3 if loses else 1e-3, 0.0
 
     for rank, (costs, _) in enumerate(measured_by(monkeypatch, timed)):
         assert costs.at_once_bytes == at_once_bytes
@@ -92,7 +92,7 @@ def test_larger_messages_are_given_up_after_a_second_loss(monkeypatch, lost, at_
 def test_two_ranks_have_one_way_and_dense_messages_none(monkeypatch):
     def timed(trial, group):
         assert group.at_once_bytes == 0
-        return 1e-3, 2e-3
+        return 1e-3, 2e-3, 0.0
 
     for costs, left in measured_by(monkeypatch, timed, world_size=2):
         assert costs.at_once_bytes == 0
@@ -104,7 +104,7 @@ def test_a_measurement_that_breaks_off_leaves_the_group_as_it_was(monkeypatch):
     def timed(trial, group):
         if group.at_once_bytes == 4224:
             raise KeyboardInterrupt
-        return 1e-3, 2e-3 if group.at_once_bytes == 0 else 1e-3
+        return 1e-3, 2e-3 if group.at_once_bytes == 0 else 1e-3, 0.0
 
     def work(rank, group):
         size = {"elements": 4096, "tensors": 2, "density": 1.0}
@@ -206,6 +206,7 @@ def test_a_collective_is_timed_from_when_all_have_begun(monkeypatch):
 
     class Made:
         bytes_sent = 100
+        timing = SimpleNamespace(gather_seconds=1.0)
 
         def __init__(self, *_, **__):
             pass
@@ -225,9 +226,10 @@ def test_a_collective_is_timed_from_when_all_have_begun(monkeypatch):
     monkeypatch.setattr(_costs, "MergedGroup", Made)
     monkeypatch.setattr(_costs, "perf_counter", lambda: clock.now)
     trial = _costs._Trial("sparse", 8, 1, settings_of(), 2, CPU, torch.float32, 1.0)
-    select, communicate = trial.run(Uneven(clock, 0.0))
+    select, gather, add = trial.run(Uneven(clock, 0.0))
     assert select == pytest.approx(0.4)
-    assert 1e-3 <= communicate < 1.3e-3
+    assert 1e-3 <= gather < 1.3e-3
+    assert add == 0
 
 
 @pytest.mark.parametrize(
@@ -248,7 +250,7 @@ def test_costs_of_own_coordinates_a_tensor_are_those_of_as_many_tensors(monkeypa
     def timed(trial, group):
         if group.rank == 0:
             seen.append((len(trial._made.sizes), sum(trial._made.counts)))
-        return 1e-3, 1e-3
+        return 1e-3, 1e-3, 0.0
 
     def work(rank, group):
         size = {"elements": 1024, "tensors": 8, "density": 1e-3}
@@ -262,3 +264,61 @@ def test_costs_of_own_coordinates_a_tensor_are_those_of_as_many_tensors(monkeypa
     select = "per_group"
     run_ranks(2, work)
     assert seen == [(1, 1), (1, 1), (1, 0), (1, 0)]
+
+
+def test_another_density_asks_the_network_only_for_messages_larger_than_any_before(monkeypatch):
+    """A collective takes 1 us a byte; selection and sum what they take at each density."""
+    density, asked = 0.0, Counter()
+
+    def timed(trial, group):
+        asked[group.rank] += 1
+        return 1e-3 * density, 1e-6 * trial.message_bytes, 1e-3 * density
+
+    def measured(group, known):
+        asked[group.rank] = 0
+        found = measure_costs(
+            settings_of(),
+            group,
+            CPU,
+            torch.float32,
+            elements=10_000,
+            tensors=2,
+            density=density,
+            known=known,
+        )
+        return found, asked[group.rank]
+
+    monkeypatch.setattr(_costs, "_timed", timed)
+    monkeypatch.setattr(_costs, "_rehearsed", lambda trial: [1e-3 * density] * 2)
+    density = 0.5
+    known = run_ranks(2, lambda rank, group: measured(group, []))
+    assert known[0] == known[1]
+    sizes = (256, 1024, 4096, 10_000)
+    (sparse, dense), times = known[0]
+    assert (sparse.elements, times) == (sizes, 2 * len(sizes))
+    density = 0.1
+    (again, same), times = run_ranks(2, lambda rank, group: measured(group, known[rank][0]))[0]
+    assert (same, times) == (dense, 0)
+    assert again.message_bytes[-1] < sparse.message_bytes[-1]
+    expected = [
+        max(b, sparse.message_bytes[0]) * 1e-6 + 1e-3 * density for b in again.message_bytes
+    ]
+    assert again.communicate_seconds == pytest.approx(expected, rel=1e-3)
+    assert again.select_seconds == (1e-3 * density,) * len(sizes)
+    density = 1.0  # larger messages than known
+    (_, same), times = run_ranks(2, lambda rank, group: measured(group, known[rank][0]))[0]
+    assert (same, times) == (dense, len(sizes))
+
+
+@pytest.mark.parametrize("select", ["per_group", "per_tensor"])
+def test_a_rehearsal_adds_up_as_an_exchange_of_equal_ranks(select):
+    trial = _costs._Trial("sparse", 512, 4, settings_of(select), 3, CPU, torch.float32, 0.1)
+    assert min(trial.rehearse()) > 0
+    made, grads = trial._made, trial._grads
+    made.begin([2 * grad for grad in grads])
+    made.rehearse()
+    sent = made.total.clone()
+    assert 0 < sent.count_nonzero() <= 52
+    carried = 3 * torch.cat(grads) - made.residual  # of both rounds, less the first's message
+    assert (carried - sent)[sent != 0].abs().max() < 4
+    assert made.residual[sent != 0].eq(0).all()

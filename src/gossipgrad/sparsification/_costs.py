@@ -1,7 +1,7 @@
 """What selection and collectives cost here: measured with the code that will do them."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -40,6 +40,8 @@ class Costs:
         communicate_seconds: The collective, and adding up what came.
         at_once_bytes: Up to which size the method's messages went to all at once, as
             `Group.at_once_bytes` has it; None if it gathers none.
+        message_bytes: Of a message at each size; empty if the method gathers none.
+        gather_seconds: The collective of these messages.
     """
 
     name: str
@@ -47,6 +49,8 @@ class Costs:
     select_seconds: tuple[float, ...]
     communicate_seconds: tuple[float, ...]
     at_once_bytes: int | None = None
+    message_bytes: tuple[int, ...] = ()
+    gather_seconds: tuple[float, ...] = ()
 
     def method(self) -> Method:
         """As the planner takes it."""
@@ -66,6 +70,7 @@ def measure_costs(
     elements: int,
     tensors: int,
     density: float,
+    known: Sequence[Costs] = (),
 ) -> list[Costs]:
     """The costs of every method that a plan may use, the same on all ranks; a collective.
 
@@ -85,6 +90,10 @@ def measure_costs(
     and larger ones go round it if it is so again. The costs say up to where messages went to all at
     once; the group is left as it was, and has to be set so while they hold.
 
+    Of what is known from another density, dense collectives hold. Sparse messages take what those
+    of their size did, if there were some as large; selection and adding up are measured anew then,
+    which takes no communication but a word at the end.
+
     Args:
         settings: Of the session.
         group: Whose ranks measure; nothing else may be under way.
@@ -93,67 +102,104 @@ def measure_costs(
         elements: Of all parameters together.
         tensors: How many parameters these are.
         density: The share that sparse messages have.
+        known: What was measured at other densities, of as many elements; equal on all ranks.
     """
     share = tensors / elements if settings.select == "per_tensor" else 0.0
+
+    def trial(name: str, size: int) -> _Trial:
+        count = max(1, round(share * size))
+        return _Trial(name, size, count, settings, group.world_size, device, dtype, density)
+
     return [
-        _measure(name, settings, group, device, dtype, elements, share, density)
+        _taken_over([costs for costs in known if costs.name == name], group, trial)
+        or _measure(name, group, elements, trial)
         for name in settings.methods
     ]
 
 
 def _measure(
-    name: str,
-    settings: Settings,
-    group: Group,
-    device: torch.device,
-    dtype: torch.dtype,
-    elements: int,
-    tensor_share: float,
-    density: float,
+    name: str, group: Group, elements: int, trial_of: Callable[[str, int], "_Trial"]
 ) -> Costs:
-    sizes, selects, communicates = [], [], []
+    sizes, message_bytes, selects, gathers, adds = [], [], [], [], []
     before, at_once_bytes = group.at_once_bytes, 0
-    gathers = name == "sparse"
-    at_once = gathers and group.world_size > 2
+    sparse = name == "sparse"
+    at_once = sparse and group.world_size > 2
     try:
         for size in _sizes(elements):
-            tensors = max(1, round(tensor_share * size))
-            trial = _Trial(name, size, tensors, settings, group.world_size, device, dtype, density)
+            trial = trial_of(name, size)
             at_once = at_once and trial.message_bytes <= _MOST_AT_ONCE_BYTES
             if at_once:
-                select, communicate, at_once = _faster(trial, group)
+                select, gather, add, at_once = _faster(trial, group)
             else:
                 group.at_once_bytes = 0
-                select, communicate = _timed(trial, group)
+                select, gather, add = _timed(trial, group)
             if at_once:
                 at_once_bytes = trial.message_bytes
             sizes.append(size)
+            message_bytes.append(trial.message_bytes)
             selects.append(max(select, _NO_TIME_SECONDS))
-            communicates.append(max(communicate, _NO_TIME_SECONDS))
-            if select + communicate > _LONG_SECONDS and len(sizes) >= _FEWEST_SIZES:
+            gathers.append(max(gather, _NO_TIME_SECONDS))
+            adds.append(add)
+            if select + gather + add > _LONG_SECONDS and len(sizes) >= _FEWEST_SIZES:
                 break
     finally:
         group.at_once_bytes = before
+    gathers = _sustained(sizes, gathers)
     return Costs(
         name,
         tuple(sizes),
         tuple(selects),
-        _sustained(sizes, communicates),
-        at_once_bytes if gathers else None,
+        tuple(gather + add for gather, add in zip(gathers, adds, strict=True)),
+        at_once_bytes if sparse else None,
+        tuple(message_bytes) if sparse else (),
+        gathers if sparse else (),
     )
 
 
-def _faster(trial: "_Trial", group: Group) -> tuple[float, float, bool]:
-    """Seconds of selection and collective, and whether that went to all at once."""
-    select = ring = 0.0
+def _taken_over(
+    known: Sequence[Costs], group: Group, trial_of: Callable[[str, int], "_Trial"]
+) -> Costs | None:
+    """The costs at another density than these were measured at; None if that takes a collective."""
+    if not known:
+        return None
+    former = max(known, key=lambda costs: costs.message_bytes[-1:])
+    if not former.message_bytes:
+        return former
+    if len({*former.message_bytes}) < 2:
+        return None
+    sizes_bytes, mine = [], []
+    for size in reversed(former.elements):
+        trial = trial_of(former.name, size)
+        if trial.message_bytes > former.message_bytes[-1]:
+            return None
+        sizes_bytes.insert(0, trial.message_bytes)
+        mine.insert(0, _rehearsed(trial))
+    told = group.all_gather_object(mine)
+    times = [_medians(of_ranks) for of_ranks in zip(*told, strict=True)]
+    gather = PiecewiseCost.fit(former.message_bytes, former.gather_seconds)
+    gathers = tuple(gather(size_bytes) for size_bytes in sizes_bytes)
+    return Costs(
+        former.name,
+        former.elements,
+        tuple(max(select, _NO_TIME_SECONDS) for select, _ in times),
+        tuple(taken + add for taken, (_, add) in zip(gathers, times, strict=True)),
+        former.at_once_bytes,
+        tuple(sizes_bytes),
+        gathers,
+    )
+
+
+def _faster(trial: "_Trial", group: Group) -> tuple[float, float, float, bool]:
+    """Seconds of selection, collective and sum, and whether the second went to all at once."""
+    select = ring = add = 0.0
     for _ in range(_LOSSES):
         group.at_once_bytes = 0
-        select, ring = _timed(trial, group)
+        select, ring, add = _timed(trial, group)
         group.at_once_bytes = trial.message_bytes
-        _, at_once = _timed(trial, group)
+        _, at_once, _ = _timed(trial, group)
         if at_once < ring:
-            return select, at_once, True
-    return select, ring, False
+            return select, at_once, add, True
+    return select, ring, add, False
 
 
 def _sustained(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, ...]:
@@ -167,12 +213,26 @@ def _sustained(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, .
     return tuple(max(each, slope * size) for size, each in zip(sizes, seconds, strict=True))
 
 
-def _timed(trial: "_Trial", group: Group) -> tuple[float, float]:
-    select, communicate = _together(group, [trial.run(group)])
-    times = min(_TIMES, int(_MOST_SECONDS / max(select + communicate, 1e-6)))
-    if times > 1:  # the first was also the one that took memory
-        select, communicate = _together(group, [trial.run(group) for _ in range(times)])
-    return select, communicate
+def _timed(trial: "_Trial", group: Group) -> tuple[float, float, float]:
+    """Seconds of selection, of the collective and of the sum, the same on all ranks."""
+    times = _together(group, [trial.run(group)])
+    count = _repetitions(sum(times))
+    if count > 1:  # the first was also the one that took memory
+        times = _together(group, [trial.run(group) for _ in range(count)])
+    return times
+
+
+def _rehearsed(trial: "_Trial") -> list[float]:
+    """Seconds of selection and of the sum on this rank."""
+    times = [trial.rehearse()]
+    count = _repetitions(sum(times[0]))
+    if count > 1:
+        times = [trial.rehearse() for _ in range(count)]
+    return _medians(times)
+
+
+def _repetitions(seconds: float) -> int:
+    return min(_TIMES, int(_MOST_SECONDS / max(seconds, 1e-6)))
 
 
 def _sizes(elements: int) -> list[int]:
@@ -185,12 +245,17 @@ def _sizes(elements: int) -> list[int]:
     return [*sizes, last] if sizes else [last, 2 * last]
 
 
-def _together(group: Group, runs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+def _together(
+    group: Group, runs: Sequence[tuple[float, float, float]]
+) -> tuple[float, float, float]:
     """Medians over runs, then over ranks."""
-    mine = [statistics.median(each) for each in zip(*runs, strict=True)]
-    told = group.all_gather_object(mine)
-    select, communicate = (statistics.median(each) for each in zip(*told, strict=True))
-    return select, communicate
+    select, gather, add = _medians(group.all_gather_object(_medians(runs)))
+    return select, gather, add
+
+
+def _medians(rows: Sequence[Sequence[float]]) -> list[float]:
+    """Of each column."""
+    return [statistics.median(column) for column in zip(*rows, strict=True)]
 
 
 class _Trial:
@@ -225,21 +290,34 @@ class _Trial:
         self._made.use_counts(counts_of(sizes, densities, per_tensor=per_tensor))
         self.message_bytes = self._made.bytes_sent // max(1, world_size - 1)
 
-    def run(self, group: Group) -> tuple[float, float]:
-        """Seconds of selection, and of collective and sum."""
+    def run(self, group: Group) -> tuple[float, float, float]:
+        """Seconds of selection, of the collective, and of the sum."""
         group.barrier()
-        start = self._now()
-        self._made.begin(self._grads)
-        middle = self._now()
+        select = self._select()
         # Who has waited long in the first looks less often and leaves it late, which would count
         # as time of the collective on all others; in the second nobody waits long.
         group.barrier()
         group.barrier()
         begun = perf_counter()
         self._made.exchange(group)
-        end = perf_counter()
+        took = perf_counter() - begun
         self._made.accept()
-        return middle - start, end - begun
+        gather = min(took, self._made.timing.gather_seconds)
+        return select, gather, took - gather
+
+    def rehearse(self) -> tuple[float, float]:
+        """Seconds of selection, and of the sum, of a sparse group; local."""
+        select = self._select()
+        begun = self._now()
+        self._made.rehearse()
+        add = self._now() - begun
+        self._made.accept()
+        return select, add
+
+    def _select(self) -> float:
+        start = self._now()
+        self._made.begin(self._grads)
+        return self._now() - start
 
     def _now(self) -> float:
         if self._device.type != "cpu":

@@ -232,6 +232,13 @@ class MergedGroup:
                 self._exchange_dense(group)
 
     @torch.no_grad()
+    def rehearse(self) -> None:
+        """Adds up as `exchange` does, as if all ranks had sent what this one has; local."""
+        with self._hand.taken():
+            self._gathered.view(self._world_size, -1).copy_(self._message)
+            self._add_up(self._gathered)
+
+    @torch.no_grad()
     def write(self, grads: Sequence[Tensor]) -> None:
         """The mean over ranks into the gradients."""
         self._hand.take_back()
@@ -342,15 +349,19 @@ class MergedGroup:
         self._chosen = _Chosen(indices, values, velocities, values.isfinite().all())
 
     def _exchange_sparse(self, group: Group) -> None:
-        form, chosen = self._format, self._chosen
-        assert form is not None
         start = perf_counter()
         gathered = self._gathered
         host = self._hand.to_host(self._message)
         received = gathered if host is self._message else torch.empty_like(gathered, device="cpu")
         group.all_gather_into_(received, host)
         messages = self._hand.from_host(received, gathered)
-        middle = perf_counter()
+        self.timing.gather_seconds = perf_counter() - start
+        self._add_up(messages)
+
+    def _add_up(self, messages: Tensor) -> None:
+        form, chosen = self._format, self._chosen
+        assert form is not None
+        start = perf_counter()
         unpacked = []
         for rank, message in enumerate(messages.split(form.size_bytes)):
             try:
@@ -369,8 +380,7 @@ class MergedGroup:
         self._total.div_(self._world_size)
         self.silent = self._absent and all(all_minus_zero(values) for _, values in unpacked)
         self.finite = finite
-        self.timing.gather_seconds = middle - start
-        self.timing.add_seconds = perf_counter() - middle
+        self.timing.add_seconds = perf_counter() - start
 
     def _exchange_dense(self, group: Group) -> None:
         start = perf_counter()

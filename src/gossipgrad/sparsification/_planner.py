@@ -185,6 +185,7 @@ class Planner:
                 elements=sum(aggregation.sizes),
                 tensors=len(aggregation.sizes),
                 density=now,
+                known=[costs for measured in self._known.values() for costs in measured],
             )
         self._density, self._costs = known, self._known[known]
         for costs in self._costs:
