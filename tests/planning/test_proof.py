@@ -21,6 +21,7 @@ from gossipgrad.planning import (
 )
 from gossipgrad.planning import _optimal as optimal
 from gossipgrad.planning._ranges import all_choices
+from gossipgrad.planning._sweep import sweep
 from gossipgrad.planning._timeline import take_arrays
 
 RULES = (single, wfbp, mg_wfbp, omgs_greedy)
@@ -135,7 +136,7 @@ def test_a_cost_that_is_another_each_time_breaks_nothing():
         assert plan([1.0] * tensors, [1] * tensors, [method]).groups[-1].stop == tensors
 
 
-def test_too_much_work_is_given_up_with_an_honest_gap(monkeypatch):
+def some_work():
     """Two currencies that can be exchanged for each other at one rate: many plans are as good."""
     draw = random.Random(0)
     backward = [draw.uniform(0, 5) for _ in range(40)]
@@ -144,6 +145,11 @@ def test_too_much_work_is_given_up_with_an_honest_gap(monkeypatch):
         Method("a", AffineCost(0.1, 0.01), AffineCost(1.0, 0.02)),
         Method("b", AffineCost(0.2, 0.02), AffineCost(1.0, 0.01)),
     ]
+    return backward, sizes, methods
+
+
+def test_too_much_work_is_given_up_with_an_honest_gap(monkeypatch):
+    backward, sizes, methods = some_work()
     best = plan(backward, sizes, methods)
     assert plan(backward, sizes, methods) == best
     gaps = []
@@ -160,6 +166,32 @@ def test_too_much_work_is_given_up_with_an_honest_gap(monkeypatch):
     assert gaps == sorted(gaps, reverse=True)
     assert gaps[0] > 1e-2
     assert gaps[-1] <= 1e-4 * (1 + 1e-9)
+
+
+def test_patience_may_end_within_a_pass(monkeypatch):
+    """Then the tolerance spares work from there on, and what is proved holds."""
+    made = []
+
+    def counted(*args, **kwargs):
+        swept = sweep(*args, **kwargs)
+        made.append(swept.made)
+        return swept
+
+    def found(patience):
+        monkeypatch.setattr(optimal, "_PATIENCE", patience)
+        made.clear()
+        return plan(*some_work()), list(made)
+
+    monkeypatch.setattr(optimal, "sweep", counted)
+    best, exact = found(1_000_000)
+    assert best.gap <= 1e-12
+    begun = sum(exact[:4])
+    for patience in (begun, begun + exact[4] // 20):
+        near, passes = found(patience)
+        assert passes[:4] == exact[:4]
+        assert passes[4] < exact[4]
+        assert near.gap <= 1e-4 * (1 + 1e-9)
+        assert near.lower_bound_seconds <= best.finish_seconds <= near.finish_seconds * (1 + 1e-12)
 
 
 def test_arguments_by_position():

@@ -88,10 +88,9 @@ def plan(
     bound, made = float(reached[-1]), 0
     ahead = {forward: knowing_nothing(len(counts)) for forward in (False, True)}
     for forward, keep, width in _passes():
-        hard = made > _PATIENCE
-        below = best.finish_seconds / (1 + tolerance) if hard else best.finish_seconds
+        below, hard_below = best.finish_seconds, best.finish_seconds / (1 + tolerance)
         if keep is Keep.BEST:  # the best that is known gets by, too
-            below = math.nextafter(below * (1 + _SURE), math.inf)
+            below = hard_below = math.nextafter(below * (1 + _SURE), math.inf)
         swept = sweep(
             choices,
             reached,
@@ -100,6 +99,8 @@ def plan(
             keep=keep,
             width=width,
             below=below,
+            patience=_PATIENCE - made,
+            hard_below=hard_below,
             most=_ENOUGH - made,
         )
         if swept is None:
@@ -110,7 +111,7 @@ def plan(
             found = planned(_groups(choices, swept.chosen, asked), times, counts, asked)
             best = min(best, found, key=lambda each: each.finish_seconds)
         if keep is not Keep.MEMBERS:
-            bound = max(bound, min(swept.finish_seconds, below, best.finish_seconds))
+            bound = max(bound, min(swept.finish_seconds, swept.below, best.finish_seconds))
             ahead[forward] = swept.fronts
             choices = choices.only(swept.useful)
         made += swept.made

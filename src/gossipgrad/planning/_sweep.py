@@ -35,6 +35,7 @@ class Swept:
         chosen: The choices on the way to it, in the order of the tensors.
         useful: Which choices a plan that is good enough may have; not told by MEMBERS.
         made: How many states were looked at.
+        below: What a plan had to finish before, in the end.
     """
 
     fronts: list[Front | None]
@@ -42,6 +43,7 @@ class Swept:
     chosen: list[int]
     useful: Bool[np.ndarray, " choice"]
     made: int
+    below: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +96,13 @@ def sweep(
     keep: Keep,
     width: int,
     below: float,
+    patience: int,
+    hard_below: float,
     most: int,
 ) -> Swept | None:
     """Make the front of every place from those before it.
+
+    What is not good enough may become more along the way: who was kept before is kept for nothing.
 
     Args:
         choices: Groups that may be taken.
@@ -106,6 +112,8 @@ def sweep(
         keep: How a front is made small.
         width: How many states it may hold then; a hull has as many as it has.
         below: What does not finish before this is not good enough.
+        patience: States that are looked at with that; negative for none.
+        hard_below: The same for all others, no larger.
         most: States that may be looked at.
 
     Returns:
@@ -120,6 +128,8 @@ def sweep(
         front = ahead[place]
         if front is None:
             continue
+        if total > patience:
+            below = hard_below
         parts = []
         for arrow in _promising(arrows, states, place, front, below):
             made = _extended(arrows, states, front, arrow)
@@ -138,6 +148,7 @@ def sweep(
         chosen=sorted(states.way_to(end)),
         useful=useful,
         made=total,
+        below=below,
     )
 
 
