@@ -7,10 +7,9 @@ import torch
 from torch import nn
 
 import gossipgrad as gg
-from gossipgrad.sparsification import deal_states
 from support.ranks import run_ranks
 from support.replicas import network, sgd
-from support.sparse import backward_of, start, states_after
+from support.sparse import backward_of, same_weights, start
 
 
 def copies(model):
@@ -34,14 +33,14 @@ def test_a_rank_that_is_gone_breaks_the_step_of_the_others_and_nothing_else(mome
         own = [p.grad.clone() for p in model.parameters()]
         with pytest.raises(gg.GossipError, match="not aggregated any more"):
             optimizer.step()
-        assert all(torch.equal(p, w) for p, w in zip(model.parameters(), weights, strict=True))
+        assert same_weights([list(model.parameters()), weights])
         after = session.state_dict()["session"]
         assert len(after["velocities"]) == (0 if momentum is None else 4)
         for kind in ("residuals", "velocities"):
             torch.testing.assert_close(after[kind], state[kind], rtol=1e-4, atol=1e-6)
         session.close()
         backward_of(model, rank, 3)
-        assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), own, strict=True))
+        assert same_weights([[p.grad for p in model.parameters()], own])
 
     run_ranks(3, rank_main)
 
@@ -162,7 +161,7 @@ def test_replicas_that_cannot_be_made_equal_do_not_train_on_alone(change, error)
         ):
             with pytest.raises(gg.GossipError, match=r"the session is over.* Close it"):
                 use()
-        assert all(torch.equal(p, w) for p, w in zip(model.parameters(), weights, strict=True))
+        assert same_weights([list(model.parameters()), weights])
         session.close()
         backward_of(model, rank, 1)
         optimizer.step()
@@ -226,47 +225,5 @@ def test_a_step_whose_round_is_refused_ends_the_session_on_all_ranks():
             with pytest.raises(gg.GossipError, match="not aggregated any more"):
                 optimizer.step()
             assert told.wait(20)  # leaving would tell it, too
-
-    run_ranks(2, rank_main)
-
-
-def test_states_are_dealt_to_another_number_of_ranks_with_the_mean_they_carry():
-    states = states_after(3, 4)
-    weights = list(states[0]["model"].values())
-    dealt = deal_states(states, 3)
-
-    def second(rank, group):
-        model, _, session = start(group, "single", model=network(1))
-        with session:
-            session.load_state_dict(dealt[rank])
-            assert session.stats().rounds == 3
-            assert len(session.stats().groups) == 1  # as asked for here
-            assert all(torch.equal(p, w) for p, w in zip(model.parameters(), weights, strict=True))
-            return session.state_dict()["session"]["residuals"]
-
-    carried = run_ranks(3, second)
-    names = states[0]["session"]["residuals"]
-    assert names
-    for name in names:
-        old = torch.stack([states[r]["session"]["residuals"][name] for r in range(4)]).mean(0)
-        new = torch.stack([each[name] for each in carried]).mean(0)
-        torch.testing.assert_close(new, old)
-    with pytest.raises(ValueError, match="states of the ranks"):
-        deal_states([states[1], states[0]], 3)
-
-
-def test_states_that_do_not_fit_are_refused_on_all_ranks():
-    def rank_main(rank, group):
-        model, optimizer, session = start(group)
-        with session:
-            backward_of(model, rank, 0)
-            optimizer.step()
-            state = session.state_dict()
-            wrong = {**state, "session": {**state["session"], "rank": 0}}
-            with pytest.raises(ValueError, match="on rank 1: it is the state of rank 0"):
-                session.load_state_dict(wrong)
-            with pytest.raises(ValueError, match="it is no state that state_dict"):
-                session.load_state_dict({"model": {}})
-            session.load_state_dict(state)
 
     run_ranks(2, rank_main)

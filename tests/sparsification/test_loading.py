@@ -7,7 +7,7 @@ import gossipgrad as gg
 from gossipgrad.sparsification import _planner, deal_states
 from support.ranks import run_ranks
 from support.replicas import network
-from support.sparse import backward_of, costs_that_say, start, states_after
+from support.sparse import backward_of, costs_that_say, same_weights, start, states_after
 
 
 def test_states_of_different_steps_do_not_belong_together():
@@ -19,11 +19,53 @@ def test_states_of_different_steps_do_not_belong_together():
             before = [p.detach().clone() for p in model.parameters()]
             with pytest.raises(ValueError, match="saved after 3 and 5 rounds"):
                 session.load_state_dict(states[rank])
-            assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+            assert same_weights([list(model.parameters()), before])
 
     run_ranks(2, rank_main)
     with pytest.raises(ValueError, match="saved after 3 and 5 rounds"):
         deal_states(states, 3)
+
+
+def test_states_are_dealt_to_another_number_of_ranks_with_the_mean_they_carry():
+    states = states_after(3, 4)
+    weights = list(states[0]["model"].values())
+    dealt = deal_states(states, 3)
+
+    def second(rank, group):
+        model, _, session = start(group, "single", model=network(1))
+        with session:
+            session.load_state_dict(dealt[rank])
+            assert session.stats().rounds == 3
+            assert len(session.stats().groups) == 1  # as asked for here
+            assert same_weights([list(model.parameters()), weights])
+            return session.state_dict()["session"]["residuals"]
+
+    carried = run_ranks(3, second)
+    names = states[0]["session"]["residuals"]
+    assert names
+    for name in names:
+        old = torch.stack([states[r]["session"]["residuals"][name] for r in range(4)]).mean(0)
+        new = torch.stack([each[name] for each in carried]).mean(0)
+        torch.testing.assert_close(new, old)
+    with pytest.raises(ValueError, match="states of the ranks"):
+        deal_states([states[1], states[0]], 3)
+
+
+def test_states_that_do_not_fit_are_refused_on_all_ranks():
+    def rank_main(rank, group):
+        model, optimizer, session = start(group)
+        with session:
+            backward_of(model, rank, 0)
+            optimizer.step()
+            state = session.state_dict()
+            wrong = {**state, "session": {**state["session"], "rank": 0}}
+            with pytest.raises(ValueError, match="on rank 1: it is the state of rank 0"):
+                session.load_state_dict(wrong)
+            with pytest.raises(ValueError, match="it is no state that state_dict"):
+                session.load_state_dict({"model": {}})
+            session.load_state_dict(state)
+
+    run_ranks(2, rank_main)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +106,7 @@ def test_a_state_of_other_trained_parameters_changes_nothing():
             before = [p.detach().clone() for p in model.parameters()]
             with pytest.raises(ValueError, match=r"'0\.bias' was trained .* and is not here"):
                 session.load_state_dict(states[rank])
-            assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+            assert same_weights([list(model.parameters()), before])
 
     run_ranks(2, rank_main)
 
@@ -84,7 +126,7 @@ def test_a_state_is_refused_where_what_is_trained_has_changed_since_the_start(fr
             before = [p.detach().clone() for p in model.parameters()]
             with pytest.raises(ValueError, match=r"rank .: '0\.bias' is not trained now, .*first"):
                 session.load_state_dict(states[rank])
-            assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+            assert same_weights([list(model.parameters()), before])
 
     run_ranks(2, rank_main)
 

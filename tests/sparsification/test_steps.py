@@ -7,7 +7,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 import gossipgrad as gg
 from support.ranks import run_ranks
 from support.replicas import network
-from support.sparse import backward_of, start, states_after
+from support.sparse import backward_of, same_weights, start, states_after
 
 
 def begin(group, model=None, **settings):
@@ -24,10 +24,6 @@ def inside_no_sync(session, model, rank):
         backward_of(model, rank, 9)
 
 
-def equal(told):
-    return all(torch.equal(a, b) for a, b in zip(*told, strict=True))
-
-
 @pytest.mark.parametrize("gradients", [by_hand, inside_no_sync])
 def test_the_first_step_after_a_resume_is_a_round_like_any_other(gradients):
     states = states_after(3, plan="single", density=1.0)
@@ -41,7 +37,7 @@ def test_the_first_step_after_a_resume_is_a_round_like_any_other(gradients):
             assert session.stats().rounds == 4
         return [p.detach() for p in model.parameters()]
 
-    assert equal(run_ranks(2, second))
+    assert same_weights(run_ranks(2, second))
 
 
 def test_gradients_that_came_after_a_round_meet_before_the_step():
@@ -59,7 +55,7 @@ def test_gradients_that_came_after_a_round_meet_before_the_step():
         return [p.grad for p in model.parameters()]
 
     told = run_ranks(2, rank_main)
-    assert equal(told)
+    assert same_weights(told)
     assert [set(g.flatten().tolist()) for g in told[0]] == [{11.5}, {11.5}, {6.5}, {6.5}]
 
 
@@ -128,7 +124,7 @@ def test_a_parameter_that_was_not_trained_at_the_start_is_not_stepped_alone():
             session.group.barrier()
         return [p.detach() for p in model.parameters()]
 
-    assert equal(run_ranks(2, rank_main))
+    assert same_weights(run_ranks(2, rank_main))
 
 
 def test_a_warm_up_goes_on_after_the_replicas_were_made_equal_again():
@@ -174,7 +170,7 @@ def test_a_parameter_that_is_frozen_behind_the_session_is_not_stepped(plan):
             session.group.barrier()
         return [p.detach() for p in model.parameters()]
 
-    assert equal(run_ranks(2, rank_main))
+    assert same_weights(run_ranks(2, rank_main))
 
 
 @pytest.mark.parametrize("method", ["sparse", "dense", "fp16"])
@@ -194,7 +190,7 @@ def test_a_step_without_gradients_on_any_rank_does_nothing(method, scaled):
                 kept = session.state_dict()["session"]["residuals"]
                 optimizer.step()
                 assert all(p.grad is None for p in model.parameters())
-                assert equal([before, list(model.parameters())])
+                assert same_weights([before, list(model.parameters())])
                 now = session.state_dict()["session"]["residuals"]
                 assert kept.keys() == now.keys()
                 assert all(torch.equal(kept[name], now[name]) for name in kept)
@@ -209,7 +205,7 @@ def test_a_step_without_gradients_on_any_rank_does_nothing(method, scaled):
             session.group.barrier()
         return [p.detach() for p in model.parameters()]
 
-    assert equal(run_ranks(2, rank_main))
+    assert same_weights(run_ranks(2, rank_main))
 
 
 @pytest.mark.parametrize("methods", [("sparse",), ("dense",)])
@@ -236,7 +232,7 @@ def test_a_rank_without_gradients_gets_those_of_the_others_and_sends_nothing(met
         return [p.detach() for p in model.parameters()] + [p.grad for p in model.parameters()]
 
     told = run_ranks(2, rank_main)
-    assert equal(told)
+    assert same_weights(told)
     assert any(bool(g.any()) for g in told[1][4:])
 
 
@@ -262,7 +258,7 @@ def test_an_optimizer_state_is_made_by_a_step_that_no_scaler_saw():
             session.group.barrier()
         return [p.detach() for p in model.parameters()]
 
-    assert equal(run_ranks(2, rank_main))
+    assert same_weights(run_ranks(2, rank_main))
 
 
 def test_a_step_that_no_scaler_saw_takes_nothing_that_is_scaled():
@@ -280,7 +276,7 @@ def test_a_step_that_no_scaler_saw_takes_nothing_that_is_scaled():
             if rank:
                 with pytest.raises(gg.GossipError, match="others had some, scaled"):
                     optimizer.step()
-                assert equal([before, list(model.parameters())])
+                assert same_weights([before, list(model.parameters())])
             else:
                 scaler.scale(model(torch.ones(4, 6)).square().mean()).backward()
 
@@ -322,4 +318,4 @@ def test_zeros_that_a_frozen_parameter_was_left_with_are_no_gradient():
             session.group.barrier()
         return [p.detach() for p in model.parameters()]
 
-    assert equal(run_ranks(2, rank_main))
+    assert same_weights(run_ranks(2, rank_main))
