@@ -8,7 +8,6 @@ same samples, seeds and initial weights for all. A cell that is done is kept bet
     python -m benchmarks.compressed_gossip
 """
 
-import argparse
 import json
 import math
 import statistics
@@ -22,7 +21,7 @@ from torch import Tensor
 
 import gossipgrad as gg
 from benchmarks._common import write
-from benchmarks.staleness import accuracy
+from benchmarks.staleness import accuracy, begin
 from gossipgrad import data, models
 from gossipgrad.compression import SparseFormat, top_k
 from gossipgrad.simulate import VirtualRanks
@@ -196,13 +195,7 @@ def table(results: list[dict]) -> list[dict]:
 
 def main() -> None:
     """Runs what is missing and writes the table."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--folder", type=Path, default=Path("runs/compressed_gossip"))
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    dataset = data.load("fashion-mnist")
-    parts = [part.batch(torch.arange(len(part))) for part in (dataset.train, dataset.test)]
+    options, parts = begin(__doc__.split("\n")[0], Path("runs/compressed_gossip"))
     names = list(contestants(0, torch.zeros(1)))
     results = []
     for seed in range(options.seeds):

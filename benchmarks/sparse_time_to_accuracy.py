@@ -13,7 +13,6 @@ Needs what `benchmarks.netlab` needs: Linux, root, iproute2.
 """
 
 import argparse
-import json
 import statistics
 import sys
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from benchmarks.time_to_accuracy import (
     Run,
     Task,
     curve,
+    figures_of,
     seconds_to,
     train,
 )
@@ -118,26 +118,10 @@ def row(task: SparseTask, base: Path, seeds: int) -> dict[str, Any]:
         for name, runs in found.items():
             out = task.folder(name, seed, base)
             if out.exists():
-                points = curve(out)
-                reached = None if target is None else seconds_to(points, target)
-                runs.append(
-                    {
-                        "seed": seed,
-                        "accuracy": points[-1][1],
-                        "train_seconds": points[-1][0],
-                        "seconds_to_target": reached,
-                        "curve": points,
-                        **json.loads((out / "measured.json").read_text()),
-                    }
-                )
-    return {
-        "task": task.name,
-        "world_size": task.world_size,
-        "rate_bits_per_second": task.rate_bits_per_second,
-        "commands": {name: "gossipgrad " + " ".join(task.command(name, 0)) for name in CONTESTANTS},
-        "runs": found,
-        "shares_of_ddp_time": shares(found),
-    }
+                figures = figures_of(out, seed)
+                reached = None if target is None else seconds_to(figures["curve"], target)
+                runs.append({**figures, "seconds_to_target": reached})
+    return {**task.about(CONTESTANTS), "runs": found, "shares_of_ddp_time": shares(found)}
 
 
 def shares(found: dict[str, list[dict[str, Any]]]) -> dict[str, float | None]:

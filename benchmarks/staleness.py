@@ -146,15 +146,20 @@ def table(results: list[dict]) -> list[dict]:
     return rows
 
 
-def main() -> None:
-    """Runs what is missing and writes the table."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+def begin(description: str, folder: Path) -> tuple[argparse.Namespace, list]:
+    """What the command line asks for, and Fashion-MNIST: all to train on, all to test with."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--folder", type=Path, default=Path("runs/staleness"))
+    parser.add_argument("--folder", type=Path, default=folder)
     options = parser.parse_args()
     torch.set_num_threads(1)
     dataset = data.load("fashion-mnist")
-    parts = [part.batch(torch.arange(len(part))) for part in (dataset.train, dataset.test)]
+    return options, [part.batch(torch.arange(len(part))) for part in (dataset.train, dataset.test)]
+
+
+def main() -> None:
+    """Runs what is missing and writes the table."""
+    options, parts = begin(__doc__.split("\n")[0], Path("runs/staleness"))
     results = []
     for cell in cells(options.seeds):
         results.append(run(cell, options.folder, parts))

@@ -32,7 +32,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,6 +77,15 @@ class Task:
         epochs = round(self.epochs * factor)
         words = ["train", *self.options, "--epochs", str(epochs), "--strategy", strategy]
         return [*words, "--seed", str(seed), "--trace", "0"]
+
+    def about(self, contestants: Iterable[str]) -> dict:
+        """What stands beside the figures of its runs."""
+        return {
+            "task": self.name,
+            "world_size": self.world_size,
+            "rate_bits_per_second": self.rate_bits_per_second,
+            "commands": {n: "gossipgrad " + " ".join(self.command(n, 0)) for n in contestants},
+        }
 
     def slug(self, contestant: str, seed: int) -> str:
         """The name of a run's folder; other settings of one have another."""
@@ -193,6 +202,14 @@ def curve(out: Path) -> list[tuple[float, float]]:
     return points
 
 
+def figures_of(out: Path, seed: int) -> dict:
+    """What a run that is kept has come to, and what was measured beside it."""
+    points = curve(out)
+    measured = json.loads((out / "measured.json").read_text())
+    reached = {"accuracy": points[-1][1], "train_seconds": points[-1][0], "curve": points}
+    return {"seed": seed, **reached, **measured}
+
+
 def seconds_to(points: list[tuple[float, float]], target: float) -> float | None:
     """When the curve first reaches `target`, on straight lines between epochs; None if never.
 
@@ -233,27 +250,13 @@ def row(task: Task, seeds: int, folder: Path) -> dict:
             out = folder / task.slug(name, seed)
             if not out.exists():
                 continue
-            points, target = curve(out), _target(task, seed, folder)
-            runs.append(
-                {
-                    "seed": seed,
-                    "accuracy": points[-1][1],
-                    "train_seconds": points[-1][0],
-                    "target": target,
-                    "seconds_to_ddp_accuracy": None
-                    if target is None
-                    else seconds_to(points, target),
-                    "curve": points,
-                    **json.loads((out / "measured.json").read_text()),
-                }
-            )
+            figures, target = figures_of(out, seed), _target(task, seed, folder)
+            reached = None if target is None else seconds_to(figures["curve"], target)
+            runs.append({**figures, "target": target, "seconds_to_ddp_accuracy": reached})
         found[name] = runs
     of_seeds = shares([run for name in (GOSSIP, *LONGER) for run in found[name]], found[DDP])
     return {
-        "task": task.name,
-        "world_size": task.world_size,
-        "rate_bits_per_second": task.rate_bits_per_second,
-        "commands": {name: "gossipgrad " + " ".join(task.command(name, 0)) for name in CONTESTANTS},
+        **task.about(CONTESTANTS),
         "runs": found,
         "shares_of_ddp_time": of_seeds,
         "ratio_of_times_to_ddp": ratio(list(of_seeds.values())),
