@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from gossipgrad._unknown_scaler import warn_of_unknown_scaler
 from gossipgrad.comm import parameters_of
 from gossipgrad.sparsification._session_state import nothing_counted
+from gossipgrad.sparsification._steps import SCALER_HARM
 from gossipgrad.sparsification._values import scale_of
 
 __all__ = ["Alone"]
@@ -49,6 +51,7 @@ class Alone:
     ) -> None:
         self._optimizers = list(optimizers)
         self._scaler = scaler
+        self._checked = scaler is not None
         self._due: dict[int, _Due] = {}
         self._count_on(counts or {})
         self._handles = [
@@ -98,6 +101,9 @@ class Alone:
         due.paid_into = grad
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if not self._checked:
+            self._checked = True
+            warn_of_unknown_scaler("sparsify", SCALER_HARM)
         if self._stepped_in[id(optimizer)] == self.counts["rounds"]:
             self.counts["rounds"] += 1
 

@@ -14,7 +14,9 @@ from gossipgrad.errors import GossipError, ReplicaChangedError
 from gossipgrad.sparsification._aggregation import Aggregation
 from gossipgrad.sparsification._values import scale_of
 
-__all__ = ["StepWatch"]
+__all__ = ["SCALER_HARM", "StepWatch"]
+
+SCALER_HARM = "residuals carry gradients over into steps in which its scale is other"
 
 
 class StepWatch:
@@ -72,9 +74,7 @@ class StepWatch:
     ) -> None:
         if not self._checked:
             self._checked = True
-            warn_of_unknown_scaler(
-                "sparsify", "residuals carry gradients over into steps in which its scale is other"
-            )
+            warn_of_unknown_scaler("sparsify", SCALER_HARM)
         aggregation = self._aggregation
         aggregation.check_steps()
         self._check_known(optimizer, aggregation)
