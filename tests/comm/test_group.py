@@ -163,7 +163,7 @@ def test_those_that_wait_for_a_rank_that_closed_get_an_error_and_do_not_hang():
 
 def test_a_rank_that_never_comes_is_awaited_up_to_the_timeout():
     with pytest.raises(
-        GossipError, match=r"^rank 0 waited in vain for the other 1 ranks to enter gossip\(\)"
+        GossipError, match=r"^rank 0 waited in vain for the other 1 ranks to enter the session"
     ):
         Group(dist.HashStore(), 0, 2, timeout_seconds=0.3)
 

@@ -25,6 +25,9 @@ from gossipgrad.comm._in_process import InProcessTransport as InProcessTransport
 from gossipgrad.comm._interface import here as here
 from gossipgrad.comm._interface import is_loopback as is_loopback
 from gossipgrad.comm._interface import joining_address as joining_address
+from gossipgrad.comm._mean import distance_to_mean as distance_to_mean
+from gossipgrad.comm._mean import mean_buffers as mean_buffers
+from gossipgrad.comm._mean import widened as widened
 from gossipgrad.comm._member_watch import MemberWatch as MemberWatch
 from gossipgrad.comm._membership import Joining as Joining
 from gossipgrad.comm._membership import Loss as Loss

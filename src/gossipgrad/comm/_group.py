@@ -91,7 +91,7 @@ class Group:
             except RuntimeError as error:
                 raise GossipError(
                     f"rank {rank} waited in vain for the other {size - 1} ranks to enter "
-                    f"gossip(): {first_line(error)}"
+                    f"the session: {first_line(error)}"
                 ) from error
             # One that leaves as soon as it is connected breaks those who are still connecting.
             self.barrier()
@@ -124,6 +124,11 @@ class Group:
             if host is not tensor:
                 tensor.copy_(host)
         return tensor
+
+    @torch.no_grad()
+    def mean_(self, tensor: Tensor) -> Tensor:
+        """Makes `tensor` its mean over all ranks, in place; any floating dtype, any device."""
+        return self.all_reduce_(tensor).div_(len(self.members))
 
     @torch.no_grad()
     def all_gather_into_(self, gathered: Tensor, mine: Tensor) -> Tensor:

@@ -2,16 +2,14 @@
 
 import json
 import logging
-import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
-from gossipgrad.comm import Group, Recorder
+from gossipgrad.comm import Group, Recorder, distance_to_mean, mean_buffers
 from gossipgrad.decentralized._members import Members
 from gossipgrad.decentralized._rounds import TOGETHER_SECONDS, Rounds
 from gossipgrad.decentralized._section import Section
@@ -209,19 +207,16 @@ class Averaging:
             self._measure(weights, means)
         return means
 
-    def mean_buffers(self, model: nn.Module) -> None:
-        """Replaces the model's floating buffers (BatchNorm's statistics) by their mean."""
-        with self.together():
-            for buffer in model.buffers():
-                if buffer.is_floating_point():
-                    wide = buffer.detach().to(torch.promote_types(buffer.dtype, torch.float32))
-                    self._mean([wide := wide.clone()])
-                    buffer.copy_(wide)
+    @contextmanager
+    def mean_buffers(self, model: nn.Module) -> Iterator[None]:
+        """Inside, the model's floating buffers (BatchNorm's statistics) are their mean."""
+        with ExitStack() as shown:
+            with self.together():
+                shown.enter_context(mean_buffers(model, self._group.mean_))
+            yield
 
     def _mean(self, flats: list[Tensor]) -> list[Tensor]:
-        for flat in flats:
-            self._group.all_reduce_(flat).div_(len(self._group.members))
-        return flats
+        return [self._group.mean_(flat) for flat in flats]
 
     def _settled(self, section: Section) -> list[Tensor]:
         """A section's totals with what is outstanding added, and nothing changed."""
@@ -239,9 +234,9 @@ class Averaging:
 
     def _measure(self, weights: Sequence[Section], means: Sequence[Sequence[Tensor]]) -> None:
         """Root mean square over the ranks of the distance between weights and their mean."""
-        square = torch.zeros(1, dtype=torch.float64)
-        for section, flats in zip(weights, means, strict=True):
-            for total, mean in zip(section.totals(), flats, strict=True):
-                square += (total - mean).square().sum(dtype=torch.float64).cpu()
-        mean_square = float(self._group.all_reduce_(square)) / len(self._group.members)
-        self.last_distance = math.sqrt(mean_square)
+        pairs = (
+            pair
+            for section, flats in zip(weights, means, strict=True)
+            for pair in zip(section.totals(), flats, strict=True)
+        )
+        self.last_distance = distance_to_mean(pairs, self._group.mean_)

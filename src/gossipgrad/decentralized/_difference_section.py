@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossipgrad.comm import Part, Snapshot
+from gossipgrad.comm import Part, Snapshot, widened
 from gossipgrad.compression import SparseFormat, TopK, top_k
 from gossipgrad.decentralized._link_copies import LinkCopies
-from gossipgrad.decentralized._mixing import widened
 from gossipgrad.decentralized._section import Delta, Meeting, Section, Sendable
 from gossipgrad.decentralized._tensors import Entry
 

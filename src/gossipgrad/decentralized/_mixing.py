@@ -5,12 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["delta_of", "mix", "replace", "widened"]
-
-
-def widened(dtype: torch.dtype) -> torch.dtype:
-    """The type that tensors of `dtype` are mixed in: at least fp32."""
-    return torch.promote_types(dtype, torch.float32)
+__all__ = ["delta_of", "mix", "replace"]
 
 
 def delta_of(received: Tensor, snapshot: Tensor, dtype: torch.dtype, *, keep: bool) -> Tensor:

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gossipgrad.comm import BucketPlan, Part, Snapshot, SnapshotPool, is_sharded, split
-from gossipgrad.decentralized._mixing import delta_of, mix, replace, widened
+from gossipgrad.comm import BucketPlan, Part, Snapshot, SnapshotPool, is_sharded, split, widened
+from gossipgrad.decentralized._mixing import delta_of, mix, replace
 from gossipgrad.decentralized._tensors import Entry
 from gossipgrad.topology import Peers
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from types import TracebackType
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gossipgrad.comm import Group, Heartbeats, Recorder, Transport, agree_on, broadcast_replica
@@ -130,20 +130,20 @@ class GossipSession(Belonging, Resumable):
         self._check_ready("consensus")
         self._averaging.meet("consensus", self._pending_change())
         means = self._averaging.consensus(self._sections.weights)
-        kept = [(b, b.clone()) for b in self._model.buffers() if b.is_floating_point()]
-        try:
-            self._averaging.mean_buffers(self._model)
-            for section, flats in zip(self._sections.weights, means, strict=True):
-                section.show(flats, kept)
-            self._in_consensus = True
-            yield
-        finally:
-            self._in_consensus = False
-            reshard(self._model)
-            with torch.no_grad():
-                for tensor, own in kept:
-                    tensor.copy_(own)
-            self._watch.note()
+        kept: list[tuple[Tensor, Tensor]] = []
+        with self._averaging.mean_buffers(self._model):
+            try:
+                for section, flats in zip(self._sections.weights, means, strict=True):
+                    section.show(flats, kept)
+                self._in_consensus = True
+                yield
+            finally:
+                self._in_consensus = False
+                reshard(self._model)
+                with torch.no_grad():
+                    for tensor, own in kept:
+                        tensor.copy_(own)
+                self._watch.note()
 
     def average_(self) -> None:
         """Makes the living replicas the exact average, optimizer state too if in the payload.

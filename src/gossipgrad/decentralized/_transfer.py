@@ -7,9 +7,17 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from gossipgrad.comm import Channel, Exchange, Outcome, Snapshot, Ticket, split, to_device
+from gossipgrad.comm import (
+    Channel,
+    Exchange,
+    Outcome,
+    Snapshot,
+    Ticket,
+    split,
+    to_device,
+    widened,
+)
 from gossipgrad.decentralized._in_turn import RoundBefore
-from gossipgrad.decentralized._mixing import widened
 from gossipgrad.decentralized._section import Delta, Meeting, Section, Sendable
 from gossipgrad.topology import Peers
 

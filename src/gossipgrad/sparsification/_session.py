@@ -1,6 +1,5 @@
 """A session: the user's model and optimizer, with gradients that meet as sparse messages."""
 
-import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,9 @@ from gossipgrad.comm import (
     Recorder,
     agree_on,
     broadcast_replica,
+    distance_to_mean,
     load_replica,
+    mean_buffers,
     misfit,
     replica_state,
     trained_parameters,
@@ -104,16 +105,12 @@ class SparseSession:
             GossipError: If a rank is gone, or inside another.
         """
         self._check_together("consensus")
-        kept = [(b, b.clone()) for b in self._model.buffers() if b.is_floating_point()]
-        try:
-            self._average_buffers()
+        with mean_buffers(self._model, self.group.mean_):
             self._in_consensus = True
-            yield
-        finally:
-            self._in_consensus = False
-            with torch.no_grad():
-                for buffer, own in kept:
-                    buffer.copy_(own)
+            try:
+                yield
+            finally:
+                self._in_consensus = False
 
     @torch.no_grad()
     def consensus_distance(self) -> float:
@@ -125,12 +122,9 @@ class SparseSession:
             GossipError: If a rank is gone.
         """
         self._check_together("consensus_distance")
-        square = torch.zeros(1, dtype=torch.float64)
-        for parameter in self._model.parameters():
-            own = parameter.detach().double().cpu()
-            mean = self.group.all_reduce_(own.clone()).div_(self.world_size)
-            square += (own - mean).square().sum()
-        return math.sqrt(float(self.group.all_reduce_(square)) / self.world_size)
+        mean = self.group.mean_
+        wide = (parameter.detach().double().cpu() for parameter in self._model.parameters())
+        return distance_to_mean(((own, mean(own.clone())) for own in wide), mean)
 
     def broadcast_(self) -> None:
         """Makes every replica that of rank 0 again: parameters, buffers and optimizer state.
@@ -356,13 +350,6 @@ class SparseSession:
             self._farewell.detach()
         _take_off(self._alone, self._watch, self._aggregation)
         self._alone = self._watch = self._aggregation = None
-
-    def _average_buffers(self) -> None:
-        with torch.no_grad():
-            for buffer in self._model.buffers():
-                if buffer.is_floating_point():
-                    wide = buffer.to(torch.promote_types(buffer.dtype, torch.float32)).clone()
-                    buffer.copy_(self.group.all_reduce_(wide).div_(self.world_size))
 
     def _check_together(self, method: str) -> None:
         self._check_ready(method)

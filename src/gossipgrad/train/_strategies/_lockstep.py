@@ -2,7 +2,6 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
+from gossipgrad.comm import distance_to_mean, mean_buffers
 from gossipgrad.errors import GossipError
 from gossipgrad.train._evaluate import Evaluation, TestPart, copy_of
 from gossipgrad.train._result import RunStopped
@@ -75,7 +75,7 @@ class Lockstep(Strategy):
         """Evaluate the replica, shared out over the ranks; alone if these have parted."""
         if not self._accord.apart:
             try:
-                with self._mean_buffers():
+                with mean_buffers(self._replica, self._mean):
                     correct = test.count_share(self._replica)
                     dist.all_reduce(correct)
                     return Evaluation(
@@ -109,28 +109,15 @@ class Lockstep(Strategy):
         assert dist.group.WORLD is not None
         _break(dist.group.WORLD)
 
-    @contextlib.contextmanager
-    def _mean_buffers(self) -> Iterator[None]:
-        """Inside, floating buffers are the mean over ranks; outside, this rank's own."""
-        buffers = [b for b in self._replica.buffers() if b.is_floating_point()]
-        kept = [buffer.clone() for buffer in buffers]
-        try:
-            for buffer in buffers:
-                dist.all_reduce(buffer)
-                buffer.div_(self._world_size)
-            yield
-        finally:
-            for buffer, own in zip(buffers, kept, strict=True):
-                buffer.copy_(own)
+    def _mean(self, tensor: Tensor) -> Tensor:
+        """Makes a tensor its mean over all ranks, in place."""
+        dist.all_reduce(tensor)
+        return tensor.div_(self._world_size)
 
     def _consensus_distance(self) -> float:
         # Sums of equal float32 are exact in float64: equal replicas give 0, whatever their number.
         mine = nn.utils.parameters_to_vector(self._replica.parameters()).detach().double()
-        mean = mine.clone()
-        dist.all_reduce(mean)
-        square = (mine - mean / self._world_size).square().sum()
-        dist.all_reduce(square)
-        return float(square / self._world_size) ** 0.5
+        return distance_to_mean([(mine, self._mean(mine.clone()))], self._mean)
 
 
 def _break(group: dist.ProcessGroup) -> None:
