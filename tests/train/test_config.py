@@ -201,7 +201,7 @@ def test_warns_of_options_without_effect():
     with pytest.warns(UserWarning, match="replan_every=7 is not used: strategy is topk"):
         TrainConfig(strategy="topk", sparse=sparse).warn_of_unused()
     TrainConfig(strategy="omgs", sparse=sparse).warn_of_unused()
-    with pytest.raises(ValueError, match=r"density is 0\.0, but must be above 0"):
+    with pytest.raises(ValueError, match=r"density is 0\.0: it is the share"):
         SparseConfig(density=0.0)
     TrainConfig(strategy="post-local-sgd", post_local=post_local).warn_of_unused()
     with pytest.warns(UserWarning, match="lr_rule=sqrt is not used: strategy is local"):

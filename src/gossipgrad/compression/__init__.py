@@ -2,5 +2,7 @@
 
 from ._density import SharedMask as SharedMask
 from ._density import TopK as TopK
+from ._density import check_density as check_density
 from ._select import top_k as top_k
+from ._sparse_format import VALUE_DTYPES as VALUE_DTYPES
 from ._sparse_format import SparseFormat as SparseFormat

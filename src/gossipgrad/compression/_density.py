@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 
 import numpy as np
 import torch
@@ -10,13 +11,22 @@ from torch import Tensor
 
 from gossipgrad.topology._relabelling import splitmix64
 
-__all__ = ["SharedMask", "TopK"]
+__all__ = ["SharedMask", "TopK", "check_density"]
 
 _MASKS = 0x6D61736B73000000
 """Keeps the numbers drawn from a seed apart from those of schedules, which draw from it too."""
 _HALF = np.uint64(32)
 _PIECE = 1 << 14
 """Stripes whose hashes are made at once: they stay in the cache."""
+
+
+def check_density(density: object, what: str = "density") -> None:
+    """Raises `ValueError`, in which it is called `what`, if it is no share of what can be sent."""
+    if isinstance(density, bool) or not isinstance(density, Real) or not 0 < float(density) <= 1:
+        raise ValueError(
+            f"{what} is {density!r}: it is the share that is sent, above 0 and at most 1, such as "
+            "0.001"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +52,7 @@ class TopK:
     consensus_step: float | int | None = None
 
     def __post_init__(self) -> None:
-        _check(self.density)
+        check_density(self.density)
         if self.consensus_step is not None and not 0 < self.consensus_step <= 1:
             raise ValueError(
                 f"consensus_step is {self.consensus_step}: it is a share of what all weights would "
@@ -94,7 +104,7 @@ class SharedMask:
     density: float | int
 
     def __post_init__(self) -> None:
-        _check(self.density)
+        check_density(self.density)
 
     @property
     def cycle_rounds(self) -> int:
@@ -142,13 +152,6 @@ class SharedMask:
 
     def _stripe(self, numel: int) -> int:
         return min(self.cycle_rounds, numel)
-
-
-def _check(density: float | int) -> None:
-    if not 0 < density <= 1:
-        raise ValueError(
-            f"density is {density}: it is the share that is sent, above 0 and at most 1"
-        )
 
 
 def _hashes(seed: int, cycle: int, begin: int, count: int) -> UInt64[np.ndarray, " count"]:

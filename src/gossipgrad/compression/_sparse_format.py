@@ -16,9 +16,10 @@ from gossipgrad.compression._index_encodings import (
     smallest,
 )
 
-__all__ = ["SparseFormat"]
+__all__ = ["VALUE_DTYPES", "SparseFormat"]
 
-_VALUE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+VALUE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""What values of sparse messages can travel as."""
 _ALIGNMENT_BYTES = 8
 
 
@@ -67,10 +68,10 @@ class SparseFormat:
     def __post_init__(self) -> None:
         if not 1 <= self.count <= self.numel:
             raise ValueError(f"count is {self.count}: of {self.numel} values, 1 or more are sent")
-        if self.value_dtype not in _VALUE_DTYPES:
+        if self.value_dtype not in VALUE_DTYPES:
             raise ValueError(
                 f"value_dtype is {self.value_dtype}: values travel as one of "
-                f"{', '.join(map(str, _VALUE_DTYPES))}"
+                f"{', '.join(map(str, VALUE_DTYPES))}"
             )
         if self.index_encoding == "auto":
             object.__setattr__(self, "index_encoding", smallest(self.numel, self.count))

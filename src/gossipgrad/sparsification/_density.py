@@ -5,6 +5,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from gossipgrad.compression import check_density
+
 __all__ = ["Density", "Warmup", "counts_of", "densities_at", "describe_density", "resolve_density"]
 
 
@@ -45,7 +47,7 @@ class Warmup:
         if not self.densities:
             raise ValueError("a warm-up without densities is none: give density=... as a number")
         for value in (*self.densities, self.then):
-            _check(value, "a warm-up")
+            check_density(value, "a warm-up")
 
     def __call__(self, step: int) -> float:
         """The density in a step, counted from 0."""
@@ -75,7 +77,7 @@ def resolve_density(density: object, names: Sequence[str]) -> Density:
                     f"density has the key {pattern!r}: keys are names of parameters, or patterns "
                     'such as "*.bias"'
                 )
-            _check(value, f"density of {pattern!r}")
+            check_density(value, f"density of {pattern!r}")
             if not any(fnmatch.fnmatchcase(name, pattern) for name in names) and pattern != "*":
                 raise ValueError(
                     f"density names {pattern!r}, and no trained parameter is called so; they are "
@@ -85,9 +87,9 @@ def resolve_density(density: object, names: Sequence[str]) -> Density:
             raise ValueError('density by names needs an entry "*" for all other parameters')
         return dict(density)
     if callable(density):
-        _check(density(0), "density at step 0")
+        check_density(density(0), "density at step 0")
         return density
-    _check(density, "density")
+    check_density(density, "density")
     return float(density)  # pyrefly: ignore[bad-argument-type]
 
 
@@ -104,7 +106,7 @@ def densities_at(density: Density, names: Sequence[str], step: int) -> tuple[flo
         )
     if callable(density):
         value = density(step)
-        _check(value, f"density at step {step}")
+        check_density(value, f"density at step {step}")
         return (float(value),) * len(names)
     return (float(density),) * len(names)
 
@@ -137,11 +139,3 @@ def describe_density(density: Density, step: int) -> str:
 
 def _count(size: int, share: float) -> int:
     return min(size, max(1, int(share)))
-
-
-def _check(value: object, what: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, float | int) or not 0 < value <= 1:
-        raise ValueError(
-            f"{what} is {value!r}: it is the share of coordinates that is sent, above 0 and at "
-            "most 1, such as 0.001"
-        )

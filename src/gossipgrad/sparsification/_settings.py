@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gossipgrad.comm import is_sharded
+from gossipgrad.compression import VALUE_DTYPES
 from gossipgrad.planning import Plan
 from gossipgrad.sparsification._density import Density, describe_density
 from gossipgrad.sparsification._merged import DENSE_DTYPES
@@ -29,7 +30,6 @@ __all__ = [
 
 METHODS = ("sparse", *DENSE_DTYPES)
 SELECTIONS = ("per_group", "per_tensor")
-VALUE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gossipgrad.comm import Faults
+from gossipgrad.compression import check_density
 from gossipgrad.decentralized import resolve_compress
 
 from ._options import check_at_least, check_fields, make_plain
@@ -111,5 +112,4 @@ class SparseConfig:
         make_plain(self)
         check_fields(self)
         check_at_least(self, 0, "density_warmup_steps", "replan_every")
-        if not 0 < self.density <= 1:
-            raise ValueError(f"density is {self.density}, but must be above 0 and at most 1.")
+        check_density(self.density)
