@@ -6,7 +6,7 @@ import pytest
 
 import gossipgrad as gg
 from gossipgrad.sparsification import Replan, _planner
-from gossipgrad.sparsification._drift import Course, Drift
+from gossipgrad.sparsification._drift import DensityWatch, Drift
 from support.ranks import run_ranks
 from support.sparse import backward_of, costs_that_say, start, train
 
@@ -128,14 +128,14 @@ def test_a_density_that_comes_and_goes_is_measured_once_and_then_left_alone(monk
 
 
 def test_stays_at_another_density_count_the_longer_the_more_there_were():
-    course = Course()
+    watch = DensityWatch()
     looks = []
     for step in range(10_000):
-        if course.look_due(away=bool(step // 100 % 2)):
-            course.looked()
+        if watch.look_due(away=bool(step // 100 % 2)):
+            watch.looked()
             looks.append(step)
     assert len(looks) == 7
     assert looks[:3] == [100, 102, 106]
-    again = Course()
-    again.load(course.state())
-    assert again.state() == course.state() != Course().state()
+    again = DensityWatch()
+    again.load(watch.state())
+    assert again.state() == watch.state() != DensityWatch().state()

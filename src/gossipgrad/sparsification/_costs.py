@@ -20,8 +20,8 @@ __all__ = ["Costs", "measure_costs"]
 _FIRST_ELEMENTS = 256
 _GROWTH = 4
 _MOST_ELEMENTS = 1 << 24
-_LONG_SECONDS = 0.5  # a size that takes longer is the last: what is above goes on with the slope
-_FEWEST_SIZES = 3
+_LONG_SECONDS = 0.5  # a size that takes longer is the last, what is above goes on with the slope:
+_FEWEST_SIZES = 3  # but not before that many
 _TIMES = 5
 _MOST_SECONDS = 0.25  # for the repetitions of one size
 _MOST_AT_ONCE_BYTES = 1 << 20  # of which there are as many copies as ranks
@@ -78,9 +78,10 @@ def measure_costs(
     up to all parameters, but 2^24 elements at most: costs of larger groups follow the last slope.
     All ranks begin together, and each time is the median over repetitions and ranks: up to five
     after one that takes memory, as many as there is time for in a quarter of a second; a size that
-    takes longer than half of that is timed once. What takes more than half a second ends it: slower
-    networks are not held up for longer than a few such. A size counts no less than at the rate of
-    the largest: links that were idle let short messages pass faster.
+    takes longer than half of that is timed once. The first from the third on that takes more than
+    half a second is the last: slower networks are not held up for longer than a few such. A size
+    counts no less than at the rate of the largest: links that were idle let short messages pass
+    faster.
 
     Where each tensor has a number of coordinates of its own, a group of a size has as many tensors
     of equal size as one of the model has on average.

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from gossipgrad.sparsification._settings import Replan
 
-__all__ = ["Course", "Drift"]
+__all__ = ["DensityWatch", "Drift"]
 
 
 class Drift:
@@ -59,7 +59,7 @@ class Drift:
         self.slower, self.faster = state["slower"], state["faster"]
 
 
-class Course:
+class DensityWatch:
     """Whether the density has left that of the plan, and stays away from it.
 
     It has to be another for `patience` rounds on end, 1 at first, and after each look twice as

@@ -12,7 +12,7 @@ from gossipgrad.planning import Group as Merge
 from gossipgrad.planning import Plan
 from gossipgrad.sparsification._aggregation import Aggregation
 from gossipgrad.sparsification._costs import Costs, measure_costs
-from gossipgrad.sparsification._drift import Course, Drift
+from gossipgrad.sparsification._drift import DensityWatch, Drift
 from gossipgrad.sparsification._rules import alternatives, merges_without_times, planned
 from gossipgrad.sparsification._settings import Settings, check_plan_fits
 
@@ -45,7 +45,6 @@ class Planner:
         alternatives: Predicted seconds of the rules, by name and method.
         refused: Why nothing is compressed, None if something is or nobody asked.
         replans: How often the plan was changed for another.
-        looks: How often costs were measured again.
     """
 
     def __init__(self, settings: Settings, sizes_bytes: Sequence[int], group: Group) -> None:
@@ -53,7 +52,7 @@ class Planner:
         self.merges = _first_merges(settings, sizes_bytes)
         self.alternatives: dict[str, float] = {}
         self.refused: str | None = None
-        self.replans = self.looks = 0
+        self.replans = 0
         self._settings = settings
         self._group = group
         self._stamps: list[dict[str, float]] = []
@@ -66,7 +65,7 @@ class Planner:
         replan, optimal = settings.replan, settings.plan == "optimal"
         self._drift = Drift(replan) if replan is not None and optimal else None
         used = settings.methods if optimal else settings.methods[:1]
-        self._course = Course() if replan is not None and "sparse" in used else None
+        self._watch = DensityWatch() if replan is not None and "sparse" in used else None
 
     @property
     def measuring(self) -> bool:
@@ -84,9 +83,9 @@ class Planner:
             if len(self._stamps) == _MEASURED_ROUNDS:
                 self._begin(aggregation)
             return
-        away = self._course is not None and not _alike(aggregation.density, self._density)
-        if self._course is not None and self._course.look_due(away=away):
-            self._course.looked()
+        away = self._watch is not None and not _alike(aggregation.density, self._density)
+        if self._watch is not None and self._watch.look_due(away=away):
+            self._watch.looked()
             self._again(aggregation)
         elif self._drift is not None and not away:
             self._times.append([made.timing.communicate_seconds for made in aggregation.groups])
@@ -107,9 +106,8 @@ class Planner:
             "alternatives": self.alternatives,
             "refused": self.refused,
             "replans": self.replans,
-            "looks": self.looks,
             "drift": None if self._drift is None else self._drift.state(),
-            "course": None if self._course is None else self._course.state(),
+            "watch": None if self._watch is None else self._watch.state(),
         }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -121,14 +119,14 @@ class Planner:
         self._backward, self._stamps = state["backward_seconds"], list(state["stamps"])
         self._rounds, self._density = state["rounds"], state["density"]
         self.alternatives, self.refused = dict(state["alternatives"]), state["refused"]
-        self.replans, self.looks = state["replans"], state["looks"]
+        self.replans = state["replans"]
         self._costs, self._known = [], {}
-        self._group.at_once_bytes = state.get("at_once_bytes", self._group.at_once_bytes)
+        self._group.at_once_bytes = state["at_once_bytes"]
         self._times.clear()
         if self._drift is not None and state["drift"] is not None:
             self._drift.load(state["drift"])
-        if self._course is not None and state.get("course") is not None:
-            self._course.load(state["course"])
+        if self._watch is not None and state["watch"] is not None:
+            self._watch.load(state["watch"])
 
     def _begin(self, aggregation: Aggregation) -> None:
         """The first plan: the order of gradients, their times, and all costs."""
@@ -175,7 +173,6 @@ class Planner:
         now = aggregation.density
         known = next((density for density in self._known if _alike(density, now)), None)
         if known is None:
-            self.looks += self.plan is not None
             known = now
             self._known[now] = measure_costs(
                 self._settings,

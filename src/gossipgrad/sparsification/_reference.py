@@ -150,7 +150,7 @@ class Reference:
             a = self._selected_from(r, places)
             if not sparse:
                 total += a  # R7
-                self._keep(r, places, torch.zeros_like(a), self.u[r])
+                self._keep(self.e[r], places, torch.zeros_like(a))
                 continue
             chosen = self._choose(a, sizes)
             sent = a[chosen]
@@ -161,9 +161,8 @@ class Reference:
             e[chosen] = a[chosen] - sent  # R4
             u = torch.cat([self.u[r][i].flatten() for i in places])
             u[chosen] = 0  # R8
-            for i, piece in zip(places, u.split(sizes), strict=True):
-                self.u[r][i] = piece.view_as(self.tensors[r][i]).clone()
-            self._keep(r, places, e, self.u[r])
+            self._keep(self.u[r], places, u)
+            self._keep(self.e[r], places, e)
         return total / self.p  # R5
 
     def _selected_from(self, r: int, places: range) -> Float[Tensor, " n"]:
@@ -186,10 +185,11 @@ class Reference:
             start += n
         return torch.cat(chosen)
 
-    def _keep(self, r: int, places: range, e: Float[Tensor, " n"], u: Sequence[Tensor]) -> None:
-        sizes = [self.tensors[r][i].numel() for i in places]
-        for i, piece in zip(places, e.split(sizes), strict=True):
-            self.e[r][i] = piece.view_as(self.tensors[r][i]).clone()
+    def _keep(self, kept: list[Tensor], places: range, flat: Float[Tensor, " n"]) -> None:
+        """Takes a group's new e or u apart."""
+        sizes = [kept[i].numel() for i in places]
+        for i, piece in zip(places, flat.split(sizes), strict=True):
+            kept[i] = piece.view_as(kept[i]).clone()
 
     def _write(self, r: int, first: int, count: int, total: Float[Tensor, " n"]) -> None:
         start = 0

@@ -92,7 +92,7 @@ def session_misfit(
 def saved_at(session: Mapping[str, Any]) -> dict[str, Any]:
     """What states have in common that the ranks saved between the same two steps."""
     return {
-        "asked": session.get("asked"),
+        "asked": session["asked"],
         "plan": session["plan"],
         # Ranks that differ in it would not meet in a collective.
         "at_once_bytes": (session["planner"] or {}).get("at_once_bytes"),
@@ -116,7 +116,7 @@ def load_session(
 ) -> None:
     """Takes up what `session_state` gave; its groups only where the same plan is asked for."""
     merges, names = aggregation.merges, aggregation.names
-    if session.get("asked") == _asked(settings) and session["planner"] is not None:
+    if session["asked"] == _asked(settings) and session["planner"] is not None:
         planner.load(session["planner"])
         merges = [Merge(*each) for each in session["plan"]["groups"]]
         names = session["plan"]["names"]

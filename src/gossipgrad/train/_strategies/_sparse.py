@@ -139,7 +139,9 @@ class Sparse(Lockstep):
         if stats.refused is not None:
             told.append(stats.refused)
         if stats.replans:
-            told.append(f"the plan was changed {stats.replans} times, as costs had drifted")
+            told.append(
+                f"the plan was changed {stats.replans} times, as costs or the density had changed"
+            )
         if stats.starved_tensors:
             told.append(
                 f"tensors of which nothing was sent for {stats.starved_after} steps: "
