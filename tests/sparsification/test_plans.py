@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 import gossipgrad as gg
 from gossipgrad.planning import Group as Merge
@@ -14,6 +15,22 @@ from gossipgrad.sparsification._rules import merges_without_times
 from support.ranks import run_ranks
 from support.replicas import network
 from support.sparse import backward_of, costs_that_say, same_weights, start, train
+
+
+@pytest.mark.parametrize(("dtype", "plan"), [(torch.float32, 110), (torch.bfloat16, 55)])
+def test_a_number_of_bytes_is_of_gradients_in_their_own_type(dtype, plan):
+    told = train(2, 0, dtype=dtype, plan=plan, look=lambda s: [g.tensors for g in s.stats().groups])
+    assert [groups for _, groups in told] == [[3, 1]] * 2
+
+
+def test_costs_are_measured_in_the_type_of_most_elements():
+    def rank_main(rank, group):
+        largest, *others = nn.Linear(8, 8, bias=False), nn.Linear(8, 5), nn.Linear(5, 8)
+        model = nn.Sequential(largest, *(other.bfloat16() for other in others))
+        with start(group, model=model)[-1] as session:
+            assert session._aggregation.dtype is torch.bfloat16
+
+    run_ranks(2, rank_main)
 
 
 @pytest.mark.parametrize("plan", ["optimal", "greedy", "mg-wfbp"])

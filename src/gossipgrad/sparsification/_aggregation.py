@@ -1,7 +1,7 @@
 """A round: gradients of all ranks become their sparsified mean while backward goes on."""
 
 import statistics
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import perf_counter
@@ -113,16 +113,18 @@ class Aggregation:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of most gradients."""
-        of = [(p.numel(), str(p.dtype), p.dtype) for p in self._parameters]
-        return max(of)[2]
+        """That of most elements of the gradients."""
+        elements: Counter[torch.dtype] = Counter()
+        for parameter in self._parameters:
+            elements[parameter.dtype] += parameter.numel()
+        return elements.most_common(1)[0][0]
 
     @property
     def density(self) -> float:
-        """The share of all coordinates that sparse groups send now."""
+        """Asked for in this round, on average over all coordinates, whatever their method."""
         sizes = self.sizes
-        sent = sum(n * rho for n, rho in zip(sizes, self._densities, strict=True))
-        return sent / sum(sizes)
+        asked = sum(n * rho for n, rho in zip(sizes, self._densities, strict=True))
+        return asked / sum(sizes)
 
     @property
     def carries(self) -> bool:

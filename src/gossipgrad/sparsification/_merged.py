@@ -9,11 +9,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from gossipgrad.comm import Group
+from gossipgrad.comm import Group, widened
 from gossipgrad.compression import SparseFormat, top_k
 from gossipgrad.errors import GossipError
 from gossipgrad.sparsification._streams import make_hand
-from gossipgrad.sparsification._values import all_finite, all_minus_zero, wide_dtype
+from gossipgrad.sparsification._values import all_finite, all_minus_zero
 
 __all__ = ["DENSE_DTYPES", "MergedGroup", "Timing"]
 
@@ -99,7 +99,7 @@ class MergedGroup:
         dtype = parameters[0].dtype
         for parameter in parameters:
             dtype = torch.promote_types(dtype, parameter.dtype)
-        self.dtype = wide_dtype(dtype)
+        self.dtype = widened(dtype)
         self._value_dtype = value_dtype or self.dtype
         self._total, self._total_views = self._new()
         self._residual: Tensor | None = None

@@ -39,7 +39,6 @@ from gossipgrad.sparsification._session_state import (
 from gossipgrad.sparsification._settings import Settings, check_parameters, in_order_of
 from gossipgrad.sparsification._stats import SparseStats, collect, collect_alone
 from gossipgrad.sparsification._steps import StepWatch
-from gossipgrad.sparsification._values import wide_bytes
 
 __all__ = ["SparseSession"]
 
@@ -92,7 +91,11 @@ class SparseSession:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan in use; None with one rank, and until an asked one has been measured."""
+        """The plan in use: the `Plan` given, or what a rule that measures times has come to.
+
+        None until then, with one rank, and for rules without times: `"wfbp"`, `"layerwise"`,
+        `"single"` and a number of bytes.
+        """
         return None if self._planner is None else self._planner.plan
 
     @contextmanager
@@ -290,7 +293,7 @@ class SparseSession:
             check_parameters(parameters)
             agree_on(group, self._model, self._optimizers, of.describe())
             backwards = in_order_of(of.plan, dict(reversed(parameters.items())))
-            planner = Planner(of, [wide_bytes(p) for p in backwards.values()], group)
+            planner = Planner(of, [p.nbytes for p in backwards.values()], group)
             broadcast_replica(group, self._model, self._optimizers)
             self._let_go()
             self._aggregation = Aggregation(

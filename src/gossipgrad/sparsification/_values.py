@@ -6,17 +6,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-__all__ = ["all_finite", "all_minus_zero", "scale_of", "wide_bytes", "wide_dtype"]
+from gossipgrad.comm import widened
 
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What residuals and sums of gradients of a type are kept in: float32 or wider."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-def wide_bytes(parameter: Tensor) -> int:
-    """Bytes of its gradient then."""
-    return parameter.numel() * wide_dtype(parameter.dtype).itemsize
+__all__ = ["all_finite", "all_minus_zero", "scale_of"]
 
 
 def scale_of(scaler: torch.amp.GradScaler | None) -> float:
@@ -27,7 +19,7 @@ def scale_of(scaler: torch.amp.GradScaler | None) -> float:
 def all_finite(grads: Iterable[Tensor | None]) -> bool:
     """By sums, in a type that sums of finite gradients do not overflow."""
     return all(
-        math.isfinite(float(grad.sum(dtype=wide_dtype(grad.dtype))))
+        math.isfinite(float(grad.sum(dtype=widened(grad.dtype))))
         for grad in grads
         if grad is not None
     )
