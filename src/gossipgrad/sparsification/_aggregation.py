@@ -14,6 +14,7 @@ from gossipgrad.errors import GossipError
 from gossipgrad.planning import Group as Merge
 from gossipgrad.sparsification._agreed_density import AgreedDensity
 from gossipgrad.sparsification._density import counts_of
+from gossipgrad.sparsification._held import Held
 from gossipgrad.sparsification._merged import MergedGroup
 from gossipgrad.sparsification._passes import Passes
 from gossipgrad.sparsification._queue import OrderedQueue, Ticket
@@ -143,14 +144,21 @@ class Aggregation:
         return {self._names[at]: t for at, t in self.passes.ready_seconds().items()}
 
     def regroup(
-        self, merges: Sequence[Merge], *, names: Sequence[str] | None = None, keep: bool = True
+        self,
+        merges: Sequence[Merge],
+        *,
+        names: Sequence[str] | None = None,
+        held: Mapping[str, Held] | None = None,
     ) -> None:
         """Other groups of the same parameters, maybe in another order; between rounds.
 
-        What is carried over goes with its tensors, unless it is not to be kept.
+        Args:
+            merges: The groups.
+            names: The order; None: it stays.
+            held: What is carried over, by name; None: what is now, which goes with its tensors.
         """
         assert not self.passes.began
-        held = self._taken_apart() if keep else {}
+        held = self.held() if held is None else held
         if names is not None:
             by_name = dict(zip(self._names, self._parameters, strict=True))
             self._names, self._parameters = list(names), [by_name[name] for name in names]
@@ -167,24 +175,22 @@ class Aggregation:
                 value_dtype=settings.value_dtype,
                 momentum=settings.momentum_correction,
             )
-            made.load(*_together(held, self._names[merge.start : merge.stop]))
+            of = self._names[merge.start : merge.stop]
+            made.load([held.get(name, Held()) for name in of])
             self.groups.append(made)
         self.merges = tuple(merges)
         if self._densities:
             self._use(self._density.at(self._names, self.rounds))
         self.passes.regroup([merge.stop - merge.start for merge in merges])
 
-    def state(self) -> list[tuple[Tensor | None, Tensor | None]]:
-        """Residual and velocity of each parameter, as views of what is held."""
-        return [pair for made in self.groups for pair in made.state()]
-
-    def load(
-        self, state: Sequence[tuple[Tensor | None, Tensor | None]], waits: Sequence[int]
-    ) -> None:
-        """Takes up what `state` gave, where nothing was carried over, and rounds without choice."""
-        for merge, made in zip(self.merges, self.groups, strict=True):
-            of = slice(merge.start, merge.stop)
-            made.load(state[of], waits[of])
+    def held(self) -> dict[str, Held]:
+        """What is carried over, by name of the parameter, in the order of backward."""
+        groups = zip(self.merges, self.groups, strict=True)
+        return {
+            name: held
+            for merge, made in groups
+            for name, held in zip(self._names[merge.start : merge.stop], made.held(), strict=True)
+        }
 
     def check_steps(self) -> None:
         """Returns if an optimizer may step now.
@@ -254,15 +260,6 @@ class Aggregation:
             for made in self.groups:
                 made.rescale(scale / self.scale)
             self.scale = scale
-
-    def _taken_apart(self) -> dict[str, tuple[Tensor | None, Tensor | None, int]]:
-        if not self.groups:
-            return {}
-        waits = [int(count) for made in self.groups for count in made.rounds_without]
-        return {
-            name: (*pair, wait)
-            for name, pair, wait in zip(self._names, self.state(), waits, strict=True)
-        }
 
     def _use(self, densities: tuple[float, ...]) -> None:
         per_tensor = self._settings.select == "per_tensor"
@@ -384,12 +381,3 @@ class Aggregation:
         for number in range(len(self._tickets)):
             self.groups[number].roll_back(self._grads(number))
         self.passes.over()
-
-
-def _together(
-    held: Mapping[str, tuple[Tensor | None, Tensor | None, int]], names: Sequence[str]
-) -> tuple[list[tuple[Tensor | None, Tensor | None]], list[int]]:
-    """What is held of some parameters: residuals and velocities, and rounds without choice."""
-    nothing = (None, None, 0)
-    pairs = [held.get(name, nothing)[:2] for name in names]
-    return pairs, [held.get(name, nothing)[2] for name in names]

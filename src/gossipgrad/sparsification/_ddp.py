@@ -18,6 +18,7 @@ from gossipgrad.sparsification._density import (
     describe_density,
     resolve_density,
 )
+from gossipgrad.sparsification._held import Held
 from gossipgrad.sparsification._merged import MergedGroup
 from gossipgrad.sparsification._queue import OrderedQueue
 from gossipgrad.sparsification._settings import check_settings
@@ -219,7 +220,7 @@ class CommHook:
                 value_dtype=self._value_dtype,
                 momentum=None,
             )
-            made.load([(self._loaded.pop(name, None), None) for name in names], [0] * len(names))
+            made.load([Held(self._loaded.pop(name, None)) for name in names])
             known = self._groups[bucket.index()] = names, made
         made = known[1]
         densities = self._density.at(names, self._rounds - 1)
@@ -229,8 +230,8 @@ class CommHook:
     def _residuals(self) -> dict[str, Tensor]:
         held = dict(self._loaded)
         for names, made in self._groups.values():
-            pairs = zip(names, made.state(), strict=True)
-            held |= {name: residual for name, (residual, _) in pairs if residual is not None}
+            pairs = zip(names, made.held(), strict=True)
+            held |= {name: of.residual for name, of in pairs if of.residual is not None}
         return held
 
 

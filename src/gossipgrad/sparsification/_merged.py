@@ -12,6 +12,7 @@ from torch import Tensor
 from gossipgrad.comm import Group, widened
 from gossipgrad.compression import SparseFormat, top_k
 from gossipgrad.errors import GossipError
+from gossipgrad.sparsification._held import Held
 from gossipgrad.sparsification._streams import make_hand
 from gossipgrad.sparsification._values import all_finite, all_minus_zero
 
@@ -156,23 +157,17 @@ class MergedGroup:
             size * self._world_size, dtype=torch.uint8, device=self._device
         )
 
-    def state(self) -> list[tuple[Tensor | None, Tensor | None]]:
-        """Residual and velocity of each tensor, as views; None where they are nothing."""
+    def held(self) -> list[Held]:
+        """What is carried over, of each tensor."""
         none: list[Tensor | None] = [None] * len(self.sizes)
-        return list(zip(self._residual_views or none, self._velocity_views or none, strict=True))
+        of = (self._residual_views or none, self._velocity_views or none, self.rounds_without)
+        return [Held(r, v, int(without)) for r, v, without in zip(*of, strict=True)]
 
     @torch.no_grad()
-    def load(
-        self, state: Sequence[tuple[Tensor | None, Tensor | None]], waits: Sequence[int]
-    ) -> None:
-        """Takes up what `state` gave, of this group or of others with the same tensors.
-
-        Args:
-            state: Residual and velocity of each tensor, None where there is nothing.
-            waits: For each what is in `rounds_without`.
-        """
-        self.rounds_without = torch.tensor(waits)
-        for place, (residual, velocity) in enumerate(state):
+    def load(self, held: Sequence[Held]) -> None:
+        """Takes up what `held` gave, of this group or of others with the same tensors."""
+        self.rounds_without = torch.tensor([each.rounds_without for each in held])
+        for place, (residual, velocity, _) in enumerate(held):
             if residual is not None:
                 self._need_residual()
                 self._residual_views[place].copy_(residual)

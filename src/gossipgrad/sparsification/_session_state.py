@@ -9,6 +9,7 @@ from gossipgrad.comm import Group
 from gossipgrad.planning import Group as Merge
 from gossipgrad.planning import Plan
 from gossipgrad.sparsification._aggregation import Aggregation
+from gossipgrad.sparsification._held import Held
 from gossipgrad.sparsification._planner import Planner
 from gossipgrad.sparsification._settings import Settings
 
@@ -53,16 +54,15 @@ def session_state(
         "planner": None if planner is None else planner.state(),
     }
     if aggregation is not None:
-        waits = [int(n) for made in aggregation.groups for n in made.rounds_without]
         session |= {
             "plan": {
                 "names": list(aggregation.names),
                 "groups": [[m.start, m.stop, m.method] for m in aggregation.merges],
             },
-            "rounds_without": dict(zip(aggregation.names, waits, strict=True)),
             "counted": counted(aggregation),
         }
-        for name, (residual, velocity) in zip(aggregation.names, aggregation.state(), strict=True):
+        for name, (residual, velocity, rounds_without) in aggregation.held().items():
+            session["rounds_without"][name] = rounds_without
             if residual is not None:
                 session["residuals"][name] = residual.to("cpu", copy=True)
             if velocity is not None:
@@ -120,14 +120,15 @@ def load_session(
         planner.load(session["planner"])
         merges = [Merge(*each) for each in session["plan"]["groups"]]
         names = session["plan"]["names"]
-    aggregation.regroup(merges, names=names, keep=False)
-    aggregation.load(
-        [
-            (session["residuals"].get(name), session["velocities"].get(name))
-            for name in aggregation.names
-        ],
-        [session["rounds_without"].get(name, 0) for name in aggregation.names],
-    )
+    held = {
+        name: Held(
+            session["residuals"].get(name),
+            session["velocities"].get(name),
+            session["rounds_without"].get(name, 0),
+        )
+        for name in names
+    }
+    aggregation.regroup(merges, names=names, held=held)
     count_on(aggregation, session["counted"])
 
 
