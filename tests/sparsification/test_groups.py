@@ -30,6 +30,12 @@ def test_a_dense_tensor_does_not_starve():
 def test_what_is_carried_over_outlives_a_dense_round_that_is_not_finite(cuts):
     """A scaler skips such a step; nothing of the residuals may have been spent on it."""
 
+    def overflow(model, rank, step):
+        hook = model[2].bias.register_hook(lambda g: g * float("inf")) if rank else None
+        backward_of(model, rank, step)
+        if hook is not None:
+            hook.remove()
+
     def rank_main(rank, group):
         model, optimizer, session = start(group, "single", density=0.02)
         with session:
@@ -41,16 +47,15 @@ def test_what_is_carried_over_outlives_a_dense_round_that_is_not_finite(cuts):
             before = session.state_dict()["session"]["residuals"]
             first = [Merge(0, 1, "dense")] if cuts else []
             session._aggregation.regroup((*first, Merge(len(first), 4, "dense")))
-            hook = model[2].bias.register_hook(lambda g: g * float("inf")) if rank else None
-            backward_of(model, rank, 3)
-            if hook is not None:
-                hook.remove()
+            overflow(model, rank, 3)
             assert session.stats().nonfinite_rounds == 1
             after = session.state_dict()["session"]["residuals"]
             assert before.keys() == after.keys() != set()
             assert all(torch.equal(before[name], after[name]) for name in before)
             backward_of(model, rank, 4)
             assert not session.state_dict()["session"]["residuals"]
+            overflow(model, rank, 5)
+            assert session.stats().nonfinite_rounds == 2
 
     run_ranks(2, rank_main)
 

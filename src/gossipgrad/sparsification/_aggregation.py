@@ -249,9 +249,6 @@ class Aggregation:
         densities = self._density.at(self._names, self.rounds)
         if densities != self._densities:
             self._use(densities)
-        looks = self.carries
-        for made in self.groups:
-            made.looks = looks
 
     def _rescale(self) -> None:
         """What is carried over is from now on in units of another loss scale."""

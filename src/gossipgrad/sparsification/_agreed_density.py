@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from gossipgrad.comm import Group
 from gossipgrad.errors import GossipError
-from gossipgrad.sparsification._density import Density, Warmup, densities_at
+from gossipgrad.sparsification._density import Density, densities_at, is_function
 
 __all__ = ["AgreedDensity"]
 
@@ -24,7 +24,7 @@ class AgreedDensity:
     def __init__(self, density: Density, group: Group) -> None:
         self._density = density
         self._group = group
-        self._course: dict[int, float] = {}
+        self._told: dict[int, float] = {}
 
     def anew(self) -> "AgreedDensity":
         """The same, where nothing has been asked yet."""
@@ -37,22 +37,21 @@ class AgreedDensity:
             GossipError: On all ranks, if a function gives other values on other ranks, or raises
                 or gives what is no density on one.
         """
-        of = self._density
-        if not callable(of) or isinstance(of, Warmup):
-            return densities_at(of, names, round)
-        if round not in self._course:
+        if not is_function(self._density):
+            return densities_at(self._density, names, round)
+        if round not in self._told:
             self._ask(range(round, round + _AHEAD))
-        return (self._course[round],) * len(names)
+        return (self._told[round],) * len(names)
 
     def _ask(self, ahead: range) -> None:
-        course: list[float] = []
+        values: list[float] = []
         error: Exception | None = None
         try:
-            course = [densities_at(self._density, [""], at)[0] for at in ahead]
+            values = [densities_at(self._density, [""], at)[0] for at in ahead]
         except Exception as its:
             error = its
         problem = None if error is None else f"{type(error).__name__}: {error}"
-        told = self._group.all_gather_object([course, problem])
+        told = self._group.all_gather_object([values, problem])
         for rank, (_, problem) in enumerate(told):
             if problem is not None:
                 raise GossipError(
@@ -66,4 +65,4 @@ class AgreedDensity:
                         f"density in round {at} is {there} on rank {rank}, but {here} on rank "
                         "0: a function must give the same on all ranks"
                     )
-        self._course = dict(zip(ahead, course, strict=True))
+        self._told = dict(zip(ahead, values, strict=True))

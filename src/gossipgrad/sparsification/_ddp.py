@@ -21,7 +21,7 @@ from gossipgrad.sparsification._density import (
 from gossipgrad.sparsification._held import Held
 from gossipgrad.sparsification._merged import MergedGroup
 from gossipgrad.sparsification._queue import OrderedQueue
-from gossipgrad.sparsification._settings import check_settings
+from gossipgrad.sparsification._settings import check_selection
 
 __all__ = ["CommHook", "ddp_hook"]
 
@@ -64,7 +64,8 @@ class CommHook:
         density: As for `gg.sparsify`.
         select: As for `gg.sparsify`.
         value_dtype: As for `gg.sparsify`.
-        process_group: Whose ranks take part; by default all. Nothing is sent on it.
+        process_group: Whose ranks take part; by default all. Nothing is sent on it. A `gg.Group`
+            becomes the hook's own, and closes with it.
 
     Raises:
         ValueError: For settings that cannot be.
@@ -100,20 +101,14 @@ class CommHook:
         self._loaded: dict[str, Tensor] = {}
         self._group = resolve_group(process_group, asks="CommHook()")
         try:
-            check_settings(
-                plan="single",
-                select=select,
-                methods=("sparse",),
-                value_dtype=value_dtype,
-                momentum_correction=None,
-            )
-            course = resolve_density(density, list(self._names.values()))
+            check_selection(select, value_dtype)
+            resolved = resolve_density(density, list(self._names.values()))
             described = {"select": select, "value_dtype": value_dtype}
-            agree_on(self._group, inner, [], {"density": describe_density(course, 0), **described})
+            agree_on(self._group, inner, [], {"density": describe_density(resolved), **described})
         except BaseException:
             self._group.close()
             raise
-        self._density = AgreedDensity(course, self._group)
+        self._density = AgreedDensity(resolved, self._group)
         self._queue = OrderedQueue(f"gossipgrad comm hook, rank {self._group.rank}")
         self._farewell = weakref.finalize(self, _leave, self._queue, self._group)
         self._farewell.atexit = False  # pyrefly: ignore[missing-attribute]

@@ -4,10 +4,19 @@ import fnmatch
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from gossipgrad.compression import check_density
 
-__all__ = ["Density", "Warmup", "counts_of", "densities_at", "describe_density", "resolve_density"]
+__all__ = [
+    "Density",
+    "Warmup",
+    "counts_of",
+    "densities_at",
+    "describe_density",
+    "is_function",
+    "resolve_density",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,11 +139,14 @@ def counts_of(
     return (_count(sum(sizes), share),)
 
 
-def describe_density(density: Density, step: int) -> str:
-    """In words that are equal on ranks where the density is; of a function its value now."""
-    if callable(density) and not isinstance(density, Warmup):
-        return f"{density(step)!r} at step {step}"
-    return repr(density)
+def describe_density(density: Density) -> str:
+    """In words that are equal on ranks where the density is; of a function its first value."""
+    return f"{density(0)!r} at step 0" if is_function(density) else repr(density)
+
+
+def is_function(density: Density) -> TypeGuard[Callable[[int], float]]:
+    """Whether it is one of which the values alone can be compared, and no `Warmup`."""
+    return callable(density) and not isinstance(density, Warmup)
 
 
 def _count(size: int, share: float) -> int:

@@ -67,7 +67,6 @@ class MergedGroup:
         numel: Of all.
         finite: Whether all that came in the last round was.
         silent: Whether no rank brought anything to it; known where this rank did not.
-        looks: Whether what came of an all-reduce is looked at for that.
         rounds_without: For each tensor how many rounds went by since a coordinate was last chosen.
         timing: Of the last round.
     """
@@ -88,7 +87,6 @@ class MergedGroup:
         self.counts: tuple[int, ...] = ()
         self.finite = True
         self.silent = False
-        self.looks = True
         self.rounds_without = torch.zeros(len(parameters), dtype=torch.int64)
         self.timing = Timing()
         self._shapes = [p.shape for p in parameters]
@@ -390,5 +388,5 @@ class MergedGroup:
         if narrow is None:
             self._total.div_(self._world_size)
         self.silent = self._absent and all_minus_zero(self._total)
-        self.finite = not self.looks or math.isfinite(float(self._total.sum()))
+        self.finite = math.isfinite(float(self._total.sum()))
         self.timing.gather_seconds = perf_counter() - start

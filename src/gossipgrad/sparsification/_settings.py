@@ -23,7 +23,7 @@ __all__ = [
     "check_momentum",
     "check_parameters",
     "check_plan_fits",
-    "check_settings",
+    "check_selection",
     "in_order_of",
     "resolve_replan",
 ]
@@ -75,15 +75,52 @@ class Replan:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Everything that `sparsify()` was asked for, resolved."""
+    """Everything that `sparsify()` was asked for, with density and `replan` resolved.
+
+    Raises:
+        ValueError: For the first thing that no session could have.
+    """
 
     density: Density
     plan: str | int | Plan
     select: str
-    methods: tuple[str, ...]
+    methods: Sequence[str]
     replan: Replan | None
     value_dtype: torch.dtype | None
-    momentum_correction: float | None
+    momentum_correction: float | int | None
+
+    def __post_init__(self) -> None:
+        plan, methods, momentum = self.plan, self.methods, self.momentum_correction
+        if isinstance(plan, bool) or not isinstance(plan, str | int | Plan):
+            raise ValueError(f"plan must be {_plans()}, got {plan!r}")
+        if isinstance(plan, str) and plan not in RULES:
+            raise ValueError(f"there is no plan {plan!r}: it is {_plans()}")
+        if isinstance(plan, int) and plan < 1:
+            raise ValueError(f"plan={plan} is a threshold in bytes, which is at least 1")
+        check_selection(self.select, self.value_dtype)
+        if (
+            isinstance(methods, str)
+            or not isinstance(methods, Sequence)
+            or not methods
+            or any(method not in METHODS for method in methods)
+            or len(set(methods)) < len(methods)
+        ):
+            raise ValueError(
+                f"methods must be some of {_named(METHODS)}, each once, such as "
+                f"methods=('sparse', 'dense'), got {methods!r}"
+            )
+        if momentum is not None and (
+            isinstance(momentum, bool)
+            or not isinstance(momentum, float | int)
+            or not 0 <= momentum < 1
+        ):
+            raise ValueError(
+                f"momentum_correction is {momentum!r}: it is the momentum itself, from 0 to below "
+                "1, such as 0.9, or None for none"
+            )
+        object.__setattr__(self, "methods", tuple(methods))
+        if momentum is not None:
+            object.__setattr__(self, "momentum_correction", float(momentum))
 
     @property
     def measures(self) -> bool:
@@ -93,7 +130,7 @@ class Settings:
     def describe(self) -> dict[str, Any]:
         """What must be equal on all ranks."""
         return {
-            "density": describe_density(self.density, 0),
+            "density": describe_density(self.density),
             "plan": self.plan,
             "select": self.select,
             "methods": self.methods,
@@ -103,51 +140,14 @@ class Settings:
         }
 
 
-def check_settings(
-    *,
-    plan: object,
-    select: object,
-    methods: object,
-    value_dtype: object,
-    momentum_correction: object,
-) -> None:
-    """Refuses what no session could have; local.
-
-    Raises:
-        ValueError: For the first of them.
-    """
-    if isinstance(plan, bool) or not isinstance(plan, str | int | Plan):
-        raise ValueError(f"plan must be {_plans()}, got {plan!r}")
-    if isinstance(plan, str) and plan not in RULES:
-        raise ValueError(f"there is no plan {plan!r}: it is {_plans()}")
-    if isinstance(plan, int) and plan < 1:
-        raise ValueError(f"plan={plan} is a threshold in bytes, which is at least 1")
+def check_selection(select: object, value_dtype: object) -> None:
+    """Raises `ValueError` if nothing can be selected so, or travel as that."""
     if select not in SELECTIONS:
         raise ValueError(f"select must be one of {_named(SELECTIONS)}, got {select!r}")
-    if (
-        isinstance(methods, str)
-        or not isinstance(methods, Sequence)
-        or not methods
-        or any(method not in METHODS for method in methods)
-        or len(set(methods)) < len(methods)
-    ):
-        raise ValueError(
-            f"methods must be some of {_named(METHODS)}, each once, such as "
-            f"methods=('sparse', 'dense'), got {methods!r}"
-        )
     if value_dtype is not None and value_dtype not in VALUE_DTYPES:
         raise ValueError(
             f"value_dtype must be one of {', '.join(map(str, VALUE_DTYPES))}, or None for that of "
             f"the residuals, got {value_dtype!r}"
-        )
-    if momentum_correction is not None and (
-        isinstance(momentum_correction, bool)
-        or not isinstance(momentum_correction, float | int)
-        or not 0 <= momentum_correction < 1
-    ):
-        raise ValueError(
-            f"momentum_correction is {momentum_correction!r}: it is the momentum itself, from 0 to "
-            "below 1, such as 0.9, or None for none"
         )
 
 

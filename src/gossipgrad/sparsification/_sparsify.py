@@ -17,7 +17,6 @@ from gossipgrad.sparsification._settings import (
     Replan,
     Settings,
     check_momentum,
-    check_settings,
     resolve_replan,
 )
 
@@ -127,24 +126,16 @@ def sparsify(
     check_optimizers(optimizers)
     group = resolve_group(process_group, mesh, asks="sparsify()")
     try:
-        check_settings(
+        settings = Settings(
+            density=resolve_density(density, list(trained_parameters(model, optimizers))),
             plan=plan,
             select=select,
             methods=methods,
+            replan=resolve_replan(replan),
             value_dtype=value_dtype,
             momentum_correction=momentum_correction,
         )
-        check_momentum(optimizers, momentum_correction)
-        names = list(trained_parameters(model, optimizers))
-        settings = Settings(
-            density=resolve_density(density, names),
-            plan=plan,
-            select=select,
-            methods=tuple(methods),
-            replan=resolve_replan(replan),
-            value_dtype=value_dtype,
-            momentum_correction=None if momentum_correction is None else float(momentum_correction),
-        )
+        check_momentum(optimizers, settings.momentum_correction)
         if momentum_correction and group.world_size == 1:
             warnings.warn(
                 f"momentum_correction={momentum_correction} does nothing with one rank: the "

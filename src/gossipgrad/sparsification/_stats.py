@@ -50,7 +50,8 @@ class SparseStats:
         exposed_seconds: Time that steps were blocked at the end of backward: not hidden by compute.
         select_seconds: Time spent on residuals, selection and packing, in backward.
         communicate_seconds: Time of collectives and of adding up what came, beside backward.
-        nonfinite_rounds: Rounds in which some gradient was NaN or infinite.
+        nonfinite_rounds: Rounds in which the gradient of some rank was NaN or infinite; one rank
+            alone does not look.
         starved_tensors: Tensors of which this rank has sent nothing for `starved_after` rounds.
         starved_share: The elements of these, as a share of all.
         starved_after: Rounds after which a tensor counts as starved: thrice those in which each

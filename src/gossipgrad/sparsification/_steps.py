@@ -126,8 +126,7 @@ class StepWatch:
         aggregation = self._aggregation
         self._met_in[id(optimizer)] = aggregation.rounds
         self._waiting.pop(id(optimizer), None)
-        # Where nothing is carried over, nothing is lost by it; nor is it known there whether a
-        # scaler left the step out.
+        # Where nothing is carried over, nothing is lost by it.
         if aggregation.finite and aggregation.carries and not self._warned:
             self._note_waiting(aggregation.rounds)
 
