@@ -91,7 +91,7 @@ class SparseSession:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan in use: the `Plan` given, or what a rule that measures times has come to.
+        """The plan in use, which was given, or to which a rule that measures times has come.
 
         None until then, with one rank, and for rules without times: `"wfbp"`, `"layerwise"`,
         `"single"` and a number of bytes.
