@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import warnings
 
 import pytest
 
@@ -24,8 +25,12 @@ def test_two_workers_here_measure_what_simulate_reads(tmp_path, capfd):
     assert held["world_size"] == 2
     assert "hosts" not in held
     arguments = ["--network", str(out), "--world-size", "2,8", "--steps", "10"]
-    assert cli.main(["simulate", *arguments, "--strategy", "gossip,allreduce"]) == 0
-    assert str(out) in capfd.readouterr().out.replace("\n", "")
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        assert cli.main(["simulate", *arguments, "--strategy", "gossip,allreduce"]) == 0
+    told = capfd.readouterr()
+    assert str(out) in told.out.replace("\n", "")
+    assert "is for 8: its all-reduce is left out there" in told.err
 
 
 def test_what_the_figures_do_not_tell_is_said(capsys):

@@ -86,7 +86,7 @@ def test_a_measured_network_takes_the_place_of_a_rate(tmp_path, capsys):
     figures = {p: cell for (_, p, _), cell in cells(out).items()}
     assert figures[4]["step_seconds"] > 2 * figures[5]["step_seconds"]  # the slow link is of 4
     assert cli.main([*arguments, "4"]) == 0
-    curve = PiecewiseCost(size_bytes=(0.0, 1e6), seconds=(1e-3, 0.1))
+    curve = PiecewiseCost(sizes=(0.0, 1e6), seconds=(1e-3, 0.1))
     reduced = replace(measured, links={}, all_reduce=curve)
     network.write_text(json.dumps(reduced.to_json()))
     with pytest.raises(UserWarning, match="is for 5: its all-reduce is left out there"):
