@@ -8,6 +8,7 @@ import torch
 
 import gossipgrad as gg
 from gossipgrad.comm import Group
+from gossipgrad.compression import SparseFormat
 from gossipgrad.sparsification import Replan, _costs, _planner, deal_states
 from gossipgrad.sparsification._costs import Costs, measure_costs
 from gossipgrad.sparsification._settings import Settings
@@ -306,6 +307,26 @@ def test_another_density_asks_the_network_only_for_messages_larger_than_any_befo
     density = 1.0  # larger messages than known
     (_, same), times = run_ranks(2, lambda rank, group: measured(group, known[rank][0]))[0]
     assert (same, times) == (dense, len(sizes))
+
+
+def test_costs_at_a_lower_density_go_past_the_size_that_ended_the_measurement(monkeypatch):
+    """A slow network ended it at 4,096 elements; of a thousandth, 2^18 have a shorter message."""
+    sizes = (256, 1024, 4096)
+    sent = tuple(SparseFormat(size, size // 4).size_bytes for size in sizes)
+    seconds = tuple(1.5e-3 + 12e-6 * each for each in sent)
+    known = [Costs("sparse", sizes, (1e-6,) * 3, seconds, 0, sent, seconds)]
+    monkeypatch.setattr(_costs, "_rehearsed", lambda trial: [1e-6, 0.0])
+
+    def work(rank, group):
+        size = {"elements": 1 << 20, "tensors": 1, "density": 0.001}
+        settings = settings_of(methods=("sparse",))
+        return measure_costs(settings, group, CPU, torch.float32, known=known, **size)
+
+    ((costs,), _) = run_ranks(2, work)
+    assert costs.elements[-1] == 1 << 18
+    assert costs.message_bytes[-1] <= sent[-1]
+    wanted = 1.5e-3 + 12e-6 * SparseFormat(1 << 20, (1 << 20) // 1000).size_bytes
+    assert costs.method().communicate_seconds(1 << 20) == pytest.approx(wanted, rel=0.1)
 
 
 @pytest.mark.parametrize("select", ["per_group", "per_tensor"])

@@ -112,7 +112,7 @@ def measure_costs(
         return _Trial(name, size, count, settings, group.world_size, device, dtype, density)
 
     return [
-        _taken_over([costs for costs in known if costs.name == name], group, trial)
+        _taken_over([costs for costs in known if costs.name == name], group, elements, trial)
         or _measure(name, group, elements, trial)
         for name in settings.methods
     ]
@@ -158,9 +158,16 @@ def _measure(
 
 
 def _taken_over(
-    known: Sequence[Costs], group: Group, trial_of: Callable[[str, int], "_Trial"]
+    known: Sequence[Costs],
+    group: Group,
+    elements: int,
+    trial_of: Callable[[str, int], "_Trial"],
 ) -> Costs | None:
-    """The costs at another density than these were measured at; None if that takes a collective."""
+    """The costs at another density than these were measured at; None if that takes a collective.
+
+    They go up to the size whose message is as large as the largest that was measured: past the
+    sizes of then, where a slow network ended these and messages are shorter now.
+    """
     if not known:
         return None
     former = max(known, key=lambda costs: costs.message_bytes[-1:])
@@ -168,24 +175,28 @@ def _taken_over(
         return former
     if len({*former.message_bytes}) < 2:
         return None
-    sizes_bytes, mine = [], []
-    for size in reversed(former.elements):
+    largest_bytes = former.message_bytes[-1]
+    if trial_of(former.name, former.elements[-1]).message_bytes > largest_bytes:
+        return None
+    sizes, message_bytes, mine = [], [], []
+    for size in _sizes(elements):
         trial = trial_of(former.name, size)
-        if trial.message_bytes > former.message_bytes[-1]:
-            return None
-        sizes_bytes.insert(0, trial.message_bytes)
-        mine.insert(0, _rehearsed(trial))
+        if trial.message_bytes > largest_bytes:
+            break
+        sizes.append(size)
+        message_bytes.append(trial.message_bytes)
+        mine.append(_rehearsed(trial))
     told = group.all_gather_object(mine)
     times = [_medians(of_ranks) for of_ranks in zip(*told, strict=True)]
     gather = PiecewiseCost.fit(former.message_bytes, former.gather_seconds)
-    gathers = tuple(gather(size_bytes) for size_bytes in sizes_bytes)
+    gathers = tuple(gather(each) for each in message_bytes)
     return Costs(
         former.name,
-        former.elements,
+        tuple(sizes),
         tuple(max(select, _NO_TIME_SECONDS) for select, _ in times),
         tuple(taken + add for taken, (_, add) in zip(gathers, times, strict=True)),
         former.at_once_bytes,
-        tuple(sizes_bytes),
+        tuple(message_bytes),
         gathers,
     )
 
