@@ -49,6 +49,14 @@ def test_a_seeds_time_is_that_of_its_first_run_to_reach_the_target(tmp_path):
     assert "0.60 of DDP's" in bench.page_table([told])
 
 
+def test_a_task_of_which_nothing_is_there_stays_as_published(tmp_path):
+    trained(tmp_path, bench.DDP, (10.0, 0.4), (20.0, 0.8))
+    here = [bench.row(task, tmp_path, seeds=1) for task in bench.TASKS]
+    published = [{**each, "runs": {bench.DDP: [{"seed": 7}]}} for each in here]
+    assert bench.with_published(here, published) == [here[0], *published[1:]]
+    assert bench.with_published(here, []) == here
+
+
 @pytest.mark.parametrize("task", bench.TASKS, ids=lambda task: task.name)
 def test_commands_are_taken_by_the_command_line(task):
     ddp, omgs, longer = (parse(task.command(name, 3)[1:]) for name in bench.CONTESTANTS)
