@@ -110,7 +110,7 @@ def cells(seeds: int) -> list[Cell]:
     main = [Method(), Method(0.01), Method(0.001)]
     helps = [Method(0.001, warmup=True), Method(0.001, per_tensor=True)]
     helps += [Method(0.01, per_tensor=True), Method(0.01, warmup=True)]
-    corrected = [Method(0.001, warmup=True, correction=True)]
+    corrected = [Method(rho, warmup=True, correction=True) for rho in (0.001, 0.01)]
     order = []
     for methods in (main, helps[:2], corrected, helps[2:]):
         for seed in range(seeds):
