@@ -83,23 +83,70 @@ def test_momentum_that_one_rank_does_not_correct_is_warned_of():
         start(None, momentum_correction=0.9)[2].close()
 
 
-def test_what_was_carried_over_outlives_a_step_that_the_scaler_leaves_out(dealt):
-    """In the units of the scale of the step that takes it."""
+def without_gradients(model):
+    """A backward pass all of whose gradients are zeros."""
+    return sum(0 * p.sum() for p in model.parameters())
+
+
+def stepped_by_all_that_was_due(model, before, dealt):
+    """Asserts that one step of nothing else has been made, with a rate of 0.1."""
+    residuals = dealt["session"]["residuals"]
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(weight.detach(), before[name] - 0.1 * residuals[name])
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_what_was_carried_over_outlives_a_step_that_the_scaler_leaves_out(
+    dealt, set_to_none, fused
+):
+    """In the units of the scale of the step that takes it, which is the first that counts."""
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    model, optimizer, session = start(None, scaler=scaler)
-    with session:
-        session.load_state_dict(dealt)
+    model = network()
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    with gg.sparsify(model, optimizer, scaler=scaler) as session:
+        session.load_own_state(dealt["session"])
         for factor in (float("inf"), 1.0):
-            optimizer.zero_grad()
-            loss = sum(0 * p.sum() for p in model.parameters())
+            optimizer.zero_grad(set_to_none)
             hook = model[2].bias.register_hook(lambda grad, by=factor: grad + by - 1)
-            scaler.scale(loss).backward()
+            scaler.scale(without_gradients(model)).backward()
             hook.remove()
             scaler.step(optimizer)
             scaler.update()
             left = session.state_dict()["session"]["residuals"]
             assert bool(left) == (factor > 1)
-        for (name, residual), weight in zip(
-            dealt["session"]["residuals"].items(), reversed(list(model.parameters())), strict=True
-        ):
-            torch.testing.assert_close(weight, dealt["model"][name] - 0.1 * residual)
+            assert session.stats().rounds == (3 if left else 4)
+        stepped_by_all_that_was_due(model, before, dealt)
+
+
+def test_what_was_carried_over_is_in_one_step_where_gradients_are_replaced(dealt):
+    model, optimizer, session = start(None)
+    with session:
+        session.load_state_dict(dealt)
+        before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+        for _ in range(3):
+            optimizer.zero_grad()
+            without_gradients(model).backward()
+            for parameter in model.parameters():
+                parameter.grad = parameter.grad * 1.0
+            optimizer.step()
+            assert not session.state_dict()["session"]["residuals"]
+        stepped_by_all_that_was_due(model, before, dealt)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_what_was_carried_over_is_due_until_a_step_has_a_gradient_with_it(dealt, set_to_none):
+    model, optimizer, session = start(None)
+    with session:
+        session.load_state_dict(dealt)
+        before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+        without_gradients(model).backward()
+        optimizer.zero_grad(set_to_none)
+        optimizer.step()
+        assert session.state_dict()["session"]["residuals"].keys() == before.keys()
+        torch.autograd.grad(without_gradients(model), list(model.parameters()))
+        without_gradients(model).backward()
+        optimizer.step()
+        assert not session.state_dict()["session"]["residuals"]
+        stepped_by_all_that_was_due(model, before, dealt)

@@ -1,7 +1,8 @@
 """One rank alone: it counts its steps, and pays out what more ranks had carried over."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,12 +21,16 @@ __all__ = ["Alone"]
 
 @dataclass(slots=True)
 class _Due:
-    """What is carried over of one parameter, until a step has taken it."""
+    """What is carried over of one parameter, until a step has taken it.
+
+    Attributes:
+        paid: Whether the gradient that the parameter has now has it in it.
+    """
 
     name: str
     residual: Tensor
-    handle: RemovableHandle
-    paid_into: Tensor | None = None
+    paid: bool = False
+    handles: list[RemovableHandle] = field(default_factory=list)
 
 
 class Alone:
@@ -34,8 +39,9 @@ class Alone:
     A step counts as a round, however many optimizers take it, so that a warm-up goes on where more
     ranks take over. What is loaded of more ranks is added to the first gradient of its parameter,
     as a group that is not compressed would send it, and is held until an optimizer has stepped with
-    that gradient: a step that a scaler leaves out loses nothing. Velocities of momentum correction
-    are given up: one rank corrects nothing.
+    that gradient, or with what was made of it: a step that a scaler leaves out loses nothing. A
+    gradient that was emptied has nothing of it any more, and the next one gets it. Velocities of
+    momentum correction are given up: one rank corrects nothing.
 
     Args:
         optimizers: All of the session.
@@ -64,8 +70,12 @@ class Alone:
         self._forget()
         self._count_on(session["counted"])
         for name, residual in session["residuals"].items():
-            handle = parameters[name].register_post_accumulate_grad_hook(self._pay)
-            self._due[id(parameters[name])] = _Due(name, residual, handle)
+            parameter, due = parameters[name], _Due(name, residual)
+            self._due[id(parameter)] = due
+            due.handles = [
+                parameter.register_hook(partial(self._look, parameter)),
+                parameter.register_post_accumulate_grad_hook(self._pay),
+            ]
 
     def state(self) -> dict[str, Any]:
         """What of a session's own state is not as at its beginning."""
@@ -85,35 +95,53 @@ class Alone:
         self._stepped_in = {id(each): self.counts["rounds"] for each in self._optimizers}
 
     def _forget(self) -> None:
-        for due in self._due.values():
-            due.handle.remove()
-        self._due = {}
+        for key in list(self._due):
+            self._settle(key)
 
+    def _settle(self, key: int) -> None:
+        for handle in self._due.pop(key).handles:
+            handle.remove()
+
+    def _look(self, parameter: Tensor, _: Tensor | None = None) -> None:
+        """Notes if the gradient was emptied, by None or by zeros; before a pass adds to it."""
+        if parameter.grad is None or not bool(parameter.grad.any()):
+            self._due[id(parameter)].paid = False
+
+    @torch.no_grad()
     def _pay(self, parameter: Tensor) -> None:
         due, grad = self._due[id(parameter)], parameter.grad
         assert grad is not None
-        # With create_graph, which has autograd on here, passes add up in new tensors.
-        adds_up = due.paid_into is not None and torch.is_grad_enabled()
-        if grad is not due.paid_into and not adds_up:
+        if not due.paid:
+            due.paid = True
             factor = scale_of(self._scaler) / self.counts["scale"]
-            with torch.no_grad():
-                grad.add_((due.residual * factor).to(grad))
-        due.paid_into = grad
+            grad.add_((due.residual * factor).to(grad))
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         if not self._checked:
             self._checked = True
             warn_of_unknown_scaler("sparsify", SCALER_HARM)
+        if _left_out(optimizer):
+            return
         if self._stepped_in[id(optimizer)] == self.counts["rounds"]:
             self.counts["rounds"] += 1
+        if self._due:
+            for parameter in parameters_of(optimizer):
+                if id(parameter) in self._due:
+                    self._look(parameter)
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         # Not before it: torch calls hooks twice where a step calls that of its class's parent.
-        self._stepped_in[id(optimizer)] = self.counts["rounds"]
-        if not self._due:
+        if _left_out(optimizer):
             return
-        for parameter in parameters_of(optimizer):
-            due = self._due.get(id(parameter))
-            if due is not None and due.paid_into is not None and due.paid_into is parameter.grad:
-                due.handle.remove()
-                del self._due[id(parameter)]
+        self._stepped_in[id(optimizer)] = self.counts["rounds"]
+        if self._due:
+            for parameter in parameters_of(optimizer):
+                due = self._due.get(id(parameter))
+                if due is not None and due.paid:
+                    self._settle(id(parameter))
+
+
+def _left_out(optimizer: Optimizer) -> bool:
+    """Whether a scaler has the step of a fused optimizer change nothing, which it calls anyway."""
+    found = getattr(optimizer, "found_inf", None)
+    return found is not None and bool(found)
