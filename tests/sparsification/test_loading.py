@@ -26,6 +26,68 @@ def test_states_of_different_steps_do_not_belong_together():
         deal_states(states, 3)
 
 
+def test_states_of_two_runs_do_not_belong_together(monkeypatch):
+    """Whatever planners know of a run decides when they meet: ranks would wait for ever."""
+    monkeypatch.setattr(_planner, "measure_costs", costs_that_say(sparse=1e-3, dense=1.0))
+    states = states_after(9, plan="optimal", replan=gg.sparsification.Replan(every=1))
+    whole = states[1]["session"]
+    planner = whole["planner"]
+    assert deal_states(states, 2)
+    for name in planner:
+        other = [{}] if name == "stamps" else "another"
+        states[1]["session"] = {**whole, "planner": {**planner, name: other}}
+        with pytest.raises(ValueError, match="0 and 1 are not of the same plan, or of two runs"):
+            deal_states(states, 2)
+    drift = {**planner["drift"], "slower": planner["drift"]["slower"] + 1.0}
+    states[1]["session"] = {**whole, "planner": {**planner, "drift": drift}}
+
+    def rank_main(rank, group):
+        model, _, session = start(group, "optimal", model=network(1), replan=1)
+        with session:
+            before = [p.detach().clone() for p in model.parameters()]
+            with pytest.raises(
+                ValueError, match="0 and 1 are not of the same plan, or of two runs"
+            ):
+                session.load_state_dict(states[rank])
+            assert same_weights([list(model.parameters()), before])
+
+    run_ranks(2, rank_main)
+
+
+@pytest.mark.parametrize("kind", ["residuals", "velocities"])
+def test_a_state_of_tensors_of_other_shapes_changes_nothing(kind):
+    """On no rank; of one element, it would be spread over all."""
+    states = states_after(3, momentum_correction=0.9)
+
+    def rank_main(rank, group):
+        model, optimizer, session = start(group, model=network(1), momentum_correction=0.9)
+        with session:
+            backward_of(model, rank, 0)
+            optimizer.step()
+            before = session.state_dict()["session"]
+            for odd, said in (
+                (torch.zeros(99), r"has the shape \(99,\), the parameter \(3,\)"),
+                (torch.zeros(1), r"has the shape \(1,\), the parameter \(3,\)"),
+                ([0.0] * 3, r"has no shape, the parameter \(3,\)"),
+            ):
+                state = states[rank]["session"]
+                if rank:
+                    state = {**state, kind: {**state[kind], "2.bias": odd}}
+                with pytest.raises(ValueError, match=f"on rank 1: what is .* '2.bias' {said}"):
+                    session.load_own_state(state)
+                with pytest.raises(ValueError, match=f"on rank 1: what is .* '2.bias' {said}"):
+                    session.load_state_dict({**states[rank], "session": state})
+            after = session.state_dict()["session"]
+            assert all(torch.equal(before[kind][name], now) for name, now in after[kind].items())
+            session.load_state_dict(states[rank])
+            session.group.barrier()
+
+    run_ranks(2, rank_main)
+    states[1]["session"][kind]["2.bias"] = torch.zeros(1)
+    with pytest.raises(ValueError, match=r"'2.bias' has the shape \(1,\) on one rank and \(3,\)"):
+        deal_states(states, 1)
+
+
 def test_states_are_dealt_to_another_number_of_ranks_with_the_mean_they_carry():
     states = states_after(3, 4)
     weights = list(states[0]["model"].values())

@@ -1,6 +1,6 @@
 """A session's own state as plain values, and what becomes of it among other ranks."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -71,14 +71,14 @@ def session_state(
 
 
 def session_misfit(
-    settings: Settings, group: Group, trained: Collection[str], session: Any
+    settings: Settings, group: Group, trained: Mapping[str, Tensor], session: Any
 ) -> str | None:
     """Why a session's own state, whatever it is, cannot be loaded here; None if it can.
 
     Args:
         settings: Of the session here.
         group: Of its ranks.
-        trained: The names of the parameters that it trains.
+        trained: The parameters that it trains, by name.
         session: The state.
     """
     try:
@@ -90,12 +90,18 @@ def session_misfit(
 
 
 def saved_at(session: Mapping[str, Any]) -> dict[str, Any]:
-    """What states have in common that the ranks saved between the same two steps."""
+    """What states have in common that the ranks saved between the same two steps.
+
+    A planner decides on each rank by itself when it is time for a collective, from what all ranks
+    know: where they know different things, some would wait for others for ever.
+    """
+    planner = session["planner"]
+    if planner is not None:
+        planner = {**planner, "stamps": len(planner["stamps"])}  # the times are of each rank
     return {
         "asked": session["asked"],
         "plan": session["plan"],
-        # Ranks that differ in it would not meet in a collective.
-        "at_once_bytes": (session["planner"] or {}).get("at_once_bytes"),
+        "planner": planner,
         "rounds": session["counted"]["rounds"],
     }
 
@@ -108,7 +114,7 @@ def apart(rank: int, first: Mapping[str, Any], other: Mapping[str, Any]) -> str:
             f"the states of ranks 0 and {rank} are not of the same step: they were saved after "
             f"{first['rounds']} and {other['rounds']} rounds; {way_out}"
         )
-    return f"the states of ranks 0 and {rank} are not of the same plan: {way_out}"
+    return f"the states of ranks 0 and {rank} are not of the same plan, or of two runs: {way_out}"
 
 
 def load_session(
@@ -202,6 +208,11 @@ def _added(parts: Sequence[Mapping[str, Tensor]], factor: float) -> dict[str, Te
     total: dict[str, Tensor] = {}
     for part in parts:
         for name, tensor in part.items():
+            if name in total and total[name].shape != tensor.shape:
+                raise ValueError(
+                    f"what is carried over of {name!r} has the shape {tuple(tensor.shape)} on one "
+                    f"rank and {tuple(total[name].shape)} on another: give the states of one run"
+                )
             total[name] = total[name] + tensor if name in total else tensor.clone()
     return {name: tensor * factor for name, tensor in total.items()}
 
@@ -222,7 +233,7 @@ def _asked(settings: Settings) -> dict[str, Any]:
 
 
 def _unlike(
-    session: Mapping[str, Any], settings: Settings, group: Group, trained: Collection[str]
+    session: Mapping[str, Any], settings: Settings, group: Group, trained: Mapping[str, Tensor]
 ) -> str | None:
     saved_at(session)  # what is not there is found before ranks compare it
     if session["world_size"] != group.world_size:
@@ -236,12 +247,21 @@ def _unlike(
     for name, value in session["settings"].items():
         if here.get(name) != value:
             return f"{name} was {value}, here it is {here.get(name)}: use the same"
-    plan = session["plan"]
-    names = {*trained, *session["residuals"]} if plan is None else plan["names"]
-    if odd := sorted({*names} ^ {*trained}):
+    carried = [*session["residuals"].items(), *session["velocities"].items()]
+    names = trained if session["plan"] is None else session["plan"]["names"]
+    names = {*names, *(name for name, _ in carried)}
+    if odd := sorted(names ^ {*trained}):
         there, back = ("was", "is not") if odd[0] in names else ("was not", "is")
         return (
             f"{odd[0]!r} {there} trained in the session that saved it, and {back} here: freeze "
             "what was frozen then, and after loading change it and call session.broadcast_()"
         )
+    for name, tensor in carried:
+        shape = trained[name].shape
+        if not isinstance(tensor, Tensor) or tensor.shape != shape:
+            has = f"the shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else "no shape"
+            return (
+                f"what is carried over of {name!r} has {has}, the parameter {tuple(shape)}: load "
+                "the state of the same model"
+            )
     return None
