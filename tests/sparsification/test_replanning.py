@@ -69,6 +69,18 @@ def test_drift_is_told_from_noise_and_alarms_become_rare():
     assert 5 <= alarms <= 10
 
 
+def test_a_drift_that_is_loaded_looks_as_often_as_its_settings_say():
+    """Also where those of the session that saved it said something else."""
+    rare = Drift(Replan(every=1000))
+    rare.measured_anew(1000)
+    assert rare.look(3000, [1.9], [1.0]) is False
+    often = Drift(Replan(every=10))
+    often.load(rare.state())
+    assert [often.due(rounds) for rounds in (3019, 3020)] == [False, True]
+    assert often.state() == rare.state()
+    assert often.look(3020, [1.9], [1.0])
+
+
 @pytest.mark.parametrize(
     "settings",
     [{"replan": None}, {"plan": "mg-wfbp", "methods": ("dense",)}, {"replan": Replan(every=150)}],

@@ -13,7 +13,8 @@ class Drift:
     An error within the allowance lets both sums fall, so noise comes to nothing, and an error that
     stays adds up until it is over the threshold. After each alarm the steps between looks double:
     a network that goes back and forth costs a number of measurements that grows with the logarithm
-    of the steps, not with the steps.
+    of the steps, not with the steps. A state that is loaded says how often they have doubled, and
+    not how many they are: that is for the settings.
 
     References:
         Page, Continuous inspection schemes, Biometrika 1954 (CUSUM).
@@ -21,17 +22,22 @@ class Drift:
 
     def __init__(self, settings: Replan) -> None:
         self._settings = settings
-        self.every = settings.every
         self.slower = self.faster = 0.0
-        self._next = settings.every
+        self._doublings = 0
+        self._looked = 0  # after how many rounds, last
+
+    @property
+    def every(self) -> int:
+        """Rounds between two looks."""
+        return self._settings.every * 2**self._doublings
 
     def due(self, rounds: int) -> bool:
         """Whether a look is due after so many rounds."""
-        return rounds >= self._next
+        return rounds >= self._looked + self.every
 
     def look(self, rounds: int, measured: Sequence[float], predicted: Sequence[float]) -> bool:
         """Takes in what groups took, in seconds; whether costs are to be measured anew."""
-        self._next = rounds + self.every
+        self._looked = rounds
         expected = sum(predicted)
         error = (sum(measured) - expected) / expected if expected else 0.0
         self.slower = max(0.0, self.slower + error - self._settings.drift)
@@ -41,21 +47,21 @@ class Drift:
     def measured_anew(self, rounds: int) -> None:
         """There are new predictions; the next look is twice as far away."""
         self.slower = self.faster = 0.0
-        self.every *= 2
-        self._next = rounds + self.every
+        self._doublings += 1
+        self._looked = rounds
 
     def state(self) -> dict[str, float | int]:
         """For a session's state."""
         return {
-            "every": self.every,
-            "next": self._next,
+            "doublings": self._doublings,
+            "looked": self._looked,
             "slower": self.slower,
             "faster": self.faster,
         }
 
     def load(self, state: dict[str, float | int]) -> None:
         """Takes up what `state` gave."""
-        self.every, self._next = int(state["every"]), int(state["next"])
+        self._doublings, self._looked = int(state["doublings"]), int(state["looked"])
         self.slower, self.faster = state["slower"], state["faster"]
 
 

@@ -25,7 +25,7 @@ __all__ = [
     "session_state",
 ]
 
-VERSION = 1
+VERSION = 2
 _COUNTED = {
     **dict.fromkeys(("rounds", "nonfinite_rounds", "bytes_sent", "all_reduce_bytes"), 0),
     **dict.fromkeys(("exposed_seconds", "select_seconds", "communicate_seconds"), 0.0),

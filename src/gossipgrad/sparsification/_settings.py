@@ -39,7 +39,8 @@ class Replan:
     Times of groups are compared with what was predicted, by a cumulative sum of relative errors
     on each side, so that one slow step means nothing and a lasting change a lot. Once it is over
     the threshold, costs are measured anew, and the ranks change to the new plan only if that is
-    predicted to gain enough. Each measurement doubles the steps to the next look.
+    predicted to gain enough. Each measurement doubles the steps to the next look; a state that is
+    loaded brings the doublings with it, not `every`.
 
     Every plan that is measured is also looked at when the density has changed by more than half,
     and stays so for a number of steps: 1 at first, and after each such look twice as many. Costs
