@@ -244,6 +244,53 @@ def test_another_number_of_ranks_shares_out_what_was_carried_over_and_warms_up_o
             torch.testing.assert_close(sum(shares), torch.tensor(mean))
 
 
+def corrected(rank, store):
+    """Weights with momentum before selection, and what it is in the optimizer."""
+    found = []
+    for correction, momentum in ((True, 0.9), (False, 0.9), (True, 0.0)):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+        sparse = SparseConfig(density=0.1, momentum_correction=correction)
+        strategy = start(rank, "topk", model, optimizer, momentum=momentum, sparse=sparse)
+        for step in range(STEPS):
+            take_step(strategy, optimizer, rank, step)
+        dist.barrier()
+        settings = strategy._session._settings.momentum_correction
+        strategy.close()
+        found.append((flat(model).tolist(), settings, optimizer.param_groups[0]["momentum"]))
+    return found
+
+
+def test_momentum_is_applied_before_selection_or_after():
+    for before, after, none in run_processes(2, corrected):
+        assert before[1:] == (0.9, 0.0)
+        assert after[1:] == (None, 0.9)
+        assert none[1:] == (None, 0.0)
+        assert before[0] != after[0]
+
+
+def alone_with_momentum(rank, store):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.0)  # as two ranks saved it
+    strategy = start(rank, "omgs", model, optimizer, sparse=SparseConfig(momentum_correction=True))
+    strategy.close()
+    settings = strategy._session._settings
+    return settings.momentum_correction, optimizer.param_groups[0]["momentum"]
+
+
+def test_one_rank_alone_corrects_no_momentum_and_keeps_it():
+    (found,) = run_processes(1, alone_with_momentum)
+    assert found == (None, 0.9)
+
+
+def test_a_correction_of_no_momentum_warns():
+    for options in ({"momentum": 0.0}, {"optimizer": "adamw"}):
+        sparse = SparseConfig(momentum_correction=True)
+        config = TrainConfig(strategy="omgs", sparse=sparse, **options)
+        with pytest.warns(UserWarning, match="momentum_correction=True is not used"):
+            config.warn_of_unused()
+
+
 @pytest.mark.parametrize(("p", "steps"), [(1, 1), (2, 1), (3, 2), (4, 2), (5, 3), (128, 7)])
 def test_every_log_p(p, steps):
     assert EveryLogP.steps(p) == steps

@@ -274,8 +274,12 @@ class TrainConfig:
         if self.strategy not in ("omgs", "topk", "lags"):
             fields = dataclasses.fields(SparseConfig)
             unused += [(self.sparse, f.name, strategy) for f in fields]
-        elif self.strategy != "omgs":
-            unused.append((self.sparse, "replan_every", strategy))
+        else:
+            if self.strategy != "omgs":
+                unused.append((self.sparse, "replan_every", strategy))
+            if self.optimizer != "sgd" or not self.momentum:
+                none = f"optimizer is {self.optimizer}, and momentum is {self.momentum}"
+                unused.append((self.sparse, "momentum_correction", none))
         if self.strategy == "local":
             unused.append((self, "lr_rule", strategy))
         if self.strategy == "local" and self.shuffle != "ring":

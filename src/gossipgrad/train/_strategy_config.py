@@ -103,6 +103,8 @@ class SparseConfig:
     0: none."""
     select: Literal["per_group", "per_tensor"] = "per_group"
     """Whose largest coordinates are sent: of all tensors of a message together, or of each."""
+    momentum_correction: bool = False
+    """Apply the momentum of sgd before selection, as Deep Gradient Compression does, not after."""
     value_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Number type of sparse values on the wire; None: float32."""
     replan_every: int = 100

@@ -45,8 +45,15 @@ def make_strategy(
     if config.strategy == "agd":
         return LayerwiseAllReduce(model, stop, spans)
     if config.strategy in ("omgs", "wfbp", "mg-wfbp", "topk", "lags"):
-        options = config.sparse
-        return Sparse(config.strategy, model, optimizers, options, stop=stop, spans=spans)
+        return Sparse(
+            config.strategy,
+            model,
+            optimizers,
+            config.sparse,
+            momentum=config.momentum if config.optimizer == "sgd" else 0.0,
+            stop=stop,
+            spans=spans,
+        )
     if config.strategy == "gossip":
         group = None if groups is None else groups("gossip")
         return Gossip(

@@ -43,6 +43,7 @@ class Sparse(Lockstep):
         model: The replica.
         optimizers: Train it.
         options: What is sent.
+        momentum: Of the optimizers, if they are SGD; else 0.
         stop: Set when the run is told to stop.
         spans: Gets spans "select" and "exchange" a group, and "wait".
     """
@@ -54,6 +55,7 @@ class Sparse(Lockstep):
         optimizers: Sequence[Optimizer],
         options: SparseConfig,
         *,
+        momentum: float,
         stop: threading.Event,
         spans: StepSpans,
     ) -> None:
@@ -63,6 +65,11 @@ class Sparse(Lockstep):
         if options.density_warmup_steps:
             density = Warmup(steps=options.density_warmup_steps, then=options.density)
         dtype = options.value_dtype
+        correction = None
+        if options.momentum_correction and momentum and "sparse" in methods:
+            correction = momentum if dist.get_world_size() > 1 else None
+            for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+                group["momentum"] = momentum if correction is None else 0.0
         assert dist.group.WORLD is not None
         self._session = gg.sparsify(
             model,
@@ -73,6 +80,7 @@ class Sparse(Lockstep):
             methods=methods,
             replan=options.replan_every or None,
             value_dtype=None if dtype is None else getattr(torch, dtype),
+            momentum_correction=correction,
             process_group=gg.Group.from_process_group(dist.group.WORLD),
             recorder=spans,
         )
