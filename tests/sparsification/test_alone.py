@@ -78,6 +78,15 @@ def test_passes_that_add_up_have_what_was_carried_over_once(dealt, create_graph)
             optimizer.zero_grad()
 
 
+def test_momentum_is_corrected_on_both_sides_of_a_time_alone():
+    alone = states_after(2, 1, states=deal_states(states_after(3, momentum_correction=0.9), 1))
+    there = deal_states(alone, 2)
+    assert not any(state["session"]["velocities"] for state in there)
+    told = states_after(1, states=there, momentum_correction=0.9)
+    assert [each["session"]["counted"]["rounds"] for each in told] == [6, 6]
+    assert all(each["session"]["velocities"] for each in told)
+
+
 def test_momentum_that_one_rank_does_not_correct_is_warned_of():
     with pytest.warns(UserWarning, match=r"momentum_correction=0.9 does nothing with one rank"):
         start(None, momentum_correction=0.9)[2].close()

@@ -161,7 +161,8 @@ def deal_states(states: Sequence[Mapping[str, Any]], world_size: int) -> list[di
     old ranks `r`, `r + world_size`, ..., added up, times the new world size over the old one, since
     a mean is over that many. Weights and optimizer state are equal on all ranks, and rank 0's;
     rounds are counted on. What was measured for a plan is not kept: costs go by the number of
-    ranks, and a session that asks for such a plan measures anew.
+    ranks, and a session that asks for such a plan measures anew. One rank corrects no momentum:
+    from and to it there are no velocities, and `momentum_correction` may be another.
 
     Args:
         states: What `SparseSession.state_dict` gave on each rank, in their order.
@@ -200,6 +201,13 @@ def deal_states(states: Sequence[Mapping[str, Any]], world_size: int) -> list[di
         session |= {"rank": rank, "world_size": world_size}
         if world_size != old:
             session["planner"] = None
+            if 1 in (old, world_size):  # which has no momentum to correct
+                session["velocities"] = {}
+                session["settings"] = {
+                    name: value
+                    for name, value in session["settings"].items()
+                    if name != "momentum_correction"
+                }
         dealt.append({**states[0], "session": session})
     return dealt
 
