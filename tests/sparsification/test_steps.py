@@ -236,6 +236,33 @@ def test_a_rank_without_gradients_gets_those_of_the_others_and_sends_nothing(met
     assert any(bool(g.any()) for g in told[1][4:])
 
 
+@pytest.mark.parametrize(
+    ("gradient", "settings"),
+    [
+        (-1e-9, {"methods": ("fp16",)}),
+        (-1e-9, {"density": 0.25, "value_dtype": torch.float16}),
+        (-1e-45, {"methods": ("dense",)}),
+    ],
+    ids=["fp16", "narrow values", "dense"],
+)
+def test_what_is_too_small_to_be_sent_is_not_taken_for_nothing(gradient, settings):
+    """The optimizer with a gradient decays the weights: so must the other."""
+
+    def rank_main(rank, group):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=0.1)
+        with gg.sparsify(model, optimizer, process_group=group, plan="single", **settings):
+            if rank == 0:
+                for p in model.parameters():
+                    p.grad = torch.full_like(p, gradient)
+            optimizer.step()
+            assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+            group.barrier()
+        return [p.detach() for p in model.parameters()]
+
+    assert same_weights(run_ranks(2, rank_main))
+
+
 def test_an_optimizer_state_is_made_by_a_step_that_no_scaler_saw():
     """torch.distributed.checkpoint steps with zeros and no learning rate to have one."""
 

@@ -335,6 +335,7 @@ class MergedGroup:
         self._old_kept = True
         assert self._residual is not None
         self._residual[indices] = values - sent.to(values.dtype)
+        sent.add_(0.0)  # what rounding has made -0.0 is something all the same: see `begin_absent`
         velocities = None
         if self._velocity is not None and self._moved is not None:
             velocities = self._velocity[indices]
@@ -382,11 +383,13 @@ class MergedGroup:
             host = self._hand.to_host(self._total)
         else:  # divided before: sums of fp16 overflow soon
             host = self._hand.to_host(self._total.div_(self._world_size).to(narrow))
+            if not self._absent:
+                host.add_(0.0)
         group.all_reduce_(host)
+        self.silent = self._absent and all_minus_zero(host)  # dividing makes more -0.0
         if host is not self._total:
             self._total.copy_(host)
         if narrow is None:
             self._total.div_(self._world_size)
-        self.silent = self._absent and all_minus_zero(self._total)
         self.finite = math.isfinite(float(self._total.sum()))
         self.timing.gather_seconds = perf_counter() - start
