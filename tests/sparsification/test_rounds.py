@@ -255,6 +255,39 @@ def test_two_optimizers_that_step_together_share_a_session():
     assert same_weights(run_ranks(2, rank_main))
 
 
+def test_a_step_that_a_scaler_leaves_out_is_left_out_by_all_optimizers():
+    """Else what met would be applied and, as the round is taken back, carried over as well."""
+
+    def rank_main(rank, group):
+        model = network()
+        both = [torch.optim.SGD(model[i].parameters(), lr=0.1) for i in (0, 2)]
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        settings = {"plan": "layerwise", "density": 0.2, "scaler": scaler}
+        with gg.sparsify(model, both, process_group=group, **settings) as session:
+            for overflows in (False, True, False):
+                model.zero_grad()
+                before = [p.detach().clone() for p in model.parameters()]
+                carried = session.state_dict()["session"]["residuals"]
+                factor = float("inf") if overflows and rank else 1.0
+                loss = model(torch.ones(4, 6) + rank).square().mean()
+                scaler.scale(loss + factor * model[0].weight.sum()).backward()
+                for optimizer in both:
+                    scaler.step(optimizer)
+                scaler.update()
+                now = list(model.parameters())
+                same = [torch.equal(a, b) for a, b in zip(now, before, strict=True)]
+                assert same == [overflows] * 4
+                if overflows:
+                    kept = session.state_dict()["session"]["residuals"]
+                    torch.testing.assert_close(kept, carried)
+                    assert any(bool(each.any()) for each in kept.values())
+            assert session.stats().nonfinite_rounds == 1
+            session.group.barrier()
+        return [p.detach() for p in model.parameters()]
+
+    assert same_weights(run_ranks(2, rank_main))
+
+
 def test_residuals_follow_the_scale_of_the_loss():
     """Scales are powers of two: whatever they are, the weights are the same to the last bit."""
 

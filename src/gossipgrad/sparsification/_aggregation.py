@@ -351,6 +351,8 @@ class Aggregation:
             made.write(targets)
             if finite:
                 made.accept()
+            else:  # no optimizer may step with a round that another one's scaler leaves out
+                torch._foreach_mul_(targets, torch.nan)
 
     def _record(self, start: float, end: float) -> None:
         for number, (ticket, made) in enumerate(zip(self._tickets, self.groups, strict=True)):

@@ -27,7 +27,8 @@ Rules. The comments in the code name the rule that a line implements.
     R7  A group that is not sparsified: G = (a_0 + ... + a_(p-1)) / p, e = 0.
     R8  Momentum correction: u = m u + g, a = e + u, and u[I] = 0 besides (factor masking).
         (Deep Gradient Compression, Algorithm 1 and section 3.2; `DGCSGDMemory.compensate`.)
-    R9  A step whose G is not finite anywhere leaves e and u as they were, on all ranks.
+    R9  A step whose G is not finite anywhere leaves e and u as they were, on all ranks; G is NaN
+        everywhere then, so that no optimizer takes a part of the step that another leaves out.
 
 Deviations from the authors' code
     1. Groups are given here; how the session finds them is in `gossipgrad.planning`.
@@ -133,6 +134,7 @@ class Reference:
             first += count
         if not all(bool(total.isfinite().all()) for total in sums):
             self.e, self.u = before  # R9
+            sums = [torch.full_like(total, torch.nan) for total in sums]  # R9
         for r in range(self.p):
             first = 0
             for total, count in zip(sums, self.groups, strict=True):

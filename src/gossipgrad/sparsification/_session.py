@@ -171,8 +171,10 @@ class SparseSession:
         """Gradients of backward passes inside are not sent, but added up in `.grad`; local.
 
         For gradient accumulation, around all but the last pass of a step. Without it every pass is
-        a round, of all that `.grad` holds, and costs a message more: nothing is lost by that, but
-        `momentum_correction` then counts the passes before the last more than once.
+        a round, of all that `.grad` holds, and costs a message more. Where all steps are taken,
+        nothing is lost by that, but `momentum_correction` then counts the passes before the last
+        more than once. With a scaler it is needed: a step that is left out because its last pass
+        was not finite is lost with all that its earlier passes have sent, residuals in it.
         """
         if self._aggregation is None:
             yield

@@ -61,7 +61,9 @@ def sparsify(
     without a gradient counts as zeros and gets the mean of the others'; so its `.grad` is never
     None after a round. A step with gradients that have not met is a round of its own, and so is one
     without any, on all ranks: a rank that has none, or zeros, keeps what it carries over and gets
-    the mean of the others'; where none has any, all stay None, and the step does nothing.
+    the mean of the others'; where none has any, all stay None, and the step does nothing. Where the
+    gradient of any rank is not finite, all are NaN on all ranks, and what is carried over stays: of
+    several optimizers a scaler then lets none step.
 
     Which parameters are trained is taken down at the start, and by `session.broadcast_()`: a step
     with a gradient of another, unfrozen or added since, or of one that was frozen since, raises
@@ -93,7 +95,8 @@ def sparsify(
             as 0.9; that of the optimizer must be 0 then. One rank alone corrects nothing, and a
             warning says so.
         scaler: The `torch.amp.GradScaler` that scales the loss, if one does: what is carried over
-            is kept in its units. The last pass of each step has to be outside `no_sync()` then.
+            is kept in its units. The last pass of each step has to be outside `no_sync()` then,
+            and all before it inside.
         process_group: Whose ranks take part; by default all. Nothing is sent on it. A `gg.Group`
             becomes the session's own, and closes with it.
         mesh: A one-dimensional mesh whose ranks take part, in place of `process_group`.
