@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 import gossipgrad as gg
+from gossipgrad.sparsification import _planner
 from support.ranks import run_ranks
 from support.replicas import network, sgd
-from support.sparse import backward_of, same_weights, start
+from support.sparse import backward_of, costs_that_say, same_weights, start, states_after
 
 
 def copies(model):
@@ -73,6 +74,49 @@ def test_an_exception_inside_backward_is_told_to_the_others_at_once():
             assert told.wait(20)  # leaving would tell it, too
 
     run_ranks(2, rank_main)
+
+
+@pytest.mark.parametrize(("work", "failing"), [("measure_costs", 1), ("planned", 0)])
+def test_an_exception_between_rounds_ends_them_on_all_ranks_and_the_last_one_counts(
+    monkeypatch, work, failing
+):
+    """The plan is made after the seventh round, whose step is then taken as without a plan."""
+    if work == "planned":
+        monkeypatch.setattr(_planner, "measure_costs", costs_that_say(sparse=1e-3, dense=1e-2))
+    real = getattr(_planner, work)
+
+    def fails_there(*args, **kwargs):
+        if threading.current_thread().name == f"rank {failing}":
+            raise MemoryError("it does not fit")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(_planner, work, fails_there)
+
+    def rank_main(rank, group):
+        model, optimizer, session = start(group, "optimal")
+        with session:
+            for step in range(6):
+                backward_of(model, rank, step)
+                optimizer.step()
+            error = MemoryError if rank == failing else gg.GossipError
+            with pytest.raises(error) as raised:
+                backward_of(model, rank, 6)
+            assert "take their step" in "".join(raised.value.__notes__)
+            optimizer.step()
+            state = session.state_dict()
+            with pytest.raises(gg.GossipError, match="came between two rounds"):
+                optimizer.step()
+            with pytest.raises(gg.GossipError, match="came between two rounds"):
+                backward_of(model, rank, 7)
+        return state
+
+    for state, expected in zip(
+        run_ranks(2, rank_main), states_after(7, plan="single"), strict=True
+    ):
+        torch.testing.assert_close(state["shard"], expected["shard"], rtol=0, atol=0)
+        of, like = (each["session"] for each in (state, expected))
+        torch.testing.assert_close(of["residuals"], like["residuals"], rtol=0, atol=0)
+        assert of["counted"]["rounds"] == 7
 
 
 def test_unequal_step_counts_end_without_a_hang():

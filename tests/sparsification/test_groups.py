@@ -1,11 +1,14 @@
 """Groups of several methods and tensors: what they carry over, and what none may lose."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
 
 import gossipgrad as gg
 from gossipgrad.planning import Group as Merge
+from gossipgrad.sparsification._held import Held
 from support.ranks import run_ranks
 from support.sparse import backward_of, same_weights, start
 
@@ -76,6 +79,37 @@ def test_velocities_go_with_their_tensors_to_other_groups():
         return run_ranks(2, rank_main)
 
     assert same_weights(run(regroups=True) + run(regroups=False))
+
+
+def test_what_is_carried_over_outlives_groups_that_cannot_be_made():
+    all_stepped = threading.Barrier(2)
+
+    def rank_main(rank, group):
+        model, optimizer, session = start(group, momentum_correction=0.9)
+        with session:
+            for step in range(2):
+                backward_of(model, rank, step)
+                optimizer.step()
+            all_stepped.wait(20)
+            kept = session.state_dict()["session"]
+            aggregation = session._aggregation
+            names = aggregation.names
+            with pytest.raises(RuntimeError, match="size of tensor"):
+                aggregation.regroup(
+                    (Merge(0, 4, "sparse"),),
+                    names=names[::-1],
+                    held=aggregation.held() | {names[0]: Held(torch.zeros(5, 5))},
+                )
+            now = session.state_dict()["session"]
+            assert (now["plan"], now["rounds_without"]) == (kept["plan"], kept["rounds_without"])
+            for kind in ("residuals", "velocities"):
+                torch.testing.assert_close(now[kind], kept[kind], rtol=0, atol=0)
+            assert session.stats().rounds == 2
+            with pytest.raises(gg.GossipError, match="making new groups failed"):
+                backward_of(model, rank, 2)
+        assert session.stats().rounds == 2
+
+    run_ranks(2, rank_main)
 
 
 def test_momentum_is_corrected_where_narrow_gradients_add_up_to_more_than_their_type_holds():

@@ -263,6 +263,57 @@ def test_what_is_too_small_to_be_sent_is_not_taken_for_nothing(gradient, setting
     assert same_weights(run_ranks(2, rank_main))
 
 
+def test_what_has_not_met_when_a_closure_returns_does_so_then():
+    def rank_main(rank, group):
+        model, optimizer, session = begin(group)
+
+        def closure():
+            inside_no_sync(session, model, rank)
+            return 1.0
+
+        with session:
+            inside_no_sync(session, model, rank)
+            assert optimizer.step(lambda: 7.0) == 7.0
+            assert session.stats().rounds == 1
+            assert optimizer.step(closure=closure) == 1.0
+            assert session.stats().rounds == 2
+            backward_of(model, rank, 2)
+            optimizer.step(lambda: 7.0)
+            assert session.stats().rounds == 3
+            optimizer.step(closure if rank else lambda: backward_of(model, rank, 3))
+            assert session.stats().rounds == 4
+            session.group.barrier()
+        return [p.detach() for p in model.parameters()]
+
+    assert same_weights(run_ranks(2, rank_main))
+
+
+class Deaf(torch.optim.Optimizer):
+    """Takes a closure, as the signature demands, and does not call it."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    def step(self, closure=None):
+        pass
+
+
+def test_an_optimizer_that_does_not_call_its_closure_does_not_train_on_alone():
+    def rank_main(rank, group):
+        model = network()
+        optimizer = Deaf(model.parameters())
+        with gg.sparsify(model, optimizer, process_group=group, plan="single") as session:
+            backward_of(model, rank, 0)
+            optimizer.step(lambda: None)
+            with session.no_sync():
+                backward_of(model, rank, 1)
+            for _ in range(2):
+                with pytest.raises(gg.GossipError, match="did not call the closure"):
+                    optimizer.step(lambda: None)
+
+    run_ranks(2, rank_main)
+
+
 def test_an_optimizer_state_is_made_by_a_step_that_no_scaler_saw():
     """torch.distributed.checkpoint steps with zeros and no learning rate to have one."""
 

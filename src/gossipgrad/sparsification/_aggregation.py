@@ -1,7 +1,7 @@
 """A round: gradients of all ranks become their sparsified mean while backward goes on."""
 
 import statistics
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import perf_counter
@@ -19,7 +19,7 @@ from gossipgrad.sparsification._merged import MergedGroup
 from gossipgrad.sparsification._passes import Passes
 from gossipgrad.sparsification._queue import OrderedQueue, Ticket
 from gossipgrad.sparsification._settings import Settings
-from gossipgrad.sparsification._values import scale_of
+from gossipgrad.sparsification._values import prevailing_dtype, scale_of
 
 __all__ = ["Aggregation"]
 
@@ -67,6 +67,7 @@ class Aggregation:
         self.scale = 1.0
         self.finite = True
         self.broken: str | None = None
+        self._last_counts = False  # whether the last round may be stepped with though it is broken
         self.groups: list[MergedGroup] = []
         self.merges: tuple[Merge, ...] = ()
         self._names = list(parameters)
@@ -115,10 +116,7 @@ class Aggregation:
     @property
     def dtype(self) -> torch.dtype:
         """That of most elements of the gradients."""
-        elements: Counter[torch.dtype] = Counter()
-        for parameter in self._parameters:
-            elements[parameter.dtype] += parameter.numel()
-        return elements.most_common(1)[0][0]
+        return prevailing_dtype(self._parameters)
 
     @property
     def density(self) -> float:
@@ -159,28 +157,39 @@ class Aggregation:
         """
         assert not self.passes.began
         held = self.held() if held is None else held
-        if names is not None:
-            by_name = dict(zip(self._names, self._parameters, strict=True))
-            self._names, self._parameters = list(names), [by_name[name] for name in names]
-            self.passes.reorder(self._parameters)
-        settings = self._settings
-        self._finished.clear()  # of other groups
-        self.groups = []  # their memory goes before that of the next is taken
+        try:
+            self._regroup(merges, self._names if names is None else list(names), held)
+        except BaseException as error:
+            self.end(
+                f"gradients are not aggregated any more: making new groups failed ({error!r}). "
+                "Save session.state_dict(), close the session, and start another"
+            )
+            raise
+
+    def _regroup(self, merges: Sequence[Merge], names: list[str], held: Mapping[str, Held]) -> None:
+        settings, groups = self._settings, []
+        by_name = dict(zip(self._names, self._parameters, strict=True))
+        parameters = [by_name[name] for name in names]
+        for made in self.groups:
+            made.shed()  # before memory for the next is taken; what is carried over stays
         for merge in merges:
             made = MergedGroup(
-                self._parameters[merge.start : merge.stop],
+                parameters[merge.start : merge.stop],
                 merge.method,
                 world_size=self._group.world_size,
                 per_tensor=settings.select == "per_tensor",
                 value_dtype=settings.value_dtype,
                 momentum=settings.momentum_correction,
             )
-            of = self._names[merge.start : merge.stop]
+            of = names[merge.start : merge.stop]
             made.load([held.get(name, Held()) for name in of])
-            self.groups.append(made)
-        self.merges = tuple(merges)
+            groups.append(made)
+        self._names, self._parameters = names, parameters
+        self.groups, self.merges = groups, tuple(merges)
+        self._finished.clear()  # of other groups
+        self.passes.reorder(parameters)
         if self._densities:
-            self._use(self._density.at(self._names, self.rounds))
+            self._use(self._density.at(names, self.rounds))
         self.passes.regroup([merge.stop - merge.start for merge in merges])
 
     def held(self) -> dict[str, Held]:
@@ -192,13 +201,13 @@ class Aggregation:
             for name, held in zip(self._names[merge.start : merge.stop], made.held(), strict=True)
         }
 
-    def check_steps(self) -> None:
-        """Returns if an optimizer may step now.
+    def check_steps(self, *, met: bool) -> None:
+        """Returns if an optimizer may step now, with gradients of the last round if they have met.
 
         Raises:
             GossipError: In the middle of a backward pass, or if there are no more rounds.
         """
-        if self.broken is not None:
+        if self.broken is not None and not (met and self._last_counts):
             raise GossipError(self.broken)
         if self.passes.began:
             raise GossipError(
@@ -230,9 +239,9 @@ class Aggregation:
                 self._give_up("a step was broken off by an exception in its round")
             raise
 
-    def end(self, why: str) -> None:
-        """From now on there are neither rounds nor steps, for this reason; local."""
-        self.broken = why
+    def end(self, why: str, *, last_counts: bool = False) -> None:
+        """From now on there are no rounds, nor steps but maybe that of the last one; local."""
+        self.broken, self._last_counts = why, last_counts
         self._group.close()
 
     def close(self) -> None:
@@ -320,13 +329,20 @@ class Aggregation:
         self._record(start, end)
         self.passes.over()
         self.rounds += 1
-        self.all_reduce_bytes += self._ring_bytes()
-        self._after_round(self)
-
-    def _ring_bytes(self) -> int:
-        world_size = self._group.world_size
+        ranks = self._group.world_size
         width = sum(made.numel * made.dtype.itemsize for made in self.groups)
-        return 2 * (world_size - 1) * width // world_size
+        self.all_reduce_bytes += 2 * (ranks - 1) * width // ranks
+        try:
+            self._after_round(self)
+        except BaseException as error:
+            why = (
+                "gradients are not aggregated any more: an exception came between two rounds "
+                f"({error!r}). Those of the last have met, are in .grad, and count: take their "
+                "step, then save session.state_dict(), close the session, and start another"
+            )
+            self.end(why, last_counts=True)
+            error.add_note(why)
+            raise
 
     def _check_units(self) -> None:
         """Raises where a step that brought nothing would be one with what others have scaled."""

@@ -173,6 +173,10 @@ class MergedGroup:
                 self._need_velocity()
                 self._velocity_views[place].copy_(velocity)
 
+    def shed(self) -> None:
+        """Gives up the buffer of sums, and with it all rounds to come; `held` stays."""
+        self._total, self._total_views = torch.empty(0, dtype=self.dtype), []
+
     @torch.no_grad()
     def rescale(self, factor: float) -> None:
         """Multiplies what is carried over, which is in units of the loss's scale."""

@@ -1,7 +1,7 @@
 """Hooks on the user's optimizers: gradients that have not met do so before a step."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,8 @@ class StepWatch:
     Gradients meet at the end of backward. A step with gradients that have not (the last pass was
     inside `no_sync()`, or gradients were written by hand) is a round of its own, and so is one
     without any: other ranks may be in theirs. Where the step computes gradients itself, in a
-    closure, the backward pass in there is the round.
+    closure, the backward pass in there is the round; what has not met when the closure returns
+    does so then. An optimizer that does not call its closure steps without: that ends the session.
 
     Gradients written by hand after a round whose step was left out are taken for those of that
     round, unless a scaler left it out and has changed its scale.
@@ -51,6 +52,7 @@ class StepWatch:
         self._optimizers = list(optimizers)
         self._met_in: dict[int, int] = {}  # by optimizer, the rounds when it last stepped
         self._waiting: dict[int, tuple[nn.Parameter, Tensor]] = {}
+        self._left_to_closure: set[int] = set()  # optimizers whose gradients are to meet in there
         self._warned = False
         self.start_over()
         self._handles = [
@@ -71,29 +73,58 @@ class StepWatch:
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    ) -> tuple[Any, Any] | None:
         if not self._checked:
             self._checked = True
             warn_of_unknown_scaler("sparsify", SCALER_HARM)
-        aggregation = self._aggregation
-        aggregation.check_steps()
-        self._check_known(optimizer, aggregation)
+        unmet = self._unmet(optimizer)
+        self._aggregation.check_steps(met=not unmet)
+        self._check_known(optimizer, self._aggregation)
         self._look_for_thrown_away()
+        self._left_to_closure.discard(id(optimizer))
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is None and (
+        if closure is None:
+            if unmet:
+                self._meet()
+            return None
+        if unmet:
+            self._left_to_closure.add(id(optimizer))
+        closure = self._meeting(closure, optimizer)
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": closure}
+        return (args[0], closure, *args[2:]), kwargs
+
+    def _meeting(self, closure: Callable[..., Any], optimizer: Optimizer) -> Callable[..., Any]:
+        """The closure, and after each call of it the round that it has not had."""
+
+        def and_meet(*args: Any, **kwargs: Any) -> Any:
+            told = closure(*args, **kwargs)
+            self._check_known(optimizer, self._aggregation)
+            if self._unmet(optimizer):
+                self._meet()
+            self._left_to_closure.discard(id(optimizer))
+            return told
+
+        return and_meet
+
+    def _unmet(self, optimizer: Optimizer) -> bool:
+        """Whether it would step with what no round of its step has given."""
+        aggregation = self._aggregation
+        return (
             self._met_in[id(optimizer)] == aggregation.rounds
             or any(aggregation.passes.fresh)
             or scale_of(self._scaler) != aggregation.scale
-        ):
-            nothing = aggregation.nothing()
-            if nothing is None and self._scaler is not None and self._scaler.is_enabled():
-                raise GossipError(
-                    "the gradients of this step have not met, and GradScaler.step() has divided "
-                    "them by the scale already, and looked for what is not finite on this rank "
-                    "alone: make the last backward pass of every step outside no_sync(), and write "
-                    "none by hand"
-                )
-            aggregation.run_now(nothing)
+        )
+
+    def _meet(self) -> None:
+        nothing = self._aggregation.nothing()
+        if nothing is None and self._scaler is not None and self._scaler.is_enabled():
+            raise GossipError(
+                "the gradients of this step have not met, and GradScaler.step() has divided them "
+                "by the scale already, and looked for what is not finite on this rank alone: make "
+                "the last backward pass of every step outside no_sync(), and write none by hand"
+            )
+        self._aggregation.run_now(nothing)
 
     def _check_known(self, optimizer: Optimizer, aggregation: Aggregation) -> None:
         """Raises where the optimizer would train what has never met, or what is frozen by now."""
@@ -124,6 +155,15 @@ class StepWatch:
     ) -> None:
         # Not before it: torch calls hooks twice where a step calls that of its class's parent.
         aggregation = self._aggregation
+        if id(optimizer) in self._left_to_closure:
+            why = (
+                f"the session is over: {type(optimizer).__name__}.step() did not call the closure "
+                "that it was given, and stepped with gradients that have not met, so weights are "
+                "no longer equal on all ranks. Step without a closure, and start from a state that "
+                "was saved before"
+            )
+            aggregation.end(why)
+            raise GossipError(why)
         self._met_in[id(optimizer)] = aggregation.rounds
         self._waiting.pop(id(optimizer), None)
         # Where nothing is carried over, nothing is lost by it.
