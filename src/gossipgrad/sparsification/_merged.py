@@ -174,8 +174,9 @@ class MergedGroup:
                 self._velocity_views[place].copy_(velocity)
 
     def shed(self) -> None:
-        """Gives up the buffer of sums, and with it all rounds to come; `held` stays."""
+        """Gives up sums and messages, and with them all rounds to come; `held` stays."""
         self._total, self._total_views = torch.empty(0, dtype=self.dtype), []
+        self._message = self._gathered = torch.empty(0, dtype=torch.uint8)
 
     @torch.no_grad()
     def rescale(self, factor: float) -> None:
