@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from gossipgrad import data
-from gossipgrad.comm import AskedStore, Heartbeats
+from gossipgrad.comm import AskedStore, Heartbeats, MemberWatch
 from gossipgrad.errors import EvictedError, GossipError
 from gossipgrad.train import RunFailedError, TrainConfig, _gathering, _given_start, _world
 from gossipgrad.train._gathering import Gathering, StartAgainError
@@ -87,11 +87,12 @@ def test_what_is_refused_is_told_by_one_alone(come):
     assert other is None
 
 
-def test_one_that_never_comes_is_awaited_for_so_long_and_is_told_when_it_comes(come):
+def test_one_that_never_comes_is_awaited_for_so_long_and_is_told_when_it_comes(come, monkeypatch):
     ranks = [come(0, 0.1), come(2, 0.1)]
     met = together(*(rank.meet for rank in ranks))
     assert [m.living for m in met] == [(0, 2)] * 2
     assert met[0].gone[1].why == "no sign of life for 0.6 s"
+    monkeypatch.setattr(MemberWatch, "start", lambda watch: None)  # its thread has not run yet
     late = come(1)
     with pytest.raises(EvictedError, match=r"rank 1 was given up by rank \d before the start \(no"):
         late.meet()

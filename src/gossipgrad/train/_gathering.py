@@ -98,15 +98,19 @@ class Gathering:
         self._asked = AskedStore(store)
         coming = _Coming(store, time.monotonic() + start_seconds)
         self._over = False
-        self._watch: MemberWatch = self._ask(
-            lambda _: MemberWatch(
+
+        def watch(_: dist.Store) -> MemberWatch:
+            made = MemberWatch(
                 coming.connect(),
                 rank,
                 Membership.first(world_size),
                 heartbeats,
                 reconnect=coming.connect,
             )
-        )
+            made.beat()  # one who comes late knows from the outset who has been given up
+            return made
+
+        self._watch: MemberWatch = self._ask(watch)
         self._watch.start()
 
     def close(self) -> None:
