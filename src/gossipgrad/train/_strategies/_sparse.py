@@ -67,6 +67,7 @@ class Sparse(Lockstep):
         dtype = options.value_dtype
         correction = None
         if options.momentum_correction and momentum and "sparse" in methods:
+            # One rank corrects none, and its optimizer may come from ranks whose had none.
             correction = momentum if dist.get_world_size() > 1 else None
             for group in (group for optimizer in optimizers for group in optimizer.param_groups):
                 group["momentum"] = momentum if correction is None else 0.0
