@@ -35,6 +35,7 @@ from gossipgrad.models import training_loss
 from gossipgrad.train._summary import write_json
 
 WARMUP_DENSITIES = (0.25, 0.0625, 0.015625, 0.004)
+WARMUP_EPOCHS = {"lenet": 4, "resnet20": 4, "gpt": 1.5}  # half of a run at most
 SEEDS = 3
 
 
@@ -81,10 +82,10 @@ class Method:
         parts += ["momentum correction"] * self.correction
         return ", ".join(parts)
 
-    def at(self, step: int, steps_per_epoch: int) -> float:
-        """The density in a step: falling over the first epochs, with warm-up."""
+    def at(self, step: int, warmup_steps: int) -> float:
+        """The density in a step: falling over the first steps, with warm-up."""
         assert self.density is not None, "the dense method has none"
-        stage = step // steps_per_epoch
+        stage = len(WARMUP_DENSITIES) * step // warmup_steps
         if self.warmup and stage < len(WARMUP_DENSITIES):
             return max(self.density, WARMUP_DENSITIES[stage])
         return self.density
@@ -132,6 +133,7 @@ def learning_rate(setting: Setting, step: int, steps_per_epoch: int) -> float:
 def make(cell: Cell, info: data.DatasetInfo, steps_per_epoch: int) -> tuple[nn.Module, tuple]:
     """The model, and with it its optimizer and the ranks; alike for one seed."""
     setting, method = SETTINGS[cell.model], cell.method
+    warmup_steps = round(WARMUP_EPOCHS[cell.model] * steps_per_epoch)
     torch.manual_seed(cell.seed)
     model = models.build(cell.model, info)
     if setting.optimizer == "sgd":
@@ -146,9 +148,7 @@ def make(cell: Cell, info: data.DatasetInfo, steps_per_epoch: int) -> tuple[nn.M
         optimizer,
         cell.world_size,
         loss=training_loss,
-        density=(
-            None if method.density is None else partial(method.at, steps_per_epoch=steps_per_epoch)
-        ),
+        density=(None if method.density is None else partial(method.at, warmup_steps=warmup_steps)),
         per_tensor=method.per_tensor,
         momentum=0.9 if method.correction else None,
         clip=setting.clip,
@@ -343,7 +343,7 @@ def report(seeds: int, folder: Path) -> Path:
         "rule": "accuracy on the test part after the last epoch; of the text, of the next "
         "character; differences to the dense run of the same seed, in points",
         "selection": "from the whole model as one group, or by tensor",
-        "warm_up": f"densities {WARMUP_DENSITIES}, an epoch each",
+        "warm_up": f"densities {WARMUP_DENSITIES}, equally long, over {WARMUP_EPOCHS} epochs",
         "settings": {name: asdict(setting) for name, setting in SETTINGS.items()},
         "cells_done": sum(len(row["seeds"]) for row in rows),
         "cells": len(cells(SEEDS)),

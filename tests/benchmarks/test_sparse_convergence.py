@@ -55,8 +55,14 @@ def test_ranks_in_one_process_are_those_of_the_reference(select, momentum):
 
 def test_a_warm_up_falls_to_the_density_and_not_below():
     method = sparse_convergence.Method(0.01, warmup=True)
-    found = [method.at(10 * epoch, 10) for epoch in range(6)]
+    found = [method.at(10 * epoch, 40) for epoch in range(6)]
     assert found == [0.25, 0.0625, 0.015625, 0.01, 0.01, 0.01]
+
+
+@pytest.mark.parametrize("model", sparse_convergence.SETTINGS)
+def test_a_warm_up_is_over_before_half_of_a_run(model):
+    epochs = sparse_convergence.SETTINGS[model].epochs
+    assert sparse_convergence.WARMUP_EPOCHS[model] <= epochs / 2
 
 
 def test_differences_are_paired_by_seed():
