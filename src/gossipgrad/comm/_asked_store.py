@@ -7,9 +7,12 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYetError
+from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+
+from gossipgrad.comm._store_threads import end_with_process
 
 __all__ = ["AskedStore", "StoreSilentError"]
 
@@ -45,10 +48,13 @@ class AskedStore:
         # A daemon: one that hangs would keep the interpreter from its end.
         connect: Callable[[], dist.Store]
         connect = store.clone if isinstance(store, dist.Store) else store  # pyrefly: ignore
-        threading.Thread(
+        thread = threading.Thread(
             target=_answer, args=(connect, self._questions), name="gossipgrad-store", daemon=True
-        ).start()
-        self.close = weakref.finalize(self, self._questions.put, None)
+        )
+        thread.start()
+        end = partial(self._questions.put, None)
+        self.close = weakref.finalize(self, end)
+        end_with_process(thread, end)
 
     def ask(
         self,

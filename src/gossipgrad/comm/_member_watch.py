@@ -12,6 +12,7 @@ from typing import Any
 from gossipgrad._said import first_line
 from gossipgrad.comm._heartbeats import Heartbeats
 from gossipgrad.comm._membership import Membership, Record, Store
+from gossipgrad.comm._store_threads import end_with_process
 from gossipgrad.comm._wishes import Wishes, wish_key
 from gossipgrad.errors import EvictedError
 
@@ -106,6 +107,7 @@ class MemberWatch:
         """Begins to beat; all ranks must have made their watch before."""
         self._thread = threading.Thread(target=self._run, name="gossipgrad-members", daemon=True)
         self._thread.start()
+        end_with_process(self._thread, self._end)
 
     def enter(self, donor: int, introduction: Sequence[Any]) -> None:
         """Makes this rank a member, before `start`; waits for the store, and for nobody."""
@@ -220,12 +222,15 @@ class MemberWatch:
 
     def stop(self) -> None:
         """Ends the thread; whoever watches this rank sees it fall silent."""
+        self._end()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_FAREWELL_SECONDS)
+
+    def _end(self) -> None:
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
         self._wake.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(_FAREWELL_SECONDS)
 
     def _run(self) -> None:
         interval, lease = self._settings.interval_seconds, self._settings.lease_seconds
