@@ -28,7 +28,7 @@ def test_works_so_far_ahead_and_no_farther():
 
     results = made_ahead(make, range(10), threads=2)
     assert next(results) == 0
-    assert third.wait(10)
+    assert third.wait(60)
     assert sorted(made) == [0, 1, 2]
     results.close()
     assert not data_threads()

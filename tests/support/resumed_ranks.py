@@ -18,10 +18,11 @@ import torch.distributed as dist
 
 from gossipgrad import checkpoint, data
 from gossipgrad.comm import Group
-from gossipgrad.train import TrainConfig, config_of_run
+from gossipgrad.train import TrainConfig, _checkpoints, config_of_run
 from gossipgrad.train._layout import RunDir, claim
 from gossipgrad.train._rank import train_rank
 from gossipgrad.train._resume import reopen
+from gossipgrad.train._strategies import _accord, _stop_together
 
 __all__ = ["Act", "StopsAfter", "play"]
 
@@ -70,6 +71,9 @@ def play(rank: int, store: Any, folder: str, world_size: int, acts: list[Act]) -
     The ranks meet in a file: connections to a store over the network look up names of hosts.
     """
     torch.set_num_threads(1)
+    # However slow the disk or a rank is, it is awaited: acts go on with what others have left.
+    _checkpoints._WRITE_SECONDS = 50.0
+    _accord._GRACE_SECONDS = _stop_together._GRACE_SECONDS = 50.0
     store = dist.FileStore(f"{folder}/store", world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     warnings.simplefilter("ignore")
@@ -94,7 +98,7 @@ def _patience() -> Iterator[None]:
     real = checkpoint.Saver.save
 
     def save(self: checkpoint.Saver, state: Any, **options: Any) -> bool:
-        return real(self, state, **options | {"wait_seconds": 30.0})
+        return real(self, state, **options | {"wait_seconds": 50.0})
 
     with mock.patch.object(checkpoint.Saver, "save", save):
         yield
@@ -143,7 +147,7 @@ def _train(
 
     def group(name: str) -> Group:
         prefix = dist.PrefixStore(f"{act.name} {name}", store)
-        return Group(prefix, rank, world_size, members=members, timeout_seconds=30)
+        return Group(prefix, rank, world_size, members=members, timeout_seconds=60)
 
     groups: Callable[[str], Group] | None = None if config.needs_every_rank else group
     result = train_rank(

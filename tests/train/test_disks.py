@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from gossipgrad import checkpoint, data
 from gossipgrad.checkpoint import _save
 from gossipgrad.comm import Group
-from gossipgrad.train import TrainConfig, config_of_run
+from gossipgrad.train import TrainConfig, _checkpoints, config_of_run
 from gossipgrad.train._layout import RunDir, claim
 from gossipgrad.train._rank import train_rank
 from gossipgrad.train._resume import reopen
@@ -25,7 +25,12 @@ OPTIONS = {"epochs": 2, "batch_size": 64, "trace": 0, "checkpoint_every": 4, "ke
 
 @pytest.fixture
 def play(tmp_path):
-    """Trains, or goes on; what each rank came to, or failed of, and what it told."""
+    """Trains, or goes on; what each rank came to, or failed of, and what it told.
+
+    However slow the disk is, the checkpoint before is awaited, and none left out.
+    """
+    patience = pytest.MonkeyPatch()  # a test undoes what it has patched itself
+    patience.setattr(_checkpoints, "_WRITE_SECONDS", 50.0)
     threads, digits = torch.get_num_threads(), data.load("digits")
 
     def trained(config):
@@ -42,7 +47,7 @@ def play(tmp_path):
                     stop=threading.Event(),
                     emit=told[rank].append,
                     groups=lambda name: Group(
-                        dist.PrefixStore(name, group.store), rank, RANKS, timeout_seconds=30.0
+                        dist.PrefixStore(name, group.store), rank, RANKS, timeout_seconds=60.0
                     ),
                 )
             except ValueError as error:
@@ -64,6 +69,7 @@ def play(tmp_path):
 
     yield begin, go_on, RunDir(tmp_path / "run")
     torch.set_num_threads(threads)
+    patience.undo()
 
 
 def full_disk(monkeypatch, steps):

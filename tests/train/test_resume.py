@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from gossipgrad import checkpoint, data
-from gossipgrad.train import RunFailedError, TrainConfig, config_of_run, run
+from gossipgrad.train import RunFailedError, TrainConfig, _checkpoints, config_of_run, run
 from gossipgrad.train._layout import claim
 from gossipgrad.train._rank import train_rank
 from gossipgrad.train._resume import reopen
@@ -24,8 +24,12 @@ def digits():
 
 
 @pytest.fixture
-def alone(digits, tmp_path):
-    """Trains one rank alone in this process; stops it after some steps, or resumes it."""
+def alone(digits, tmp_path, monkeypatch):
+    """Trains one rank alone in this process; stops it after some steps, or resumes it.
+
+    However slow the disk is, the checkpoint before is awaited, and none left out.
+    """
+    monkeypatch.setattr(_checkpoints, "_WRITE_SECONDS", 50.0)
     threads = torch.get_num_threads()
 
     def train(name, *, stop_after=None, resumes=False, **options):

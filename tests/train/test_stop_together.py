@@ -27,7 +27,7 @@ class Rank:
             lambda: self.round,
             lambda here: first_beyond(schedule, everyone, here),
         )
-        self.accord._connected.result(10.0)
+        self.accord._connected.result(60.0)
 
     @property
     def round(self):
