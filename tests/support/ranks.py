@@ -65,7 +65,9 @@ def run_ranks(
         if failures or len(results) == world_size:
             thread.join(max(0.0, deadline - time.monotonic()))
     with changed:
-        hanging = [thread for thread in threads if thread.is_alive()]
+        # One that has handed in its result may still be on its way to the end of its thread.
+        left = [thread for rank, thread in enumerate(threads) if rank not in results]
+        hanging = [thread for thread in left if thread.is_alive()]
         stacks = "\n".join(where(thread) for thread in hanging)
         if failures:
             rank, error = failures[0]

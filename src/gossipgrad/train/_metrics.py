@@ -2,13 +2,14 @@
 
 import json
 import math
+import warnings
 from collections.abc import Callable, Mapping
-from io import TextIOWrapper
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
 from typing import Any
 
+from ._lines_file import LinesFile
 from ._loggers import Loggers, scalars_of
 
 Event = dict[str, Any]
@@ -16,6 +17,8 @@ Event = dict[str, Any]
 
 class Metrics:
     """Counts what a rank has done and writes it down as it happens.
+
+    What a full disk does not take is left out and counted, with one warning: the run goes on.
 
     Args:
         path: The file; replaced.
@@ -29,6 +32,9 @@ class Metrics:
         epochs: Finished so far.
         epoch_samples: Samples of the epoch so far.
         train_seconds: Spent in steps.
+
+    Raises:
+        OSError: The file cannot be opened.
     """
 
     def __init__(
@@ -50,7 +56,9 @@ class Metrics:
         self._epoch_seconds = 0.0
         if resumed is not None:
             self._take_up(resumed)
-        self._file = _opened(path, None if resumed is None else resumed["offset"])
+        self._file = LinesFile(path, None if resumed is None else resumed["offset"])
+        self._left_out = 0
+        self._error: OSError | None = None
         self._loggers = loggers or Loggers({})
 
     def __enter__(self) -> "Metrics":
@@ -62,8 +70,18 @@ class Metrics:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError as error:
+            self._leave_out(error)
         self._loggers.close()
+
+    @property
+    def notes(self) -> list[str]:
+        """What could not be written, in words."""
+        if self._error is None:
+            return []
+        return [f"events that the metrics lack: {self._left_out}, because of {self._error}"]
 
     @property
     def seconds(self) -> float:
@@ -91,7 +109,7 @@ class Metrics:
             "epoch_samples": self.epoch_samples,
             "epoch_seconds": self._epoch_seconds,
             "epoch_batches": epoch_batches,
-            "offset": self._file.tell(),
+            "offset": self._file.size_bytes,
         }
 
     def _take_up(self, state: Mapping[str, Any]) -> None:
@@ -119,19 +137,22 @@ class Metrics:
     def write(self, event: str, **values: Any) -> Event:
         """Write one event and return it; numbers that are not finite become null."""
         record = {"event": event, **{name: _plain(value) for name, value in values.items()}}
-        self._file.write(json.dumps(record) + "\n")
+        try:
+            self._file.write(json.dumps(record))
+        except OSError as error:
+            self._leave_out(error)
         self._loggers.log(self.steps, scalars_of(record))
         return record
 
-
-def _opened(path: Path, offset: int | None) -> TextIOWrapper:
-    """A new file, or the old one cut off where it goes on."""
-    if offset is None or not path.exists():
-        return path.open("w", buffering=1)
-    file = path.open("r+", buffering=1)
-    file.truncate(min(offset, path.stat().st_size))
-    file.seek(0, 2)
-    return file
+    def _leave_out(self, error: OSError) -> None:
+        self._left_out += 1
+        if self._error is None:
+            warnings.warn(
+                f"an event is left out of the metrics ({error}); training goes on, and so do they "
+                "as soon as there is room. (Said once; a note counts.)",
+                stacklevel=3,
+            )
+        self._error = error
 
 
 def _plain(value: Any) -> Any:

@@ -246,6 +246,7 @@ def train_rank(
         store_losses=store_losses,
         notes=(
             *strategy.notes,
+            *metrics.notes,
             *loggers.notes,
             *notes_on(shuffle),
             *notes_on_shares(shares),
