@@ -48,7 +48,7 @@ def few_may_wait(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
 
 
 def dial(port: int, host: str = "127.0.0.1") -> socket.socket:
-    return socket.create_connection((host, port), timeout=5.0)
+    return socket.create_connection((host, port), timeout=30.0)
 
 
 def is_open(connection: socket.socket) -> bool:
@@ -86,7 +86,7 @@ class Tap:
         for listener in self._listeners:
             _close(listener)
         for thread in self._accepting:  # opens nothing more
-            thread.join(5.0)
+            thread.join(30.0)
         for connection in self._open:
             _close(connection)
 

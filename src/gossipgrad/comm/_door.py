@@ -180,13 +180,12 @@ class Door:
             self._note_speakers()
             sent_away = list[Peer]()
             if self._questions in ready:
-                sent_away += self._note_events()
-                self._answer()
+                sent_away += self._answer()
             now = time.monotonic()
             if len(waiting) and now - looked_seconds >= _TICK_SECONDS:
                 looked_seconds = now
                 sent_away += waiting.look(now)
-            sent_away += waiting.make_room()
+            sent_away += self._make_room()
             # Behind those: whoever was found to be let in has made its event before that.
             sent_away += self._note_events()
             self._count(sent_away)
@@ -223,12 +222,23 @@ class Door:
             self._waiting.add(descriptor, now)
         return went
 
-    def _answer(self) -> None:
+    def _make_room(self) -> list[Peer]:
+        """Takes in who came and went, and sends some away if too many wait; who went without."""
+        went = self._note_events()
+        self._note_speakers()  # they are in, and do not give way
+        return went + self._waiting.make_room()
+
+    def _answer(self) -> list[Peer]:
+        """Answers all who ask; who went, or was sent away, without."""
+        went = list[Peer]()
         while True:
             try:
                 frames = self._questions.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                return
+                return went
+            # Who asks has come before. If it must give way, then now: nothing but its first message
+            # tells, where the system does not, that it was let in.
+            went += self._make_room()
             route, _, version, request, _, address, _, mechanism, *shown = frames
             code, name = _COME_AGAIN, None
             try:
