@@ -1,7 +1,9 @@
+import threading
+
 import pytest
 import torch
 
-from gossipgrad.comm import Channel, FaultyTransport, Part
+from gossipgrad.comm import Channel, FaultyTransport, Part, _channel
 from support.links import RUN, make_transports, ours, until_none_but
 from support.watches import Clock, make_watches
 
@@ -22,7 +24,7 @@ def transports(kind):
     yield make
     for transport in made:
         transport.close()
-    until_none_but(before, 1.0)
+    until_none_but(before)
 
 
 @pytest.fixture
@@ -41,6 +43,22 @@ def channels(transports):
     yield make
     for channel in made:
         channel.close(linger_seconds=0.0)
+
+
+@pytest.fixture
+def leave(monkeypatch):
+    """Closes a channel beside the test, with all the time that its last word may take."""
+    monkeypatch.setattr(_channel, "_LEAVE_SECONDS", 30.0)
+    closing = []
+
+    def close(channel):
+        closing.append(threading.Thread(target=channel.close, args=(30.0,), daemon=True))
+        closing[-1].start()
+
+    yield close
+    for thread in closing:
+        thread.join(60.0)
+        assert not thread.is_alive()
 
 
 @pytest.fixture

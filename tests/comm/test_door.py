@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from gossipgrad.comm import Lost, ZeroMQTransport, _door, _tcp, _waiting
+from gossipgrad.comm import Lost, ZeroMQTransport, _door, _tcp, _waiting, _zeromq
 from gossipgrad.comm._credentials import Credentials
 from gossipgrad.comm._interface import Interface
 from gossipgrad.comm._introduction import Introduction
@@ -54,10 +54,10 @@ def led_through(end, relay, peer=1):
     end._endpoints[peer] = f"tcp://127.0.0.1:{relay.port}"
 
 
-def arrivals(end, count=1, timeout_seconds=5.0):
+def arrivals(end, count=1):
     """The headers of the next few messages; nothing else comes before them."""
     events = []
-    until(lambda: events.extend(end.receive(0.02)) or len(events) >= count, timeout_seconds)
+    until(lambda: events.extend(end.receive(0.02)) or len(events) >= count)
     return [event.header for event in events]
 
 
@@ -103,15 +103,19 @@ def test_links_that_are_made_at_once_all_come(monkeypatch, relays, count, expect
     few_may_wait(monkeypatch, 8)
     crowd = Crowd(count, relays, delay_seconds=0.02, expected=expected)
     try:
+        crowd.relay.hold()  # until all have come: those of the first moment would be through
         crowd.come()
+        fits = 2 * expected >= count
+        until(lambda: crowd.relay.connections == count if fits else crowd.relay.connections > count)
+        crowd.relay.go_on()
         heard = set()
 
         def all_are_here():
             heard.update(arrival.header for arrival in crowd.listener.receive())
             return len(heard) == count
 
-        until(all_are_here, 15.0)
-        assert (crowd.relay.connections > count) == (2 * expected < count)
+        until(all_are_here)
+        assert (crowd.relay.connections > count) == (not fits)
     finally:
         crowd.close()
 
@@ -129,7 +133,7 @@ def test_a_link_is_made_while_silent_connections_pour_in(monkeypatch, relays):
         held = []
         while not over.is_set():
             with contextlib.suppress(OSError):
-                held.append(socket.create_connection(("127.0.0.1", port), 5.0, ("127.0.0.2", 0)))
+                held.append(socket.create_connection(("127.0.0.1", port), 30.0, ("127.0.0.2", 0)))
                 come[0] += 1
             if len(held) > 100:
                 held.pop(0).close()
@@ -141,13 +145,16 @@ def test_a_link_is_made_while_silent_connections_pour_in(monkeypatch, relays):
     thread.start()
     try:
         until(lambda: crowd.listener.door.refused > 20)
-        before = come[0]
+        crowd.relay.hold()
         crowd.come()
+        until(lambda: crowd.relay.connections)
+        before = come[0]
+        until(lambda: come[0] - before > 16)  # else nobody would have to give way
+        crowd.relay.go_on()
         heard = []
         until(lambda: heard.extend(crowd.listener.receive()) or heard)
         assert [arrival.header for arrival in heard] == [b"0"]
         assert crowd.relay.connections == 1
-        assert come[0] - before > 16  # else nobody had to give way
     finally:
         over.set()
         thread.join()
@@ -169,9 +176,11 @@ def test_a_handshake_that_breaks_off_is_tried_again(ends, relays, said):
 
 @pytest.mark.parametrize("polls", [True, False])
 def test_a_link_that_broke_is_not_made_again_by_itself_and_is_no_attack(
-    ends, relays, caplog, polls
+    ends, relays, caplog, polls, monkeypatch
 ):
     """Who does not look shows its word once more; who looks gives its address up."""
+    if polls:  # in time, also on a busy machine
+        monkeypatch.setattr(_zeromq, "_RECONNECT_MILLISECONDS", 60_000)
     relay = relays(port_of(ends[1]))
     led_through(ends[0], relay)
     ends[0].send(1, b"hello")
@@ -186,6 +195,7 @@ def test_a_link_that_broke_is_not_made_again_by_itself_and_is_no_attack(
     relay.cut()
     if polls:
         until(lambda: ends[0].receive(0.01) == [Lost(1)])
+        assert ends[0]._links[1].socket.closed
         assert relay.connections == 1
     else:
         until(lambda: relay.connections == 2 and ends[1]._listener.door._excused == 1)
@@ -226,9 +236,10 @@ def test_a_door_goes_on_behind_an_error_and_closes_soon(ends, monkeypatch, caplo
     until(lambda: "goes on behind an error" in caplog.text)
     ends[0].send(1, b"hello")
     assert b"hello" in arrivals(ends[1], 2)
+    monkeypatch.setattr(_door, "_END_SECONDS", 60.0)
     start = time.monotonic()
     ends[1].close()
-    assert time.monotonic() - start < 1.0
+    assert time.monotonic() - start < 30.0
 
 
 def test_a_door_whose_thread_has_ended_closes(ends, monkeypatch):
@@ -240,7 +251,7 @@ def test_a_door_whose_thread_has_ended_closes(ends, monkeypatch):
         until(lambda: not door._thread.is_alive())
     closing = threading.Thread(target=ends[1].close, daemon=True)
     closing.start()
-    closing.join(3.0)
+    closing.join(30.0)
     assert not closing.is_alive()
 
 
@@ -250,12 +261,12 @@ def test_a_door_that_is_held_up_holds_up_nobody_who_closes(ends, monkeypatch):
 
     def waits(mechanism, shown):
         held.set()
-        assert free.wait(10.0)
+        assert free.wait(60.0)
         raise ValueError("too late")
 
     monkeypatch.setattr(door, "_admit", waits)
     ends[0].open(1)
-    assert held.wait(5.0)
+    assert held.wait(30.0)
     ends[1].close()
     assert door._thread.is_alive()
     free.set()

@@ -21,7 +21,7 @@ def test_a_round_of_an_older_generation_is_void_on_both_ends(channels):
     a, b = channels()
     mine = post(a, 1, round=3)
     b.enter(1, 3, [0, 1])
-    assert a.take(mine, 3.0) is V
+    assert a.take(mine, 30.0) is V
     until(lambda: b.poll() or b._ledgers[0].early)
     theirs = post(b, 0, round=3)
     assert theirs.outcome is V, "a lives in generation 0 still: nobody waits for it"
@@ -33,7 +33,7 @@ def test_what_both_sent_in_the_same_generation_counts_however_late(channels):
     mine, theirs = post(a, 1, value=1), post(b, 0, value=2)
     a.enter(1, 1, [0, 1])
     b.enter(1, 1, [0, 1])
-    assert (a.take(mine, 3.0), b.take(theirs, 3.0)) == (D, D)
+    assert (a.take(mine, 30.0), b.take(theirs, 30.0)) == (D, D)
     assert mine.received.tolist() == [2.0] * 4
 
 
@@ -45,7 +45,7 @@ def test_rounds_before_a_peer_came_in_are_void(channels):
     first, second = post(a, 1, round=5), post(a, 1, round=6, value=4)
     assert first.outcome is V, "b came in with round 6"
     theirs = post(b, 0, round=6, value=5)
-    assert (a.take(second, 3.0), b.take(theirs, 3.0)) == (D, D)
+    assert (a.take(second, 30.0), b.take(theirs, 30.0)) == (D, D)
     assert theirs.received.tolist() == [4.0] * 4
     assert b._ledgers[0].early == {}
 
@@ -62,7 +62,7 @@ def test_the_living_go_on_with_each_other_when_two_die(channels):
     assert (dead.outcome, late.outcome) == (X, X)
     until(lambda: a.poll() or b.poll() or min(a._ledgers[2].latest, b._ledgers[0].latest) > 0)
     mine, theirs = post(a, 2, round=1), post(b, 0, round=1)
-    assert (a.take(mine, 3.0), b.take(theirs, 3.0)) == (D, D)
+    assert (a.take(mine, 30.0), b.take(theirs, 30.0)) == (D, D)
 
 
 class Expelled:
@@ -164,5 +164,5 @@ def test_generations_travel_with_rounds(channels, generation):
         end.enter(generation, 7, [0, 1])
     until(lambda: a.poll() or b.poll() or min(a._ledgers[1].latest, b._ledgers[0].latest) > 0)
     mine, theirs = post(a, 1, round=7, value=1), post(b, 0, round=7, value=2)
-    assert (a.take(mine, 3.0), b.take(theirs, 3.0)) == (D, D)
+    assert (a.take(mine, 30.0), b.take(theirs, 30.0)) == (D, D)
     assert (mine.round, theirs.received.tolist()) == (7, [1.0] * 4)

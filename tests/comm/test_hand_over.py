@@ -20,7 +20,7 @@ def exchange(a, b, round):
         channel.post(round, 0, payload, send_to=1 - channel.rank, recv_from=1 - channel.rank)
         for channel, payload in zip((a, b), sent, strict=True)
     ]
-    taken = [channel.take(one, 5.0) for channel, one in zip((a, b), posted, strict=True)]
+    taken = [channel.take(one, 30.0) for channel, one in zip((a, b), posted, strict=True)]
     return taken, [one.received.tolist() for one in posted]
 
 

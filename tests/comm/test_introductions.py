@@ -125,7 +125,7 @@ def test_one_that_joins_talks_with_those_who_are_there(encrypt):
     a, b = (Channel(end, run=RUN, plan=[Part(torch.float32, 4)]) for end in (ends[1], newcomer))
     mine = a.post(0, 0, torch.full((4,), 1.0), send_to=2, recv_from=2)
     theirs = b.post(0, 0, torch.full((4,), 2.0), send_to=1, recv_from=1)
-    assert (a.take(mine, 3.0), b.take(theirs, 3.0)) == (D, D)
+    assert (a.take(mine, 30.0), b.take(theirs, 30.0)) == (D, D)
     assert mine.received.tolist() == [2.0] * 4
     with pytest.raises(AgreementError, match="rank 0 has not proven to rank 3"):
         ZeroMQTransport.joining(

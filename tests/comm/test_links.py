@@ -66,7 +66,7 @@ def test_messages_that_do_not_fit_the_plan_are_dropped_and_counted(channels, cha
     assert mine.open
     assert a.gone == {}
     theirs = post(b, 0, value=2)
-    assert (a.take(mine, 3.0), b.take(theirs, 3.0)) == (D, D)
+    assert (a.take(mine, 30.0), b.take(theirs, 30.0)) == (D, D)
     assert mine.received.tolist() == [2.0] * 4
 
 
@@ -99,7 +99,7 @@ def test_garbage_over_a_link_is_dropped_and_disturbs_nobody_else():
     until(lambda: a.poll() or a.refused == 6)
     speak(lambda seals: [bytes(1 << 20)])  # above the limit: its connection is cut
     pair = post(a, 1), post(b, 0)
-    assert (a.take(pair[0], 3.0), b.take(pair[1], 3.0)) == (D, D)
+    assert (a.take(pair[0], 30.0), b.take(pair[1], 30.0)) == (D, D)
     assert a.gone == b.gone == {}
     for end in ends:
         end.close()
@@ -115,7 +115,7 @@ def test_a_rank_does_not_speak_as_another(encrypt):
     until(lambda: a.poll() or a.refused == 1)
     assert mine.open
     theirs = post(b, 0, value=2)
-    assert (a.take(mine, 3.0), b.take(theirs, 3.0)) == (D, D)
+    assert (a.take(mine, 30.0), b.take(theirs, 30.0)) == (D, D)
     assert mine.received.tolist() == [2.0] * 4
     for end in ends:
         end.close()
@@ -162,7 +162,7 @@ def test_a_queue_that_was_full_while_a_rank_slept_goes_on(monkeypatch):
     assert not given[-1].ticket.done
     taken = [b.post(r, 0, values[0], send_to=None, recv_from=0) for r in range(40)]
     for r, exchange in enumerate(taken):
-        assert b.take(exchange, 3.0) is D
+        assert b.take(exchange, 30.0) is D
         assert exchange.received.eq(r).all()
     until(lambda: all(exchange.ticket.done for exchange in given))
     a.close()
@@ -209,12 +209,12 @@ def test_a_link_that_broke_one_way_is_told_and_made_anew_in_the_next_generation(
     ends = make_transports("zeromq", 2)
     a, b = (Channel(end, run=RUN, plan=[Part(torch.float32, 4)]) for end in ends)
     pair = post(a, 1), post(b, 0)
-    assert (a.take(pair[0], 3.0), b.take(pair[1], 3.0)) == (D, D)
+    assert (a.take(pair[0], 30.0), b.take(pair[1], 30.0)) == (D, D)
     until(lambda: a.poll() or ends[0]._links[1].was_up)  # else it is not yet seen to go down
     ends[0]._links[1].note(_zeromq_link.DOWN)
     ends[0]._links[1].note(_zeromq_link.UP)
     waits = post(b, 0, round=1)
-    assert a.take(post(a, 1, round=1), 3.0) in (D, X)
+    assert a.take(post(a, 1, round=1), 30.0) in (D, X)
     until(lambda: a.poll() or a.gone == {1: "was lost"})
     if waits.open:
         b.take(waits, 0.0)
@@ -226,7 +226,7 @@ def test_a_link_that_broke_one_way_is_told_and_made_anew_in_the_next_generation(
     assert a.gone == b.gone == {}
     until(lambda: a.poll() or b.poll() or min(a._ledgers[1].latest, b._ledgers[0].latest) > 0)
     anew = post(a, 1, round=3, value=5), post(b, 0, round=3, value=6)
-    assert (a.take(anew[0], 3.0), b.take(anew[1], 3.0)) == (D, D)
+    assert (a.take(anew[0], 30.0), b.take(anew[1], 30.0)) == (D, D)
     assert anew[0].received.tolist() == [6.0] * 4
     a.close()
     b.close()

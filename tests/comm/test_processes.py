@@ -80,7 +80,7 @@ def fork_and_close(rank, store):
     def pair(round):
         x = a.post(round, 0, torch.zeros(4), send_to=1, recv_from=1)
         y = b.post(round, 0, torch.zeros(4), send_to=0, recv_from=0)
-        return [a.take(x, 3.0), b.take(y, 3.0)]
+        return [a.take(x, 30.0), b.take(y, 30.0)]
 
     outcomes = pair(0)
     if (child := os.fork()) == 0:

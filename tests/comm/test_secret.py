@@ -223,7 +223,7 @@ def test_links_that_know_the_secret_bring_what_is_sent(encrypt):
         values = torch.full((2, size), float(round))
         mine = a.post(round, 0, values[0], send_to=1, recv_from=1)
         theirs = b.post(round, 0, values[1] + 1, send_to=0, recv_from=0)
-        assert (a.take(mine, 3.0), b.take(theirs, 3.0)) == (D, D)
+        assert (a.take(mine, 30.0), b.take(theirs, 30.0)) == (D, D)
         assert mine.received.eq(round + 1).all()
         assert theirs.received.eq(round).all()
     until(lambda: all(not len(end._listener.door._waiting) for end in ends))  # they spoke

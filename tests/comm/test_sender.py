@@ -17,7 +17,7 @@ def test_order_holds_behind_a_slow_buffer():
     sender = DeferredSender(lambda peer, header, payload: sent.append(header) or Sent())
     go = threading.Event()
     assert sender.send(0, b"0", None, None).done
-    slow = sender.send(0, b"1", torch.zeros(1), lambda: go.wait(3) and None)
+    slow = sender.send(0, b"1", torch.zeros(1), lambda: go.wait(30) and None)
     after = sender.send(0, b"2", None, None)
     time.sleep(0.05)
     assert sent == [b"0"]
@@ -69,22 +69,22 @@ def test_a_channel_sends_when_the_buffer_is_ready(channels):
     a, b = channels()
     go = threading.Event()
     payload = torch.zeros(4)
-    mine = a.post(0, 0, payload, send_to=1, recv_from=1, ready=lambda: go.wait(3) and None)
+    mine = a.post(0, 0, payload, send_to=1, recv_from=1, ready=lambda: go.wait(30) and None)
     theirs = b.post(0, 0, torch.ones(4), send_to=0, recv_from=0)
     assert b.take(theirs, 0.05) is Outcome.LATE
     payload.fill_(5.0)
     go.set()
-    assert b.take(theirs, 3.0) is Outcome.DELIVERED
+    assert b.take(theirs, 30.0) is Outcome.DELIVERED
     assert theirs.received.tolist() == [5.0] * 4
-    assert a.take(mine, 3.0) is Outcome.DELIVERED
+    assert a.take(mine, 30.0) is Outcome.DELIVERED
 
 
 def test_a_peer_that_leaves_between_post_and_send_holds_no_ticket(channels):
     a, b = channels()
     go = threading.Event()
-    mine = a.post(0, 0, torch.zeros(4), send_to=1, recv_from=1, ready=lambda: go.wait(3) and None)
+    mine = a.post(0, 0, torch.zeros(4), send_to=1, recv_from=1, ready=lambda: go.wait(30) and None)
     b._transport.close()
-    assert a.take(mine, 3.0) is Outcome.DEAD_PEER
+    assert a.take(mine, 30.0) is Outcome.DEAD_PEER
     assert not mine.ticket.done
     go.set()
     until(lambda: mine.ticket.done)

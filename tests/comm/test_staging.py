@@ -140,7 +140,7 @@ def test_snapshots_travel_between_ranks(channels, cuda):
             snapshot.hold(exchange.ticket)
             posted.append((snapshot, exchange))
         for rank, (snapshot, exchange) in enumerate(posted):
-            assert ends[rank].take(exchange, 3.0) is Outcome.DELIVERED
+            assert ends[rank].take(exchange, 30.0) is Outcome.DELIVERED
             there = to_device(exchange.received, values[rank])
             assert there.eq(1 - rank + round).all()
             pools[rank].release(snapshot)

@@ -37,7 +37,7 @@ def ours() -> list[threading.Thread]:
     ]
 
 
-def until_none_but(before: Set[threading.Thread], timeout_seconds: float = 3.0) -> None:
+def until_none_but(before: Set[threading.Thread], timeout_seconds: float = 20.0) -> None:
     """Returns when no thread of gossipgrad runs but these; says where others stand if some do."""
     try:
         until(lambda: {*ours()} <= before, timeout_seconds)

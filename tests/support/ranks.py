@@ -14,11 +14,11 @@ from gossipgrad.comm import Group
 __all__ = ["run_ranks", "where"]
 
 T = TypeVar("T")
-_GRACE_SECONDS = 3.0  # for the other ranks to notice that one has failed
+_GRACE_SECONDS = 20.0  # for the other ranks to notice that one has failed
 
 
 def run_ranks(
-    world_size: int, function: Callable[[int, Group], T], timeout_seconds: float = 60
+    world_size: int, function: Callable[[int, Group], T], timeout_seconds: float = 100
 ) -> list[T]:
     """Runs `function(rank, group)` in a thread a rank; what each returned, by rank.
 

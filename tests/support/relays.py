@@ -20,15 +20,22 @@ class _End(asyncio.Protocol):
 
     def meet(self, other):
         self.other, other.other = other, self
-        for data in self._kept:
-            other.write(data)
+        if not self._relay.holds:
+            self.pass_on()
+            other.pass_on()
+
+    def pass_on(self):
+        """What came before there was another end, or while the relay held."""
+        kept, self._kept = self._kept, []
+        for data in kept:
+            self.other.write(data)
 
     def data_received(self, data):
         if self._watched and self._relay.cut_at is not None and self._relay.cut_at in data:
             self._relay.cut_at = None
             self.cut()
             self.other.cut()
-        elif self.other is None:
+        elif self.other is None or self._relay.holds:
             self._kept.append(data)
         else:
             self.other.write(data)
@@ -54,10 +61,12 @@ class Relay:
         connections: How many have come.
         cut_at: Cuts the next connection in which the listening end says this.
         open: Ends of connections.
+        holds: Whether nothing is passed on for a while.
     """
 
     def __init__(self, to, *, delay_seconds=0.0):
         self.to, self.connections, self.cut_at, self.open = to, 0, None, set()
+        self.holds = False
         self._delay_seconds = delay_seconds
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -68,6 +77,14 @@ class Relay:
 
     def later(self, act):
         self._loop.call_later(self._delay_seconds, act)
+
+    def hold(self):
+        """Passes nothing on until `go_on`; connections are made and end as always."""
+        self._loop.call_soon_threadsafe(setattr, self, "holds", True)
+
+    def go_on(self):
+        """Passes on what was held, and all that comes."""
+        self._loop.call_soon_threadsafe(self._go_on)
 
     def cut(self):
         """Ends all connections that are open now."""
@@ -85,6 +102,12 @@ class Relay:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+    def _go_on(self):
+        self.holds = False
+        for end in self.open:
+            if end.other is not None:
+                end.pass_on()
 
     def _cut(self):
         for end in [*self.open]:
