@@ -35,13 +35,20 @@ class Worker:
     def __init__(self) -> None:
         self._held: dict[str, Contestant] = {}
         self._bytes_before: dict[str, int] = {}  # of memory, when it was made
-        self._store: dist.Store | None = None
+        self._store: dist.TCPStore | None = None
+
+    def listen(self, address: str, port: int) -> int:
+        """Opens the store of the next group, on a free port if that is 0; which it is.
+
+        The port is taken from then on: none that was free a moment ago has to be so still.
+        """
+        self._store = _store(address, port, is_master=True)
+        return self._store.port
 
     def join(self, rank: int, world_size: int, address: str, port: int) -> None:
-        """Makes the default process group; rank 0 keeps the store."""
-        self._store = dist.TCPStore(
-            address, port, is_master=rank == 0, timeout=timedelta(seconds=_GROUP_SECONDS)
-        )
+        """Makes the default process group; rank 0 keeps the store that it has opened."""
+        if rank:
+            self._store = _store(address, port, is_master=False)
         dist.init_process_group(
             "gloo",
             store=self._store,
@@ -108,6 +115,11 @@ class Worker:
         self._store = None
         gc.unfreeze()
         gc.collect()
+
+
+def _store(address: str, port: int, *, is_master: bool) -> dist.TCPStore:
+    timeout = timedelta(seconds=_GROUP_SECONDS)
+    return dist.TCPStore(address, port, is_master=is_master, timeout=timeout)
 
 
 def _memory_bytes(what: str) -> int:
