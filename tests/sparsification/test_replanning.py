@@ -87,17 +87,18 @@ def test_a_drift_that_is_loaded_looks_as_often_as_its_settings_say():
     ids=["never", "a rule", "between looks"],
 )
 def test_what_a_planner_remembers_is_bounded(monkeypatch, settings):
+    monkeypatch.setattr(_planner, "_REMEMBERED_ROUNDS", 10)
     monkeypatch.setattr(_planner, "measure_costs", costs_that_say(sparse=1e-3, dense=1.0))
 
     def look(session):
         return len(session._planner._times)
 
-    for _, remembered in train(2, 137, density=0.1, look=look, **settings):
-        assert remembered == (100 if settings.get("replan") == Replan(every=150) else 0)
+    for _, remembered in train(2, 30, density=0.1, look=look, **settings):
+        assert remembered == (10 if settings.get("replan") == Replan(every=150) else 0)
 
 
 def asked_at(monkeypatch, density, **settings):
-    """The densities at which costs are measured in 100 steps, on one rank, and its stats."""
+    """The densities at which costs are measured in 50 steps, on one rank, and its stats."""
     asked = []
 
     def measured(settings, group, *args, density, **kwargs):
@@ -106,19 +107,19 @@ def asked_at(monkeypatch, density, **settings):
         return costs_that_say(sparse=density, dense=0.5)(settings)
 
     monkeypatch.setattr(_planner, "measure_costs", measured)
-    ((_, stats), _) = train(2, 100, density=density, look=lambda s: s.stats(), **settings)
+    ((_, stats), _) = train(2, 50, density=density, look=lambda s: s.stats(), **settings)
     return asked, stats
 
 
 def test_each_stage_of_a_warm_up_is_planned_anew(monkeypatch):
-    course = gg.sparsification.Warmup(densities=(1.0, 0.25), steps=20, then=0.01)
+    course = gg.sparsification.Warmup(densities=(1.0, 0.25), steps=15, then=0.01)
     asked, stats = asked_at(monkeypatch, course, replan=Replan(every=1000))
     assert asked == pytest.approx([1.0, 0.25, 0.01])
     assert {group.method for group in stats.groups} == {"sparse"}  # it was dense at first
 
 
 def test_no_plan_follows_the_first_where_nobody_asks_for_one(monkeypatch):
-    course = gg.sparsification.Warmup(densities=(1.0, 0.25), steps=20, then=0.01)
+    course = gg.sparsification.Warmup(densities=(1.0, 0.25), steps=15, then=0.01)
     asked, stats = asked_at(monkeypatch, course, replan=None)
     assert asked == [1.0]
     assert stats.replans == 0

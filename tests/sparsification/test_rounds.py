@@ -315,14 +315,14 @@ def test_residuals_follow_the_scale_of_the_loss():
 
 
 def test_starved_tensors_are_told_of_and_per_tensor_selection_starves_none():
-    def starved(select):
+    def starved(select, rounds):
         def rank_main(rank, group):
             model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
             optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
             with gg.sparsify(
                 model, optimizer, process_group=group, plan="single", density=0.02, select=select
             ) as session:
-                for _ in range(200):
+                for _ in range(rounds):
                     for p in model.parameters():
                         p.grad = torch.full_like(p, 1e-9)
                     model[0].weight.grad[0, 0] = 1.0
@@ -331,12 +331,12 @@ def test_starved_tensors_are_told_of_and_per_tensor_selection_starves_none():
 
         return run_ranks(2, rank_main)[0]
 
-    stats = starved("per_group")
+    stats = starved("per_group", 190)
     assert stats.starved_after == 189
     assert stats.starved_tensors == 3
     assert stats.starved_share == pytest.approx((6 + 18 + 3) / 63)
     assert "3 tensors starved" in str(stats)
-    stats = starved("per_tensor")
+    stats = starved("per_tensor", 10)
     assert stats.starved_tensors == stats.longest_wait_rounds == 0
 
 
