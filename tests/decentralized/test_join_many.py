@@ -19,16 +19,16 @@ def test_three_become_six_at_once_and_two_are_left(mode):
 
     def life(me):
         rank = me.session.rank
-        me.train_until(lambda: len(me.session.membership.living) == 6, 20.0)
+        me.train_until(lambda: len(me.session.membership.living) == 6)
         mix(me, among_six, 6)
         grown[rank] = me.mean()
         me.session.group.barrier()
         if rank in (0, 5):
             me.die()
-        me.train_until(lambda: {0, 5} <= me.session.membership.lost.keys(), 20.0)
+        me.train_until(lambda: {0, 5} <= me.session.membership.lost.keys())
         if rank in (1, 3):
             return None
-        me.train_until(lambda: me.session.membership.living == (2, 4), 20.0)
+        me.train_until(lambda: me.session.membership.living == (2, 4))
         mix(me, among_two, 2)
         mean = me.mean()
         me.session.group.barrier()
@@ -57,7 +57,7 @@ def test_a_number_is_never_given_twice_and_newcomers_invite_others():
     def member(me, run):
         if me.rank == 0:
             run.invite(me.session, 0)
-        me.train_until(lambda: 3 in me.session.membership.joined, 20.0)
+        me.train_until(lambda: 3 in me.session.membership.joined)
         me.train_until(lambda: done)
         read.append(me.session.membership)
         return read[-1]
@@ -66,7 +66,7 @@ def test_a_number_is_never_given_twice_and_newcomers_invite_others():
         rank = me.session.rank
         if rank == 2:
             run.invite(me.session, 1)
-            me.train_until(lambda: 3 in me.session.membership.living, 20.0)
+            me.train_until(lambda: 3 in me.session.membership.living)
             return
         me.train_until(lambda: 2 in me.session.membership.gone)
         assert me.session.membership.joined.keys() == {2, 3}

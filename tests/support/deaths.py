@@ -5,18 +5,19 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import torch.distributed as dist
 from torch import Tensor
 
 import gossipgrad as gg
-from gossipgrad.comm import Group, Hub, ScriptedDeathError
+from gossipgrad.comm import Group, Hub, Record, ScriptedDeathError
 from support.ranks import run_ranks
 from support.replicas import backward, flat, network, sgd
 from support.waiting import until
 
-__all__ = ["QUICK", "Rank", "run_mortals"]
+__all__ = ["QUICK", "Rank", "fall_silent", "run_mortals", "take_for_dead"]
 
-QUICK = gg.Heartbeats(interval_seconds=0.03, lease_seconds=0.5, silent_seconds=2.0)
-"""Two seconds without a sign of life: a busy machine may hold a thread up for long."""
+QUICK = gg.Heartbeats(interval_seconds=0.03, lease_seconds=0.5, silent_seconds=20.0)
+"""Half a second for one whose link broke; else long: a busy machine may hold a thread up."""
 
 
 class Rank:
@@ -38,7 +39,7 @@ class Rank:
         for _ in range(steps):
             self._train()
 
-    def train_until(self, condition: Callable[[], Any], timeout_seconds: float = 10.0) -> None:
+    def train_until(self, condition: Callable[[], Any], timeout_seconds: float = 60.0) -> None:
         """Makes steps until a condition holds; fails if it does not in time."""
 
         def met() -> bool:
@@ -59,8 +60,25 @@ class Rank:
 
     def die(self) -> NoReturn:
         """Ends this rank without a word; others hear its links break."""
+        fall_silent(self.session)  # a beat behind that would be a sign of life
         self.hub.remove(self.rank)
         raise ScriptedDeathError(f"rank {self.rank} dies by script")
+
+
+def fall_silent(session: gg.GossipSession) -> None:
+    """Shows no sign of life from now on, as a process that stands still."""
+    watch = session._members.watch
+    if watch is not None:
+        watch.stop()
+        assert watch._thread is not None
+        watch._thread.join()
+
+
+def take_for_dead(session: gg.GossipSession, rank: int) -> None:
+    """Writes what a member would that has seen no sign of life of a rank for long enough."""
+    record = Record(dist.PrefixStore(session._members.name, session.group.store))
+    while rank in (known := record.read()).living:
+        record.replace(known, known.without({rank: "no sign of life"}, left=False, by=0))
 
 
 def run_mortals(
@@ -69,7 +87,6 @@ def run_mortals(
     *,
     heartbeats: gg.Heartbeats | None = QUICK,
     gradients: Callable[[Any, int, int], None] = backward,
-    timeout_seconds: float = 40,
     **settings: Any,
 ) -> list[Any]:
     """Runs `function(rank)` with a session in a thread a rank; None for those that die."""
@@ -100,4 +117,4 @@ def run_mortals(
         ):
             return function(Rank(rank, session, hub, train))
 
-    return run_ranks(world_size, rank_main, timeout_seconds)
+    return run_ranks(world_size, rank_main)

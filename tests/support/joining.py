@@ -68,7 +68,7 @@ def run_open(
     heartbeats: gg.Heartbeats = QUICK,
     gradients: Callable[[Any, int, int], None] = backward,
     optimizer: Callable[[Any], torch.optim.Optimizer] = sgd,
-    timeout_seconds: float = 40,
+    timeout_seconds: float = 100,
     **settings: Any,
 ) -> list[Any]:
     """Runs `member(me, run)` in a thread a rank, `newcomer(me, run)` for those who join.
@@ -93,7 +93,7 @@ def run_open(
         if joins:
             assert run.invited[place - world_size].wait(timeout_seconds)
             try:
-                session = gg.join(model, made, run.invitation, timeout_seconds=20.0)
+                session = gg.join(model, made, run.invitation, timeout_seconds=60.0)
             except ScriptedDeathError:
                 return None
         else:
