@@ -124,9 +124,7 @@ def test_an_interrupt_moves_no_mean(alarm, place, mode, world_size):
 
 @pytest.mark.parametrize("place", PLACES)
 def test_an_interrupt_in_mode_stale_moves_no_mean_and_holds_no_snapshot(alarm, place):
-    ranks = Scripted(
-        2, make=doubles, optimizer=plain, mode="stale", heartbeats=None, bucket_bytes=64
-    )
+    ranks = Scripted(2, make=doubles, optimizer=plain, mode="stale", bucket_bytes=64)
     for rank, session in enumerate(ranks.sessions):
         part_ways(session, ranks.models[rank], rank)
     before = sum(flat(model) for model in ranks.models)
@@ -154,7 +152,7 @@ def test_an_interrupt_in_mode_stale_moves_no_mean_and_holds_no_snapshot(alarm, p
 
 
 def test_an_interrupt_as_a_round_of_mode_stale_is_taken_on_breaks_no_later_step():
-    ranks = Scripted(2, mode="stale", heartbeats=None)
+    ranks = Scripted(2, mode="stale")
     rounds = ranks.sessions[0]._rounds
     take_on = rounds.take_on
 

@@ -29,12 +29,16 @@ class Scripted:
         first: Callable[["Scripted", gg.GossipSession], None] = lambda scripted, session: None,
         **settings,
     ) -> None:
-        """`first` is done by all ranks at once, each in a thread: there may be collectives."""
+        """`first` is done by all ranks at once, each in a thread: there may be collectives.
+
+        No time passes, nor any lease: by default nobody watches over the others.
+        """
         self.wires = Wires(world_size)
         self.models: list[nn.Module] = [make() for _ in range(world_size)]
         self.steps = [0] * world_size
         self.optimizers = [optimizer(list(model.parameters())) for model in self.models]
         settings.setdefault("bucket_bytes", 1 << 20)  # one message a round and section
+        settings.setdefault("heartbeats", None)
 
         def begin(rank: int, group: Group) -> gg.GossipSession:
             session = gg.gossip(
