@@ -1,6 +1,7 @@
 """Ranks that stop early, fail, hang, are killed or interrupted: the others go on."""
 
 import gc
+import threading
 import time
 import weakref
 
@@ -10,6 +11,8 @@ import torch
 import gossipgrad as gg
 from gossipgrad import topology
 from gossipgrad.comm import Faults, FaultyTransport, Hub, ScriptedDeathError
+from gossipgrad.decentralized._deadlines import Deadlines
+from support.dams import Dam
 from support.ranks import run_ranks
 from support.replicas import (
     backward,
@@ -19,6 +22,7 @@ from support.replicas import (
     sgd,
     transport_by_name,
 )
+from support.waiting import until
 
 
 @pytest.mark.parametrize("mode", ["overlap", "sync"])
@@ -52,7 +56,7 @@ def test_unequal_step_counts_end_without_a_hang(mode, transport, average_every):
                 optimizer.step()
         return seen, longest
 
-    results = run_ranks(4, rank_main, timeout_seconds=40)
+    results = run_ranks(4, rank_main)
     for seen, longest in results:
         assert torch.equal(seen, results[0][0])
         assert longest < 10
@@ -67,7 +71,9 @@ def test_break_and_exception_end_without_a_hang(transport):
         optimizer = sgd(list(model.parameters()))
         steps = 0
         try:
-            with gg.gossip(model, optimizer, process_group=group, transport=link) as session:
+            with gg.gossip(
+                model, optimizer, process_group=group, transport=link, heartbeats=None
+            ) as session:
                 for step in range(12):
                     if rank == 1 and step == 4:
                         break
@@ -81,7 +87,7 @@ def test_break_and_exception_end_without_a_hang(transport):
             return steps, None
         return steps, stats
 
-    results = run_ranks(4, rank_main, timeout_seconds=40)
+    results = run_ranks(4, rank_main)
     assert [steps for steps, _ in results] == [12, 4, 6, 12]
     outcomes = results[0][1].outcomes
     assert outcomes["dead_peer"] + outcomes["void"] > 0
@@ -132,13 +138,14 @@ def test_a_consensus_that_fails_holds_up_no_round(mode):
             return
         with pytest.raises(gg.GossipError), session.consensus():
             pass
+        together.wait(60)  # with one that is still in it nobody mixes
         for step in range(20):
             backward(model, rank, step)
             optimizer.step()
         assert session.stats().outcomes["delivered"] >= 5
         session.close()
 
-    link = transport_by_name("in-process", 4)
+    link, together = transport_by_name("in-process", 4), threading.Barrier(3)
     run_ranks(4, rank_main)
 
 
@@ -170,6 +177,7 @@ def test_a_killed_rank_does_not_stop_the_others():
                 process_group=group,
                 topology="matching",
                 transport=lambda g: FaultyTransport(hub.transport(g.rank), faults),
+                heartbeats=None,  # or nobody may meet it, once that is known
             ) as session:
                 for step in range(20):
                     backward(model, rank, step)
@@ -183,8 +191,9 @@ def test_a_killed_rank_does_not_stop_the_others():
     assert all(count > 0 for count in outcomes[:3])
 
 
-def test_stuck_partners_do_not_stop_the_others():
+def test_stuck_partners_do_not_stop_the_others(monkeypatch):
     """Two of six ranks are alive and silent; each link waits for its own, nobody for all."""
+    monkeypatch.setattr(Deadlines, "of", lambda self, peer: 0.02 if peer in (4, 5) else 60.0)
     hub = Hub(6)
     faults = Faults()
     for rank in (4, 5):
@@ -200,7 +209,6 @@ def test_stuck_partners_do_not_stop_the_others():
             optimizer,
             process_group=group,
             topology=healthy,
-            mode=gg.Overlap(deadline_seconds=0.15),
             transport=lambda g: FaultyTransport(hub.transport(g.rank), faults),
         ) as session:
             if rank < 4:
@@ -220,7 +228,7 @@ def test_stuck_partners_do_not_stop_the_others():
 def test_a_late_partner_is_mixed_when_it_comes():
     """Past its deadline a step goes on; what came late is mixed after all, so the mean is kept."""
     hub = Hub(2)
-    faults = Faults().delay(rank=0, round=2, seconds=0.6)
+    dam = Dam(hub.transport(0), round=2)
 
     def rank_main(rank, group):
         model = network()
@@ -230,12 +238,13 @@ def test_a_late_partner_is_mixed_when_it_comes():
             optimizer,
             process_group=group,
             mode=gg.Overlap(deadline_seconds=0.2),
-            transport=lambda g: FaultyTransport(hub.transport(g.rank), faults),
+            transport=lambda g: hub.transport(1) if g.rank else dam,
         ) as session:
             for step in range(4):
                 set_gradients(model, rank, step)
                 optimizer.step()
-            time.sleep(0.7)
+            if rank == 1:
+                dam.let_go()
             group.barrier()
             for step in range(4, 8):
                 set_gradients(model, rank, step)
@@ -304,25 +313,27 @@ def test_a_session_nobody_closed_says_leave_when_it_is_collected():
         model = network()
         optimizer = sgd(list(model.parameters()))
         session = gg.gossip(
-            model, optimizer, process_group=group, transport=lambda g: hub.transport(g.rank)
+            model,
+            optimizer,
+            process_group=group,
+            transport=lambda g: hub.transport(g.rank),
+            # Its links end before it says that it leaves; nobody is to take it for dead so soon.
+            heartbeats=gg.Heartbeats(lease_seconds=20.0, silent_seconds=20.0),
         )
         if rank == 0:
             alive = weakref.ref(session)
             del session, optimizer
             # A collection that another thread has under way makes this one do nothing.
-            for _ in range(100):
-                gc.collect()
-                if alive() is None:
-                    break
-                time.sleep(0.05)
-            assert alive() is None
+            until(lambda: gc.collect() >= 0 and alive() is None, 60.0)
             return None
         # Its word may end exchanges that wait, or come before any: then there is none with it.
-        step, deadline = 0, time.monotonic() + 20
-        while 0 in session.membership.living and time.monotonic() < deadline:
-            backward(model, rank, step)
+
+        def is_alone():
+            backward(model, rank, 0)
             optimizer.step()
-            step += 1
+            return 0 not in session.membership.living
+
+        until(is_alone, 60.0)
         membership = session.membership
         session.close()
         return membership

@@ -1,7 +1,6 @@
 """Becoming a member while the store stands still: what was given up leaves nothing behind."""
 
 import threading
-from functools import partial
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -44,9 +43,18 @@ class Standing(dist.Store):
             self.answers.wait()
 
 
+class Hasty(AskedStore):
+    """Gives a question up as soon as the store stands still in it."""
+
+    def ask(self, question, **more):
+        self.begin(question)
+        assert self.store.asked.wait(60)
+        return super().ask(question, **more)
+
+
 @pytest.mark.parametrize("still", ["clone", "compare_set"])
 def test_a_join_that_was_given_up_leaves_no_member_behind(still, monkeypatch):
-    monkeypatch.setattr(_members, "AskedStore", partial(AskedStore, timeout_seconds=0.05))
+    monkeypatch.setattr(_members, "AskedStore", Hasty)
     kept, first = dist.HashStore(), Membership.first(2)
     record, store = Record(kept, first), Standing(kept, None)
     members = object.__new__(_members.Members)
@@ -54,11 +62,11 @@ def test_a_join_that_was_given_up_leaves_no_member_behind(still, monkeypatch):
     members._group = SimpleNamespace(rank=2, store=store)
     rounds = Mock(spec=Rounds)
     rounds.channel = Mock(transport=Mock(spec=Joinable, introduction=()))
+    monkeypatch.setattr(Hasty, "store", store, raising=False)
     store.still = still
     threads = {*threading.enumerate()}
     with pytest.raises(GossipError, match="could not be told that rank 2 joins"):
         members.enter(rounds, donor=0)
-    assert store.asked.is_set()
     store.answers.set()
-    until(lambda: not {*threading.enumerate()} - threads)
+    until(lambda: not {*threading.enumerate()} - threads, 60.0)
     assert record.read().living == (0, 1)

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import threading
 import time
 import warnings
 from types import SimpleNamespace
@@ -147,6 +148,7 @@ def test_an_interrupted_collective_holds_up_no_round():
                 with contextlib.suppress(KeyboardInterrupt):
                     session.consensus_distance()
                 group.all_gather_object = gather
+            group.barrier()  # as long as it is in there, rounds with it are void
             for step in range(20):
                 set_gradients(model, rank, step)
                 optimizer.step()
@@ -193,7 +195,7 @@ def test_a_batch_that_is_dropped_costs_no_later_step(where):
 
     for outcomes, longest in run_ranks(2, rank_main):
         assert outcomes["late"] == outcomes["void"] == 0
-        assert longest < 5.0
+        assert longest < 10.0
 
 
 def test_an_update_that_fails_keeps_no_partner_waiting():
@@ -228,7 +230,7 @@ def test_an_update_that_fails_keeps_no_partner_waiting():
 
 def test_no_weights_are_mixed_while_gradients_are_made():
     """Late weights are there, and no snapshot for the gradients is free: backward goes on."""
-    hub, held = Hub(2), []
+    hub, held, waited = Hub(2), [], threading.Event()
 
     class Slow:
         """Never lets go of the gradients it was given, as a slow link does for a while."""
@@ -274,8 +276,10 @@ def test_no_weights_are_mixed_while_gradients_are_made():
                 backward(model, rank, step)
                 if rank == 1 and step == 1:
                     session.synchronize()
-                    time.sleep(0.45)  # its weights come late to rank 0
+                    assert waited.wait(60)  # its weights come late to rank 0
                 optimizer.step()
+                if rank == 0 and step == 1:
+                    waited.set()
             outcomes = session.stats().outcomes
             for ticket in held:
                 ticket.done = True
@@ -283,7 +287,7 @@ def test_no_weights_are_mixed_while_gradients_are_made():
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        first, _ = run_ranks(2, rank_main, timeout_seconds=30)
+        first, _ = run_ranks(2, rank_main)
     assert first["late"] > 0
     assert first["void"] > 0
 

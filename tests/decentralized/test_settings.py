@@ -292,4 +292,4 @@ def test_a_rank_that_fails_before_the_start_fails_the_others_at_once():
                 every=0 if rank == 1 else 1,
             )
 
-    run_ranks(3, rank_main, timeout_seconds=20)
+    run_ranks(3, rank_main)
