@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -74,8 +75,8 @@ def test_host_work_delays_the_device_and_late_sleeps_do_not(monkeypatch):
         slept.append(round(seconds, 6))
         now[0] += seconds + 0.002  # too long
 
-    monkeypatch.setattr(_replay.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(_replay.time, "sleep", sleep)
+    clock = SimpleNamespace(perf_counter=lambda: now[0], sleep=sleep)
+    monkeypatch.setattr(_replay, "time", clock)  # that of all threads stays as it is
     device = Device()
     device.begin()
     device.run(0.010)  # until 10 ms; it is 12
