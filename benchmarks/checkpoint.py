@@ -188,7 +188,9 @@ def row(parameters: int, repeats: int, folder: Path, order: random.Random) -> di
 
 
 def quartiles(values: list[float]) -> list[float]:
-    """Lower quartile, median, upper quartile."""
+    """Lower quartile, median, upper quartile; all of them the one where there is no other."""
+    if len(values) == 1:
+        values = 2 * values
     return statistics.quantiles(values, n=4, method="inclusive")
 
 
