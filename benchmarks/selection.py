@@ -129,6 +129,7 @@ def peaks(numel: int) -> dict[str, dict[str, int]]:
     libc.mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: what is freed is given back
     values = DISTRIBUTIONS["accumulator"](numel, torch.Generator().manual_seed(SEED))
     found: dict[str, dict[str, int]] = {}
+    gc.freeze()  # collections would look through all that was imported, each time
     for density in DENSITIES:
         count = math.ceil(density * numel)
         found[str(density)] = {}
