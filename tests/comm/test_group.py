@@ -152,7 +152,7 @@ def test_those_that_wait_for_a_rank_that_closed_get_an_error_and_do_not_hang():
             match=r"^the collective did not come about: a rank has died, left or broken it off \(",
         ):
             group.all_reduce_(torch.ones(3))
-        assert time.monotonic() - start < 5.0
+        assert time.monotonic() - start < 30.0
         with pytest.raises(
             GossipError, match=r"^collectives are over: a rank has died, left or broken it off"
         ):
@@ -211,12 +211,12 @@ def test_an_interrupted_collective_ends_the_group_everywhere(monkeypatch):
             with pytest.raises(GossipError, match="a rank has died, left or broken it off"):
                 group.barrier()
         if rank == 2:
-            interrupted.wait(5)
+            interrupted.wait(60)
         start = time.monotonic()
         group.close()
-        assert time.monotonic() - start < 1.0
+        assert time.monotonic() - start < 30.0
 
-    run_ranks(3, work, timeout_seconds=15)
+    run_ranks(3, work)
 
 
 def test_who_waits_for_the_others_no_more_meets_them_later():
@@ -225,7 +225,7 @@ def test_who_waits_for_the_others_no_more_meets_them_later():
     def work(rank, group):
         group.enter(1, (0, 1))
         if rank == 1:
-            elsewhere.wait(5)
+            elsewhere.wait(60)
             return group.all_gather_object(rank)
 
         def unless():
@@ -239,7 +239,7 @@ def test_who_waits_for_the_others_no_more_meets_them_later():
         elsewhere.set()
         return group.all_gather_object(rank)
 
-    assert run_ranks(2, work, timeout_seconds=15) == [[0, 1], [0, 1]]
+    assert run_ranks(2, work) == [[0, 1], [0, 1]]
 
 
 def test_the_source_is_a_rank():

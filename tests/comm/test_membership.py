@@ -134,7 +134,7 @@ def examine_in_the_middle_of(pass_seconds, watch):
     thread.start()
     until(lambda: watch._examined)
     pass_seconds()
-    thread.join(5)
+    thread.join(60)
     return answers
 
 

@@ -149,7 +149,7 @@ def failing(world_size, kind=GossipError, **options):
 
     begun = time.monotonic()
     said = run_ranks(world_size, start)
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < 30
     return said
 
 

@@ -31,7 +31,7 @@ def run_processes(
     world_size: int,
     function: Callable[..., Any],
     *arguments: Any,
-    timeout_seconds: float = 60,
+    timeout_seconds: float = 100,
     may_die: tuple[int, ...] = (),
     grouped: bool = True,
 ) -> list[Any]:

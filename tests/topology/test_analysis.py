@@ -114,9 +114,9 @@ def test_estimates_are_near_the_exact_figures(monkeypatch, name, world_size):
 
 
 def test_many_ranks_are_analysed_without_a_dense_matrix():
-    start = time.perf_counter()
+    start = time.process_time()
     found = analyse(topology.matching(20_000))
-    assert time.perf_counter() - start < 30.0
+    assert time.process_time() - start < 30.0
     assert found.doubly_stochastic
     assert found.rounds_until_all_know_all == 15
     assert topology.diffusion(topology.dissemination(20_000), rounds=15)[-1].min() == 1.0

@@ -220,11 +220,11 @@ def test_descriptions_are_equal_only_for_equal_schedules():
 @pytest.mark.parametrize("name", ["dissemination", "matching", "ring"])
 def test_many_ranks_and_far_rounds_are_answered_at_once(name):
     schedule = by_name(name, 100_000)
-    start = time.perf_counter()
+    start = time.thread_time()
     first = schedule.peers(10**9, 12_345)
     again = schedule.peers(10**9, 12_345)
     last = schedule.peers(2**63 - 1, 99_999)
-    assert time.perf_counter() - start < 1.0
+    assert time.thread_time() - start < 1.0
     assert first == again
     assert last.send_to != 99_999
 

@@ -32,7 +32,11 @@ def test_saves_a_header_and_a_line_a_span(tmp_path):
 
 def test_the_clocks_of_the_header_are_of_one_moment(tmp_path):
     (header,) = saved_lines(Trace(0), tmp_path / "trace.jsonl")
-    offset_now = time.time() - time.perf_counter()
+    tightest_seconds = math.inf
+    while tightest_seconds > 0.001:  # else something stood between the two
+        before = time.perf_counter()
+        offset_now = time.time() - before
+        tightest_seconds = time.perf_counter() - before
     offset_then = header["wall_clock_ns"] / 1e9 - header["perf_counter_seconds"]
     assert offset_then == pytest.approx(offset_now, abs=0.05)
 
@@ -97,11 +101,11 @@ def test_save_leaves_no_partial_file(tmp_path):
 
 def test_recording_is_cheap():
     trace = Trace(0)
-    start = time.process_time()
+    start = time.thread_time()
     for _ in range(20_000):
         trace.span("mix", 0.0, 1.0, round=1)
     # The type checks of the test run are included; without them it is a tenth of this.
-    assert time.process_time() - start < 2.0
+    assert time.thread_time() - start < 2.0
 
 
 @pytest.mark.parametrize("end", [0.5, math.nan])
