@@ -219,18 +219,41 @@ def test_an_interrupted_collective_ends_the_group_everywhere(monkeypatch):
     run_ranks(3, work)
 
 
-def test_who_waits_for_the_others_no_more_meets_them_later():
-    elsewhere = threading.Event()
+def test_who_waits_for_the_others_no_more_meets_them_later(monkeypatch):
+    """Also where the store takes its time to forget that it was there."""
+    elsewhere, forgotten = threading.Event(), threading.Event()
+
+    class Slow(AskedStore):
+        asking = False
+
+        def ask(self, question, **options):
+            self.asking = True
+            try:
+                return super().ask(question, **options)
+            finally:
+                self.asking = False
+
+        def begin(self, question):
+            asking = self.asking
+
+            def slow(store):
+                time.sleep(0.1)
+                question(store)
+                forgotten.set()
+
+            return super().begin(question if asking else slow)
 
     def work(rank, group):
         group.enter(1, (0, 1))
         if rank == 1:
-            elsewhere.wait(60)
+            assert elsewhere.wait(60)
+            assert forgotten.wait(60)
             return group.all_gather_object(rank)
 
         def unless():
             raise GossipError("rank 1 is elsewhere")
 
+        monkeypatch.setattr(_group, "AskedStore", Slow)
         group.unless = unless
         with pytest.raises(GossipError, match=r"^rank 1 is elsewhere$"):
             group.barrier()
@@ -239,7 +262,7 @@ def test_who_waits_for_the_others_no_more_meets_them_later():
         elsewhere.set()
         return group.all_gather_object(rank)
 
-    assert run_ranks(2, work) == [[0, 1], [0, 1]]
+    assert run_ranks(2, work, timeout_seconds=30) == [[0, 1], [0, 1]]
 
 
 def test_the_source_is_a_rank():

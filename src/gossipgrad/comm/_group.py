@@ -6,6 +6,8 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
@@ -85,6 +87,7 @@ class Group:
         self._newest: Callable[[], int] = lambda: 0
         self._name = "start"
         self._gloo: Any = None  # a ProcessGroupGloo, whose stub lacks its collectives
+        self._withdrawn: Future[Any] | None = None  # done when the store has forgotten a visit
         if (size := len(self.members)) > 1:
             try:
                 self._gloo = self._connect()
@@ -296,17 +299,22 @@ class Group:
                 if time.monotonic() > hopeless_seconds:
                     raise RuntimeError(why)
 
+        def come(store: dist.Store) -> None:
+            if self._withdrawn is not None:  # else this visit would be forgotten with the last one
+                futures.wait([self._withdrawn])
+            store.set(here[self.rank], "")
+
         # A store that hangs would hold this rank up for as long.
         asked = AskedStore(self.store)
         try:
-            asked.ask(lambda store: store.set(here[self.rank], ""), listen=look)
+            asked.ask(come, listen=look)
             while not asked.ask(lambda store: store.check([*here.values()]), listen=look):
                 look()
                 try:
                     self.unless()
                 except GossipError:
                     # Others who come while this rank is elsewhere wait for it as long as they like.
-                    asked.begin(lambda store: store.delete_key(here[self.rank]))
+                    self._withdrawn = asked.begin(lambda store: store.delete_key(here[self.rank]))
                     raise
                 if time.monotonic() > deadline:
                     missing = next(
