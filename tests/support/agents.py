@@ -7,7 +7,7 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 __all__ = ["Agents", "agents", "run_torchrun"]
@@ -38,8 +38,13 @@ class Agents:
 
     def end(self) -> None:
         """Leave no process."""
+        # An agent that stands still neither forgets a worker meanwhile nor starts another one.
+        for pid in [agent.pid for agent in self.processes if agent.pid is not None]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
         for pid in self._children():
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         for process in self.processes:
             process.kill()
             process.join()

@@ -1,12 +1,12 @@
 """Runs of the launcher in this process: their workers, and what befalls these at a given step."""
 
 import json
-import multiprocessing
+import multiprocessing.process
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from gossipgrad.train import TrainConfig
@@ -32,8 +32,18 @@ def config(out: Path, **options: object) -> TrainConfig:
 
 
 def workers() -> dict[str, multiprocessing.Process]:
-    """Those that live, by name."""
-    return {process.name: process for process in multiprocessing.active_children()}
+    """Those that live, by name.
+
+    None is asked for its exit code: of two threads that ask at once, the launcher's and this one,
+    one reads it and the other one takes it for 255.
+    """
+    found = {}
+    for process in [*multiprocessing.process._children]:
+        with suppress(OSError, ValueError):  # it has ended, or was closed
+            stat = Path(f"/proc/{process.pid}/stat").read_text()
+            if stat.rpartition(")")[2].split()[0] != "Z":
+                found[process.name] = process
+    return found
 
 
 @contextmanager

@@ -156,6 +156,6 @@ def parted(
     )
     seconds = time.monotonic() - start_seconds
     store.set(f"parted{rank}", "")
-    store.wait([f"parted{other}" for other in range(world_size)], timedelta(seconds=20))
+    store.wait([f"parted{other}" for other in range(world_size)], timedelta(seconds=100))
     weights = [v for p in model.parameters() for v in p.flatten().tolist()]
     return ended, seconds, evaluation.is_consensus, strategy.notes, weights

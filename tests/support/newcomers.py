@@ -162,7 +162,7 @@ class Run:
 
     def _train(self, rank):
         store = dist.TCPStore(
-            "127.0.0.1", self.store.port, is_master=False, timeout=timedelta(seconds=30)
+            "127.0.0.1", self.store.port, is_master=False, timeout=timedelta(seconds=100)
         )
         return train_rank(
             self.config,

@@ -150,7 +150,7 @@ class Run:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(20)
+            thread.join(60)
         if errors:
             raise errors[0]
         assert not any(thread.is_alive() for thread in threads), "a rank hangs"
