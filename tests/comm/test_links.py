@@ -324,14 +324,22 @@ def test_a_gloo_link_tells_what_came_before_it_tells_the_loss(monkeypatch):
     b.close()
 
 
-def test_a_gloo_link_in_the_making_still_waits_for_the_others_bye():
+def test_a_gloo_link_in_the_making_still_waits_for_the_others_bye(monkeypatch):
     a, b = run_ranks(2, lambda rank, group: GlooTransport(group))
+    make, queued = _gloo._GlooLink._make, threading.Event()
+
+    def make_when_queued(link, store, rank):
+        assert rank == 0 or queued.wait(60.0)
+        return make(link, store, rank)
+
+    monkeypatch.setattr(_gloo._GlooLink, "_make", make_when_queued)
     a.send(1, b"hello")
 
     def answer():
         time.sleep(0.2)
         for _ in range(30):
             b.send(0, b"answer", torch.zeros(1 << 16, dtype=torch.uint8))
+        queued.set()
         b.close(linger_seconds=30.0)
 
     thread = threading.Thread(target=answer)
