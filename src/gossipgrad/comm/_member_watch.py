@@ -80,11 +80,8 @@ class MemberWatch:
         self.frozen: str | None = None
         self.waits = True
         self.wishes = Wishes(rank)
-        self._store = store
-        self._rank = rank
-        self._settings = settings
-        self._reconnect = reconnect
-        self._now = now
+        self._store, self._rank, self._settings = store, rank, settings
+        self._reconnect, self._now = reconnect, now
         self._record = Record(store, first)
         self._beats = self._slow_beats = 0
         self._seen: dict[int, _Seen] = {}
