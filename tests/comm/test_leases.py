@@ -11,15 +11,16 @@ from gossipgrad.comm import Heartbeats, Membership, MemberWatch
 from gossipgrad.comm._membership import Record
 from gossipgrad.errors import EvictedError
 from support.waiting import until
-from support.watches import pass_seconds
+from support.watches import make_watches, pass_seconds
 
 
-def test_a_lease_that_ran_out_is_renewed_before_anything_is_sent(watches, clock):
+def test_a_lease_that_ran_out_is_renewed_before_anything_is_sent(clock):
     """The heartbeat thread of rank 1 stands still; the others give rank 1 up meanwhile."""
-    all_watches = watches(3)
+    settings = Heartbeats(interval_seconds=1.0, lease_seconds=60.0, silent_seconds=80.0)
+    all_watches = make_watches(clock, 3, settings)
     pass_seconds(clock, all_watches, 3)
     paused = all_watches[1]
-    pass_seconds(clock, [all_watches[0], all_watches[2]], 14)
+    pass_seconds(clock, [all_watches[0], all_watches[2]], 84)
     assert all_watches[0].latest.living == (0, 2)
     paused.start()  # goes on, but may come later than the next send
     assert not paused.is_member()

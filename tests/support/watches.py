@@ -18,10 +18,12 @@ class Clock:
         return self.seconds
 
 
-def make_watches(clock: Clock, world_size: int) -> list[MemberWatch]:
+def make_watches(
+    clock: Clock, world_size: int, settings: Heartbeats = SETTINGS
+) -> list[MemberWatch]:
     """The watches of a world, on one store."""
     store, first = dist.HashStore(), Membership.first(world_size)
-    return [MemberWatch(store, r, first, SETTINGS, now=clock) for r in range(world_size)]
+    return [MemberWatch(store, r, first, settings, now=clock) for r in range(world_size)]
 
 
 def pass_seconds(clock: Clock, watches: list[MemberWatch], seconds: int) -> None:
