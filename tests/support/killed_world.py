@@ -4,12 +4,12 @@ import contextlib
 import io
 import os
 import signal
-import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from gossipgrad.train import GossipConfig, TrainConfig, run
-from support.waiting import until
+from gossipgrad.train._metrics import Event, Metrics
 
 __all__ = ["train_with_a_death"]
 
@@ -23,16 +23,20 @@ def train_with_a_death(
     put the run together, and what it said on stderr.
     """
     os.environ |= {**environs[rank], "GLOO_SOCKET_IFNAME": "lo"}
-    if rank == victim:
-        metrics = Path(out) / f"metrics-rank{rank}.jsonl"
+    write = Metrics.write
 
-        def die() -> None:
-            until(lambda: metrics.exists() and metrics.read_text().count("\n") > 20, 80)
+    def write_and_die(metrics: Metrics, event: str, **values: object) -> Event:
+        record = write(metrics, event, **values)
+        if rank == victim and metrics.steps > 20:
             os.kill(os.getpid(), signal.SIGKILL)
+        return record
 
-        threading.Thread(target=die, daemon=True).start()
     told = io.StringIO()
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(told):
+    with (
+        mock.patch.object(Metrics, "write", write_and_die),
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(told),
+    ):
         outcome = run(
             TrainConfig(
                 epochs=4,

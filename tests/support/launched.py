@@ -6,10 +6,11 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from gossipgrad.train import TrainConfig
+from support.held_workers import held_at
 from support.waiting import until
 
 __all__ = [
@@ -73,9 +74,22 @@ def count(out: Path, rank: int, event: str = "step") -> int:
     return sum(json.loads(line)["event"] == event for line in lines)
 
 
-def after_steps(out: Path, steps: int, act: Callable[[], None], *, rank: int = 1):
-    """Calls `act` as soon as a rank has written more than `steps` steps to its metrics."""
-    return when(lambda: count(out, rank) > steps, act)
+@contextmanager
+def after_steps(
+    out: Path, steps: int, act: Callable[[], None], *, rank: int = 1, before: int | None = None
+) -> Iterator[None]:
+    """Calls `act` as soon as a rank has written more than `steps` steps to its metrics.
+
+    No rank makes more than `before` steps until it has: a run that ends needs that.
+    """
+
+    def act_and_let_go() -> None:
+        act()
+        go_on()
+
+    held = nullcontext(lambda: None) if before is None else held_at(before)
+    with held as go_on, when(lambda: count(out, rank) > steps, act_and_let_go):
+        yield
 
 
 def kill(rank: int) -> Callable[[], None]:

@@ -32,7 +32,9 @@ def guide_command(program: str, having: str) -> str:
 def train_under_agents(command: str, tmp_path: Path, *, nodes: int, victim: int) -> dict:
     """Has the worker of one of some agents killed, and not the agent; the summary of the run."""
     out = tmp_path / "run"
+    # The others come no further before it is killed, however late that is.
     few = f"--out {out} --epochs 4 --log-every 1 --trace 0"
+    few += f" --faults 'delay rank={victim} round=40 seconds=100'"
     command = command.replace("--nnodes 8", f"--nnodes {nodes}").replace("--out runs/nodes", few)
     commands = [command.replace("--node-rank 0", f"--node-rank {node}") for node in range(nodes)]
     with agents(commands, tmp_path) as running:

@@ -2,9 +2,11 @@
 
 import json
 import multiprocessing.context
+import socket
 import threading
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from statistics import median
 
 import pytest
 import torch.distributed as dist
@@ -15,14 +17,15 @@ from gossipgrad.train import GossipConfig, PostLocalConfig, RunFailedError, run
 from gossipgrad.train._launcher import launch
 from gossipgrad.train._layout import claim
 from gossipgrad.train._rank import train_rank
+from support.held_workers import held_at
 from support.launched import (
     after_steps,
     config,
+    count,
     kill,
     pause,
     press_ctrl_c,
     stop,
-    wait_for_more,
     when,
     workers,
 )
@@ -81,18 +84,27 @@ def test_gossip_repeats_by_seed_and_mixes(tmp_path):
 
 def test_a_worker_that_is_paused_costs_the_others_nothing(tmp_path):
     """In mode stale; it takes fewer steps, all of which count, and ends with the others."""
-    paused_seconds = []
+    waited_in_none = []
 
     def stand_still():
         begun_seconds = time.monotonic()
-        with pause(1):  # until others have made steps: they wait for it in none
-            wait_for_more(tmp_path, 0, "step", 80)
-            # Far longer than a step that a busy machine interrupts.
-            until(lambda: time.monotonic() > begun_seconds + 1, timeout_seconds=60)
-        paused_seconds.append(time.monotonic() - begun_seconds)
+
+        def others_went_on():
+            """A busy machine may hold up a step; one that waits takes as long as the pause."""
+            paused_seconds = time.monotonic() - begun_seconds
+            return paused_seconds > 1 and all(
+                count(tmp_path, rank) >= 120
+                and longest_step_seconds(tmp_path, rank) < paused_seconds / 2
+                for rank in (0, 2)
+            )
+
+        with pause(1):
+            go_on()
+            until(others_went_on, timeout_seconds=60)
+        waited_in_none.append(True)
 
     options = GossipConfig(mode="stale", max_staleness=1)
-    with after_steps(tmp_path, 20, stand_still):
+    with held_at(40) as go_on, after_steps(tmp_path, 20, stand_still):
         more = {"batch_size": 1, "lr": 0.005, "gossip": options, "trace": 0}
         outcome = run(config(tmp_path, nproc=3, epochs=1, **more))
     summary = outcome.summary
@@ -102,8 +114,7 @@ def test_a_worker_that_is_paused_costs_the_others_nothing(tmp_path):
     assert summary["lost_ranks"] == []
     assert summary["model_is_consensus"]
     assert summary["accuracy"] > 0.8
-    for rank in (0, 2):
-        assert longest_step_seconds(tmp_path, rank) < paused_seconds[0] / 2
+    assert waited_in_none
     assert summary["void_rounds_per_rank"][1] > 0.05 * most
     assert all(late >= 0 for late in summary["late_rounds_per_rank"])
     assert json.loads((tmp_path / "config.json").read_text())["gossip"]["topology"] == "matching"
@@ -111,12 +122,13 @@ def test_a_worker_that_is_paused_costs_the_others_nothing(tmp_path):
 
 def longest_step_seconds(out, rank):
     """The first ones, in which a process still loads what it needs, are left out."""
-    events = map(json.loads, (out / f"metrics-rank{rank}.jsonl").read_text().splitlines())
+    lines = (out / f"metrics-rank{rank}.jsonl").read_text().split("\n")[:-1]
+    events = map(json.loads, lines)
     return max(e["step_seconds"] for e in events if e["event"] == "step" and e["step"] > 10)
 
 
 def test_gossip_goes_on_without_a_killed_worker(tmp_path, capfd):
-    with after_steps(tmp_path, 20, kill(0), rank=0):
+    with after_steps(tmp_path, 20, kill(0), rank=0, before=28):  # in the first epoch
         outcome = run(config(tmp_path, nproc=3, epochs=4))
     assert outcome.exit_code == 0
     assert outcome.summary["lost_ranks"] == [0]
@@ -125,7 +137,7 @@ def test_gossip_goes_on_without_a_killed_worker(tmp_path, capfd):
     assert outcome.summary["model_from_rank"] == 1
     assert outcome.summary["accuracy"] > 0.9
     loss = outcome.summary["losses"]["0"]
-    assert 20 <= loss["step"] < 120
+    assert 20 < loss["step"] <= 28
     assert loss["samples_not_seen"] == 0
     assert "what was left of its share of an epoch was dealt anew among the others" in loss["data"]
     # Three times 30 batches in each of 4 epochs, whoever made them.
@@ -178,7 +190,8 @@ def test_faults_by_script_are_seen_in_trace_and_summary(tmp_path, capfd):
     }
     slow = {round for round, microseconds in with_rank_1.items() if microseconds > 600_000}
     assert slow & {12, 13, 14}, "one of three rounds is with rank 1"
-    assert not slow & {*range(12)}
+    # One or another may be slow on a machine that is busy.
+    assert median(took for round, took in with_rank_1.items() if round < 12) < 600_000
     assert script in (tmp_path / "report.html").read_text()
 
 
@@ -216,7 +229,15 @@ def test_ctrl_c_keeps_what_was_reached(tmp_path, strategy):
     assert not workers()
 
 
-def test_ctrl_c_while_workers_start_leaves_none(tmp_path):
+def test_ctrl_c_while_workers_start_leaves_none(tmp_path, monkeypatch):
+    """They wait for a store that does not answer."""
+
+    @contextmanager
+    def silent_store():
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            yield listener.getsockname()[1]
+
+    monkeypatch.setattr("gossipgrad.train._launcher.hosted_store", silent_store)
     with when(lambda: bool(workers()), press_ctrl_c):
         outcome = run(config(tmp_path, nproc=3, epochs=ENDLESS))
     assert outcome.exit_code == 130
@@ -239,7 +260,7 @@ def test_second_ctrl_c_ends_at_once(tmp_path, capfd):
         outcome = run(config(tmp_path, strategy="local", nproc=2, epochs=ENDLESS))
     assert outcome.exit_code == 130
     assert outcome.begun
-    assert time.monotonic() - insisted_seconds[0] < 20
+    assert time.monotonic() - insisted_seconds[0] < 60
     assert not workers()
 
 

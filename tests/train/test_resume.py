@@ -200,10 +200,11 @@ def test_all_are_killed_and_the_run_is_resumed_bit_for_bit(tmp_path):
 
     killed = tmp_path / "killed"
     first = random.Random(seed).randrange(12, 40)
-    with after_steps(killed, first, kill_all), pytest.raises(RunFailedError):
+    last = first + 20
+    with after_steps(killed, first, kill_all, before=last), pytest.raises(RunFailedError):
         run(config(killed, **options))
     assert checkpoint.latest(killed / "checkpoints") is not None
-    with after_steps(killed, first + 20, press_ctrl_c):
+    with after_steps(killed, last, press_ctrl_c, before=last + 20):
         run(config_of_run(killed))
     assert len({state_of(killed, rank)["session"]["steps"] for rank in range(2)}) == 1
     run(config_of_run(killed))

@@ -84,7 +84,7 @@ def test_a_signal_ends_the_wait_for_a_rank_that_does_not_come(tmp_path):
     process.start()
     until(lambda: is_listening(int(os.environ["MASTER_PORT"])), timeout_seconds=60)
     os.kill(process.pid, signal.SIGINT)
-    process.join(30)
+    process.join(60)
     assert process.exitcode == 130
     errors = (tmp_path / "errors").read_text()
     assert "gossipgrad: stopped by SIGINT before all ranks had started" in errors
@@ -114,7 +114,7 @@ def test_ranks_in_lockstep_that_hear_of_the_stop_one_by_one_stop_together(
     ended = run_processes(2, stopped_by_signal, *options, timeout_seconds=100, grouped=False)
     for exit_code, seconds, _ in ended:
         assert exit_code == 130
-        assert seconds < 5
+        assert seconds < 30, "nobody has waited for as long as one waits that is told alone"
     summary = ended[0][2]
     assert summary["interrupted"]
     assert summary["steps_per_rank"] == [summary["steps"]] * 2
