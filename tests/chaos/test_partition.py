@@ -57,7 +57,7 @@ def test_of_two_halves_the_one_with_the_store_goes_on_and_the_other_learns_it():
             step += 1
 
         def train_until(condition):
-            until(lambda: train() or condition(), 15.0)
+            until(lambda: train() or condition(), 50.0)
 
         evicted = pytest.raises(gg.EvictedError, match=f"rank {rank} was taken for dead")
         with (
@@ -74,7 +74,7 @@ def test_of_two_halves_the_one_with_the_store_goes_on_and_the_other_learns_it():
             ) as session,
         ):
             train_until(lambda: step == 5)
-            together.wait(15)
+            together.wait(50)
             storm.part({0, 1}, {2, 3})
             watch = session._members.watch
             if not here:
@@ -83,7 +83,7 @@ def test_of_two_halves_the_one_with_the_store_goes_on_and_the_other_learns_it():
             delivered = session.stats().outcomes["delivered"]
             train_until(lambda: session.stats().outcomes["delivered"] > delivered + 3)
             seen[rank] = session.membership.generation
-            parted.wait(15)
+            parted.wait(50)
             if here:
                 return session.membership.lost.keys()
             storm.heal()
@@ -125,12 +125,14 @@ def test_silent_partners_may_hold_all_snapshots_of_mode_stale_and_steps_go_on():
 
             group.barrier()
             storm.part({0, 1}, {2})
-            delivered_in(30)
-            group.barrier()
+            # One may have made all its steps before another: what had come by then counts once.
+            for _ in range(3):
+                delivered_in(30)
+                group.barrier()
             stuck = delivered_in(10) if rank < 2 else 0
-            healed.wait(15)
+            healed.wait(50)
             storm.heal()
-            until(lambda: goes_on.update([rank] * delivered_in(1)) or len(goes_on) == 3, 15.0)
+            until(lambda: goes_on.update([rank] * delivered_in(1)) or len(goes_on) == 3, 50.0)
         return stuck
 
     assert run_ranks(3, rank_main)[:2] == [0, 0]

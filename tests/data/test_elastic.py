@@ -14,7 +14,7 @@ from support.shares import let_go as let_go
 
 
 def tcp_store():
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=10))
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=60))
 
 
 def sharded(run, rank, epoch, **kwargs):

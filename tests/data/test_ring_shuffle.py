@@ -304,7 +304,7 @@ def test_a_single_row_joins_the_batch_before_it():
         assert len(shuffle) == 2
         return [epoch(shuffle) for _ in range(2)]
 
-    for rank, epochs in enumerate(run(sizes, two_epochs, deadline_seconds=5.0)):
+    for rank, epochs in enumerate(run(sizes, two_epochs, deadline_seconds=30.0)):
         expected = [4, 5] if rank == 0 else [4, 3]
         assert [[len(batch) for batch in batches] for batches in epochs] == [expected] * 2
         assert all(len(set(flat(batches))) == sizes[rank] for batches in epochs)

@@ -15,15 +15,19 @@ from gossipgrad.data import _ring_shuffle
 from gossipgrad.errors import GossipError
 from support.links import make_transports
 from support.ranks import run_ranks
+from support.storm import Storm, StormyTransport
+from support.waiting import until
 
 SIZE, BATCH = 12, 4
 
 
-def run(p, function, *, kind="in-process", faults=None, **options):
+def run(p, function, *, kind="in-process", faults=None, storm=None, **options):
     """`function(shuffle)` on every rank; what each then holds, and its figures."""
     ends = make_transports(kind, p)
     if faults is not None:
         ends = [FaultyTransport(end, faults) for end in ends]
+    if storm is not None:
+        ends = [StormyTransport(end, storm) for end in ends]
 
     def main(rank, group):
         ids = torch.arange(SIZE) + SIZE * rank
@@ -64,8 +68,20 @@ def steps(shuffle, count):
 batches = weakref.WeakKeyDictionary()
 
 
+def steps_until_gone(shuffle, rank):
+    """Goes on until it is known that a rank has left or died, however late that is."""
+    until(lambda: steps(shuffle, 1) or rank in shuffle.stats().ranks_gone, timeout_seconds=50)
+
+
 @pytest.fixture(autouse=True)
-def leave_soon(monkeypatch):
+def leave_in_order(monkeypatch):
+    """However late a neighbour is, who leaves hears from it which rows it has taken."""
+    monkeypatch.setattr(_ring_shuffle, "_LINGER_SECONDS", 50.0)
+
+
+@pytest.fixture
+def leave_soon(leave_in_order, monkeypatch):
+    """For who would wait in vain."""
     monkeypatch.setattr(_ring_shuffle, "_LINGER_SECONDS", 0.5)
 
 
@@ -89,6 +105,7 @@ def test_an_exception_leaves_the_ring_in_order():
         if shuffle.rank == 1:
             raise KeyboardInterrupt
         steps(shuffle, 10)
+        steps_until_gone(shuffle, 1)
 
     def guarded(shuffle):
         try:
@@ -103,21 +120,22 @@ def test_an_exception_leaves_the_ring_in_order():
 
 
 def test_a_late_neighbour_blocks_no_step():
-    """What rank 1 sends comes two seconds late: the others' steps do not wait for it."""
-    faults = Faults().delay(rank=1, round=2, seconds=2.0)
-    seconds = {}
+    """What rank 1 sends to rank 0 comes when all have made their steps."""
+    storm, together = Storm(3, "", "", 0.0, ()), threading.Barrier(3, timeout=50)
 
     def train(shuffle):
-        start = time.perf_counter()
-        for _ in range(30):
+        steps(shuffle, 2)
+        together.wait()
+        storm.part({0}, {1})
+        for _ in range(28):
             steps(shuffle, 1)
             time.sleep(0.002)
-        seconds[shuffle.rank] = time.perf_counter() - start
         assert shuffle.stats().exposed_seconds == 0.0
+        together.wait()
+        storm.heal()
         shuffle.settle()
 
-    held, stats = run(3, train, faults=faults, credits=2)
-    assert max(seconds.values()) < 1.5
+    held, stats = run(3, train, storm=storm, credits=2)
     assert sorted(flat(held)) == list(range(3 * SIZE))
     assert stats[0].late_rounds > 0
     assert stats[0].rows_stale > 0
@@ -130,7 +148,7 @@ def test_memory_is_bounded_when_a_neighbour_stands_still():
 
     def train(shuffle):
         if shuffle.rank == 1:
-            assert back.wait(20)
+            assert back.wait(50)
         for _ in range(60):
             steps(shuffle, 1)
             time.sleep(0.001)
@@ -144,16 +162,17 @@ def test_memory_is_bounded_when_a_neighbour_stands_still():
     assert 0 < max(most) <= 3 * 3 * BATCH * 8
 
 
-def test_with_a_deadline_a_stuck_neighbour_is_awaited_once():
+def test_with_a_deadline_a_stuck_neighbour_is_awaited_once(caplog):
     back = threading.Event()
 
     def train(shuffle):
         if shuffle.rank == 1:
-            assert back.wait(20)
+            assert back.wait(50)
             return
         steps(shuffle, 40)
-        exposed = shuffle.stats().exposed_seconds
-        assert 0.3 <= exposed < 0.9
+        assert shuffle.stats().exposed_seconds >= 0.3
+        told = [record.getMessage() for record in caplog.records]
+        assert told == ["rank 0: a neighbour is late; its rows stay as they are"]
         if shuffle.rank == 0:
             back.set()
 
@@ -161,12 +180,15 @@ def test_with_a_deadline_a_stuck_neighbour_is_awaited_once():
     assert sorted(flat(held)) == list(range(2 * SIZE))
 
 
+@pytest.mark.usefixtures("leave_soon")
 @pytest.mark.parametrize("p", [2, 3, 6])
 def test_a_killed_rank_takes_along_its_rows_and_those_on_their_way(p, caplog):
     def train(shuffle):
         for _ in range(20):
             steps(shuffle, 1)
             time.sleep(0.002)
+        if shuffle.rank in {0, 1, 2 % p}:  # it dies when it has sent so much, and these hear of it
+            steps_until_gone(shuffle, 1)
 
     held, stats = run(p, train, faults=Faults().kill(rank=1, round=5))
     rows = flat(held)
@@ -190,12 +212,13 @@ def test_settle_names_who_did_not_come():
                 GossipError, match=r"waited 0.2 s for ranks \[1\] to come to settle"
             ):
                 shuffle.settle(timeout_seconds=0.2)
-        settled.wait(20)
+        settled.wait(50)
 
     held, _ = run(2, train)
     assert sorted(flat(held)) == list(range(2 * SIZE))
 
 
+@pytest.mark.usefixtures("leave_soon")
 def test_settle_goes_on_without_a_rank_that_has_left():
     left = threading.Event()
 
@@ -205,7 +228,7 @@ def test_settle_goes_on_without_a_rank_that_has_left():
             shuffle.close()
             left.set()
             return
-        assert left.wait(20)
+        assert left.wait(50)
         steps(shuffle, 2 + shuffle.rank)
         shuffle.settle()
         assert shuffle.stats().rows_in_flight == 0

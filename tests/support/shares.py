@@ -69,7 +69,7 @@ class Run:
         samples: How many there are.
         world_size: Ranks at the start.
         store: The store.
-        settings: Of `ElasticBatches`.
+        settings: Of `ElasticBatches`. They are as patient with the store as a test can be.
     """
 
     made: ClassVar[list["Run"]] = []
@@ -81,7 +81,8 @@ class Run:
             torch.zeros(samples, 1), torch.arange(samples), augmentation=_epoch_of
         )
         self.store = dist.HashStore() if store is None else store
-        self.settings = {"batch_size": 2, "seed": 3, "chunk_batches": 2, **settings}
+        usual = {"batch_size": 2, "seed": 3, "chunk_batches": 2, "patience_seconds": 60.0}
+        self.settings = {**usual, **settings}
         self.settings["world_size"] = world_size
         self.membership = Membership(generation=0, living=tuple(range(world_size)))
         self.ranks: dict[int, One] = {}
@@ -111,6 +112,12 @@ class Run:
             if rank not in self.ranks:
                 self.add(rank)
         self.learn(*(living if known_to is None else known_to))
+
+    def wait_for_store(self, seconds: float) -> None:
+        """From now on all ranks await an answer for so long."""
+        for one in self.ranks.values():
+            pieces = one.batches._pieces
+            pieces._patience_seconds = pieces._limit_seconds = seconds
 
     def learn(self, *ranks: int) -> None:
         """Some ranks take up the newest generation."""

@@ -22,13 +22,46 @@ from support.hanging_store import Hanging
 from support.results import result
 from support.waiting import until
 
-QUICK = Heartbeats(interval_seconds=0.03, lease_seconds=0.3, silent_seconds=0.6)
+QUICK = Heartbeats(interval_seconds=0.03, lease_seconds=0.2, silent_seconds=0.3)
+
+
+class Clock:
+    """Goes on when two ranks or more have come, and all have beaten since that are not gone.
+
+    So none is late, however long its thread was held up.
+    """
+
+    def __init__(self):
+        self.seconds, self.watches = 0.0, []
+        self._beaten, self._lock = set(), threading.Lock()
+
+    def __call__(self):
+        return self.seconds
+
+    def note_beat(self, watch):
+        with self._lock:
+            self._beaten.add(watch)
+            here = {watch for watch in self.watches if not watch._stopped}
+            if len(self.watches) > 1 and here <= self._beaten:
+                self.seconds += QUICK.interval_seconds
+                self._beaten.clear()
 
 
 @pytest.fixture
-def come():
+def come(monkeypatch):
     """Has ranks of a world of three come to the start."""
-    store, come = dist.HashStore(), []
+    store, come, clock = dist.HashStore(), [], Clock()
+
+    class Watch(MemberWatch):
+        def __init__(self, *arguments, **settings):
+            super().__init__(*arguments, **settings, now=clock)
+            clock.watches.append(self)
+
+        def beat(self):
+            super().beat()
+            clock.note_beat(self)
+
+    monkeypatch.setattr(_gathering, "MemberWatch", Watch)
 
     def gathering(rank, start_seconds=1000.0):
         come.append(
@@ -56,7 +89,7 @@ def together(*functions):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
         assert not thread.is_alive()
     return found
 
@@ -91,7 +124,7 @@ def test_one_that_never_comes_is_awaited_for_so_long_and_is_told_when_it_comes(c
     ranks = [come(0, 0.1), come(2, 0.1)]
     met = together(*(rank.meet for rank in ranks))
     assert [m.living for m in met] == [(0, 2)] * 2
-    assert met[0].gone[1].why == "no sign of life for 0.6 s"
+    assert met[0].gone[1].why == "no sign of life for 0.3 s"
     monkeypatch.setattr(MemberWatch, "start", lambda watch: None)  # its thread has not run yet
     late = come(1)
     with pytest.raises(EvictedError, match=r"rank 1 was given up by rank \d before the start \(no"):
@@ -106,7 +139,7 @@ def test_one_that_is_late_and_lives_is_awaited(come):
     waits.join(2 * QUICK.silent_seconds)
     assert not met
     ranks[2].meet()
-    waits.join(30)
+    waits.join(60)
     assert [m.living for m in met] == [(0, 1, 2)] * 2
 
 
@@ -137,7 +170,7 @@ def test_an_opener_that_was_given_up_does_not_undo_what_its_successor_opened(com
 
     def stand_still(again):
         ranks[0].close()
-        goes_on.wait(30)
+        goes_on.wait(60)
         if refuses:
             raise ValueError("no such model")
         return {"out": "first"}
@@ -147,12 +180,12 @@ def test_an_opener_that_was_given_up_does_not_undo_what_its_successor_opened(com
         target=lambda: found.extend(together(lambda: ranks[0].open(stand_still)))
     )
     opener.start()
-    until(lambda: ranks[1].gone(), timeout_seconds=30)
+    until(lambda: ranks[1].gone(), timeout_seconds=60)
     assert ranks[1].open(lambda again: {"out": "second"}) == {"out": "second"}
     # As one that was stopped, and looks again.
     ranks[0]._watch = ranks[1]._watch
     goes_on.set()
-    opener.join(30)
+    opener.join(60)
     assert isinstance(found[0], ValueError if refuses else EvictedError)
     assert ranks[2].open(never) == {"out": "second"}
 
@@ -235,13 +268,14 @@ def test_one_that_dies_before_the_first_step_makes_the_others_start_again(
 ):
     ranks = [come(rank) for rank in range(3)]
     config = TrainConfig(nproc=3)
-    ready = []
+    ready, connected = [], threading.Barrier(2, timeout=60)
 
     def train(config, dataset, run_dir, *, rank, world_size, stop, emit, groups, members):
         if rank == 2:
             ranks[2].close()  # as one that dies: it never comes to its group
             return None
         group = groups("gossip")
+        connected.wait()  # who has begun shows no sign of life here any more
         emit({"event": "ready"})
         group.barrier()
         ready.append(rank)
@@ -269,7 +303,7 @@ def test_one_that_dies_before_the_first_step_makes_the_others_start_again(
     assert sorted(ready) == [0, 1]
     for rank in (0, 1):
         assert [m.living for m in told[rank]] == [(0, 1, 2), (0, 1)]
-        assert told[rank][1].gone[2].why == "no sign of life for 0.6 s"
+        assert told[rank][1].gone[2].why == "no sign of life for 0.3 s"
     until(lambda: not ranks[0].gone())
 
 

@@ -37,7 +37,7 @@ def test_a_rank_that_leaves_is_not_awaited_though_it_lives_on(name, first, world
         "left" if rank == first else "the run was told to stop" for rank in range(world_size)
     ]
     for _, seconds, is_consensus, notes, weights in found:
-        assert seconds < 5
+        assert seconds < 30, "else it is Gloo that gives up, after half an hour"
         assert weights == pytest.approx(found[0][-1], abs=0.1)
         assert not is_consensus
         assert "its statistics of BatchNorm those of its own samples" in notes[0]

@@ -120,7 +120,7 @@ def test_who_joins_stops_with_the_run_and_has_its_consensus(make, mode):
     assert all(one.lost == {} for one in results.values())
     assert all(one.joined["2"]["from_rank"] in (0, 1) for one in results.values())
     assert results[2].steps >= 8
-    assert results[2].steps < results[0].steps
+    assert results[2].steps < max(results[0].steps, results[1].steps)
     assert results[2].stopped
     assert not results[2].left
     assert not run.run_dir.invitation.exists()
