@@ -120,26 +120,45 @@ def test_every_public_name_is_documented():
                 assert value.__doc__, f"{info.name}.{name}"
 
 
-def test_import_is_silent_quick_and_needs_nothing():
-    """Beside torch's own import it takes under 0.3 s of CPU time: machines are shared.
+IMPORT = """
+import dataclasses, gc, sys, time, torch
 
-    A collection of all that torch has made, 0.1 s, falls into it or not by chance.
+def make_classes():
+    start = time.process_time()
+    for _ in range(100):
+        fields = [(f"field{number}", int) for number in range(16)]
+        dataclasses.make_dataclass("Yardstick", fields, frozen=True, slots=True)
+    return time.process_time() - start
+
+gc.disable()  # a collection of all that torch has made falls into it or not by chance
+before = make_classes()
+start = time.process_time()
+import gossipgrad
+took = time.process_time() - start
+print(2 * took / (before + make_classes()))
+sys.exit(any(m in sys.modules for m in ("tyro", "rich", "sklearn", "matplotlib")))
+"""
+
+
+def test_import_is_silent_quick_and_needs_nothing():
+    """Beside torch's own import it takes 0.24 s of CPU time; less than 0.3 s are allowed.
+
+    On a machine where making a hundred classes takes 0.085 s: others are slower, or shared, where
+    what seems to be a process's own time is in part that of its neighbours.
     """
-    code = (
-        "import gc, time, torch; gc.disable(); start = time.process_time(); import gossipgrad; "
-        "import sys; print(time.process_time() - start); "
-        "sys.exit(any(m in sys.modules for m in ('tyro', 'rich', 'sklearn', 'matplotlib')))"
-    )
-    fastest = float("inf")
-    for _ in range(3):
+    least = float("inf")
+    for _ in range(5):
         done = subprocess.run(
-            [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True
+            [sys.executable, "-W", "error", "-c", IMPORT],
+            capture_output=True,
+            text=True,
+            check=True,
         )
         assert done.stderr == ""
-        fastest = min(fastest, float(done.stdout))
-        if fastest < 0.25:
+        least = min(least, float(done.stdout))
+        if least < 0.3 / 0.085:
             break
-    assert fastest < 0.3
+    assert least < 0.3 / 0.085
 
 
 def test_processes_find_the_functions_of_tests():
