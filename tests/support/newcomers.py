@@ -45,23 +45,31 @@ class Gate:
 
     Attributes:
         open: Set while it is open.
+        shut_for: How many readers it shuts for as soon as all have gone through equally often; 0:
+            it does not. One that waits there has none beyond it that waits for it.
         waiting: How many readers wait.
         deadly: By the name of a thread, what is done as it is let through and dies.
     """
 
     def __init__(self):
         self.open, self.waiting, self.deadly = threading.Event(), 0, {}
+        self.shut_for = self._passed = 0
         self.open.set()
         self._lock = threading.Lock()
 
     def go_through(self):
-        if self.open.is_set():
-            return
         with self._lock:
+            if self.shut_for and self._passed % self.shut_for == 0:
+                self.open.clear()
+                self.shut_for = 0
+            if self.open.is_set():
+                self._passed += 1
+                return
             self.waiting += 1
         assert self.open.wait(60)
         with self._lock:
             self.waiting -= 1
+            self._passed += 1
         if (die := self.deadly.pop(threading.current_thread().name, None)) is not None:
             die()
             raise Dead

@@ -187,7 +187,7 @@ def held(make, sessions, monkeypatch):
     evaluating, enter = threading.Event(), Members.enter
 
     def late(*args):
-        run.dataset.test.gate.open.clear()
+        run.dataset.test.gate.shut_for = 2
         run.wait(lambda: run.dataset.test.gate.waiting == 2)
         evaluating.set()
         enter(*args)
