@@ -21,7 +21,7 @@ from gossipgrad.planning import (
 )
 from gossipgrad.planning import _optimal as optimal
 from gossipgrad.planning._ranges import all_choices
-from gossipgrad.planning._sweep import sweep
+from gossipgrad.planning._sweep import Keep, knowing_nothing, sweep
 from gossipgrad.planning._timeline import take_arrays
 
 RULES = (single, wfbp, mg_wfbp, omgs_greedy)
@@ -69,6 +69,56 @@ def test_as_many_tensors_as_a_narrow_type_ends_at(tensors):
     assert {group.method for group in found.groups} == {"one", "two"}
     for rule, method in itertools.product(RULES, methods):
         assert found.finish_seconds < rule(backward, sizes, method).finish_seconds
+
+
+def drawn(draw):
+    """A step in which selecting less takes sending more, at any rate: fronts are long."""
+    tensors = draw.randint(2, 14)
+    backward = [draw.choice((0, 0, 1, 5, draw.uniform(0, 20))) for _ in range(tensors)]
+    sizes = [draw.choice((1, 2, 3, 10, 40)) for _ in range(tensors)]
+
+    def cost():
+        constant, rate = draw.uniform(0, 3), draw.choice((0.1, 1, draw.uniform(0, 3)))
+        jumps = [draw.choice((0, 0, 1, 7)) for _ in range(7)]
+        return lambda n: constant + rate * n + jumps[n % 7]
+
+    return backward, sizes, [Method(name, cost(), cost()) for name in "abc"]
+
+
+def best_plan_survives(draw):
+    """Whether it gets by in passes that know when it finishes, and leave out nearly all else."""
+    backward, sizes, methods = drawn(draw)
+    least = least_by_fronts(backward, sizes, methods)
+    choices, _ = all_choices(sizes, methods)
+    reached = np.array([0.0, *itertools.accumulate(backward)])
+    ahead = {forward: knowing_nothing(len(sizes)) for forward in (False, True)}
+    forward, hulls = draw.random() < 0.5, draw.random() < 0.85
+    for width in (1, 1, 1, 1, 2, 2, 3, 4, 8):
+        swept = sweep(
+            choices,
+            reached,
+            ahead[not forward],
+            forward=forward,
+            keep=Keep.PIECES if hulls else Keep.MEMBERS,
+            width=width,
+            below=least * (1 + draw.choice((1e-9, 1e-9, 1e-2))),
+            patience=10**9,
+            hard_below=0.0,
+            most=10**9,
+        )
+        if swept.bounds:
+            ahead[forward] = swept.fronts
+            choices = choices.only(swept.useful)
+            if swept.finish_seconds > least * (1 + 1e-12):
+                return False
+        forward, hulls = not forward, draw.random() < 0.85
+    return True
+
+
+@pytest.mark.parametrize("seed", [0, 1, 10, 38, 57])
+def test_no_pass_loses_the_best_plan(seed):
+    draw = random.Random(seed)
+    assert all(best_plan_survives(draw) for _ in range(10))
 
 
 @pytest.mark.parametrize("tensors", [1, 127, 128, 129, 255, 256])
@@ -148,6 +198,49 @@ def some_work():
     return backward, sizes, methods
 
 
+def passes_of_hulls():
+    """Without those of so many states that they are proof by themselves."""
+    yield True, Keep.BEST, 1
+    yield False, Keep.MEMBERS, 4
+    yield False, Keep.PIECES, 1
+    yield True, Keep.MEMBERS, 8
+    for place in range(10):
+        yield place % 2 == 0, Keep.PIECES, 4 << place
+
+
+def many_alike():
+    """Tensors of four sizes: which of them are compressed hardly matters, how many does."""
+    draw = random.Random(3)
+    sizes = [draw.choice((768, 786_432, 1_769_472, 2_359_296)) for _ in range(60)]
+    wire = AffineCost.from_rate(rate_bits_per_second=1e9, latency_seconds=5e-5)
+    cast, pick = AffineCost(0.0, 5e-10), AffineCost(1e-4, 2e-9)
+    methods = [
+        dense_all_reduce(wire.ring_all_reduce(16), element_bytes=2, cast=cast),
+        sparse_all_gather(wire.ring_all_gather(16), density=0.001, world_size=16, select=pick),
+    ]
+    return [1e-9 * size for size in sizes], sizes, methods
+
+
+@pytest.mark.parametrize("step", [some_work, many_alike])
+def test_where_all_states_could_be_kept_they_prove_as_much_as_hulls(monkeypatch, step):
+    passes = []
+
+    def noted(*args, **kwargs):
+        swept = sweep(*args, **kwargs)
+        passes.append((kwargs["keep"], swept.bounds))
+        return swept
+
+    monkeypatch.setattr(optimal, "sweep", noted)
+    found = plan(*step(), tolerance=0)
+    assert found.gap <= 1e-12
+    assert (Keep.MEMBERS, False) in passes
+    assert passes[-1] == (Keep.MEMBERS, True)
+    monkeypatch.setattr(optimal, "_passes", passes_of_hulls)
+    by_hulls = plan(*step(), tolerance=0)
+    assert by_hulls.gap <= 1e-12
+    assert by_hulls.finish_seconds == pytest.approx(found.finish_seconds, rel=1e-12)
+
+
 def test_too_much_work_is_given_up_with_an_honest_gap(monkeypatch):
     backward, sizes, methods = some_work()
     best = plan(backward, sizes, methods)
@@ -171,6 +264,7 @@ def test_too_much_work_is_given_up_with_an_honest_gap(monkeypatch):
 def test_patience_may_end_within_a_pass(monkeypatch):
     """Then the tolerance spares work from there on, and what is proved holds."""
     made = []
+    monkeypatch.setattr(optimal, "_passes", passes_of_hulls)
 
     def counted(*args, **kwargs):
         swept = sweep(*args, **kwargs)

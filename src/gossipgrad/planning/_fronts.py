@@ -16,7 +16,7 @@ and two states that meet, one from each end, make a plan that finishes at
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 
 __all__ = ["Front", "members", "pareto", "pieces"]
 
@@ -41,31 +41,37 @@ class Front:
 
     def finish(self, first: Times, second: Times) -> Times:
         """The earliest that states from the other end can finish with one of these."""
-        way = self.first - self.second
+        # That is second + max(their first, wanted + their second). The least of these rises with
+        # `wanted` from each state on, until the next one is as good, and is level up to that one.
+        # Along mixtures it is straight.
         wanted = first - second
-        place = np.searchsorted(way, wanted)
-        # With those before `place` the one time decides, with those from it on the other.
-        before, at = np.maximum(place - 1, 0), np.minimum(place, way.size - 1)
-        found = np.minimum(
-            np.where(place < way.size, second + self.first[at], np.inf),
-            np.where(place > 0, first + self.second[before], np.inf),
-        )
-        between = np.flatnonzero((place > 0) & (place < way.size) & self.joined[at])
-        if between.size:
-            low, high = before[between], at[between]
-            share = (wanted[between] - way[low]) / (way[high] - way[low])
-            mixed = self.first[low] + share * (self.first[high] - self.first[low])
-            found[between] = np.minimum(found[between], second[between] + mixed)
-        return found
+        way, curve = np.empty(2 * self.first.size - 1), np.empty(2 * self.first.size - 1)
+        way[::2], curve[::2] = self.first - self.second, self.first
+        joined, rise = self.joined[1:], self.first[1:]
+        way[1::2] = np.where(joined, way[:-1:2], rise - self.second[:-1])
+        curve[1::2] = np.where(joined, curve[:-1:2], rise)
+        return second + np.maximum(np.interp(wanted, way, curve), wanted + self.second[-1])
 
 
 def pareto(first: Times, second: Times) -> Places:
     """Those that no other is as good as in both times, the first time rising."""
-    order = np.lexsort((second, first))
+    return _best(first, second)[0]
+
+
+def _best(first: Times, second: Times) -> tuple[Places, Times]:
+    """What `pareto` gives, and for each state the least second time of some as good in the first.
+
+    Among these are all that are better in the first, and the state itself.
+    """
+    order = np.argsort(first)
     falling = second[order]
+    least = np.minimum.accumulate(falling)
     kept = np.ones(order.size, bool)
-    kept[1:] = falling[1:] < np.minimum.accumulate(falling)[:-1]
-    return order[kept]
+    kept[1:] = falling[1:] < least[:-1]
+    found = order[kept]
+    reached = np.empty_like(second)
+    reached[order] = least
+    return found[_last(first[found])], reached
 
 
 def members(first: Times, second: Times, finish: Times, width: int) -> Places:
@@ -107,9 +113,9 @@ def pieces(
     Returns:
         The front, and for each of its states the place of one that it may stand for.
     """
-    best = pareto(first, second)
+    best, reached = _best(first, second)
     link = np.flatnonzero(joined)
-    link = link[~_beaten(first[link - 1], second[link], first[best], second[best])]
+    link = link[reached[link - 1] > second[link]]  # else one state is better than all mixtures
     if not link.size and best.size <= width:
         return Front(first[best], second[best], np.zeros(best.size, bool)), best
     edges = _edges(first[best], second[best], width)
@@ -127,27 +133,25 @@ def pieces(
     part = np.concatenate([part[kept], edge, edge + 1])
     x = np.concatenate([first[kept], edges[edge], edges[edge]])
     y = np.concatenate([second[kept], height, height])
-    order = np.lexsort((y, x, part))
+    order = np.argsort(x)
+    order = order[np.argsort(part[order], kind="stable")]  # hardly out of order: fast
     part, x, origin = part[order], x[order], origin[order]
     y = np.minimum.accumulate(y[order])  # who is beaten is as good as who beats it
     new = np.ones(y.size, bool)
     new[1:] = (y[1:] < y[:-1]) | (part[1:] != part[:-1])
     corner = np.flatnonzero(new)
+    corner = corner[_last(x[corner]) | _last(part[corner])]
     corner = corner[_hulls(x[corner], y[corner], part[corner])]
     same = np.zeros(corner.size, bool)
     same[1:] = part[corner][1:] == part[corner][:-1]
     return Front(x[corner], y[corner], same), origin[corner]
 
 
-def _beaten(
-    first: Float[np.ndarray, " asked"],
-    second: Float[np.ndarray, " asked"],
-    front_first: Float[np.ndarray, " front"],
-    front_second: Float[np.ndarray, " front"],
-) -> Bool[np.ndarray, " asked"]:
-    """Whether a state of the front is as good in both times."""
-    place = np.searchsorted(front_first, first, side="right") - 1
-    return (place >= 0) & (front_second[np.maximum(place, 0)] <= second)
+def _last(value: Shaped[np.ndarray, " state"]) -> Bool[np.ndarray, " state"]:
+    """Where the next value is another one."""
+    last = np.ones(value.size, bool)
+    last[:-1] = value[1:] != value[:-1]
+    return last
 
 
 def _edges(first: Times, second: Times, width: int) -> Float[np.ndarray, " edge"]:

@@ -16,7 +16,7 @@ from ._timeline import Group, Method, by_name
 __all__ = ["plan"]
 
 _PATIENCE = 10_000_000  # states looked at before what is within the tolerance is good enough
-_ENOUGH = 30_000_000  # states looked at before it is given up
+_ENOUGH = 60_000_000  # states looked at before it is given up
 _WIDEST = 1 << 16
 _ROUNDING = 1e-12
 _SURE = 1e-8  # relative: more than rounding can add up to
@@ -38,12 +38,13 @@ def plan(
     which of two halves is better. So states of plans in the making are kept in fronts, in passes
     from the first gradient and from the last in turns: each pass leaves out what, by the fronts of
     the pass before it, cannot beat the best plan that is known. Passes that keep some states of
-    each front find plans; passes that keep convex hulls of parts of it, ever smaller parts, bound
-    what any plan can do, until the two meet.
+    each front, ever more of them, find plans; passes that keep convex hulls of parts of it, ever
+    smaller parts, bound what any plan can do, until the two meet. Where the states that a pass may
+    keep are all there are, it is a bound, too.
 
-    Time and memory grow with the square of the tensors: 161 with three methods take a tenth of a
-    second and 1,000 some seconds, and some hundreds of megabytes, on one core. Cases that are given
-    up take about ten seconds.
+    Time and memory grow with the square of the tensors: 161 with three methods take some tenths of
+    a second and 1,000 some seconds, and some hundreds of megabytes, on one core. Cases that are
+    given up take about twelve seconds.
 
     Args:
         backward_seconds: Of each tensor, in the order in which backward finishes them: from when
@@ -91,6 +92,8 @@ def plan(
         below, hard_below = best.finish_seconds, best.finish_seconds / (1 + tolerance)
         if keep is Keep.BEST:  # the best that is known gets by, too
             below = hard_below = math.nextafter(below * (1 + _SURE), math.inf)
+        elif keep is Keep.MEMBERS:  # any better plan makes what follows cheaper
+            hard_below = below
         swept = sweep(
             choices,
             reached,
@@ -110,7 +113,7 @@ def plan(
         if swept.chosen:
             found = planned(_groups(choices, swept.chosen, asked), times, counts, asked)
             best = min(best, found, key=lambda each: each.finish_seconds)
-        if keep is not Keep.MEMBERS:
+        if swept.bounds:
             bound = max(bound, min(swept.finish_seconds, swept.below, best.finish_seconds))
             ahead[forward] = swept.fronts
             choices = choices.only(swept.useful)
@@ -129,6 +132,7 @@ def _passes() -> Iterator[tuple[bool, Keep, int]]:
     yield True, Keep.MEMBERS, 8
     width, forward = 4, True
     while width <= _WIDEST:
+        yield forward, Keep.MEMBERS, 8 * width
         yield forward, Keep.PIECES, width
         width, forward = 2 * width, not forward
 

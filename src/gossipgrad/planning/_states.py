@@ -13,7 +13,10 @@ _NONE = -1
 
 
 class Made(NamedTuple):
-    """States of one place: their times, what they can finish at, and where they come from."""
+    """States of one place: their times, what they can finish at, and where they come from.
+
+    What one that is joined can finish at holds for all mixtures with the one before it, too.
+    """
 
     first: Float[np.ndarray, " state"]
     second: Float[np.ndarray, " state"]

@@ -21,7 +21,7 @@ class Keep(Enum):
     """What is kept of a front that holds too much."""
 
     BEST = "one state, as good in each time as the best: a bound comes out"
-    MEMBERS = "some of the states: a plan comes out"
+    MEMBERS = "some of the states: a plan comes out, and a bound where all could be kept"
     PIECES = "convex hulls of its parts, mixtures and all: a bound comes out"
 
 
@@ -33,9 +33,10 @@ class Swept:
         fronts: Of each place between tensors, from 0; None where nothing is good enough.
         finish_seconds: The least at the other end; infinite if nothing came there.
         chosen: The choices on the way to it, in the order of the tensors.
-        useful: Which choices a plan that is good enough may have; not told by MEMBERS.
+        useful: Which choices a plan that is good enough may have; of no use without a bound.
         made: How many states were looked at.
         below: What a plan had to finish before, in the end.
+        bounds: Whether every plan that is good enough is in the fronts, or a mixture before it.
     """
 
     fronts: list[Front | None]
@@ -44,6 +45,7 @@ class Swept:
     useful: Bool[np.ndarray, " choice"]
     made: int
     below: float
+    bounds: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +125,7 @@ def sweep(
     arrows = _Arrows.of(choices, reached, forward=forward)
     states = States(last + 1, 0 if forward else last)
     useful = np.zeros(choices.start.size, bool)
-    total = 0
+    total, bounds = 0, True
     for place in range(1, last + 1) if forward else range(last - 1, -1, -1):
         front = ahead[place]
         if front is None:
@@ -134,12 +136,14 @@ def sweep(
         for arrow in _promising(arrows, states, place, front, below):
             made = _extended(arrows, states, front, arrow)
             total += made.finish.size
-            parts.append(_good(made, front, below))
+            parts.append(_good(made, below))
             useful[parts[-1].choice] = True
             if total > most:
                 return None
         if parts and (found := _joined(parts)).finish.size:
-            states.add(place, _narrowed(found, keep, width))
+            narrowed, whole = _narrowed(found, keep, width)
+            states.add(place, narrowed)
+            bounds &= whole
     end = last if forward else 0
     front = states.front(end)
     return Swept(
@@ -149,6 +153,7 @@ def sweep(
         useful=useful,
         made=total,
         below=below,
+        bounds=bounds,
     )
 
 
@@ -192,22 +197,20 @@ def _extended(
     first[cut] -= under / (above + under) * (first[cut] - first[cut - 1])
     second[cut] = floor[cut] = arrows.clock[along[cut]] + first[cut]
     kept = np.flatnonzero(met | ~sunk)
-    first, along = first[kept], along[kept]
+    first, along, joined = first[kept], along[kept], joined[kept]
     second = np.maximum(second[kept], floor[kept]) + arrows.second_cost[along]
-    finish = ahead.finish(first, second)
-    return Made(first, second, joined[kept], finish, arrows.choice[along], parent[kept])
+    # No mixture with the one before is better than this.
+    least = np.where(joined, np.concatenate([first[:1], first[:-1]]), first)
+    finish = ahead.finish(least, second)
+    return Made(first, second, joined, finish, arrows.choice[along], parent[kept])
 
 
-def _good(made: Made, ahead: Front, below: float) -> Made:
+def _good(made: Made, below: float) -> Made:
     """Those of which something good enough may come, or of a mixture with a neighbour."""
     good = made.finish < below
-    if made.joined.any():
-        after = np.flatnonzero(made.joined)
-        corner = ahead.finish(made.first[after - 1], made.second[after])
-        made.joined[after] = corner < below
-        after = after[corner < below]
-        good[after] = good[after - 1] = True
-    return made.take(np.flatnonzero(good))
+    joined = made.joined & good
+    good[:-1] |= joined[1:]
+    return made._replace(joined=joined).take(np.flatnonzero(good))
 
 
 def _joined(parts: list[Made]) -> Made:
@@ -216,14 +219,16 @@ def _joined(parts: list[Made]) -> Made:
     return Made(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
-def _narrowed(made: Made, keep: Keep, width: int) -> Made:
+def _narrowed(made: Made, keep: Keep, width: int) -> tuple[Made, bool]:
+    """What is kept, and whether it bounds all that was made."""
     if keep is Keep.PIECES:
         front, origin = pieces(made.first, made.second, made.joined, width)
         kept = made.take(origin)
-        return kept._replace(first=front.first, second=front.second, joined=front.joined)
+        return kept._replace(first=front.first, second=front.second, joined=front.joined), True
     made = made.take(pareto(made.first, made.second))
     if keep is Keep.BEST:
-        return made.take(np.array([0]))._replace(first=made.first[:1], second=made.second[-1:])
+        best = made.take(np.array([0]))
+        return best._replace(first=made.first[:1], second=made.second[-1:]), True
     if made.finish.size <= width:
-        return made
-    return made.take(members(made.first, made.second, made.finish, width))
+        return made, True
+    return made.take(members(made.first, made.second, made.finish, width)), False
