@@ -16,7 +16,7 @@ from ._timeline import Group, Method, by_name
 __all__ = ["plan"]
 
 _PATIENCE = 10_000_000  # states looked at before what is within the tolerance is good enough
-_ENOUGH = 60_000_000  # states looked at before it is given up
+_ENOUGH = 90_000_000  # states looked at before it is given up
 _WIDEST = 1 << 16
 _ROUNDING = 1e-12
 _SURE = 1e-8  # relative: more than rounding can add up to
@@ -44,7 +44,7 @@ def plan(
 
     Time and memory grow with the square of the tensors: 161 with three methods take some tenths of
     a second and 1,000 some seconds, and some hundreds of megabytes, on one core. Cases that are
-    given up take about twelve seconds.
+    given up take about ten seconds.
 
     Args:
         backward_seconds: Of each tensor, in the order in which backward finishes them: from when
