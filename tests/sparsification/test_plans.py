@@ -70,7 +70,7 @@ def test_what_other_groups_took_is_not_told_of_the_present_ones():
 
 
 def test_nothing_is_compressed_where_dense_wins_and_it_is_said(monkeypatch, caplog):
-    monkeypatch.setattr(_planner, "measure_costs", costs_that_say(sparse=2e-3, dense=1e-3))
+    monkeypatch.setattr(_planner, "measure_costs", costs_that_say(sparse=1e3, dense=1e-3))
     with caplog.at_level(logging.WARNING, "gossipgrad"):
         told = train(2, 9, density=0.1, look=lambda s: s.stats())
     said = [record.message for record in caplog.records if record.name == "gossipgrad"]

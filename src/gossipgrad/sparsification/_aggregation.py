@@ -14,6 +14,7 @@ from gossipgrad.errors import GossipError
 from gossipgrad.planning import Group as Merge
 from gossipgrad.sparsification._agreed_density import AgreedDensity
 from gossipgrad.sparsification._density import counts_of
+from gossipgrad.sparsification._groups import held_by, made_anew
 from gossipgrad.sparsification._held import Held
 from gossipgrad.sparsification._merged import MergedGroup
 from gossipgrad.sparsification._passes import Passes
@@ -121,9 +122,12 @@ class Aggregation:
     @property
     def density(self) -> float:
         """Asked for in this round, on average over all coordinates, whatever their method."""
-        sizes = self.sizes
-        asked = sum(n * rho for n, rho in zip(sizes, self._densities, strict=True))
-        return asked / sum(sizes)
+        return self._average(self._densities)
+
+    def density_after(self, rounds: int) -> float | None:
+        """That of the last of so many rounds to come; None if it is not known yet."""
+        densities = self._density.told(self._names, self.rounds + rounds - 1)
+        return None if densities is None else self._average(densities)
 
     @property
     def carries(self) -> bool:
@@ -136,6 +140,11 @@ class Aggregation:
     def median_seconds(self) -> float | None:
         """From the first gradient until all groups have come, of the last rounds."""
         return statistics.median(self._finished) if self._finished else None
+
+    @property
+    def last_seconds(self) -> float:
+        """From the first gradient until all groups had come, of the last round."""
+        return self._finished[-1]
 
     def stamps(self) -> dict[str, float]:
         """Seconds from the first gradient of the last pass to each, by name."""
@@ -167,39 +176,22 @@ class Aggregation:
             raise
 
     def _regroup(self, merges: Sequence[Merge], names: list[str], held: Mapping[str, Held]) -> None:
-        settings, groups = self._settings, []
         by_name = dict(zip(self._names, self._parameters, strict=True))
-        parameters = [by_name[name] for name in names]
+        by_name = {name: by_name[name] for name in names}
         for made in self.groups:
             made.shed()  # before memory for the next is taken; what is carried over stays
-        for merge in merges:
-            made = MergedGroup(
-                parameters[merge.start : merge.stop],
-                merge.method,
-                world_size=self._group.world_size,
-                per_tensor=settings.select == "per_tensor",
-                value_dtype=settings.value_dtype,
-                momentum=settings.momentum_correction,
-            )
-            of = names[merge.start : merge.stop]
-            made.load([held.get(name, Held()) for name in of])
-            groups.append(made)
-        self._names, self._parameters = names, parameters
+        groups = made_anew(merges, by_name, held, self._settings, self._group.world_size)
+        self._names, self._parameters = names, list(by_name.values())
         self.groups, self.merges = groups, tuple(merges)
         self._finished.clear()  # of other groups
-        self.passes.reorder(parameters)
+        self.passes.reorder(self._parameters)
         if self._densities:
             self._use(self._density.at(names, self.rounds))
         self.passes.regroup([merge.stop - merge.start for merge in merges])
 
     def held(self) -> dict[str, Held]:
         """What is carried over, by name of the parameter, in the order of backward."""
-        groups = zip(self.merges, self.groups, strict=True)
-        return {
-            name: held
-            for merge, made in groups
-            for name, held in zip(self._names[merge.start : merge.stop], made.held(), strict=True)
-        }
+        return held_by(self.merges, self.groups, self._names)
 
     def check_steps(self, *, met: bool) -> None:
         """Returns if an optimizer may step now, with gradients of the last round if they have met.
@@ -266,6 +258,12 @@ class Aggregation:
             for made in self.groups:
                 made.rescale(scale / self.scale)
             self.scale = scale
+
+    def _average(self, densities: tuple[float, ...]) -> float:
+        """Over all coordinates."""
+        sizes = self.sizes
+        asked = sum(n * rho for n, rho in zip(sizes, densities, strict=True))
+        return asked / sum(sizes)
 
     def _use(self, densities: tuple[float, ...]) -> None:
         per_tensor = self._settings.select == "per_tensor"

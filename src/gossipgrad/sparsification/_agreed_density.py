@@ -43,6 +43,12 @@ class AgreedDensity:
             self._ask(range(round, round + _AHEAD))
         return (self._told[round],) * len(names)
 
+    def told(self, names: Sequence[str], round: int) -> tuple[float, ...] | None:
+        """As `at`, and never a collective: None where a function has yet to be asked."""
+        if is_function(self._density) and round not in self._told:
+            return None
+        return self.at(names, round)
+
     def _ask(self, ahead: range) -> None:
         values: list[float] = []
         error: Exception | None = None

@@ -46,8 +46,12 @@ class Drift:
 
     def measured_anew(self, rounds: int) -> None:
         """There are new predictions; the next look is twice as far away."""
-        self.slower = self.faster = 0.0
         self._doublings += 1
+        self.begin_anew(rounds)
+
+    def begin_anew(self, rounds: int) -> None:
+        """There is another plan: nothing is known of its groups, and the next look is due then."""
+        self.slower = self.faster = 0.0
         self._looked = rounds
 
     def state(self) -> dict[str, float | int]:

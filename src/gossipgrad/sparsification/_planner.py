@@ -5,16 +5,21 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from time import perf_counter
 from typing import Any
 
 from gossipgrad.comm import Group
 from gossipgrad.planning import Group as Merge
 from gossipgrad.planning import Plan
 from gossipgrad.sparsification._aggregation import Aggregation
+from gossipgrad.sparsification._backward import backward_of, medians
+from gossipgrad.sparsification._contest import Contest
 from gossipgrad.sparsification._costs import Costs, measure_costs
 from gossipgrad.sparsification._drift import DensityWatch, Drift
+from gossipgrad.sparsification._rivals import Rivals, rivals_of
 from gossipgrad.sparsification._rules import alternatives, merges_without_times, planned
 from gossipgrad.sparsification._settings import Settings, check_plan_fits
+from gossipgrad.sparsification._verdicts import compresses, refusal_by_prediction
 
 __all__ = ["Planner"]
 
@@ -24,6 +29,7 @@ _WARM_ROUNDS = 2  # take memory, start threads, fill caches
 _MEASURED_ROUNDS = 5
 _OTHER_DENSITY = 1.5  # by what factor it must change for costs to be others
 _REMEMBERED_ROUNDS = 100  # whose times a look at drift compares
+_BEFORE_CONTESTS = {"rivals": Rivals(None).state(), "usual": None, "learns_usual": False}
 
 
 class Planner:
@@ -34,6 +40,14 @@ class Planner:
     ranks measure selection and collectives together, rank 0 computes the plan from medians over
     rounds and ranks, and all change to it between two rounds.
 
+    The optimal plan has rivals then: the best that sends all and the best whose groups are all
+    sparse, and those of one group, if they are predicted to take up to three times as long. All are
+    used in turn, and the fastest stays: see `Contest`. It is put off where the density will be
+    another before the end. A plan that follows, after drift or at another density, has to be
+    expected to gain, by what is predicted and what steps took beyond that in contests before; then
+    it competes with the one that is there. A look in the middle of a contest ends it, and another
+    begins.
+
     Args:
         settings: Of the session.
         sizes_bytes: Of the parameters, in the order in which backward is expected to finish them.
@@ -41,9 +55,12 @@ class Planner:
 
     Attributes:
         merges: The groups to begin with.
-        plan: What was computed or given; None for a rule that needs no times, and until then.
+        plan: The one in use, which was computed or given; None for a rule that needs no times, and
+            until then.
         alternatives: Predicted seconds of the rules, by name and method.
-        refused: Why nothing is compressed, None if something is or nobody asked.
+        rivals: What competes with it, or has.
+        refused: Why nothing is compressed, None if something is or nobody asked; during a contest,
+            as it was before.
         replans: How often the plan was changed for another.
     """
 
@@ -66,6 +83,12 @@ class Planner:
         self._drift = Drift(replan) if replan is not None and optimal else None
         used = settings.methods if optimal else settings.methods[:1]
         self._watch = DensityWatch() if replan is not None and "sparse" in used else None
+        self._contests = optimal and replan is not None and replan.contest
+        self.rivals = Rivals(replan if self._contests else None)
+        self._decided: Plan | None = None  # the last that was meant to stay
+        self._usual: list[float] | None = None  # what groups take that had won a contest
+        self._learns_usual = False
+        self._ended_seconds = perf_counter()  # when the last round and all that followed had ended
 
     @property
     def measuring(self) -> bool:
@@ -76,34 +99,31 @@ class Planner:
         """Notes what a round took, and changes the plan when it is time to; a collective then."""
         if not self._settings.measures:
             return
+        took = _took(aggregation, self._ended_seconds)
         self._rounds += 1
         if self.plan is None:
             if self._rounds > _WARM_ROUNDS:
                 self._stamps.append(aggregation.stamps())
             if len(self._stamps) == _MEASURED_ROUNDS:
                 self._begin(aggregation)
-            return
-        away = self._watch is not None and not _alike(aggregation.density, self._density)
-        if self._watch is not None and self._watch.look_due(away=away):
-            self._watch.looked()
-            self._again(aggregation)
-        elif self._drift is not None and not away:
-            self._times.append([made.timing.communicate_seconds for made in aggregation.groups])
-            if self._drift.due(self._rounds) and self._drifted(aggregation.sizes):
-                self._drift.measured_anew(self._rounds)
-                self._known.clear()
-                self._again(aggregation)
+        else:
+            self._look(aggregation, took)
+        self._ended_seconds = perf_counter()
 
     def state(self) -> dict[str, Any]:
         """For a session's state: plain values."""
         return {
             "plan": None if self.plan is None else self.plan.to_json(),
+            "decided": None if self._decided is None else self._decided.to_json(),
             "backward_seconds": self._backward,
             "stamps": list(self._stamps),  # of which more come
             "rounds": self._rounds,
             "density": self._density,
             "at_once_bytes": self._group.at_once_bytes,
             "alternatives": self.alternatives,
+            "rivals": self.rivals.state(),
+            "usual": self._usual,
+            "learns_usual": self._learns_usual,
             "refused": self.refused,
             "replans": self.replans,
             "drift": None if self._drift is None else self._drift.state(),
@@ -113,42 +133,57 @@ class Planner:
     def load(self, state: dict[str, Any]) -> None:
         """Takes up what `state` gave, the same on all ranks but for stamps.
 
-        Costs are measured anew at the next look. Until then messages go the way that was faster.
+        Costs are measured anew at the next look. Until then messages go the way that was faster. A
+        contest that was under way begins anew, with the groups of its first plan. States of before
+        there were contests know of none.
         """
+        state = {**_BEFORE_CONTESTS, "decided": state["plan"], **state}
         self.plan = None if state["plan"] is None else Plan.from_json(state["plan"])
+        self._decided = None if state["decided"] is None else Plan.from_json(state["decided"])
         self._backward, self._stamps = state["backward_seconds"], list(state["stamps"])
         self._rounds, self._density = state["rounds"], state["density"]
         self.alternatives, self.refused = dict(state["alternatives"]), state["refused"]
         self.replans = state["replans"]
         self._costs, self._known = [], {}
         self._group.at_once_bytes = state["at_once_bytes"]
+        self._usual, self._learns_usual = state["usual"], state["learns_usual"]
         self._times.clear()
         if self._drift is not None and state["drift"] is not None:
             self._drift.load(state["drift"])
         if self._watch is not None and state["watch"] is not None:
             self._watch.load(state["watch"])
+        self.rivals.load(state["rivals"])
+        if competing := state["rivals"]["plans"]:
+            self.plan = Plan.from_json(competing[0])
+
+    def _look(self, aggregation: Aggregation, took: tuple[float, float]) -> None:
+        """Whether the plan is to be another, after a round that took this."""
+        away = self._watch is not None and not _alike(aggregation.density, self._density)
+        if self._watch is not None and self._watch.look_due(away=away):
+            self._watch.looked()
+            self._again(aggregation)
+        elif away:
+            pass  # it is for another density, and its times are
+        elif self.rivals.compete:
+            self._compete(aggregation, took)
+        elif self._drift is not None:
+            self._times.append(_travelled(aggregation))
+            if self._drift.due(self._rounds) and self._drifted(aggregation.sizes):
+                self._drift.measured_anew(self._rounds)
+                self._known.clear()
+                self.rivals.forget()
+                self._learns_usual = self._usual is not None
+                self._again(aggregation)
 
     def _begin(self, aggregation: Aggregation) -> None:
         """The first plan: the order of gradients, their times, and all costs."""
-        told = self._group.all_gather_object(_medians(self._stamps))
+        told = self._group.all_gather_object(medians(self._stamps))
         self._stamps = []
-        first = told[0]  # rank 0's order; where it has no gradient of a parameter, that comes last
-        names = sorted(first, key=lambda name: first[name])
-        names += [name for name in aggregation.names if name not in first]
-        ready = [
-            statistics.median(times[name] for times in told if name in times)
-            if any(name in times for times in told)
-            else 0.0
-            for name in names
-        ]
-        backward, before = [], ready[0]
-        for at in ready:
-            backward.append(max(0.0, at - before))
-            before = max(before, at)
-        self._backward = backward
+        names, self._backward = backward_of(told, aggregation.names)
         aggregation.regroup(self.merges, names=names)
         self._measure(aggregation)
-        self._take(self._computed(aggregation), aggregation)
+        plans = self._computed(aggregation)
+        self._take(self.rivals.near(plans), plans[0], aggregation)
 
     def _again(self, aggregation: Aggregation) -> None:
         """Costs are others than those of the plan: another plan, if it gains enough."""
@@ -156,16 +191,19 @@ class Planner:
         assert self._backward is not None
         replan = self._settings.replan
         assert replan is not None
+        self.rivals.break_off()
         self._measure(aggregation)
-        told = self._computed(aggregation)
+        plans = self._computed(aggregation)
+        if self.rivals.undecided:
+            self._take(self.rivals.near(plans), plans[0], aggregation)
+            return
         methods = [costs.method() for costs in self._costs]
         spans = self.plan.timeline(self._backward, aggregation.sizes, methods)
-        now_seconds = max(span.end_seconds for span in spans)
-        new = Plan.from_json(told["plan"])
-        needed_seconds = (1 - replan.gain) * now_seconds
-        if new.groups != self.plan.groups and new.finish_seconds < needed_seconds:
-            self.replans += 1
-            self._take(told, aggregation)
+        seconds = max(span.end_seconds for span in spans)
+        bound_seconds = min(plans[0].lower_bound_seconds, seconds)
+        now = replace(self.plan, finish_seconds=seconds, lower_bound_seconds=bound_seconds)
+        if better := self.rivals.better(now, plans, replan.gain):
+            self._take([now, *better], better[0], aggregation)
 
     def _measure(self, aggregation: Aggregation) -> None:
         """The costs at this density, measured unless they are known; a collective then."""
@@ -189,54 +227,114 @@ class Planner:
             if costs.at_once_bytes is not None:
                 self._group.at_once_bytes = costs.at_once_bytes
 
-    def _computed(self, aggregation: Aggregation) -> dict[str, Any]:
-        """What rank 0 computes, on all ranks."""
+    def _computed(self, aggregation: Aggregation) -> list[Plan]:
+        """What rank 0 computes, on all ranks: the plan that was asked for, and its rivals."""
         told: dict[str, Any] = {}
         if self._group.rank == 0:
             assert self._backward is not None
             sizes, methods = aggregation.sizes, [costs.method() for costs in self._costs]
             assert isinstance(self._settings.plan, str)
-            found = planned(self._settings.plan, self._backward, sizes, methods)
+            plans = [planned(self._settings.plan, self._backward, sizes, methods)]
+            if self._contests:
+                plans += rivals_of(plans[0], self._backward, sizes, methods)
+            names = tuple(aggregation.names)
             told = {
-                "plan": replace(found, names=tuple(aggregation.names)).to_json(),
+                "plans": [replace(plan, names=names).to_json() for plan in plans],
                 "alternatives": alternatives(self._backward, sizes, methods),
             }
-        return self._group.broadcast_object(told)
-
-    def _take(self, told: dict[str, Any], aggregation: Aggregation) -> None:
-        self.plan = Plan.from_json(told["plan"])
+        told = self._group.broadcast_object(told)
         self.alternatives = dict(told["alternatives"])
-        aggregation.regroup(self.plan.groups)
-        refused = self.refused
-        self.refused = None
-        asked = self._settings.plan == "optimal" and "sparse" in self._settings.methods
-        if asked and all(merge.method != "sparse" for merge in self.plan.groups):
-            single_seconds = self.alternatives["single, sparse"]
-            self.refused = (
-                f"nothing is compressed: gradients are predicted to be together after "
-                f"{1e3 * self.plan.finish_seconds:.3g} ms, with every group sparse after "
-                f"{1e3 * min(single_seconds, self.alternatives['greedy, sparse']):.3g} ms at best"
-            )
-            if refused is None and self._group.rank == 0:
-                logger.warning("%s", self.refused)
+        return [Plan.from_json(plan) for plan in told["plans"]]
+
+    def _take(self, plans: Sequence[Plan], favourite: Plan, aggregation: Aggregation) -> None:
+        """Lets plans compete; takes the favourite where there is nothing to, or no time."""
+        competes = self._contests and len(plans) > 1
+        ends = aggregation.density_after(Contest.most_rounds(len(plans)))
+        if competes and (ends is None or _alike(ends, self._density)):
+            self.rivals.hold(plans)
+            self._use(plans[0], aggregation)
+            return
+        self.rivals.undecided = competes
+        self._usual, self._learns_usual = None, False
+        self._decide(favourite, aggregation)
+        if self._nothing_sparse(favourite):
+            self._refuse(refusal_by_prediction(favourite, self.alternatives))
+
+    def _compete(self, aggregation: Aggregation, took: tuple[float, float]) -> None:
+        """Goes on with the contest after a round that took this; a collective at times."""
+        verdict = self.rivals.after_round(*took, self._group)
+        if verdict is None:
+            self._use(self.rivals.running, aggregation)
+            return
+        self._usual, self._learns_usual = None, True
+        if self._drift is not None:
+            self._drift.begin_anew(self._rounds)
+        self._decide(verdict.plan, aggregation)
+        if not verdict.predicted and self._group.rank == 0:
+            logger.info("plans were not as fast as predicted: %s", verdict)
+        if verdict.refusal is not None:
+            self._refuse(verdict.refusal)
+
+    def _decide(self, plan: Plan, aggregation: Aggregation) -> None:
+        """This plan stays, until there is reason for another."""
+        self.replans += self._decided is not None and self._decided.groups != plan.groups
+        self._decided = plan
+        self._use(plan, aggregation)
+        if not self._nothing_sparse(plan):
+            self.refused = None
+
+    def _use(self, plan: Plan, aggregation: Aggregation) -> None:
+        self.plan = plan
+        if plan.groups != aggregation.merges:
+            aggregation.regroup(plan.groups)
+
+    def _nothing_sparse(self, plan: Plan) -> bool:
+        """Though something might be."""
+        might = self._settings.plan == "optimal" and "sparse" in self._settings.methods
+        return might and not compresses(plan)
+
+    def _refuse(self, why: str) -> None:
+        if self.refused is None and self._group.rank == 0:
+            logger.warning("%s", why)
+        self.refused = why
 
     def _drifted(self, sizes: Sequence[int]) -> bool:
-        """Whether what groups took in the last rounds is not what was predicted; a collective."""
+        """Whether what groups took in the last rounds is not what was expected; a collective.
+
+        That is what was predicted, or what they took in the first look after a contest: who wins
+        one does so because, or although, predictions are wrong.
+        """
         assert self._drift is not None
         assert self.plan is not None
         mine = [statistics.median(each) for each in zip(*self._times, strict=True)]
         told = self._group.all_gather_object([mine, bool(self._costs)])
         self._times.clear()
-        if not all(known for _, known in told):
-            return True  # predictions were lost in a resume
         # Who comes last does not wait: its times are those of the network.
         measured = [min(each) for each in zip(*(times for times, _ in told), strict=True)]
-        methods = {costs.name: costs.method() for costs in self._costs}
-        predicted = [
-            float(methods[merge.method].communicate_seconds(sum(sizes[merge.start : merge.stop])))
-            for merge in self.plan.groups
-        ]
-        return self._drift.look(self._rounds, measured, predicted)
+        if self._learns_usual:
+            self._usual, self._learns_usual = measured, False
+        expected = self._usual
+        if expected is None:
+            if not all(known for _, known in told):
+                return True  # predictions were lost in a resume
+            methods = {costs.name: costs.method() for costs in self._costs}
+            expected = [
+                float(
+                    methods[merge.method].communicate_seconds(sum(sizes[merge.start : merge.stop]))
+                )
+                for merge in self.plan.groups
+            ]
+        return self._drift.look(self._rounds, measured, expected)
+
+
+def _took(aggregation: Aggregation, since_seconds: float) -> tuple[float, float]:
+    """Seconds of the round that has just ended, and since the end of the one before."""
+    return aggregation.last_seconds, perf_counter() - since_seconds
+
+
+def _travelled(aggregation: Aggregation) -> list[float]:
+    """Seconds of the collective of each group in the last round, and of adding up."""
+    return [made.timing.communicate_seconds for made in aggregation.groups]
 
 
 def _alike(density: float, other: float) -> bool:
@@ -250,12 +348,3 @@ def _first_merges(settings: Settings, sizes_bytes: Sequence[int]) -> tuple[Merge
         check_plan_fits(settings.plan, len(sizes_bytes), settings.methods)
         return settings.plan.groups
     return merges_without_times(settings.plan, sizes_bytes, settings.methods[0])
-
-
-def _medians(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Of the rounds in which a parameter had a gradient, if there were any."""
-    names = dict.fromkeys(name for stamps in rounds for name in stamps)
-    return {
-        name: statistics.median(stamps[name] for stamps in rounds if name in stamps)
-        for name in names
-    }

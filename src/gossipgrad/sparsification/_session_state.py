@@ -125,6 +125,8 @@ def load_session(
     if session["asked"] == _asked(settings) and session["planner"] is not None:
         planner.load(session["planner"])
         merges = [Merge(*each) for each in session["plan"]["groups"]]
+        if planner.plan is not None:
+            merges = planner.plan.groups  # others, where plans were competing
         names = session["plan"]["names"]
     held = {
         name: Held(

@@ -51,7 +51,8 @@ def sparsify(
     Gradients travel in groups while backward goes on. `plan="optimal"` measures backward,
     selection and network in the first steps, and computes which tensors to merge and which not to
     compress: within 1 part in 10,000 of the best under the timeline model, or as `session.plan.gap`
-    says. It refuses to compress where that does not pay, and says so.
+    says. Then that plan competes with dense and sparse ones in some real steps, and the fastest
+    stays. It refuses to compress where that does not pay, and says so.
 
     All ranks wait for the slowest in every step. When one has died, `backward()` raises on the
     others: that step's gradients are not aggregated, weights and residuals are as before it. One
@@ -88,7 +89,8 @@ def sparsify(
             and `"bf16"` (all-reduce of rounded gradients). Other plans use the first.
         replan: Steps between looks at whether `"optimal"` still fits the network, or a
             `gg.sparsification.Replan(...)`; other measured plans are looked at when the density
-            has changed. None for never: the first plan stays, whatever becomes of the density.
+            has changed. None for never: the plan that is predicted first stays, whatever becomes of
+            the density, and none compete.
         value_dtype: What values of sparse messages travel as, such as `torch.bfloat16`; what
             rounding takes away is carried over. None: float32, float64 for such gradients.
         momentum_correction: Momentum of Deep Gradient Compression, applied before selection, such

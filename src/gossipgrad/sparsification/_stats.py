@@ -61,12 +61,16 @@ class SparseStats:
             there is none yet, with these groups, and where it is 0. Grows without bound where
             training diverges.
         extra_memory_bytes: Held beside the model and its gradients.
-        groups: Of the present plan, in the order of backward.
+        groups: Of the plan in use, in the order of backward.
         predicted_seconds: From the first gradient until all groups have come, by the plan; None
             while there is none with times.
         measured_seconds: The same as it was, the median of the last rounds; None before the first.
         alternatives: What was predicted for the rules, by name and method.
-        refused: Why nothing is compressed though it may be; None if something is.
+        contest_seconds: What a step took with each plan of the last contest: `"sparse"` where all
+            groups were, `"dense"` where none was, or `"mixed"`, and `"one sparse"` or `"one dense"`
+            where there was one group alone; empty before the end of one.
+        refused: Why nothing is compressed though it may be; None if something is. During a contest,
+            as it was before.
         replans: How often the plan was changed for another.
     """
 
@@ -87,6 +91,7 @@ class SparseStats:
     predicted_seconds: float | None
     measured_seconds: float | None
     alternatives: dict[str, float]
+    contest_seconds: dict[str, float]
     refused: str | None
     replans: int
 
@@ -156,6 +161,7 @@ def collect(aggregation: Aggregation, planner: Planner) -> SparseStats:
         predicted_seconds=None if planner.plan is None else planner.plan.finish_seconds,
         measured_seconds=aggregation.median_seconds,
         alternatives=dict(planner.alternatives),
+        contest_seconds=dict(planner.rivals.seconds),
         refused=planner.refused,
         replans=planner.replans,
     )
@@ -195,6 +201,7 @@ _ALONE = SparseStats(
     predicted_seconds=None,
     measured_seconds=None,
     alternatives={},
+    contest_seconds={},
     refused=None,
     replans=0,
 )

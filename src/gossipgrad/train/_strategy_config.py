@@ -108,7 +108,8 @@ class SparseConfig:
     value_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Number type of sparse values on the wire; None: float32."""
     replan_every: int = 100
-    """Steps between looks at whether the plan of omgs still fits what is measured; 0: never."""
+    """Steps between looks at whether the plan of omgs still fits what is measured; 0: never, and no
+    plans compete in the first steps."""
 
     def __post_init__(self) -> None:
         make_plain(self)

@@ -145,6 +145,9 @@ class Sparse(Lockstep):
                 f"from the first gradient to the last message: {1e3 * stats.measured_seconds:.3g} "
                 f"ms, predicted were {1e3 * stats.predicted_seconds:.3g}"
             )
+        if stats.contest_seconds:
+            took = (f"{kind} {1e3 * s:.3g} ms" for kind, s in stats.contest_seconds.items())
+            told.append(f"a step took, when plans competed: {', '.join(took)}")
         if stats.refused is not None:
             told.append(stats.refused)
         if stats.replans:

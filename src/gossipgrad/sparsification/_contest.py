@@ -1,0 +1,152 @@
+"""A contest of plans in real rounds: what costs measured one by one cannot tell."""
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+
+__all__ = ["Contest", "Told"]
+
+_SETTLE_ROUNDS = 1  # take memory and fill caches after a change of groups
+_MEASURED_ROUNDS = 4
+_SWEEPS = 2
+_RIVALS = 2  # that go on after the first sweep
+_CLEARLY = 1.25  # a plan that takes longer by this after one sweep needs no other
+_FAR = 2.0  # a rival whose first round takes longer by this goes no further
+
+Told = list[list[float | None]]
+"""Of each plan, the median seconds of its rounds and of its periods; None where there are none."""
+
+
+class Contest:
+    """Which plan is used in the next round, and which is the fastest in the end.
+
+    Plans are used in turn: a round to settle, then four that are measured. A first sweep goes from
+    the first plan to the last, a second one, of those that are close, back from the last to the
+    first: what changes steadily meanwhile, in the network or in the machine, is the same for all. A
+    rival whose first round takes over twice as long as those of the first plan is dropped at once,
+    after the first sweep all that take over a quarter longer than the fastest, and all but the two
+    fastest rivals. So two plans share at most 19 rounds, three 29 and five 39, and a rival costs a
+    run the time of about six rounds at most: five that take up to twice as long, and five that take
+    up to a quarter longer.
+
+    The time of a plan is the median of its periods, from the end of one round to the end of the
+    next: what a step takes its user, with all that collectives and selection take away from the
+    rest of it. Pauses for evaluation are few, and leave a median as it is. Over ranks it is the
+    median, too: they wait for each other in each round, so all measure the same time, and the one
+    in the middle has the least noise. A first round is judged without the rest of the step, and by
+    the rank with the shortest, which came last and did not wait: one pause drops no plan.
+
+    All ranks go through the same rounds, and agree on what these took: so they go on alike.
+
+    Args:
+        plans: How many there are, two or more; the first has to be beaten.
+        gain: Share of its time that another must save to win.
+
+    Attributes:
+        running: The plan for the next round.
+        winner: The fastest; None until it is known.
+        seconds: What a step takes with each plan, None before that is known; of one that was
+            dropped at once, by its first round.
+    """
+
+    def __init__(self, plans: int, *, gain: float | int) -> None:
+        self.running = 0
+        self.winner: int | None = None
+        self.seconds: list[float | None] = [None] * plans
+        self._gain = gain
+        self._rounds: list[list[float]] = [[] for _ in range(plans)]
+        self._periods: list[list[float]] = [[] for _ in range(plans)]
+        self._living = list(range(plans))
+        self._to_come = self._living[1:]  # in this sweep
+        self._sweeps = 1
+        self._settling = _SETTLE_ROUNDS
+        self._measured = 0  # rounds of the plan that runs, in this sweep
+
+    @staticmethod
+    def most_rounds(plans: int) -> int:
+        """How many rounds a contest of so many plans takes at most."""
+        turns = plans + (_SWEEPS - 1) * min(plans, 1 + _RIVALS)
+        return turns * (_SETTLE_ROUNDS + _MEASURED_ROUNDS) - _SETTLE_ROUNDS
+
+    def round_over(self, round_seconds: float | int, period_seconds: float | int) -> bool:
+        """Takes in a round of the plan that runs; whether the ranks are to agree now.
+
+        Args:
+            round_seconds: From its first gradient to its end.
+            period_seconds: From the end of the round before to its end.
+        """
+        at = self.running
+        if self._settling:
+            self._settling -= 1
+            if at == 0 or self._rounds[at]:
+                return False
+            self._rounds[at].append(round_seconds)
+            return True
+        if at == 0:
+            self._rounds[0].append(round_seconds)
+        self._periods[at].append(period_seconds)
+        self._measured += 1
+        if self._measured < _MEASURED_ROUNDS:
+            return False
+        if not self._to_come:
+            return True
+        self._turn_to(self._to_come.pop(0))
+        return False
+
+    def told(self) -> Told:
+        """What this rank has measured, for the others."""
+        return [
+            [statistics.median(each) if each else None for each in of_plan]
+            for of_plan in zip(self._rounds, self._periods, strict=True)
+        ]
+
+    def agree(self, told: Sequence[Told]) -> None:
+        """Goes on by what `told` gave on each rank: a plan is dropped, a sweep begins, or ends."""
+        at = self.running
+        if not self._measured:
+            first, usual = (_over(min, told, place, 0) for place in (at, 0))
+            assert first is not None
+            assert usual is not None
+            if first <= _FAR * usual:
+                return
+            period = _over(statistics.median, told, 0, 1)
+            assert period is not None
+            self.seconds[at] = period + first - usual
+            self._living.remove(at)
+            if self._to_come:
+                self._turn_to(self._to_come.pop(0))
+                return
+        self._end_sweep(told)
+
+    def _end_sweep(self, told: Sequence[Told]) -> None:
+        seconds = {}
+        for at in self._living:
+            taken = self.seconds[at] = _over(statistics.median, told, at, 1)
+            assert taken is not None
+            seconds[at] = taken
+        best = min(seconds, key=lambda at: seconds[at])
+        most_seconds = max(_CLEARLY, 1 / (1 - self._gain)) * seconds[best]
+        rivals = sorted((at for at in self._living if at), key=lambda at: seconds[at])[:_RIVALS]
+        close = [
+            at for at in self._living if seconds[at] <= most_seconds and (at == 0 or at in rivals)
+        ]
+        if len(close) == 1 or self._sweeps == _SWEEPS:
+            wins = 0 not in seconds or seconds[best] < (1 - self._gain) * seconds[0]
+            self.winner = self.running = best if wins else 0
+            return
+        self._sweeps += 1
+        self._living = close[::-1]
+        self._to_come = self._living[1:]
+        self._turn_to(self._living[0])
+
+    def _turn_to(self, at: int) -> None:
+        self._settling = 0 if at == self.running else _SETTLE_ROUNDS
+        self.running, self._measured = at, 0
+
+
+def _over(
+    how: Callable[[Iterable[float]], float], told: Sequence[Told], at: int, which: int
+) -> float | None:
+    """A time of a plan over the ranks that have one."""
+    times = [of[at][which] for of in told]
+    known = [each for each in times if each is not None]
+    return how(known) if known else None

@@ -1,0 +1,380 @@
+"""Plans that compete in real steps: the fastest stays, and all ranks change alike."""
+
+import logging
+from itertools import groupby
+
+import pytest
+import torch
+
+import gossipgrad as gg
+from gossipgrad.planning import Method, plan
+from gossipgrad.sparsification import Replan, _planner
+from gossipgrad.sparsification._contest import Contest
+from gossipgrad.sparsification._rivals import rivals_of
+from gossipgrad.sparsification._verdicts import compresses, kind_of
+from support.ranks import run_ranks
+from support.sparse import backward_of, costs_that_say, same_weights, start, train
+
+FIRST = 7  # rounds, before there is a plan
+DENSE_FASTER = {"sparse": 3.0, "mixed": 3.0, "dense": 1.0}
+CLOSE = {"sparse": 1.2, "mixed": 1.2, "dense": 1.0}
+SPARSE_PREDICTED = {"sparse": 1e-3, "dense": 2e-3}
+
+
+def held(times, *, gain=0.05, ranks=1, pause=lambda at, rank: (0.0, 0.0)):
+    """A contest to its end, and the plan of each round; `times(plan, round, rank)` are periods.
+
+    The rest of a step takes a second; a pause makes a round longer, and its period.
+    """
+    plans = sum(times(plan, 0, 0) is not None for plan in range(9))
+    contests = [Contest(plans, gain=gain) for _ in range(ranks)]
+    ran = []
+    while contests[0].winner is None:
+        plan, at = contests[0].running, len(ran)
+        assert {contest.running for contest in contests} == {plan}
+        ran.append(plan)
+        due = []
+        for rank, contest in enumerate(contests):
+            period = times(plan, at, rank)
+            in_round, in_period = pause(at, rank)
+            due.append(contest.round_over(period - 1 + in_round, period + in_period))
+        assert len({*due}) == 1
+        if due[0]:
+            told = [contest.told() for contest in contests]
+            for contest in contests:
+                contest.agree(told)
+    assert len({contest.winner for contest in contests}) == 1
+    return contests[0], ran
+
+
+def of(*seconds):
+    """The same in each round."""
+    return lambda plan, at, rank: seconds[plan] if plan < len(seconds) else None
+
+
+def blocks(ran):
+    return [(plan, len([*rounds])) for plan, rounds in groupby(ran)]
+
+
+def test_two_that_are_close_go_there_and_back_and_the_faster_wins():
+    contest, ran = held(of(2.0, 1.8))
+    assert blocks(ran) == [(0, 5), (1, 9), (0, 5)]
+    assert contest.winner == contest.running == 1
+    assert contest.seconds == [2.0, 1.8]
+
+
+def test_the_first_is_left_for_enough_of_a_gain_alone():
+    assert held(of(2.0, 1.92))[0].winner == 0
+    assert held(of(2.0, 1.92), gain=0.03)[0].winner == 1
+    assert held(of(2.0, 1.1), gain=0.5)[0].winner == 0
+    assert held(of(2.0, 0.9 + 1e-9, 1.5), gain=0.5)[0].winner == 1
+
+
+def test_of_three_the_close_ones_go_on():
+    contest, ran = held(of(2.0, 1.9, 1.0))
+    assert blocks(ran) == [(0, 5), (1, 5), (2, 5)]
+    assert contest.winner == 2
+    contest, ran = held(of(2.0, 1.8, 1.9))
+    assert blocks(ran) == [(0, 5), (1, 5), (2, 9), (1, 5), (0, 5)]
+    assert contest.winner == 1
+    assert len(ran) == Contest.most_rounds(3) == 29
+    contest, ran = held(of(2.0, 1.9, 1.8, 1.7, 1.6))
+    assert blocks(ran) == [*((plan, 5) for plan in range(4)), (4, 9), (3, 5), (0, 5)]
+    assert contest.winner == 4
+    assert len(ran) == Contest.most_rounds(5) == 39
+    contest, ran = held(of(2.0, 1.8, 2.4))
+    assert blocks(ran) == [(0, 5), (1, 5), (2, 5), (1, 5), (0, 5)]
+
+
+def test_a_rival_that_is_far_slower_has_one_round():
+    contest, ran = held(of(2.0, 3.1, 1.8))
+    assert blocks(ran) == [(0, 5), (1, 1), (2, 9), (0, 5)]
+    assert contest.winner == 2
+    assert contest.seconds == [2.0, pytest.approx(3.1), 1.8]
+    contest, ran = held(of(2.0, 9.0, 9.0))
+    assert blocks(ran) == [(0, 5), (1, 1), (2, 1)]
+    assert contest.winner == 0
+
+
+def test_what_rivals_cost_is_bounded():
+    """However slow they are after a first round that tells nothing: five rounds each."""
+    contest, ran = held(lambda plan, at, rank: of(2.0, 2.0 if at == 5 else 99.0)(plan, at, rank))
+    assert blocks(ran) == [(0, 5), (1, 5)]
+    assert contest.winner == 0
+
+
+@pytest.mark.parametrize("paused", range(19))
+def test_a_pause_decides_nothing(paused):
+    """On all ranks, as for an evaluation, or on one, for which the other waits in the round."""
+
+    def of_all(at, rank):
+        return (0.0, 99.0) if at == paused else (0.0, 0.0)
+
+    def of_one(at, rank):
+        return (0.0 if rank else 99.0, 99.0) if at == paused else (0.0, 0.0)
+
+    for pause in (of_all, of_one):
+        contest, ran = held(of(2.0, 1.8), ranks=2, pause=pause)
+        assert contest.winner == 1
+        assert len(ran) == 19
+
+
+def test_what_becomes_slower_all_the_time_is_nobody_s_fault():
+    def times(plan, at, rank):
+        seconds = of(2.0, 2.0)(plan, at, rank)
+        return seconds and seconds * 1.015**at
+
+    contest, ran = held(times)
+    assert len(ran) == 19
+    assert contest.seconds[1] == pytest.approx(contest.seconds[0], rel=0.02)
+
+
+def test_ranks_that_measure_other_times_come_to_the_same():
+    generator = torch.Generator().manual_seed(1)
+
+    def times(plan, at, rank):
+        seconds = of(2.0, 1.8, 1.9)(plan, at, rank)
+        return seconds and seconds * (1 + 0.4 * float(torch.rand((), generator=generator)))
+
+    for _ in range(20):
+        held(times, ranks=3)
+
+
+def say(monkeypatch, steps, costs=SPARSE_PREDICTED):
+    """What is predicted for methods, and what steps take with plans of a kind.
+
+    Steps take longer by up to 4 %, another time on each rank.
+    """
+    monkeypatch.setattr(_planner, "measure_costs", costs_that_say(**costs))
+
+    def took(aggregation, since_seconds):
+        noise = 1 + 0.02 * (aggregation.rounds % 2 + aggregation._group.rank % 2)
+        return (steps[kind(aggregation.merges)] * noise,) * 2
+
+    monkeypatch.setattr(_planner, "_took", took)
+
+    def rivals(*of):
+        """The best dense plan alone, so that it is known how long a contest is."""
+        return [rival for rival in rivals_of(*of) if not compresses(rival)][:1]
+
+    monkeypatch.setattr(_planner, "rivals_of", rivals)
+
+
+def kind(merges):
+    sparse = {merge.method == "sparse" for merge in merges}
+    return "mixed" if len(sparse) > 1 else "sparse" if True in sparse else "dense"
+
+
+def kinds_of(steps, ranks=2, *, model=None, states=None, **settings):
+    """The plan of each step by its kind, what `stats()` gave at the end, and the state.
+
+    All are the same on all ranks.
+    """
+
+    def rank_main(rank, group):
+        model, optimizer, session = start(group, "optimal", **settings)
+        ran = []
+        with session:
+            if states is not None:
+                session.load_state_dict(states[rank])
+            for step in range(steps):
+                ran.append(kind(session._aggregation.merges))
+                backward_of(model, rank, step)
+                optimizer.step()
+            session.group.barrier()
+            weights = [p.detach().clone() for p in model.parameters()]
+            return ran, session.stats(), session.state_dict(), weights
+
+    told = run_ranks(ranks, rank_main)
+    assert all(each[0] == told[0][0] for each in told)
+    assert same_weights([each[3] for each in told])
+    return told[0][0], told[0][1], [each[2] for each in told]
+
+
+def test_dense_is_used_where_it_is_faster_in_real_steps_and_it_is_said(monkeypatch, caplog):
+    say(monkeypatch, DENSE_FASTER)
+    with caplog.at_level(logging.INFO, "gossipgrad"):
+        ran, stats, _ = kinds_of(30, ranks=3)
+    assert blocks(ran) == [("sparse", FIRST + 5), ("dense", 18)]
+    assert [*stats.contest_seconds.values()] == pytest.approx([3.06, 1.02], rel=0.05)
+    assert {group.method for group in stats.groups} == {"dense"}
+    assert stats.replans == 0
+    info, warning = caplog.records
+    assert info.levelno == logging.INFO
+    assert "plans were not as fast as predicted: " in info.getMessage()
+    assert ", 3.0" in info.getMessage()
+    assert warning.getMessage() == stats.refused
+    assert "nothing is compressed: measured in the run, a step takes 1.0" in stats.refused
+    assert stats.refused in str(stats)
+
+
+def test_what_is_as_fast_as_predicted_is_not_talked_about(monkeypatch, caplog):
+    say(monkeypatch, {"sparse": 1.0, "mixed": 1.0, "dense": 1.1})
+    with caplog.at_level(logging.INFO, "gossipgrad"):
+        ran, stats, _ = kinds_of(FIRST + 20)
+    assert blocks(ran) == [("sparse", FIRST + 5), ("dense", 9), ("sparse", 6)]
+    assert not caplog.records
+    assert stats.refused is None
+    assert stats.replans == 0
+
+
+def test_a_rival_that_is_far_slower_has_one_step(monkeypatch):
+    say(monkeypatch, {"sparse": 1.0, "mixed": 1.0, "dense": 2.2})
+    ran, stats, _ = kinds_of(FIRST + 8)
+    assert blocks(ran) == [("sparse", FIRST + 5), ("dense", 1), ("sparse", 2)]
+    assert len(stats.contest_seconds) == 2
+
+
+@pytest.mark.parametrize(
+    ("costs", "settings"),
+    [
+        (SPARSE_PREDICTED, {"replan": Replan(contest=False)}),
+        (SPARSE_PREDICTED, {"replan": None}),
+        (SPARSE_PREDICTED, {"methods": ("sparse",)}),
+        ({"sparse": 1e-3, "dense": 1e3}, {}),
+    ],
+    ids=["switched off", "no plan after the first", "one method", "predicted to be far slower"],
+)
+def test_there_is_no_contest_where_there_is_nothing_to_find_out(monkeypatch, costs, settings):
+    say(monkeypatch, DENSE_FASTER, costs)
+    ran, stats, _ = kinds_of(FIRST + 12, **settings)
+    assert {*ran} == {"sparse"}
+    assert stats.contest_seconds == {}
+
+
+def test_rivals_send_all_or_nothing_whole_and_in_one_group_or_more():
+    def cost(start, each):
+        return lambda size: start + each * size
+
+    sparse = Method("sparse", cost(0.1, 0.1), cost(0.5, 0.1))
+    dense, fp16 = (
+        Method("dense", cost(0, 0), cost(0.1, 1)),
+        Method("fp16", cost(0, 0), cost(0.1, 2)),
+    )
+    step = [1.0] * 4, [1, 1, 1, 40]
+    planned = plan(*step, [sparse, dense, fp16])
+    rivals = rivals_of(planned, *step, [sparse, dense, fp16])
+    assert kind_of(planned) == "mixed"
+    assert [kind_of(rival) for rival in rivals] == ["dense", "one dense", "sparse", "one sparse"]
+    assert {group.method for rival in rivals for group in rival.groups} == {"sparse", "dense"}
+    assert len({planned.groups, *(rival.groups for rival in rivals)}) == 5
+    assert [kind_of(each) for each in rivals_of(rivals[3], *step, [sparse, dense])] == [
+        "dense",
+        "one dense",
+        "sparse",
+    ]
+    assert rivals_of(plan(*step, [sparse]), *step, [sparse]) == []
+
+
+def test_other_plans_do_not_compete(monkeypatch):
+    say(monkeypatch, DENSE_FASTER)
+    told = train(2, 20, plan="greedy", density=0.1, look=lambda s: s.stats().contest_seconds)
+    assert [seconds for _, seconds in told] == [{}, {}]
+
+
+def test_what_has_lost_is_not_taken_again_because_it_is_predicted_to_be_faster(monkeypatch):
+    """Nor does it compete again, before what is predicted has changed by more than it was wrong."""
+    say(monkeypatch, DENSE_FASTER)
+    asked = []
+    costs = {0.2: (1e-3, 2e-3), 0.1: (1e-4, 2e-3), 0.05: (1e-3, 3e3)}
+
+    def measured(settings, group, *_, density, **__):
+        asked.extend([density] * (group.rank == 0))
+        sparse, dense = costs[density]
+        return costs_that_say(sparse=sparse, dense=dense)(settings)
+
+    monkeypatch.setattr(_planner, "measure_costs", measured)
+    course = gg.sparsification.Warmup(densities=(0.2, 0.1), steps=40, then=0.05)
+    ran, stats, _ = kinds_of(120, density=course)
+    assert asked == [0.2, 0.1, 0.05]
+    assert blocks(ran[:80]) == [("sparse", FIRST + 5), ("dense", 80 - FIRST - 5)]
+    (_, first), (_, rival), (_, last) = blocks(ran[80:])
+    assert (rival, stats.replans) == (1, 0)
+    assert {*ran[80 : 80 + first], *ran[-last:]} == {"dense"}
+
+
+def test_a_density_that_changes_meanwhile_begins_a_contest_anew(monkeypatch):
+    say(monkeypatch, CLOSE)
+
+    def course(step):
+        return 0.2 if step < 10 or 20 <= step < 30 else 0.05
+
+    ran, stats, _ = kinds_of(70, ranks=3, density=course)
+    assert blocks(ran[:11]) == [("sparse", 11)]  # not to be held so close to the next change
+    assert len(stats.contest_seconds) == 2
+    assert {group.method for group in stats.groups} == {"dense"}
+
+
+def test_stages_that_are_too_short_for_a_contest_have_none(monkeypatch):
+    say(monkeypatch, CLOSE)
+    course = gg.sparsification.Warmup(densities=(0.5, 0.2), steps=15, then=0.05)
+    ran, stats, _ = kinds_of(60, density=course)
+    assert {*ran[:30]} == {"sparse"}
+    assert {*ran[-5:]} == {"dense"}
+    assert stats.replans == 1
+
+
+def test_a_state_from_the_middle_of_a_contest_begins_it_anew_on_all_ranks(monkeypatch):
+    say(monkeypatch, CLOSE)
+    ran, _, states = kinds_of(FIRST + 7)
+    assert ran[-1] == "dense"
+    for settings, first in ({}, 5), ({"replan": Replan(contest=False)}, 25):
+        ran, stats, _ = kinds_of(25, states=states, **settings)
+        assert blocks(ran)[0] == ("sparse", first)
+        assert ran[-1] == ("dense" if first == 5 else "sparse")
+        assert stats.replans == 0
+
+
+def test_a_rank_that_is_lost_in_a_contest_leaves_a_state_to_go_on_from(monkeypatch):
+    say(monkeypatch, CLOSE)
+
+    def rank_main(rank, group):
+        model, optimizer, session = start(group, "optimal")
+        with session:
+            for step in range(FIRST + 7):
+                backward_of(model, rank, step)
+                optimizer.step()
+            if rank == 0:
+                with pytest.raises(gg.GossipError):
+                    backward_of(model, rank, step)
+                return session.state_dict()
+        return None
+
+    state, _ = run_ranks(2, rank_main)
+    other = {**state, "session": {**state["session"], "rank": 1}}
+    ran, _, _ = kinds_of(20, states=[state, other])
+    assert blocks(ran)[:2] == [("sparse", 5), ("dense", 9)]
+
+
+def test_drift_is_of_what_groups_took_that_have_won(monkeypatch):
+    """Though it is far from what was predicted; until it changes."""
+    say(monkeypatch, DENSE_FASTER)
+    asked = []
+    truth = [0.5]
+
+    def measured(settings, group, *_, **__):
+        asked.extend([1] * (group.rank == 0))
+        return costs_that_say(**SPARSE_PREDICTED)(settings)
+
+    monkeypatch.setattr(_planner, "measure_costs", measured)
+    monkeypatch.setattr(_planner, "_travelled", lambda aggregation: truth * len(aggregation.groups))
+    replan = Replan(every=2)
+    assert kinds_of(40, replan=replan)[1].refused is not None
+    assert len(asked) == 1
+    truth[0] = 0.1
+
+    def rank_main(rank, group):
+        model, optimizer, session = start(group, "optimal", replan=replan)
+        with session:
+            for step in range(40):
+                group.barrier()
+                if step == 24:
+                    truth[0] = 5.0
+                group.barrier()
+                backward_of(model, rank, step)
+                optimizer.step()
+            return session.stats().replans
+
+    asked.clear()
+    assert run_ranks(2, rank_main) == [0, 0]
+    assert len(asked) == 2
