@@ -58,7 +58,8 @@ def blocks(ran):
 
 def test_two_that_are_close_go_there_and_back_and_the_faster_wins():
     contest, ran = held(of(2.0, 1.8))
-    assert blocks(ran) == [(0, 5), (1, 9), (0, 5)]
+    assert blocks(ran) == [(0, 3), (1, 5), (0, 5), (1, 5), (0, 3)]
+    assert len(ran) == Contest.most_rounds(2) == 21
     assert contest.winner == contest.running == 1
     assert contest.seconds == [2.0, 1.8]
 
@@ -72,38 +73,39 @@ def test_the_first_is_left_for_enough_of_a_gain_alone():
 
 def test_of_three_the_close_ones_go_on():
     contest, ran = held(of(2.0, 1.9, 1.0))
-    assert blocks(ran) == [(0, 5), (1, 5), (2, 5)]
+    assert blocks(ran) == [(0, 3), (1, 3), (2, 5), (1, 3), (0, 3)]
     assert contest.winner == 2
     contest, ran = held(of(2.0, 1.8, 1.9))
-    assert blocks(ran) == [(0, 5), (1, 5), (2, 9), (1, 5), (0, 5)]
+    there_and_back = [(1, 3), (2, 5), (1, 3)]
+    assert blocks(ran) == [(0, 3), *there_and_back, (0, 5), *there_and_back, (0, 3)]
     assert contest.winner == 1
-    assert len(ran) == Contest.most_rounds(3) == 29
+    assert len(ran) == Contest.most_rounds(3) == 33
     contest, ran = held(of(2.0, 1.9, 1.8, 1.7, 1.6))
-    assert blocks(ran) == [*((plan, 5) for plan in range(4)), (4, 9), (3, 5), (0, 5)]
+    assert blocks(ran)[-5:] == [(0, 5), (3, 3), (4, 5), (3, 3), (0, 3)]
     assert contest.winner == 4
-    assert len(ran) == Contest.most_rounds(5) == 39
+    assert len(ran) == Contest.most_rounds(5) == 45
     contest, ran = held(of(2.0, 1.8, 2.4))
-    assert blocks(ran) == [(0, 5), (1, 5), (2, 5), (1, 5), (0, 5)]
+    assert blocks(ran) == [(0, 3), (1, 3), (2, 5), (1, 3), (0, 5), (1, 5), (0, 3)]
 
 
 def test_a_rival_that_is_far_slower_has_one_round():
     contest, ran = held(of(2.0, 3.1, 1.8))
-    assert blocks(ran) == [(0, 5), (1, 1), (2, 9), (0, 5)]
+    assert blocks(ran) == [(0, 3), (1, 1), (2, 5), (0, 5), (2, 5), (0, 3)]
     assert contest.winner == 2
     assert contest.seconds == [2.0, pytest.approx(3.1), 1.8]
     contest, ran = held(of(2.0, 9.0, 9.0))
-    assert blocks(ran) == [(0, 5), (1, 1), (2, 1)]
+    assert blocks(ran) == [(0, 3), (1, 1), (2, 1)]
     assert contest.winner == 0
 
 
 def test_what_rivals_cost_is_bounded():
-    """However slow they are after a first round that tells nothing: five rounds each."""
-    contest, ran = held(lambda plan, at, rank: of(2.0, 2.0 if at == 5 else 99.0)(plan, at, rank))
-    assert blocks(ran) == [(0, 5), (1, 5)]
+    """However slow they are after a first round that tells nothing: five rounds."""
+    contest, ran = held(lambda plan, at, rank: of(2.0, 2.0 if at == 3 else 99.0)(plan, at, rank))
+    assert blocks(ran) == [(0, 3), (1, 5), (0, 3)]
     assert contest.winner == 0
 
 
-@pytest.mark.parametrize("paused", range(19))
+@pytest.mark.parametrize("paused", range(21))
 def test_a_pause_decides_nothing(paused):
     """On all ranks, as for an evaluation, or on one, for which the other waits in the round."""
 
@@ -116,7 +118,7 @@ def test_a_pause_decides_nothing(paused):
     for pause in (of_all, of_one):
         contest, ran = held(of(2.0, 1.8), ranks=2, pause=pause)
         assert contest.winner == 1
-        assert len(ran) == 19
+        assert len(ran) == 21
 
 
 def test_what_becomes_slower_all_the_time_is_nobody_s_fault():
@@ -125,7 +127,7 @@ def test_what_becomes_slower_all_the_time_is_nobody_s_fault():
         return seconds and seconds * 1.015**at
 
     contest, ran = held(times)
-    assert len(ran) == 19
+    assert len(ran) == 21
     assert contest.seconds[1] == pytest.approx(contest.seconds[0], rel=0.02)
 
 
@@ -195,7 +197,7 @@ def test_dense_is_used_where_it_is_faster_in_real_steps_and_it_is_said(monkeypat
     say(monkeypatch, DENSE_FASTER)
     with caplog.at_level(logging.INFO, "gossipgrad"):
         ran, stats, _ = kinds_of(30, ranks=3)
-    assert blocks(ran) == [("sparse", FIRST + 5), ("dense", 18)]
+    assert blocks(ran) == [("sparse", FIRST + 3), ("dense", 5), ("sparse", 3), ("dense", 12)]
     assert [*stats.contest_seconds.values()] == pytest.approx([3.06, 1.02], rel=0.05)
     assert {group.method for group in stats.groups} == {"dense"}
     assert stats.replans == 0
@@ -211,8 +213,9 @@ def test_dense_is_used_where_it_is_faster_in_real_steps_and_it_is_said(monkeypat
 def test_what_is_as_fast_as_predicted_is_not_talked_about(monkeypatch, caplog):
     say(monkeypatch, {"sparse": 1.0, "mixed": 1.0, "dense": 1.1})
     with caplog.at_level(logging.INFO, "gossipgrad"):
-        ran, stats, _ = kinds_of(FIRST + 20)
-    assert blocks(ran) == [("sparse", FIRST + 5), ("dense", 9), ("sparse", 6)]
+        ran, stats, _ = kinds_of(FIRST + 22)
+    rounds = FIRST + 3, 5, 5, 5, 4
+    assert blocks(ran) == [*zip(["sparse", "dense"] * 2 + ["sparse"], rounds, strict=True)]
     assert not caplog.records
     assert stats.refused is None
     assert stats.replans == 0
@@ -221,7 +224,7 @@ def test_what_is_as_fast_as_predicted_is_not_talked_about(monkeypatch, caplog):
 def test_a_rival_that_is_far_slower_has_one_step(monkeypatch):
     say(monkeypatch, {"sparse": 1.0, "mixed": 1.0, "dense": 2.2})
     ran, stats, _ = kinds_of(FIRST + 8)
-    assert blocks(ran) == [("sparse", FIRST + 5), ("dense", 1), ("sparse", 2)]
+    assert blocks(ran) == [("sparse", FIRST + 3), ("dense", 1), ("sparse", 4)]
     assert len(stats.contest_seconds) == 2
 
 
@@ -287,20 +290,21 @@ def test_what_has_lost_is_not_taken_again_because_it_is_predicted_to_be_faster(m
     course = gg.sparsification.Warmup(densities=(0.2, 0.1), steps=40, then=0.05)
     ran, stats, _ = kinds_of(120, density=course)
     assert asked == [0.2, 0.1, 0.05]
-    assert blocks(ran[:80]) == [("sparse", FIRST + 5), ("dense", 80 - FIRST - 5)]
-    (_, first), (_, rival), (_, last) = blocks(ran[80:])
-    assert (rival, stats.replans) == (1, 0)
-    assert {*ran[80 : 80 + first], *ran[-last:]} == {"dense"}
+    first = [("sparse", FIRST + 3), ("dense", 5), ("sparse", 3), ("dense", 80 - FIRST - 11)]
+    assert blocks(ran[:80]) == first
+    assert [kind for kind, _ in blocks(ran[80:])] == ["dense", "sparse", "dense"]
+    assert ran[80:].count("sparse") == 1
+    assert stats.replans == 0
 
 
 def test_a_density_that_changes_meanwhile_begins_a_contest_anew(monkeypatch):
     say(monkeypatch, CLOSE)
 
     def course(step):
-        return 0.2 if step < 10 or 20 <= step < 30 else 0.05
+        return 0.2 if step < 9 or 20 <= step < 30 else 0.05
 
     ran, stats, _ = kinds_of(70, ranks=3, density=course)
-    assert blocks(ran[:11]) == [("sparse", 11)]  # not to be held so close to the next change
+    assert blocks(ran)[0] == ("sparse", 13)
     assert len(stats.contest_seconds) == 2
     assert {group.method for group in stats.groups} == {"dense"}
 
@@ -318,10 +322,10 @@ def test_a_state_from_the_middle_of_a_contest_begins_it_anew_on_all_ranks(monkey
     say(monkeypatch, CLOSE)
     ran, _, states = kinds_of(FIRST + 7)
     assert ran[-1] == "dense"
-    for settings, first in ({}, 5), ({"replan": Replan(contest=False)}, 25):
+    for settings, first in ({}, 3), ({"replan": Replan(contest=False)}, 25):
         ran, stats, _ = kinds_of(25, states=states, **settings)
         assert blocks(ran)[0] == ("sparse", first)
-        assert ran[-1] == ("dense" if first == 5 else "sparse")
+        assert ran[-1] == ("dense" if first == 3 else "sparse")
         assert stats.replans == 0
 
 
@@ -343,7 +347,7 @@ def test_a_rank_that_is_lost_in_a_contest_leaves_a_state_to_go_on_from(monkeypat
     state, _ = run_ranks(2, rank_main)
     other = {**state, "session": {**state["session"], "rank": 1}}
     ran, _, _ = kinds_of(20, states=[state, other])
-    assert blocks(ran)[:2] == [("sparse", 5), ("dense", 9)]
+    assert blocks(ran)[:2] == [("sparse", 3), ("dense", 5)]
 
 
 def test_drift_is_of_what_groups_took_that_have_won(monkeypatch):

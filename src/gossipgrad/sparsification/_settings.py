@@ -45,9 +45,9 @@ class Replan:
     `"optimal"` lets plans compete: the one that is predicted to be the fastest with the best that
     sends all, the best whose groups are all sparse, and those of one group, where these are
     predicted to take up to three times as long. They are used in turn for a few steps each, two for
-    up to 19 together, three for up to 29 and five for up to 39, and the fastest stays; one that
+    up to 21 together, three for up to 33 and five for up to 45, and the fastest stays; one that
     saves less than `gain` does not take the place of the first. A rival that loses costs the time
-    of about six steps at most. What was found holds against predictions from then on, until drift
+    of about eight steps at most. What was found holds against predictions from then on, until drift
     is found.
 
     Every plan that is measured is also looked at when the density has changed by more than half,
