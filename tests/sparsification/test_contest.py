@@ -167,6 +167,10 @@ def kind(merges):
     return "mixed" if len(sparse) > 1 else "sparse" if True in sparse else "dense"
 
 
+def said(caplog):
+    return [record for record in caplog.records if record.name == "gossipgrad"]
+
+
 def kinds_of(steps, ranks=2, *, model=None, states=None, **settings):
     """The plan of each step by its kind, what `stats()` gave at the end, and the state.
 
@@ -201,7 +205,7 @@ def test_dense_is_used_where_it_is_faster_in_real_steps_and_it_is_said(monkeypat
     assert [*stats.contest_seconds.values()] == pytest.approx([3.06, 1.02], rel=0.05)
     assert {group.method for group in stats.groups} == {"dense"}
     assert stats.replans == 0
-    info, warning = caplog.records
+    info, warning = said(caplog)
     assert info.levelno == logging.INFO
     assert "plans were not as fast as predicted: " in info.getMessage()
     assert ", 3.0" in info.getMessage()
@@ -210,13 +214,24 @@ def test_dense_is_used_where_it_is_faster_in_real_steps_and_it_is_said(monkeypat
     assert stats.refused in str(stats)
 
 
+def test_what_is_refused_by_prediction_is_said_where_dense_plans_compete_alone(monkeypatch, caplog):
+    say(monkeypatch, CLOSE, {"sparse": 1e3, "dense": 1e-3})
+    monkeypatch.setattr(_planner, "rivals_of", lambda *of: rivals_of(*of)[:1])
+    with caplog.at_level(logging.INFO, "gossipgrad"):
+        ran, stats, _ = kinds_of(FIRST + 22)
+    assert {*ran[FIRST:]} == {"dense"}
+    assert stats.contest_seconds.keys() == {"dense", "one dense"}
+    assert [record.message for record in said(caplog)] == [stats.refused]
+    assert "gradients are predicted to be together" in stats.refused
+
+
 def test_what_is_as_fast_as_predicted_is_not_talked_about(monkeypatch, caplog):
     say(monkeypatch, {"sparse": 1.0, "mixed": 1.0, "dense": 1.1})
     with caplog.at_level(logging.INFO, "gossipgrad"):
         ran, stats, _ = kinds_of(FIRST + 22)
     rounds = FIRST + 3, 5, 5, 5, 4
     assert blocks(ran) == [*zip(["sparse", "dense"] * 2 + ["sparse"], rounds, strict=True)]
-    assert not caplog.records
+    assert not said(caplog)
     assert stats.refused is None
     assert stats.replans == 0
 

@@ -29,7 +29,7 @@ def test_a_network_that_changes_changes_the_plan_once_and_noise_does_not(monkeyp
     monkeypatch.setattr(_planner, "measure_costs", measured)
 
     def rank_main(rank, group):
-        model, optimizer, session = start(group, "optimal", replan=Replan(every=1))
+        model, optimizer, session = start(group, "optimal", replan=Replan(every=1, contest=False))
         methods = []
         with session:
             for step in range(60):
@@ -133,7 +133,9 @@ def test_a_density_that_does_not_matter_is_not_measured(monkeypatch):
 
 def test_a_density_that_comes_and_goes_is_measured_once_and_then_left_alone(monkeypatch):
     asked, stats = asked_at(
-        monkeypatch, lambda step: 1.0 if step % 10 == 0 else 0.01, replan=Replan(every=1000)
+        monkeypatch,
+        lambda step: 1.0 if step % 10 == 0 else 0.01,
+        replan=Replan(every=1000, contest=False),
     )
     assert asked == pytest.approx([0.01, 1.0])
     assert stats.replans == 2  # there and back: the next stay would have to be longer

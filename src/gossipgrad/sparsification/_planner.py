@@ -274,6 +274,8 @@ class Planner:
             logger.info("plans were not as fast as predicted: %s", verdict)
         if verdict.refusal is not None:
             self._refuse(verdict.refusal)
+        elif self._nothing_sparse(verdict.plan) and self.refused is None:
+            self._refuse(refusal_by_prediction(verdict.plan, self.alternatives))
 
     def _decide(self, plan: Plan, aggregation: Aggregation) -> None:
         """This plan stays, until there is reason for another."""
