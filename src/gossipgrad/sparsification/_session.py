@@ -93,6 +93,8 @@ class SparseSession:
     def plan(self) -> Plan | None:
         """The plan in use, which was given, or to which a rule that measures times has come.
 
+        While plans compete, the one whose turn it is.
+
         None until then, with one rank, and for rules without times: `"wfbp"`, `"layerwise"`,
         `"single"` and a number of bytes.
         """
