@@ -288,6 +288,17 @@ def test_patience_may_end_within_a_pass(monkeypatch):
         assert near.lower_bound_seconds <= best.finish_seconds <= near.finish_seconds * (1 + 1e-12)
 
 
+@pytest.mark.parametrize("seed", [2900, 4534])
+def test_what_the_tolerance_spared_in_one_pass_is_proved_by_no_later_one(monkeypatch, seed):
+    """Though all that is left by then could be kept."""
+    monkeypatch.setattr(optimal, "_PATIENCE", -1)
+    step = drawn(random.Random(seed))
+    least, found = least_by_fronts(*step), plan(*step, tolerance=0.05)
+    assert found.finish_seconds > least * (1 + 1e-6), "the tolerance spares something here"
+    assert found.lower_bound_seconds <= least * (1 + 1e-12)
+    assert found.gap <= 0.05 * (1 + 1e-9)
+
+
 def test_arguments_by_position():
     method = Method("dense", AffineCost(0.0, 0.0), AffineCost(1.0, 0.5))
     assert method == Method(

@@ -87,6 +87,7 @@ def plan(
     best = _best_by_rule(times, counts, asked)
     reached = np.array([0.0, *accumulate(times)])
     bound, made = float(reached[-1]), 0
+    spared = math.inf  # what was left out so far, and counts in no later pass, finishes no sooner
     ahead = {forward: knowing_nothing(len(counts)) for forward in (False, True)}
     for forward, keep, width in _passes():
         below, hard_below = best.finish_seconds, best.finish_seconds / (1 + tolerance)
@@ -114,7 +115,8 @@ def plan(
             found = planned(_groups(choices, swept.chosen, asked), times, counts, asked)
             best = min(best, found, key=lambda each: each.finish_seconds)
         if swept.bounds:
-            bound = max(bound, min(swept.finish_seconds, swept.below, best.finish_seconds))
+            spared = min(spared, swept.below)
+            bound = max(bound, min(swept.finish_seconds, spared, best.finish_seconds))
             ahead[forward] = swept.fronts
             choices = choices.only(swept.useful)
         made += swept.made
