@@ -1,5 +1,7 @@
 """No thread comes back from a store while the interpreter ends: torch's store aborts it then."""
 
+import gc
+import os
 import threading
 import weakref
 
@@ -43,3 +45,43 @@ def test_a_store_that_hangs_keeps_no_process_from_its_end(monkeypatch):
     _store_threads._end_all()
     assert not answer.done()
     store.answers.set()
+
+
+def test_a_watch_that_was_stopped_is_forgotten_and_its_store_with_it():
+    watch = MemberWatch(dist.HashStore(), 0, Membership.first(1), Heartbeats())
+    watch.start()
+    watch.stop()
+    watch = weakref.ref(watch)
+    gc.collect()
+    assert watch() is None
+    assert len(_store_threads._ends) == 0
+
+
+def test_a_watch_that_nobody_holds_is_ended_all_the_same():
+    watch = MemberWatch(dist.HashStore(), 0, Membership.first(1), Heartbeats())
+    watch.start()
+    del watch
+    gc.collect()
+    (thread,) = _store_threads._ends
+    _store_threads._end_all()
+    assert not thread.is_alive()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_ends_though_the_thread_of_its_parent_held_a_lock():
+    watch = MemberWatch(dist.HashStore(), 0, Membership.first(1), Heartbeats())
+    watch.start()
+    with watch._changed, _store_threads._lock:
+        ends, says = os.pipe()
+        child = os.fork()
+        if child == 0:
+            fork = threading.Thread(target=_store_threads._end_all, daemon=True)
+            fork.start()
+            fork.join(10)
+            os.write(says, b"hangs" if fork.is_alive() else b"ended")
+            os._exit(0)
+        os.waitpid(child, 0)
+    assert os.read(ends, 5) == b"ended"
+    os.close(ends)
+    os.close(says)
+    watch.stop()

@@ -6,9 +6,11 @@ the interpreter ends the thread inside C++ that cannot be unwound. A daemon thre
 and awaited, before.
 """
 
+import os
 import time
 import weakref
 from collections.abc import Callable
+from inspect import ismethod
 from threading import Lock, Thread
 
 __all__ = ["end_with_process"]
@@ -16,30 +18,43 @@ __all__ = ["end_with_process"]
 # A store that hangs keeps no process from its end, and its threads do not come back.
 _END_SECONDS = 2.0
 
-_ends: weakref.WeakKeyDictionary[Thread, Callable[[], object]] = weakref.WeakKeyDictionary()
+_End = Callable[[], object]
+_ends: weakref.WeakKeyDictionary[Thread, Callable[[], _End | None]] = weakref.WeakKeyDictionary()
 _lock = Lock()
 
 
-def end_with_process(thread: Thread, end: Callable[[], object]) -> None:
+def end_with_process(thread: Thread, end: _End) -> None:
     """Has the end of the process end a thread, and wait for it a little.
 
     Args:
         thread: A daemon, which was started.
-        end: Called then, to tell it to end, though it may have been told before.
+        end: Called then, to tell it to end, though it may have been told before. The object of a
+            method is not kept alive for that: the thread has to, as long as it runs.
     """
+    # Whoever has a thread and its end would else be kept for good, and a connection with it.
+    ending = weakref.WeakMethod(end) if ismethod(end) else lambda: end
     with _lock:
-        _ends[thread] = end
+        _ends[thread] = ending
 
 
 def _end_all() -> None:
     with _lock:
         left = list(_ends.items())
-    for _, end in left:
-        end()
+    for _, ending in left:
+        if (end := ending()) is not None:
+            end()
     deadline = time.monotonic() + _END_SECONDS
     for thread, _ in left:
         thread.join(max(0.0, deadline - time.monotonic()))
 
 
+def _forget_all() -> None:
+    """In a fork of the process: no thread came along, and who was to end it may hold its locks."""
+    global _lock
+    _lock = Lock()
+    _ends.clear()
+
+
+os.register_at_fork(after_in_child=_forget_all)
 # At the end those made last are called first: sessions that nobody has closed ask the store then.
 weakref.finalize(end_with_process, _end_all)
