@@ -1,6 +1,7 @@
 """Sparse sessions on threads, and the reference beside them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from support.replicas import network, sgd
 
 __all__ = [
     "backward_of",
+    "blocks",
     "costs_that_say",
     "same_weights",
     "start",
@@ -31,6 +33,11 @@ def backward_of(model: nn.Module, rank: int, step: int, count: int = 5) -> None:
     batch = torch.randn(count, 6, generator=generator).to(model[0].weight.dtype)
     target = torch.randn(count, 3, generator=generator)
     (model(batch).float() - target).square().mean().backward()
+
+
+def blocks(ran: Iterable[Hashable]) -> list[tuple[Hashable, int]]:
+    """What ran in turn, and for how many rounds."""
+    return [(each, len([*rounds])) for each, rounds in groupby(ran)]
 
 
 def start(

@@ -1,7 +1,7 @@
 """A contest of plans in real rounds: what costs measured one by one cannot tell."""
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 __all__ = ["Contest", "Told"]
 
@@ -39,11 +39,15 @@ class Contest:
     in the middle has the least noise. A first round is judged without the rest of the step, and by
     the rank with the shortest, which came last and did not wait: one pause drops no plan.
 
+    The first plan has to be beaten by the gain, and a lossy one has to beat those that are not by
+    as much: what it leaves for later rounds costs accuracy.
+
     All ranks go through the same rounds, and agree on what these took: so they go on alike.
 
     Args:
-        plans: How many there are, two or more; the first has to be beaten.
-        gain: Share of its time that another must save to win.
+        plans: How many there are, two or more.
+        gain: Share of the time of a plan that another must save to beat it.
+        lossy: Places of the plans that do not send all.
 
     Attributes:
         running: The plan for the next round.
@@ -52,11 +56,13 @@ class Contest:
             dropped at once, by its first round.
     """
 
-    def __init__(self, plans: int, *, gain: float | int) -> None:
+    def __init__(
+        self, plans: int, *, gain: float | int, lossy: Collection[int] = frozenset()
+    ) -> None:
         self.running = 0
         self.winner: int | None = None
         self.seconds: list[float | None] = [None] * plans
-        self._gain = gain
+        self._gain, self._lossy = gain, lossy
         self._rounds: list[list[float]] = [[] for _ in range(plans)]
         self._periods: list[list[float]] = [[] for _ in range(plans)]
         self._living = list(range(plans))
@@ -133,8 +139,7 @@ class Contest:
         if self._sweeps >= _ALL_SWEEPS:
             self._living = self._close(seconds, seconds[best])
         if len(self._living) == 1 or self._sweeps == _SWEEPS:
-            wins = 0 not in seconds or seconds[best] < (1 - self._gain) * seconds[0]
-            self.winner = self.running = best if wins else 0
+            self.winner = self.running = self._choice(seconds, best)
             return
         self._sweeps += 1
         self._living.reverse()
@@ -144,8 +149,26 @@ class Contest:
     def _close(self, seconds: Mapping[int, float], best_seconds: float) -> list[int]:
         """Those that may still win, in their order."""
         most_seconds = max(_CLEARLY, 1 / (1 - self._gain)) * best_seconds
-        rivals = sorted((at for at in seconds if at), key=lambda at: seconds[at])[:_RIVALS]
-        return [at for at in self._living if seconds[at] <= most_seconds and at in {0, *rivals}]
+        close = [at for at in self._living if seconds[at] <= most_seconds]
+        rivals = sorted((at for at in close if at), key=lambda at: seconds[at])
+        kept = rivals[:_RIVALS]
+        whole = [at for at in rivals if at not in self._lossy]
+        if whole and {0, *kept} <= {*self._lossy}:
+            kept[-1] = whole[0]
+        return [at for at in close if at in {0, *kept}]
+
+    def _choice(self, seconds: Mapping[int, float], best: int) -> int:
+        """The fastest, if it beats those that it has to."""
+
+        def beats(at: int, other: int) -> bool:
+            return seconds[at] < (1 - self._gain) * seconds[other]
+
+        choice = best if 0 not in seconds or beats(best, 0) else 0
+        whole = [at for at in seconds if at not in self._lossy]
+        if choice in self._lossy and whole:
+            other = min(whole, key=lambda at: seconds[at])
+            return choice if beats(choice, other) else other
+        return choice
 
     def _turn_to(self, at: int) -> None:
         self._settling = 0 if at == self.running else _SETTLE_ROUNDS

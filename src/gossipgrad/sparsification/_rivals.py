@@ -7,7 +7,7 @@ from gossipgrad.comm import Group
 from gossipgrad.planning import Method, Plan, plan, single
 from gossipgrad.sparsification._contest import Contest
 from gossipgrad.sparsification._settings import Replan
-from gossipgrad.sparsification._verdicts import Verdict, kind_of
+from gossipgrad.sparsification._verdicts import Verdict, compresses, kind_of
 
 __all__ = ["Rivals", "rivals_of"]
 
@@ -94,11 +94,12 @@ class Rivals:
         return sorted(found, key=self._expected_seconds)
 
     def hold(self, plans: Sequence[Plan]) -> None:
-        """Begins a contest; the first plan has to be beaten."""
+        """Begins a contest, in which the first plan has to be beaten."""
         assert self._replan is not None
         self.undecided = False
         self._plans = list(plans)
-        self._contest = Contest(len(plans), gain=self._replan.gain)
+        lossy = {at for at, plan in enumerate(plans) if compresses(plan)}
+        self._contest = Contest(len(plans), gain=self._replan.gain, lossy=lossy)
 
     def break_off(self) -> None:
         """Ends a contest in which nobody has won yet, if there is one: it is to be held anew."""

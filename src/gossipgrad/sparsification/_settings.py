@@ -46,9 +46,9 @@ class Replan:
     sends all, the best whose groups are all sparse, and those of one group, where these are
     predicted to take up to three times as long. They are used in turn for a few steps each, two for
     up to 21 together, three for up to 33 and five for up to 45, and the fastest stays; one that
-    saves less than `gain` does not take the place of the first. A rival that loses costs the time
-    of about eight steps at most. What was found holds against predictions from then on, until drift
-    is found.
+    saves less than `gain` does not take the place of the first, and one that compresses has to save
+    as much of the time of those that send all. A rival that loses costs the time of about eight
+    steps at most. What was found holds against predictions from then on, until drift is found.
 
     Every plan that is measured is also looked at when the density has changed by more than half,
     and stays so for a number of steps: 1 at first, and after each such look twice as many. Costs
