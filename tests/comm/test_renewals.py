@@ -58,3 +58,18 @@ def test_a_death_comes_first_and_makes_the_links_anew_as_well(watches, clock, di
     newest = living[0].latest
     assert newest.living == tuple(rank for rank in ALL if rank != dies)
     assert newest.generation <= 2
+
+
+def test_what_broke_before_the_newest_generation_asks_for_none_after_it(watches, clock):
+    """All see a collective break, and some of them only behind the generation that follows."""
+    all_watches = watches(4)
+    pass_seconds(clock, all_watches, 3)
+    all_watches[0].renew(0)
+    pass_seconds(clock, all_watches, 3)
+    assert generations(all_watches) == [1] * 4
+    all_watches[1].renew(0)
+    pass_seconds(clock, all_watches, 60)
+    assert generations(all_watches) == [1] * 4
+    all_watches[1].renew(1)
+    pass_seconds(clock, all_watches, 60)
+    assert generations(all_watches) == [2] * 4

@@ -90,8 +90,7 @@ class MemberWatch:
         self._unread: set[int] = set()  # of both: their beats were not read since
         self._broken_in: dict[int, int] = {}  # in which generation a link broke
         self._renewal_due = False  # a link or a collective broke, and all live
-        self._renewals = 0
-        self._renewed_seconds = -math.inf
+        self._renewals, self._renewed_seconds = 0, -math.inf
         self._expelled = frozenset(first.lost)
         self._confirmed_seconds = self._asked_seconds = now()
         self._changed = threading.Condition()
@@ -190,9 +189,10 @@ class MemberWatch:
             self.is_member()  # freezes the membership if the store hangs
         return self.latest.generation > known
 
-    def renew(self) -> None:
-        """Has a generation of the same ranks written: what broke in this one begins anew in it."""
-        self._renewal_due = True
+    def renew(self, broken: int) -> None:
+        """Has a generation of the same ranks written, unless one after the `broken` is known."""
+        with self._changed:
+            self._renewal_due |= broken == self.latest.generation
         self._wake.set()
 
     def beat(self) -> None:
@@ -339,7 +339,6 @@ class MemberWatch:
             return
         if membership.living == self.latest.living:
             self._renewals, self._renewed_seconds = self._renewals + 1, self._now()
-        self._renewal_due = False
         for rank, loss in membership.gone.items():
             if rank in self.latest.living and rank != self._rank and not loss.left:
                 logger.warning("rank %d: rank %d is lost (%s)", self._rank, rank, loss.why)
@@ -347,7 +346,7 @@ class MemberWatch:
             logger.info("rank %d: rank %d has joined", self._rank, rank)
         self._expelled |= {*membership.lost} - {self._rank}
         with self._changed:
-            self.latest = membership
+            self.latest, self._renewal_due = membership, False
             for doubted in (self._suspects, self._examined, self._unread):
                 doubted &= set(membership.living)
             self._changed.notify_all()

@@ -166,7 +166,8 @@ class Members:
         newer = self.watch.latest.generation > self.current.generation
         if newer or self.watch.examine(self._channel.poll):
             return True
-        self.watch.renew()  # later collectives are those of a generation in which none broke
+        # Later collectives are those of a generation in which none broke.
+        self.watch.renew(self.current.generation)
         return False
 
     def meet(self, rounds: Rounds) -> bool:
