@@ -23,26 +23,32 @@ class LinesFile:
         # Without a buffer, which would try again what was given up, and keep on growing.
         self._file = path.open("r+b" if goes_on else "wb", buffering=0)
         self.size_bytes = 0
+        self._torn = False  # there may be something behind the last whole line
         if goes_on:
-            self.size_bytes = min(offset or 0, path.stat().st_size)
+            # A machine that broke down may have lost the end, and left a part of a line.
+            self.size_bytes = path.read_bytes()[:offset].rfind(b"\n") + 1
             self._go_back()
 
     def write(self, line: str) -> None:
         """Append a line.
 
         Raises:
-            OSError: The disk does not take all of it; then it has none of it.
+            OSError: The disk does not take all of it; then it has none of it, or what cannot be cut
+                off now is before the next line.
         """
         rest = memoryview(f"{line}\n".encode())
         whole = self.size_bytes + len(rest)
+        if self._torn:
+            self._go_back()
+        self._torn = True
         try:
             while rest:  # a full disk first takes a part
                 rest = rest[self._file.write(rest) :]
-        except OSError:
-            with contextlib.suppress(OSError):
+            self.size_bytes, self._torn = whole, False
+        except BaseException:  # Ctrl-C, too
+            with contextlib.suppress(OSError):  # then before the next line
                 self._go_back()
             raise
-        self.size_bytes = whole
 
     def close(self) -> None:
         """Close it; may be called again.
@@ -56,3 +62,4 @@ class LinesFile:
         """To the end of the last whole line."""
         self._file.seek(self.size_bytes)
         self._file.truncate()
+        self._torn = False
