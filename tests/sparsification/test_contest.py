@@ -7,70 +7,22 @@ import pytest
 import gossipgrad as gg
 from gossipgrad.planning import Method, plan
 from gossipgrad.sparsification import Replan, _planner
-from gossipgrad.sparsification._rivals import rivals_of
-from gossipgrad.sparsification._verdicts import compresses, kind_of
+from gossipgrad.sparsification._rivals import Rivals, rivals_of
+from gossipgrad.sparsification._verdicts import kind_of
+from support.contests import (
+    CLOSE,
+    DENSE_FASTER,
+    FIRST,
+    SPARSE_PREDICTED,
+    kinds_of,
+    say,
+)
 from support.ranks import run_ranks
-from support.sparse import backward_of, blocks, costs_that_say, same_weights, start, train
-
-FIRST = 7  # rounds, before there is a plan
-DENSE_FASTER = {"sparse": 3.0, "mixed": 3.0, "dense": 1.0}
-CLOSE = {"sparse": 1.2, "mixed": 1.2, "dense": 1.0}
-SPARSE_PREDICTED = {"sparse": 1e-3, "dense": 2e-3}
-
-
-def say(monkeypatch, steps, costs=SPARSE_PREDICTED):
-    """What is predicted for methods, and what steps take with plans of a kind.
-
-    Steps take longer by up to 4 %, another time on each rank.
-    """
-    monkeypatch.setattr(_planner, "measure_costs", costs_that_say(**costs))
-
-    def took(aggregation, since_seconds):
-        noise = 1 + 0.02 * (aggregation.rounds % 2 + aggregation._group.rank % 2)
-        return (steps[kind(aggregation.merges)] * noise,) * 2
-
-    monkeypatch.setattr(_planner, "_took", took)
-
-    def rivals(*of):
-        """The best dense plan alone, so that it is known how long a contest is."""
-        return [rival for rival in rivals_of(*of) if not compresses(rival)][:1]
-
-    monkeypatch.setattr(_planner, "rivals_of", rivals)
-
-
-def kind(merges):
-    sparse = {merge.method == "sparse" for merge in merges}
-    return "mixed" if len(sparse) > 1 else "sparse" if True in sparse else "dense"
+from support.sparse import backward_of, blocks, costs_that_say, start, train
 
 
 def said(caplog):
     return [record for record in caplog.records if record.name == "gossipgrad"]
-
-
-def kinds_of(steps, ranks=2, *, model=None, states=None, **settings):
-    """The plan of each step by its kind, what `stats()` gave at the end, and the state.
-
-    All are the same on all ranks.
-    """
-
-    def rank_main(rank, group):
-        model, optimizer, session = start(group, "optimal", **settings)
-        ran = []
-        with session:
-            if states is not None:
-                session.load_state_dict(states[rank])
-            for step in range(steps):
-                ran.append(kind(session._aggregation.merges))
-                backward_of(model, rank, step)
-                optimizer.step()
-            session.group.barrier()
-            weights = [p.detach().clone() for p in model.parameters()]
-            return ran, session.stats(), session.state_dict(), weights
-
-    told = run_ranks(ranks, rank_main)
-    assert all(each[0] == told[0][0] for each in told)
-    assert same_weights([each[3] for each in told])
-    return told[0][0], told[0][1], [each[2] for each in told]
 
 
 def test_dense_is_used_where_it_is_faster_in_real_steps_and_it_is_said(monkeypatch, caplog):
@@ -98,6 +50,10 @@ def test_what_is_refused_by_prediction_is_said_where_dense_plans_compete_alone(m
     assert {*ran[FIRST:]} == {"dense"}
     assert stats.contest_seconds.keys() == {"dense", "one dense"}
     assert [record.message for record in said(caplog)] == [stats.refused]
+    assert "gradients are predicted to be together" in stats.refused
+    _, _, states = kinds_of(FIRST + 2)
+    assert [state["session"]["planner"]["refused"] for state in states] == [None] * 2
+    stats = kinds_of(1, states=states, replan=Replan(contest=False))[1]
     assert "gradients are predicted to be together" in stats.refused
 
 
@@ -220,27 +176,6 @@ def test_a_state_from_the_middle_of_a_contest_begins_it_anew_on_all_ranks(monkey
         assert stats.replans == 0
 
 
-def test_a_rank_that_is_lost_in_a_contest_leaves_a_state_to_go_on_from(monkeypatch):
-    say(monkeypatch, CLOSE)
-
-    def rank_main(rank, group):
-        model, optimizer, session = start(group, "optimal")
-        with session:
-            for step in range(FIRST + 7):
-                backward_of(model, rank, step)
-                optimizer.step()
-            if rank == 0:
-                with pytest.raises(gg.GossipError):
-                    backward_of(model, rank, step)
-                return session.state_dict()
-        return None
-
-    state, _ = run_ranks(2, rank_main)
-    other = {**state, "session": {**state["session"], "rank": 1}}
-    ran, _, _ = kinds_of(20, states=[state, other])
-    assert blocks(ran)[:2] == [("sparse", 3), ("dense", 5)]
-
-
 def test_drift_is_of_what_groups_took_that_have_won(monkeypatch):
     """Though it is far from what was predicted; until it changes."""
     say(monkeypatch, DENSE_FASTER)
@@ -273,3 +208,16 @@ def test_drift_is_of_what_groups_took_that_have_won(monkeypatch):
     asked.clear()
     assert run_ranks(2, rank_main) == [0, 0]
     assert len(asked) == 2
+
+
+def test_a_contest_that_is_held_anew_begins_with_the_plan_that_is_expected_to_win():
+    """By what is predicted, and what steps took beyond that before."""
+    cost = Method("sparse", lambda size: 0.0, lambda size: 1.0)
+    dense = Method("dense", lambda size: 0.0, lambda size: 2.0)
+    plans = [plan([1.0], [1], [each]) for each in (cost, dense)]
+    rivals = Rivals(Replan())
+    assert rivals.near(plans) == plans
+    rivals.load({**rivals.state(), "extra_seconds": {"one sparse": 2.0, "one dense": 0.5}})
+    assert rivals.near(plans) == plans[::-1]
+    rivals.load({**rivals.state(), "extra_seconds": {"one sparse": 9.0, "one dense": 0.5}})
+    assert rivals.near(plans) == plans[1:]

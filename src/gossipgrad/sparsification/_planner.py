@@ -95,6 +95,11 @@ class Planner:
         """Whether a plan is asked for that is not there yet."""
         return self._settings.measures and self.plan is None
 
+    @property
+    def lasting(self) -> Plan | None:
+        """What a state goes on with: the plan in use, or the first of those that compete."""
+        return self.rivals.first or self.plan
+
     def after_round(self, aggregation: Aggregation) -> None:
         """Notes what a round took, and changes the plan when it is time to; a collective then."""
         if not self._settings.measures:
@@ -113,7 +118,7 @@ class Planner:
     def state(self) -> dict[str, Any]:
         """For a session's state: plain values."""
         return {
-            "plan": None if self.plan is None else self.plan.to_json(),
+            "plan": None if self.lasting is None else self.lasting.to_json(),
             "decided": None if self._decided is None else self._decided.to_json(),
             "backward_seconds": self._backward,
             "stamps": list(self._stamps),  # of which more come
@@ -153,8 +158,10 @@ class Planner:
         if self._watch is not None and state["watch"] is not None:
             self._watch.load(state["watch"])
         self.rivals.load(state["rivals"])
-        if competing := state["rivals"]["plans"]:
-            self.plan = Plan.from_json(competing[0])
+        if state["rivals"]["plans"] and not self.rivals.compete:  # nobody does here
+            assert self.plan is not None
+            self._usual, self._learns_usual = None, False
+            self._decide(self.plan)
 
     def _look(self, aggregation: Aggregation, took: tuple[float, float]) -> None:
         """Whether the plan is to be another, after a round that took this."""
@@ -182,24 +189,22 @@ class Planner:
         names, self._backward = backward_of(told, aggregation.names)
         aggregation.regroup(self.merges, names=names)
         self._measure(aggregation)
-        plans = self._computed(aggregation)
-        self._take(self.rivals.near(plans), plans[0], aggregation)
+        plans, _ = self._computed(aggregation)
+        near = self.rivals.near(plans)
+        self._take(near, near[0], aggregation)
 
     def _again(self, aggregation: Aggregation) -> None:
         """Costs are others than those of the plan: another plan, if it gains enough."""
         assert self.plan is not None
-        assert self._backward is not None
         replan = self._settings.replan
         assert replan is not None
         self.rivals.break_off()
         self._measure(aggregation)
-        plans = self._computed(aggregation)
+        plans, seconds = self._computed(aggregation)
         if self.rivals.undecided:
-            self._take(self.rivals.near(plans), plans[0], aggregation)
+            near = self.rivals.near(plans)
+            self._take(near, near[0], aggregation)
             return
-        methods = [costs.method() for costs in self._costs]
-        spans = self.plan.timeline(self._backward, aggregation.sizes, methods)
-        seconds = max(span.end_seconds for span in spans)
         bound_seconds = min(plans[0].lower_bound_seconds, seconds)
         now = replace(self.plan, finish_seconds=seconds, lower_bound_seconds=bound_seconds)
         if better := self.rivals.better(now, plans, replan.gain):
@@ -227,8 +232,12 @@ class Planner:
             if costs.at_once_bytes is not None:
                 self._group.at_once_bytes = costs.at_once_bytes
 
-    def _computed(self, aggregation: Aggregation) -> list[Plan]:
-        """What rank 0 computes, on all ranks: the plan that was asked for, and its rivals."""
+    def _computed(self, aggregation: Aggregation) -> tuple[list[Plan], float]:
+        """What rank 0 computes, on all ranks: the plan that was asked for, and its rivals.
+
+        And how long the one in use takes; 0 where there is none. Processors of two kinds round
+        differently, and what each rank computed for itself would be two numbers.
+        """
         told: dict[str, Any] = {}
         if self._group.rank == 0:
             assert self._backward is not None
@@ -237,14 +246,16 @@ class Planner:
             plans = [planned(self._settings.plan, self._backward, sizes, methods)]
             if self._contests:
                 plans += rivals_of(plans[0], self._backward, sizes, methods)
+            now = () if self.plan is None else self.plan.timeline(self._backward, sizes, methods)
             names = tuple(aggregation.names)
             told = {
                 "plans": [replace(plan, names=names).to_json() for plan in plans],
+                "seconds": max((span.end_seconds for span in now), default=0.0),
                 "alternatives": alternatives(self._backward, sizes, methods),
             }
         told = self._group.broadcast_object(told)
         self.alternatives = dict(told["alternatives"])
-        return [Plan.from_json(plan) for plan in told["plans"]]
+        return [Plan.from_json(plan) for plan in told["plans"]], told["seconds"]
 
     def _take(self, plans: Sequence[Plan], favourite: Plan, aggregation: Aggregation) -> None:
         """Lets plans compete; takes the favourite where there is nothing to, or no time."""
@@ -256,9 +267,8 @@ class Planner:
             return
         self.rivals.undecided = competes
         self._usual, self._learns_usual = None, False
-        self._decide(favourite, aggregation)
-        if self._nothing_sparse(favourite):
-            self._refuse(refusal_by_prediction(favourite, self.alternatives))
+        self._decide(favourite)
+        self._use(favourite, aggregation)
 
     def _compete(self, aggregation: Aggregation, took: tuple[float, float]) -> None:
         """Goes on with the contest after a round that took this; a collective at times."""
@@ -269,36 +279,30 @@ class Planner:
         self._usual, self._learns_usual = None, True
         if self._drift is not None:
             self._drift.begin_anew(self._rounds)
-        self._decide(verdict.plan, aggregation)
         if not verdict.predicted and self._group.rank == 0:
             logger.info("plans were not as fast as predicted: %s", verdict)
-        if verdict.refusal is not None:
-            self._refuse(verdict.refusal)
-        elif self._nothing_sparse(verdict.plan) and self.refused is None:
-            self._refuse(refusal_by_prediction(verdict.plan, self.alternatives))
+        self._decide(verdict.plan, verdict.refusal or self.refused)
+        self._use(verdict.plan, aggregation)
 
-    def _decide(self, plan: Plan, aggregation: Aggregation) -> None:
-        """This plan stays, until there is reason for another."""
+    def _decide(self, plan: Plan, refusal: str | None = None) -> None:
+        """This plan stays, until there is reason for another.
+
+        If it compresses nothing though something might be, for the reason given, or by prediction.
+        """
         self.replans += self._decided is not None and self._decided.groups != plan.groups
         self._decided = plan
-        self._use(plan, aggregation)
-        if not self._nothing_sparse(plan):
-            self.refused = None
+        before, self.refused = self.refused, None
+        might = self._settings.plan == "optimal" and "sparse" in self._settings.methods
+        if might and not compresses(plan):
+            self.refused = refusal or refusal_by_prediction(plan, self.alternatives)
+            if before is None and self._group.rank == 0:
+                logger.warning("%s", self.refused)
 
     def _use(self, plan: Plan, aggregation: Aggregation) -> None:
+        """Comes last: where memory for groups is short on one rank, all know the same."""
         self.plan = plan
         if plan.groups != aggregation.merges:
             aggregation.regroup(plan.groups)
-
-    def _nothing_sparse(self, plan: Plan) -> bool:
-        """Though something might be."""
-        might = self._settings.plan == "optimal" and "sparse" in self._settings.methods
-        return might and not compresses(plan)
-
-    def _refuse(self, why: str) -> None:
-        if self.refused is None and self._group.rank == 0:
-            logger.warning("%s", why)
-        self.refused = why
 
     def _drifted(self, sizes: Sequence[int]) -> bool:
         """Whether what groups took in the last rounds is not what was expected; a collective.
@@ -309,24 +313,27 @@ class Planner:
         assert self._drift is not None
         assert self.plan is not None
         mine = [statistics.median(each) for each in zip(*self._times, strict=True)]
-        told = self._group.all_gather_object([mine, bool(self._costs)])
+        told = self._group.all_gather_object([mine, self._predicted(sizes)])
         self._times.clear()
         # Who comes last does not wait: its times are those of the network.
         measured = [min(each) for each in zip(*(times for times, _ in told), strict=True)]
         if self._learns_usual:
             self._usual, self._learns_usual = measured, False
-        expected = self._usual
+        expected = self._usual or told[0][1]
         if expected is None:
-            if not all(known for _, known in told):
-                return True  # predictions were lost in a resume
-            methods = {costs.name: costs.method() for costs in self._costs}
-            expected = [
-                float(
-                    methods[merge.method].communicate_seconds(sum(sizes[merge.start : merge.stop]))
-                )
-                for merge in self.plan.groups
-            ]
+            return True  # predictions were lost in a resume
         return self._drift.look(self._rounds, measured, expected)
+
+    def _predicted(self, sizes: Sequence[int]) -> list[float] | None:
+        """Seconds of the collective of each group, and of adding up; None after a resume."""
+        assert self.plan is not None
+        methods = {costs.name: costs.method() for costs in self._costs}
+        if not methods:
+            return None
+        return [
+            float(methods[merge.method].communicate_seconds(sum(sizes[merge.start : merge.stop])))
+            for merge in self.plan.groups
+        ]
 
 
 def _took(aggregation: Aggregation, since_seconds: float) -> tuple[float, float]:

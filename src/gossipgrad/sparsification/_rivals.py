@@ -78,10 +78,16 @@ class Rivals:
         assert self._contest is not None
         return self._plans[self._contest.running]
 
+    @property
+    def first(self) -> Plan | None:
+        """The plan that has to be beaten in the contest that is under way, if one is."""
+        return self._plans[0] if self._plans else None
+
     def near(self, plans: Sequence[Plan]) -> list[Plan]:
-        """Those that may be as fast as the first one."""
-        most_seconds = _NEAR * plans[0].finish_seconds
-        return [each for each in plans if each.finish_seconds <= most_seconds]
+        """Those that are expected to be the fastest, that one first, or may be nevertheless."""
+        ordered = sorted(plans, key=self._expected_seconds)
+        most_seconds = _NEAR * self._expected_seconds(ordered[0])
+        return [each for each in ordered if self._expected_seconds(each) <= most_seconds]
 
     def better(self, now: Plan, plans: Sequence[Plan], gain: float) -> list[Plan]:
         """Those that are expected to save so much of the time of a step, the fastest first."""

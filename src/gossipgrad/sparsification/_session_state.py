@@ -54,10 +54,12 @@ def session_state(
         "planner": None if planner is None else planner.state(),
     }
     if aggregation is not None:
+        lasting = None if planner is None else planner.lasting
+        merges = aggregation.merges if lasting is None else lasting.groups
         session |= {
             "plan": {
                 "names": list(aggregation.names),
-                "groups": [[m.start, m.stop, m.method] for m in aggregation.merges],
+                "groups": [[m.start, m.stop, m.method] for m in merges],
             },
             "counted": counted(aggregation),
         }
@@ -125,8 +127,6 @@ def load_session(
     if session["asked"] == _asked(settings) and session["planner"] is not None:
         planner.load(session["planner"])
         merges = [Merge(*each) for each in session["plan"]["groups"]]
-        if planner.plan is not None:
-            merges = planner.plan.groups  # others, where plans were competing
         names = session["plan"]["names"]
     held = {
         name: Held(

@@ -47,8 +47,9 @@ class Replan:
     predicted to take up to three times as long. They are used in turn for a few steps each, two for
     up to 21 together, three for up to 33 and five for up to 45, and the fastest stays; one that
     saves less than `gain` does not take the place of the first, and one that compresses has to save
-    as much of the time of those that send all. A rival that loses costs the time of about eight
-    steps at most. What was found holds against predictions from then on, until drift is found.
+    as much of the time of those that send all. A rival whose first step shows it to be far slower
+    has no other; one that loses later costs the time of about eight steps at most. What was found
+    holds against predictions from then on, until drift is found.
 
     Every plan that is measured is also looked at when the density has changed by more than half,
     and stays so for a number of steps: 1 at first, and after each such look twice as many. Costs
