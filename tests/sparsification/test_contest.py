@@ -3,9 +3,11 @@
 import logging
 
 import pytest
+import torch.distributed as dist
 
 import gossipgrad as gg
-from gossipgrad.planning import Method, plan
+from gossipgrad.comm import Group
+from gossipgrad.planning import Method, plan, single, threshold
 from gossipgrad.sparsification import Replan, _planner
 from gossipgrad.sparsification._rivals import Rivals, rivals_of
 from gossipgrad.sparsification._verdicts import kind_of
@@ -66,6 +68,33 @@ def test_what_is_as_fast_as_predicted_is_not_talked_about(monkeypatch, caplog):
     assert not said(caplog)
     assert stats.refused is None
     assert stats.replans == 0
+
+
+def test_near_ties_go_to_what_sends_all_and_that_is_said(monkeypatch, caplog):
+    say(monkeypatch, {"sparse": 1.0, "mixed": 1.0, "dense": 1.03})
+    _, stats, _ = kinds_of(FIRST + 22)
+    assert stats.refused is not None
+    assert "ms at best with compression, which gains too little (" in stats.refused
+    assert [record.getMessage() for record in said(caplog)] == [stats.refused]
+
+
+def test_of_two_plans_of_a_kind_the_time_is_told_of_the_one_that_won():
+    methods = [
+        Method("sparse", lambda n: 1.0, lambda n: 1.0),
+        Method("dense", lambda n: 0.0, lambda n: 9.0),
+    ]
+    step = [1, 1, 1], [4, 4, 4]
+    plans = [threshold(*step, methods[0], size_bytes=each) for each in (32, 16)]
+    plans.append(single(*step, methods[1]))
+    rivals = Rivals(Replan())
+    rivals.hold(plans)
+    times = {plans[0].groups: 1.0, plans[1].groups: 2.0, plans[2].groups: 3.0}
+    verdict = None
+    while verdict is None:
+        taken = times[rivals.running.groups]
+        verdict = rivals.after_round(0.1, taken, Group(dist.HashStore(), 0, 1))
+    assert verdict.plan is plans[0]
+    assert rivals.seconds == {"sparse": 1.0, "one dense": 3.0}
 
 
 def test_a_rival_that_is_far_slower_has_one_step(monkeypatch):

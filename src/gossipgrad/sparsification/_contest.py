@@ -28,10 +28,11 @@ class Contest:
 
     A rival whose first round takes over twice as long as those of the first plan is dropped at
     once; after the second sweep all that take over a quarter longer than the fastest, and all but
-    the two fastest rivals. So two plans share at most 21 rounds, three 33 and five 45. A rival that
-    is dropped at once costs that round, however long it is. One that loses later costs the time of
-    about eight rounds at most, six that take up to twice as long and six that take up to a quarter
-    longer, if its rounds are about as long as its first.
+    the two fastest rivals, or the fastest and one that is not lossy where else all would be. So two
+    plans share at most 21 rounds, three 33 and five 45. A rival that is dropped at once costs that
+    round, however long it is. One that loses later costs the time of about eight rounds at most,
+    six that take up to twice as long and six that take up to a quarter longer, if its rounds are
+    about as long as its first.
 
     The time of a plan is the median of its periods, from the end of one round to the end of the
     next: what a step takes its user, with all that collectives and selection take away from the

@@ -125,9 +125,11 @@ class Rivals:
         seconds = tuple(each for each in contest.seconds if each is not None)
         verdict = Verdict(tuple(self._plans), seconds, contest.winner)
         self.seconds = {}
-        for each, taken in zip(self._plans, seconds, strict=True):  # of two of a kind the last
-            self.seconds[kind_of(each)] = taken
-            self._extra_seconds[kind_of(each)] = taken - each.finish_seconds
+        # Of two of a kind the one that won counts, and else the last.
+        for at in sorted(range(len(seconds)), key=lambda at: at == contest.winner):
+            kind = kind_of(self._plans[at])
+            self.seconds[kind] = seconds[at]
+            self._extra_seconds[kind] = seconds[at] - self._plans[at].finish_seconds
         self._contest, self._plans = None, []
         return verdict
 

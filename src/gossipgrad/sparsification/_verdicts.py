@@ -54,11 +54,13 @@ class Verdict:
         if not compress or compresses(self.plan):
             return None
         best = min(compress, key=lambda at: self.seconds[at])
+        close = self.seconds[best] < self.seconds[self.winner]
         return (
             f"nothing is compressed: measured in the run, a step takes "
             f"{_ms(self.seconds[self.winner])} ms so, and {_ms(self.seconds[best])} ms at best "
-            "with compression (gradients were predicted to be together after "
-            f"{_ms(self.plan.finish_seconds)} and {_ms(self.plans[best].finish_seconds)} ms)"
+            f"with compression{', which gains too little' if close else ''} (gradients were "
+            f"predicted to be together after {_ms(self.plan.finish_seconds)} and "
+            f"{_ms(self.plans[best].finish_seconds)} ms)"
         )
 
     def __str__(self) -> str:
