@@ -248,7 +248,9 @@ def test_ctrl_c_while_workers_start_leaves_none(tmp_path, monkeypatch):
     assert not (tmp_path / "partial").exists()
 
 
-def test_second_ctrl_c_ends_at_once(tmp_path, capfd):
+def test_second_ctrl_c_ends_at_once(tmp_path, capfd, monkeypatch):
+    # Else who stands still is ended after 10 s, whether anybody insists or not.
+    monkeypatch.setattr("gossipgrad.train._launcher._SILENT_SECONDS", 600.0)
     insisted_seconds = []
 
     def freeze_and_insist():
