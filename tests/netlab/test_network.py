@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from statistics import median_low
 
 import pytest
 
@@ -29,6 +30,7 @@ def assert_carries(network, flow, rate, seconds=0.25):
             assert len(shares) < 8, shares
             moved = traffic.round([flow], rate=rate, settle=0.15, seconds=seconds)
             shares.append(moved.bits_per_second[0] / PAYLOAD_SHARE / rate)
+    assert median_low(shares) < 1.05, shares
 
 
 CALLS = """
