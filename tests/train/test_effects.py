@@ -3,13 +3,17 @@
 import pytest
 
 from gossipgrad import data
-from gossipgrad.train import GossipConfig, PostLocalConfig, TrainConfig
+from gossipgrad.train import GossipConfig, PostLocalConfig, SparseConfig, TrainConfig
 from gossipgrad.train._check import check
 from gossipgrad.train._effects import warn_of_no_effect
 
 
 def post_local(**options):
     return {"strategy": "post-local-sgd", "post_local": PostLocalConfig(**options)}
+
+
+def sparse(**options):
+    return {"strategy": "topk", "sparse": SparseConfig(**options)}
 
 
 # 1,437 digits for 2 ranks in batches of 16: 45 steps an epoch.
@@ -45,6 +49,14 @@ def post_local(**options):
             "local_steps=4 is not used: post_local_after is 1.0, which leaves none of the run's 90",
         ),
         (post_local(post_local_after=0.999), "post_local_after is 0.999, which leaves none"),
+        (
+            sparse(density_warmup_steps=23),
+            "density_warmup_steps is 23, and the warm-up has 4 times as many, but the run has 90",
+        ),
+        (
+            sparse(density=0.25, density_warmup_steps=1),
+            "density_warmup_steps=1 is not used: a warm-up sends 0.25 of a gradient at most",
+        ),
     ],
     ids=str,
 )
@@ -63,6 +75,9 @@ def test_warns(options, message):
         post_local(post_local_after=0.5, local_steps=45),
         post_local(post_local_after=1.0),
         {"strategy": "agd"},
+        sparse(density_warmup_steps=22),
+        sparse(density=1.0, density_warmup_steps=0),
+        sparse(density=1.0),
     ],
     ids=str,
 )

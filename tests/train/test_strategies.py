@@ -202,6 +202,32 @@ def test_what_is_carried_over_is_part_of_a_checkpoint():
         assert notes[0] == "gradients travelled in 4 groups, 4 of them sparse"
 
 
+def warm_up(rank, store):
+    """The densities of all steps, and what is told of them, with and without a warm-up."""
+    found = []
+    for sparse in (SparseConfig(), SparseConfig(density_warmup_steps=0)):
+        model = network()
+        optimizer = sgd(model)
+        strategy = start(rank, "topk", model, optimizer, epochs=1, sparse=sparse)
+        densities = []
+        for step in range(STEPS):
+            take_step(strategy, optimizer, rank, step)
+            densities.append(strategy._session._aggregation.density)
+        found.append((densities, strategy._told()[1:]))
+        assert strategy.against_divergence == "lower --lr, or give more --density-warmup-steps"
+        dist.barrier()
+        strategy.close()
+    return found
+
+
+def test_the_density_falls_over_the_first_half_of_a_run_of_one_epoch_unless_told_otherwise():
+    for (densities, told), (constant, none) in run_processes(2, warm_up):
+        assert densities == [0.25, 0.0625, 0.015625, 0.004] + 4 * [0.001]
+        assert told[0] == "the density fell to 0.001 over the first 4 steps"
+        assert constant == STEPS * [0.001]
+        assert none == []
+
+
 def carried_over(rank, group):
     model = network()
     optimizer = sgd(model)
@@ -218,7 +244,7 @@ def carried_over(rank, group):
 def go_on_from_three(rank, store):
     former = run_ranks(3, carried_over)
     model = network()
-    options = SparseConfig(density=0.1, density_warmup_steps=3)
+    options = SparseConfig(density=0.01, density_warmup_steps=3)
     strategy = start(rank, "omgs", model, sgd(model), sparse=options)
     strategy.start_at(7, former)
     taken = strategy.place()["session"]

@@ -27,7 +27,7 @@ class Warmup:
     Compression starts dense, and divides by four in each of its first epochs.
 
     Attributes:
-        densities: Of the stages, each above 0 and at most 1.
+        densities: Of the stages, each above 0 and at most 1; one below `then` sends `then`.
         steps: How many steps a stage has, 1 or more: those of an epoch, for example.
         then: The density after the last stage.
 
@@ -38,6 +38,8 @@ class Warmup:
         >>> course = Warmup(steps=100)
         >>> [course(step) for step in (0, 99, 100, 399, 400)]
         [0.25, 0.25, 0.0625, 0.004, 0.001]
+        >>> [Warmup(steps=1, then=0.01)(step) for step in range(5)]
+        [0.25, 0.0625, 0.015625, 0.01, 0.01]
 
     References:
         Lin et al., Deep Gradient Compression, arXiv:1712.01887, section 3.3.
@@ -61,7 +63,7 @@ class Warmup:
     def __call__(self, step: int) -> float:
         """The density in a step, counted from 0."""
         stage = step // self.steps
-        return self.densities[stage] if stage < len(self.densities) else self.then
+        return max(self.then, self.densities[stage]) if stage < len(self.densities) else self.then
 
 
 Density = float | int | Callable[[int], float] | Mapping[str, float]

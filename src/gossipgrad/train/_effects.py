@@ -5,8 +5,9 @@ import warnings
 
 from gossipgrad.comm import Faults
 from gossipgrad.data import DatasetInfo, num_batches
+from gossipgrad.sparsification import Warmup
 
-from ._config import GossipConfig, PostLocalConfig, TrainConfig
+from ._config import GossipConfig, PostLocalConfig, SparseConfig, TrainConfig
 
 
 def warn_of_no_effect(config: TrainConfig, info: DatasetInfo, world_size: int) -> None:
@@ -33,6 +34,8 @@ def _without_effect(config: TrainConfig, steps: int, world_size: int) -> list[st
         return _of_gossip(config.gossip, steps)
     if config.strategy == "post-local-sgd":
         return _of_post_local(config.post_local, steps)
+    if config.strategy in ("omgs", "topk", "lags"):
+        return _of_sparse(config.sparse, steps)
     return []
 
 
@@ -86,5 +89,24 @@ def _of_post_local(options: PostLocalConfig, steps: int) -> list[str]:
         return [
             f"local_steps is {options.local_steps}, but the run has {left} steps left after the "
             "all-reduced ones: replicas are never averaged while training. Make local_steps less."
+        ]
+    return []
+
+
+def _of_sparse(options: SparseConfig, steps: int) -> list[str]:
+    stages = Warmup(steps=1).densities
+    if not options.density_warmup_steps:
+        return []
+    if options.density >= stages[0]:
+        return [
+            f"density_warmup_steps={options.density_warmup_steps} is not used: a warm-up sends "
+            f"{stages[0]} of a gradient at most, and density is {options.density}."
+        ]
+    warmup = len(stages) * options.density_warmup_steps
+    if warmup >= steps:
+        return [
+            f"density_warmup_steps is {options.density_warmup_steps}, and the warm-up has "
+            f"{len(stages)} times as many, but the run has {steps} steps: it never comes to send "
+            f"{options.density}. Make density_warmup_steps less, or train for longer."
         ]
     return []

@@ -164,7 +164,8 @@ class Loop:
             for optimizer in self.optimizers:
                 optimizer.zero_grad()
         if not math.isfinite(value := loss.item()):
-            raise DivergedError(f"the loss became {value} in step {step}; lower --lr")
+            way_out = self.strategy.against_divergence
+            raise DivergedError(f"the loss became {value} in step {step}; {way_out}")
         return value
 
     def _log(self, epoch: int, loss: float, step_seconds: float) -> None:

@@ -98,9 +98,10 @@ class SparseConfig:
 
     density: float = 0.001
     """Share of the coordinates of a gradient that is sent; the rest is carried over."""
-    density_warmup_steps: int = 0
-    """Steps of each of four stages at the start in which 0.25, 0.0625, 0.015625 and 0.004 are sent;
-    0: none."""
+    density_warmup_steps: int | None = None
+    """Steps of each of four stages at the start in which 0.25, 0.0625, 0.015625 and 0.004 are sent,
+    if that is more than density. None: a quarter of an epoch each, of a run of one epoch an eighth;
+    0: no stages."""
     select: Literal["per_group", "per_tensor"] = "per_group"
     """Whose largest coordinates are sent: of all tensors of a message together, or of each."""
     momentum_correction: bool = False

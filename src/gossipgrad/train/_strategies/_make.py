@@ -51,6 +51,8 @@ def make_strategy(
             optimizers,
             config.sparse,
             momentum=config.momentum if config.optimizer == "sgd" else 0.0,
+            epochs=config.epochs,
+            total_steps=total_steps,
             stop=stop,
             spans=spans,
         )

@@ -26,6 +26,21 @@ _PLANS: dict[str, tuple[str, tuple[str, ...]]] = {
     "topk": ("single", ("sparse",)),
     "lags": ("layerwise", ("sparse",)),
 }
+_STAGES = len(Warmup(steps=1).densities)
+
+
+def warmup_steps(options: SparseConfig, *, epochs: int, total_steps: int) -> int:
+    """Of each stage of the density's warm-up.
+
+    Example:
+        >>> warmup_steps(SparseConfig(), epochs=3, total_steps=300)
+        25
+        >>> warmup_steps(SparseConfig(), epochs=1, total_steps=100)
+        12
+    """
+    if options.density_warmup_steps is not None:
+        return options.density_warmup_steps
+    return total_steps // (_STAGES * max(epochs, 2))
 
 
 class Sparse(Lockstep):
@@ -44,6 +59,8 @@ class Sparse(Lockstep):
         optimizers: Train it.
         options: What is sent.
         momentum: Of the optimizers, if they are SGD; else 0.
+        epochs: Of the run.
+        total_steps: Of the run.
         stop: Set when the run is told to stop.
         spans: Gets spans "select" and "exchange" a group, and "wait".
     """
@@ -56,14 +73,19 @@ class Sparse(Lockstep):
         options: SparseConfig,
         *,
         momentum: float,
+        epochs: int,
+        total_steps: int,
         stop: threading.Event,
         spans: StepSpans,
     ) -> None:
         super().__init__(model, stop)
         plan, methods = _PLANS[name]
+        if "sparse" in methods:
+            self.against_divergence = "lower --lr, or give more --density-warmup-steps"
         density = options.density
-        if options.density_warmup_steps:
-            density = Warmup(steps=options.density_warmup_steps, then=options.density)
+        self._warmup: Warmup | None = None
+        if stage_steps := warmup_steps(options, epochs=epochs, total_steps=total_steps):
+            density = self._warmup = Warmup(steps=stage_steps, then=options.density)
         dtype = options.value_dtype
         correction = None
         if options.momentum_correction and momentum and "sparse" in methods:
@@ -140,6 +162,10 @@ class Sparse(Lockstep):
             return []
         sparse = sum(group.method == "sparse" for group in stats.groups)
         told = [f"gradients travelled in {len(stats.groups)} groups, {sparse} of them sparse"]
+        warmup = self._warmup
+        if sparse and warmup is not None and warmup(0) > warmup.then:
+            steps = _STAGES * warmup.steps
+            told.append(f"the density fell to {warmup.then:g} over the first {steps:,} steps")
         if stats.predicted_seconds is not None and stats.measured_seconds is not None:
             told.append(
                 f"from the first gradient to the last message: {1e3 * stats.measured_seconds:.3g} "

@@ -57,11 +57,13 @@ class Strategy(ABC):
         notes: What the user should know, in words.
         replicas_differ: Whether a replica is another model than the one that stands for all.
         meets: Whether ranks ever come together.
+        against_divergence: What to do where the loss is no number any more.
     """
 
     model: nn.Module
     replicas_differ = False
     meets = True
+    against_divergence = "lower --lr"
 
     def __init__(self) -> None:
         self.notes: list[str] = []
