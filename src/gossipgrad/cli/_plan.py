@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> int:
     )
     check(options)
     profile = Profile.load(options.profile)
-    names = chosen(options, profile)
+    names = chosen(options)
     called, network = network_of(options)
     found = compare(profile, all_methods(options, profile, network), names)
     title = (

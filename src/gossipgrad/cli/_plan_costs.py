@@ -22,14 +22,14 @@ from gossipgrad.planning import (
 from gossipgrad.simulate import Network
 
 from ._network_file import for_ranks
-from ._plan_options import DECODE, METHODS, NARROW, PlanOptions
+from ._plan_methods import AS_IS, METHODS, NARROW, NARROW_BYTES
+from ._plan_options import DECODE, PlanOptions
 from ._units import list_of, rate_of, rate_text, seconds_of
 
 __all__ = ["all_methods", "chosen", "network_of"]
 
 Cost = Callable[[Any], Any]
 
-_NARROW_BYTES = 2
 _TYPICAL_ELEMENTS = 10_000_000  # for the bytes of a pair, which hardly depend on it
 _MEASURED_ELEMENTS = (1 << 8, 1 << 12, 1 << 16, 1 << 20, 1 << 23)
 _REPEATS = 5
@@ -65,11 +65,11 @@ def network_of(options: PlanOptions) -> tuple[str, Network]:
     return f"{rate_text(rate)}, {latency}", Network(exchange=hop)
 
 
-def chosen(options: PlanOptions, profile: Profile) -> list[str]:
+def chosen(options: PlanOptions) -> list[str]:
     """The methods that the plan may choose among.
 
     Raises:
-        ValueError: One is unknown, named twice, or would round what is as narrow already.
+        ValueError: One is unknown, or named twice.
     """
     names = list_of(options.methods, "--methods")
     for name in names:
@@ -77,40 +77,54 @@ def chosen(options: PlanOptions, profile: Profile) -> list[str]:
             raise ValueError(f"no method {name!r}: choose among {', '.join(METHODS)}")
         if names.count(name) > 1:
             raise ValueError(f"--methods {options.methods!r} names {name} twice: name each once")
-        if name in NARROW and profile.element_bytes <= _NARROW_BYTES:
-            raise ValueError(
-                f"method {name}: the gradients of {profile.name!r} have {profile.element_bytes} "
-                "bytes an element already, leave it out"
-            )
     return names
 
 
 def all_methods(options: PlanOptions, profile: Profile, network: Network) -> dict[str, Method]:
-    """Every method by its name, also those that the plan may not choose; none that rounds nothing.
+    """Every method by its name, also those that the plan may not choose.
+
+    Their bytes are those of a session, which adds gradients up in float32 at least. Where gradients
+    are narrower there is `AS_IS`, too.
 
     Raises:
         ValueError: A time is none.
     """
-    p, largest = options.world_size, profile.size_bytes
-    select, decode = _select_and_decode(options)
+    p, sums = options.world_size, _sums_of(profile)
+    select, decode = _select_and_decode(options, sums)
     cast = _ByCount(0.0, seconds_of(options.cast))
+    largest = sum(profile.elements) * sums.itemsize
     all_reduce = _curve(partial(network.all_reduce_seconds, world_size=p), largest, network)
     all_gather = _curve(partial(network.all_gather_seconds, world_size=p), largest, network)
-    names = NARROW if profile.element_bytes > _NARROW_BYTES else ()
-    narrow = [
-        dense_all_reduce(all_reduce, name=name, element_bytes=_NARROW_BYTES, cast=cast)
-        for name in names
-    ]
     sparse = sparse_all_gather(
         all_gather,
         density=options.density,
         world_size=p,
         select=select,
-        pair_bytes=_pair_bytes(options),
+        pair_bytes=_pair_bytes(options, sums),
         scatter=decode,
     )
-    dense = dense_all_reduce(all_reduce, element_bytes=profile.element_bytes)
-    return {method.name: method for method in (sparse, dense, *narrow)}
+    widths = {"dense": sums.itemsize}
+    if profile.element_bytes < sums.itemsize:
+        widths[AS_IS] = profile.element_bytes
+    whole = [
+        dense_all_reduce(all_reduce, name=name, element_bytes=width)
+        for name, width in widths.items()
+    ]
+    narrow = [
+        dense_all_reduce(all_reduce, name=name, element_bytes=NARROW_BYTES, cast=cast)
+        for name in NARROW
+    ]
+    return {method.name: method for method in (sparse, *whole, *narrow)}
+
+
+def _sums_of(profile: Profile) -> torch.dtype:
+    """The type in which a session adds these gradients up, and keeps what it has not sent."""
+    return torch.float64 if profile.element_bytes > torch.float32.itemsize else torch.float32
+
+
+def _values_of(options: PlanOptions, sums: torch.dtype) -> torch.dtype:
+    """What values of sparse messages travel as."""
+    return sums if options.values is None else getattr(torch, options.values)
 
 
 def _curve(seconds: Callable[[float], float], largest: int, network: Network) -> PiecewiseCost:
@@ -127,18 +141,18 @@ def _curve(seconds: Callable[[float], float], largest: int, network: Network) ->
     return PiecewiseCost(sizes=tuple(knots), seconds=tuple(times.tolist()))
 
 
-def _pair_bytes(options: PlanOptions) -> float:
+def _pair_bytes(options: PlanOptions, sums: torch.dtype) -> float:
     count = max(1, int(options.density * _TYPICAL_ELEMENTS))
-    form = SparseFormat(_TYPICAL_ELEMENTS, count, getattr(torch, options.values))
+    form = SparseFormat(_TYPICAL_ELEMENTS, count, _values_of(options, sums))
     return form.size_bytes / count
 
 
-def _select_and_decode(options: PlanOptions) -> tuple[Cost, Cost]:
+def _select_and_decode(options: PlanOptions, sums: torch.dtype) -> tuple[Cost, Cost]:
     if options.select == "here":
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            return _measured(options)
+            return _measured(options, sums)
         finally:
             torch.set_num_threads(threads)
     parts = list_of(options.select, "--select")
@@ -151,16 +165,16 @@ def _select_and_decode(options: PlanOptions) -> tuple[Cost, Cost]:
     return _ByCount(start_up, each), _ByCount(0.0, seconds_of(options.decode or DECODE))
 
 
-def _measured(options: PlanOptions) -> tuple[Cost, Cost]:
+def _measured(options: PlanOptions, sums: torch.dtype) -> tuple[Cost, Cost]:
     """Residual, selection and packing by elements; adding up by pairs: on this machine."""
     generator = torch.Generator().manual_seed(0)
     selects, decodes, pairs = [], [], []
     for place, elements in enumerate(_MEASURED_ELEMENTS):
         # However small the density, counts differ: start-up and time a pair are told apart by them.
         count = max(4**place, int(options.density * elements))
-        form = SparseFormat(elements, count, getattr(torch, options.values))
-        gradient = torch.randn(elements, generator=generator)
-        residual, total = torch.zeros(elements), torch.zeros(elements)
+        form = SparseFormat(elements, count, _values_of(options, sums))
+        gradient = torch.randn(elements, generator=generator, dtype=sums)
+        residual, total = torch.zeros_like(gradient), torch.zeros_like(gradient)
         message = torch.empty(form.size_bytes, dtype=torch.uint8)
         times = []
         for _ in range(_REPEATS):

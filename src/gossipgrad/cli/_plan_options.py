@@ -8,10 +8,8 @@ import tyro
 
 from ._plan_figure import check as check_figure
 
-__all__ = ["DECODE", "METHODS", "NARROW", "PlanOptions", "check"]
+__all__ = ["DECODE", "PlanOptions", "check"]
 
-NARROW = ("fp16", "bf16")
-METHODS = ("sparse", "dense", *NARROW)
 DECODE = "5ns"
 
 
@@ -39,8 +37,8 @@ class PlanOptions:
     methods: str = "sparse,dense"
     """What the plan may choose among, with commas: sparse (the largest elements, gathered), dense
     (all-reduce), fp16 and bf16 (all-reduce of rounded gradients)."""
-    values: Literal["float32", "bfloat16"] = "float32"
-    """What the values of sparse messages travel as."""
+    values: Literal["float32", "bfloat16", "float16", "float64"] | None = None
+    """What the values of sparse messages travel as; None: float32, float64 for such gradients."""
     select: str = "100us,2ns"
     """What selection takes, of a group and of each of its elements; `here`: measured on one thread
     of this machine, and --decode, too."""

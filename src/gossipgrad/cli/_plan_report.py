@@ -18,6 +18,7 @@ from gossipgrad.planning import (
     wfbp,
 )
 
+from ._plan_methods import AS_IS, NARROW
 from ._units import percent_text
 
 __all__ = ["Alternative", "Comparison", "compare"]
@@ -101,11 +102,16 @@ class Comparison:
         gain = -self.longer(shortest.plan)
         if gain < _WORTH_TELLING:
             return None
-        allowed = ",".join([*(method.name for method in self.methods), shortest.method])
-        return (
-            f"{shortest.name} by {shortest.method} would take {percent_text(gain)} less: allow "
-            f"that here by --methods {allowed}"
-        )
+        told = f"{shortest.name} by {shortest.method} would take {percent_text(gain)} less"
+        allowed = [method.name for method in self.methods]
+        if shortest.method != AS_IS:
+            return f"{told}: allow that here by --methods {','.join([*allowed, shortest.method])}"
+        if set(allowed).isdisjoint(NARROW):
+            return (
+                f"{told}: a session widens gradients before it adds them up, and narrows them "
+                f"again for the wire by --methods {','.join([*allowed, 'bf16'])}"
+            )
+        return f"{told}: a session widens gradients before it adds them up, and that does not"
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -166,9 +172,9 @@ def compare(profile: Profile, known: dict[str, Method], names: Sequence[str]) ->
         first_size_bytes=_DDP_FIRST_BYTES,
         element_bytes=profile.element_bytes,
     )
+    as_ddp_sends = [AS_IS] if AS_IS in known else ["dense", "fp16"]
     usual: list[tuple[str, Rule, str]] = [
-        ("DistributedDataParallel", ddp, "dense"),
-        ("DistributedDataParallel", ddp, "fp16"),
+        *(("DistributedDataParallel", ddp, method) for method in as_ddp_sends),
         ("wfbp, each tensor", wfbp, "dense"),
         ("mg-wfbp", mg_wfbp, "dense"),
         ("top-k, one group", single, "sparse"),
@@ -176,9 +182,7 @@ def compare(profile: Profile, known: dict[str, Method], names: Sequence[str]) ->
         ("omgs, published rule", partial(omgs_greedy, as_published=True), "sparse"),
     ]
     alternatives = [
-        Alternative(name, method, rule(*step, known[method]))
-        for name, rule, method in usual
-        if method in known
+        Alternative(name, method, rule(*step, known[method])) for name, rule, method in usual
     ]
     whole = [method for method in methods if method.name != "sparse"]
     if whole and len(whole) < len(methods):
