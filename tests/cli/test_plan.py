@@ -14,9 +14,12 @@ from gossipgrad.cli._plan_costs import all_methods, network_of
 from gossipgrad.cli._plan_figure import text_lanes
 from gossipgrad.cli._plan_options import PlanOptions
 from gossipgrad.cli._plan_report import compare
+from gossipgrad.cli._units import percent_text
 from gossipgrad.compression import SparseFormat
 from gossipgrad.planning import AffineCost, PiecewiseCost, Plan, Profile
 from gossipgrad.simulate import Network
+from gossipgrad.sparsification import Replan
+from gossipgrad.sparsification._contest import Contest
 from support.plan_command import SMALL, found, run, written
 from support.unchecked import types_unchecked
 
@@ -113,6 +116,31 @@ def test_a_fast_network_refuses_compression(profile, capsys):
     assert alone["verdict"].endswith("compressed; --methods has nothing else.")
     dense = found(capsys, profile, "--rate", "10Mbit", "--methods", "dense")
     assert dense["verdict"].startswith("Nothing is compressed: --methods has no sparse")
+
+
+def test_compression_has_to_save_what_it_has_to_in_a_session(profile, capsys):
+    """Of steps as long as predicted, a session keeps the plan that the verdict is for."""
+    refused = set()
+    for rate in ("8Gbit", "15Gbit", "15.9Gbit", "20Gbit"):
+        told = found(capsys, profile, "--rate", rate, "--latency", "1us")
+        assert "sparse" in {group["method"] for group in told["groups"]}
+        rivals = {each["name"]: each for each in told["alternatives"]}
+        whole = rivals["best, none compressed"]["step_seconds"]
+        contest = Contest(2, gain=Replan().gain, lossy={0})
+        while contest.winner is None:
+            took = (told["step_seconds"], whole)[contest.running]
+            if contest.round_over(took, took):
+                contest.agree([contest.told()])
+        if contest.winner == 0:
+            assert told["verdict"].endswith("% longer.")
+        else:
+            saved = percent_text(1 - told["step_seconds"] / whole)
+            assert told["verdict"].endswith(
+                f"compression would save {saved}, less than the 5 % that a session asks for: send "
+                "all, as --methods dense plans it."
+            )
+        refused.add(contest.winner)
+    assert refused == {0, 1}
 
 
 def test_what_is_not_allowed_but_better_is_told(profile, capsys):

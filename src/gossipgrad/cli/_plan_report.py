@@ -17,6 +17,7 @@ from gossipgrad.planning import (
     threshold,
     wfbp,
 )
+from gossipgrad.sparsification import Replan
 
 from ._plan_methods import AS_IS, NARROW
 from ._units import percent_text
@@ -71,7 +72,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """Whether compression pays, in words."""
+        """Whether compression pays, in words: by as much as a session asks of it."""
         groups = self.best.groups
         sparse = [group for group in groups if group.method == "sparse"]
         others = {alternative.name: alternative.plan for alternative in self.alternatives}
@@ -92,8 +93,16 @@ class Comparison:
         )
         if _ONLY_DENSE not in others:
             return f"{what}; --methods has nothing else."
-        gain = percent_text(self.longer(others[_ONLY_DENSE]))
-        return f"{what}: without compression a step would take {gain} longer."
+        whole_seconds, gain = self.step_seconds(others[_ONLY_DENSE]), Replan().gain
+        if self.step_seconds(self.best) < (1 - gain) * whole_seconds:
+            more = percent_text(self.longer(others[_ONLY_DENSE]))
+            return f"{what}: without compression a step would take {more} longer."
+        saved = percent_text(1 - self.step_seconds(self.best) / whole_seconds)
+        whole = ",".join(method.name for method in self.methods if method.name != "sparse")
+        return (
+            f"{what}: compression would save {saved}, less than the {percent_text(gain)} that a "
+            f"session asks for: send all, as --methods {whole} plans it."
+        )
 
     @property
     def advice(self) -> str | None:
