@@ -11,6 +11,7 @@ from gossipgrad.sparsification import _planner
 from support.ranks import run_ranks
 from support.replicas import network, sgd
 from support.sparse import backward_of, costs_that_say, same_weights, start, states_after
+from support.unchecked import types_unchecked
 
 
 def copies(model):
@@ -147,26 +148,45 @@ def test_ranks_that_differ_are_told_what_in():
 
 
 @pytest.mark.parametrize(
-    ("late", "message"),
+    ("late", "rounds", "message"),
     [
-        (lambda: 0.25, r"in round 102 is 0\.25 on rank 1, but 0\.5 on rank 0"),
-        (lambda: 1 / 0, r"failed on rank 1, asked about rounds 100 to 199: ZeroDivisionError"),
-        (lambda: 2, r"failed on rank 1, .*: ValueError: density at step 102 is 2: it is the share"),
+        (lambda: 0.25, 100, r"in round 102 is 0\.25 on rank 1, but 0\.5 on rank 0"),
+        (lambda: 1 / 0, 102, r"rank 1, asked about round 102: ZeroDivisionError.*round from 0 on"),
+        (lambda: 2, 102, r"rank 1, .*: ValueError: density at step 102 is 2: it is the share"),
     ],
     ids=["another", "raises", "none"],
 )
-def test_a_course_of_the_density_that_goes_wrong_on_one_rank_is_told_on_all(late, message):
+def test_a_course_of_the_density_that_goes_wrong_on_one_rank_is_told_on_all(late, rounds, message):
     def rank_main(rank, group):
         def density(step):
             return 0.5 if step < 102 or rank == 0 else late()
 
         model, optimizer, session = start(group, "single", density=density)
         with session:
-            for _ in range(100):
+            for _ in range(rounds):
                 optimizer.step()
             for _ in range(2):
                 with pytest.raises(gg.GossipError, match=message):
                     backward_of(model, rank, 2)
+            group.barrier()
+
+    run_ranks(2, rank_main)
+
+
+def test_a_table_of_densities_need_not_go_beyond_the_run():
+    table = [0.5, 0.25, 0.125]
+
+    def rank_main(rank, group):
+        model, optimizer, session = start(group, "single", density=table.__getitem__)
+        found = []
+        with session:
+            for step in range(3):
+                backward_of(model, rank, step)
+                optimizer.step()
+                found.append(session._aggregation.density)
+            assert found == table
+            with pytest.raises(gg.GossipError, match="asked about round 3: IndexError"):
+                backward_of(model, rank, 3)
             group.barrier()
 
     run_ranks(2, rank_main)
@@ -219,6 +239,14 @@ def test_replicas_that_cannot_be_made_equal_do_not_train_on_alone(change, error)
         ({"density": 0.0}, r"density is 0.0: it is the share .* such as 0.001"),
         ({"density": {"*.weight": 0.1}}, r'needs an entry "\*"'),
         ({"density": {"nothing": 0.1, "*": 0.1}}, "no trained parameter is called so"),
+        (
+            {"density": {"*": 0.1, "*.bias": 0.1}},
+            r"of '\*.bias' never counts: '\*' stands before it",
+        ),
+        (
+            {"density": {"0.*": 0.1, "2.*": 0.1, "*.bias": 0.1, "*": 0.1}},
+            r"'0\.\*' stands before it and fits '0\.bias', .* Put '\*\.bias' before it",
+        ),
         ({"density": lambda step: 2}, "density at step 0 is 2"),
         ({"plan": "best"}, "there is no plan 'best': it is one of 'optimal', .* a threshold"),
         ({"plan": 0}, "plan=0 is a threshold in bytes"),
@@ -228,13 +256,43 @@ def test_replicas_that_cannot_be_made_equal_do_not_train_on_alone(change, error)
         ({"value_dtype": torch.int8}, "value_dtype must be one of torch.float32"),
         ({"momentum_correction": 1.0}, "momentum_correction is 1.0: it is the momentum itself"),
         ({"momentum_correction": 0.9}, "has one of its own: use torch.optim.SGD.*momentum=0"),
-        ({"replan": 0}, "every counts steps between looks"),
+        ({"replan": 0}, "replan must be a number of steps from 1, .* got 0"),
     ],
 )
 def test_wrong_settings(settings, message):
     model = network()
     with pytest.raises(ValueError, match=message):
         gg.sparsify(model, sgd(list(model.parameters())), **settings)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: gg.sparsification.Replan(every=0), "every counts steps between looks"),
+        (lambda: gg.sparsification.Replan(threshold="x"), "threshold is 'x': it is a relative"),
+        (lambda: gg.sparsification.Replan(drift=True), "drift is True: it is a relative error"),
+        (lambda: gg.sparsification.Replan(gain="x"), "gain is 'x': it is a share of the time"),
+        (lambda: gg.sparsification.Warmup(steps=1, densities=0.5), "such as .*, got 0.5"),
+        (lambda: start(None, scaler=3), "scaler must be the torch.amp.GradScaler .*, got 3"),
+        (lambda: start(None, recorder=3), r"a method span\(name, .*got 3"),
+    ],
+)
+def test_what_is_no_setting_is_named(make, message):
+    with types_unchecked(), pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_an_optimizer_of_another_model_is_refused():
+    optimizer = sgd(list(network().parameters()))
+    with pytest.raises(ValueError, match="none is one of this Sequential: give the model that"):
+        gg.sparsify(network(), optimizer)
+
+
+def test_an_optimizer_may_train_more_than_the_model():
+    extra = nn.Parameter(torch.zeros(2))
+    model = network()
+    with gg.sparsify(model, sgd([*model.parameters(), extra])) as session:
+        assert session.world_size == 1
 
 
 def test_sparse_gradients_are_refused_with_the_way_out():

@@ -147,3 +147,24 @@ def test_parameters_without_elements_are_left_alone(settings):
         return [p.detach() for p in model.parameters()]
 
     assert same_weights(run_ranks(2, rank_main))
+
+
+def test_a_gradient_of_negative_zeros_meets_none():
+    """The mean of such zeros is one: a rank without a gradient must not take it for silence."""
+
+    def rank_main(rank, group):
+        model = torch.nn.Linear(2, 1, bias=False)
+        torch.nn.init.ones_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+        settings = {"plan": "single", "methods": ("dense",)}
+        with gg.sparsify(model, optimizer, process_group=group, **settings) as session:
+            model.weight.register_hook(lambda grad: torch.full_like(grad, -0.0))
+            if rank == 0:
+                model(torch.zeros(1, 2)).sum().backward()
+            optimizer.step()
+            session.group.barrier()
+        return [model.weight.detach()]
+
+    told = run_ranks(2, rank_main)
+    assert same_weights(told)
+    assert told[0][0].tolist() == [[pytest.approx(0.99)] * 2]

@@ -8,21 +8,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import gossipgrad as gg
-from gossipgrad.comm import load_replica, replica_state
-from gossipgrad.train import PostLocalConfig, SparseConfig, TrainConfig
+from gossipgrad.train import PostLocalConfig, SparseConfig
 from gossipgrad.train._result import PeerLostError, RunStopped
 from gossipgrad.train._ring_clock import ring_bytes
-from gossipgrad.train._spans import StepSpans
-from gossipgrad.train._strategies import _lost, make_strategy
+from gossipgrad.train._strategies import _lost
 from gossipgrad.train._strategies._averaged import EveryLogP
 from support.processes import run_processes
-from support.ranks import run_ranks
 from support.replicas import flat, network
+from support.strategies import STEPS, loss_of, sgd, start, take_step
 
 pytestmark = pytest.mark.process
 WORLD_SIZE = 3
-STEPS = 8
 OPTIONS = {
     "allreduce": {},
     "agd": {},
@@ -33,33 +29,6 @@ OPTIONS = {
     "omgs": {"sparse": SparseConfig(density=1.0)},  # the plan is changed in the seventh step
 }
 PARAMETERS = sum(p.numel() for p in network().parameters())
-
-
-def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1000 * rank + step)
-    return model(torch.randn(5, 6, generator=generator)).square().mean()
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def start(rank, name, model, optimizer, stop=None, **options):
-    return make_strategy(
-        TrainConfig(strategy=name, **options),
-        model,
-        [optimizer],
-        total_steps=STEPS,
-        stop=stop or threading.Event(),
-        spans=StepSpans(rank, num_steps=0, total_steps=STEPS),
-    )
-
-
-def take_step(strategy, optimizer, rank, step):
-    strategy.begin_step()
-    strategy.backward(loss_of(strategy.model, rank, step))
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def train_all(rank, store):
@@ -168,153 +137,6 @@ def test_bytes_are_those_of_ring_all_reduces(runs):
 def test_hooks_are_gone_after_close(runs):
     assert runs[0]["agd"][2] == 0
     assert runs[0]["omgs"][2] == 0
-
-
-def resume_sparse(rank, store):
-    """The weights after all steps, without a break and with one after half of them."""
-    options = {"sparse": SparseConfig(density=0.1)}
-    found = []
-    for broken in (False, True):
-        model = network()
-        optimizer = sgd(model)
-        strategy = start(rank, "lags", model, optimizer, **options)
-        for step in range(STEPS):
-            if broken and step == STEPS // 2:
-                state, place = replica_state(model, [optimizer]), strategy.place()
-                strategy.close()
-                model = network(1)
-                optimizer = sgd(model)
-                strategy = start(rank, "lags", model, optimizer, **options)
-                strategy.go_to(place)
-                load_replica(model, [optimizer], state)
-                assert strategy.traffic().bytes_sent > 0
-            take_step(strategy, optimizer, rank, step)
-        notes = strategy._told()
-        dist.barrier()
-        strategy.close()
-        found.append(flat(model).tolist())
-    return found, notes
-
-
-def test_what_is_carried_over_is_part_of_a_checkpoint():
-    for (whole, resumed), notes in run_processes(2, resume_sparse):
-        assert whole == resumed
-        assert notes[0] == "gradients travelled in 4 groups, 4 of them sparse"
-
-
-def warm_up(rank, store):
-    """The densities of all steps, and what is told of them, with and without a warm-up."""
-    found = []
-    for sparse in (SparseConfig(), SparseConfig(density_warmup_steps=0)):
-        model = network()
-        optimizer = sgd(model)
-        strategy = start(rank, "topk", model, optimizer, epochs=1, sparse=sparse)
-        densities = []
-        for step in range(STEPS):
-            take_step(strategy, optimizer, rank, step)
-            densities.append(strategy._session._aggregation.density)
-        found.append((densities, strategy._told()[1:]))
-        assert strategy.against_divergence == "lower --lr, or give more --density-warmup-steps"
-        dist.barrier()
-        strategy.close()
-    return found
-
-
-def test_the_density_falls_over_the_first_half_of_a_run_of_one_epoch_unless_told_otherwise():
-    for (densities, told), (constant, none) in run_processes(2, warm_up):
-        assert densities == [0.25, 0.0625, 0.015625, 0.004] + 4 * [0.001]
-        assert told[0] == "the density fell to 0.001 over the first 4 steps"
-        assert constant == STEPS * [0.001]
-        assert none == []
-
-
-def carried_over(rank, group):
-    model = network()
-    optimizer = sgd(model)
-    with gg.sparsify(
-        model, optimizer, process_group=group, plan="layerwise", density=0.1
-    ) as session:
-        for step in range(5):
-            loss_of(model, rank, step).backward()
-            optimizer.step()
-        session.group.barrier()
-        return {"session": session.own_state()}
-
-
-def go_on_from_three(rank, store):
-    former = run_ranks(3, carried_over)
-    model = network()
-    options = SparseConfig(density=0.01, density_warmup_steps=3)
-    strategy = start(rank, "omgs", model, sgd(model), sparse=options)
-    strategy.start_at(7, former)
-    taken = strategy.place()["session"]
-    take_step(strategy, sgd(model), rank, 0)
-    density = strategy._session._aggregation.density
-    dist.barrier()
-    strategy.close()
-
-    def mean(places, ranks):
-        held = [place["session"]["residuals"] for place in places]
-        return {name: (sum(each[name] for each in held) / ranks).tolist() for name in held[0]}
-
-    dist.all_gather_object(told := [None, None], mean([{"session": taken}], 2))
-    return mean(former, 3), told, taken["counted"]["rounds"], density
-
-
-def test_another_number_of_ranks_shares_out_what_was_carried_over_and_warms_up_on():
-    for before, after, rounds, density in run_processes(2, go_on_from_three):
-        assert rounds == 5
-        assert density == 0.0625
-        for name, mean in before.items():
-            shares = [torch.tensor(each[name]) for each in after]
-            torch.testing.assert_close(sum(shares), torch.tensor(mean))
-
-
-def corrected(rank, store):
-    """Weights with momentum before selection, and what it is in the optimizer."""
-    found = []
-    for correction, momentum in ((True, 0.9), (False, 0.9), (True, 0.0)):
-        model = network()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
-        sparse = SparseConfig(density=0.1, momentum_correction=correction)
-        strategy = start(rank, "topk", model, optimizer, momentum=momentum, sparse=sparse)
-        for step in range(STEPS):
-            take_step(strategy, optimizer, rank, step)
-        dist.barrier()
-        settings = strategy._session._settings.momentum_correction
-        strategy.close()
-        found.append((flat(model).tolist(), settings, optimizer.param_groups[0]["momentum"]))
-    return found
-
-
-def test_momentum_is_applied_before_selection_or_after():
-    for before, after, none in run_processes(2, corrected):
-        assert before[1:] == (0.9, 0.0)
-        assert after[1:] == (None, 0.9)
-        assert none[1:] == (None, 0.0)
-        assert before[0] != after[0]
-
-
-def alone_with_momentum(rank, store):
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.0)  # as two ranks saved it
-    strategy = start(rank, "omgs", model, optimizer, sparse=SparseConfig(momentum_correction=True))
-    strategy.close()
-    settings = strategy._session._settings
-    return settings.momentum_correction, optimizer.param_groups[0]["momentum"]
-
-
-def test_one_rank_alone_corrects_no_momentum_and_keeps_it():
-    (found,) = run_processes(1, alone_with_momentum)
-    assert found == (None, 0.9)
-
-
-def test_a_correction_of_no_momentum_warns():
-    for options in ({"momentum": 0.0}, {"optimizer": "adamw"}):
-        sparse = SparseConfig(momentum_correction=True)
-        config = TrainConfig(strategy="omgs", sparse=sparse, **options)
-        with pytest.warns(UserWarning, match="momentum_correction=True is not used"):
-            config.warn_of_unused()
 
 
 @pytest.mark.parametrize(("p", "steps"), [(1, 1), (2, 1), (3, 2), (4, 2), (5, 3), (128, 7)])

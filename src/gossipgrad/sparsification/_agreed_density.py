@@ -33,9 +33,12 @@ class AgreedDensity:
     def at(self, names: Sequence[str], round: int) -> tuple[float, ...]:
         """Of each parameter; of a function a collective, in one round of many.
 
+        A function that fails beyond this round is asked again when that round has come: a table of
+        as many densities as the run has steps will do.
+
         Raises:
             GossipError: On all ranks, if a function gives other values on other ranks, or raises
-                or gives what is no density on one.
+                or gives what is no density on one for this round.
         """
         if not is_function(self._density):
             return densities_at(self._density, names, round)
@@ -52,23 +55,28 @@ class AgreedDensity:
     def _ask(self, ahead: range) -> None:
         values: list[float] = []
         error: Exception | None = None
-        try:
-            values = [densities_at(self._density, [""], at)[0] for at in ahead]
-        except Exception as its:
-            error = its
+        for at in ahead:
+            try:
+                value = densities_at(self._density, [""], at)[0]
+            except Exception as its:
+                error = its
+                break
+            values.append(value)
         problem = None if error is None else f"{type(error).__name__}: {error}"
         told = self._group.all_gather_object([values, problem])
-        for rank, (_, problem) in enumerate(told):
-            if problem is not None:
+        for rank, (known, problem) in enumerate(told):
+            if not known:
                 raise GossipError(
-                    f"the function that density is has failed on rank {rank}, asked about rounds "
-                    f"{ahead.start} to {ahead.stop - 1}: {problem}"
+                    f"the function that density is has failed on rank {rank}, asked about round "
+                    f"{ahead.start}: {problem}. It has to give a density for every round from 0 "
+                    "on; a round is a backward pass outside no_sync(), or a step without one"
                 ) from error
+        ahead = ahead[: min(len(known) for known, _ in told)]
         for rank, (other, _) in enumerate(told):
-            for at, here, there in zip(ahead, told[0][0], other, strict=True):
+            for at, here, there in zip(ahead, told[0][0], other, strict=False):
                 if here != there:
                     raise GossipError(
                         f"density in round {at} is {there} on rank {rank}, but {here} on rank "
                         "0: a function must give the same on all ranks"
                     )
-        self._told = dict(zip(ahead, values, strict=True))
+        self._told = dict(zip(ahead, values, strict=False))

@@ -2,7 +2,7 @@
 
 import fnmatch
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
 
@@ -50,6 +50,10 @@ class Warmup:
     then: float = 0.001
 
     def __post_init__(self) -> None:
+        if not isinstance(self.densities, Sequence) or isinstance(self.densities, str):
+            raise ValueError(
+                f"densities are those of the stages, such as (0.25, 0.05), got {self.densities!r}"
+            )
         object.__setattr__(self, "densities", tuple(self.densities))
         if not isinstance(self.steps, int) or isinstance(self.steps, bool) or self.steps < 1:
             raise ValueError(
@@ -69,9 +73,10 @@ class Warmup:
 Density = float | int | Callable[[int], float] | Mapping[str, float]
 """A share, a function from the step to it, or shares by name of the parameter.
 
-A function has to give the same on all ranks; it is asked for a hundred steps ahead.
-Names may be patterns such as `"*.bias"`; the first that fits counts. A mapping needs an entry
-`"*"` for all others.
+A function has to give the same on all ranks, by the step alone: it is asked for up to a hundred
+steps at once, and what it says then holds.
+Names may be patterns such as `"*.bias"`; the first that fits a parameter counts. A mapping needs an
+entry `"*"` for all others, the last.
 """
 
 
@@ -89,19 +94,37 @@ def resolve_density(density: object, names: Sequence[str]) -> Density:
                     'such as "*.bias"'
                 )
             check_density(value, f"density of {pattern!r}")
-            if not any(fnmatch.fnmatchcase(name, pattern) for name in names) and pattern != "*":
-                raise ValueError(
-                    f"density names {pattern!r}, and no trained parameter is called so; they are "
-                    f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
-                )
         if "*" not in density:
             raise ValueError('density by names needs an entry "*" for all other parameters')
+        _check_all_count(list(density), names)
         return dict(density)
     if callable(density):
         check_density(density(0), "density at step 0")
         return density
     check_density(density, "density")
     return float(density)  # pyrefly: ignore[bad-argument-type]
+
+
+def _check_all_count(patterns: Sequence[str], names: Sequence[str]) -> None:
+    """Raises `ValueError` for a pattern that is the first to fit no parameter, but `"*"`."""
+    first = {name: _first_fit(patterns, name) for name in names}
+    for pattern in patterns:
+        if pattern == "*" or pattern in first.values():
+            continue
+        fitting = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
+        if not fitting:
+            raise ValueError(
+                f"density names {pattern!r}, and no trained parameter is called so; they are "
+                f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
+            )
+        raise ValueError(
+            f"density of {pattern!r} never counts: {first[fitting[0]]!r} stands before it and fits "
+            f"{fitting[0]!r}, and the first that fits counts. Put {pattern!r} before it"
+        )
+
+
+def _first_fit(patterns: Iterable[str], name: str) -> str:
+    return next(pattern for pattern in patterns if fnmatch.fnmatchcase(name, pattern))
 
 
 def densities_at(density: Density, names: Sequence[str], step: int) -> tuple[float, ...]:
@@ -111,10 +134,7 @@ def densities_at(density: Density, names: Sequence[str], step: int) -> tuple[flo
         ValueError: A function gives what is no density.
     """
     if isinstance(density, Mapping):
-        return tuple(
-            next(value for pattern, value in density.items() if fnmatch.fnmatchcase(name, pattern))
-            for name in names
-        )
+        return tuple(density[_first_fit(density, name)] for name in names)
     if callable(density):
         value = density(step)
         check_density(value, f"density at step {step}")

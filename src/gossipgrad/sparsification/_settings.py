@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gossipgrad.comm import is_sharded
+from gossipgrad.comm import Recorder, is_sharded
 from gossipgrad.compression import VALUE_DTYPES
 from gossipgrad.planning import Plan
 from gossipgrad.sparsification._density import Density, describe_density
@@ -20,7 +20,9 @@ __all__ = [
     "METHODS",
     "Replan",
     "Settings",
+    "check_listeners",
     "check_momentum",
+    "check_optimizers_fit",
     "check_parameters",
     "check_plan_fits",
     "check_selection",
@@ -79,9 +81,9 @@ class Replan:
             )
         for name in ("drift", "threshold"):
             value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
+            if not (_is_real(value) and math.isfinite(value) and value > 0):
                 raise ValueError(f"{name} is {value!r}: it is a relative error, above 0")
-        if not 0 <= self.gain < 1:
+        if not (_is_real(self.gain) and 0 <= self.gain < 1):
             raise ValueError(f"gain is {self.gain!r}: it is a share of the time, from 0 to below 1")
         if not isinstance(self.contest, bool):
             raise ValueError(f"contest is {self.contest!r}: it is True or False")
@@ -123,11 +125,7 @@ class Settings:
                 f"methods must be some of {_named(METHODS)}, each once, such as "
                 f"methods=('sparse', 'dense'), got {methods!r}"
             )
-        if momentum is not None and (
-            isinstance(momentum, bool)
-            or not isinstance(momentum, float | int)
-            or not 0 <= momentum < 1
-        ):
+        if momentum is not None and not (_is_real(momentum) and 0 <= momentum < 1):
             raise ValueError(
                 f"momentum_correction is {momentum!r}: it is the momentum itself, from 0 to below "
                 "1, such as 0.9, or None for none"
@@ -162,6 +160,30 @@ def check_selection(select: object, value_dtype: object) -> None:
         raise ValueError(
             f"value_dtype must be one of {', '.join(map(str, VALUE_DTYPES))}, or None for that of "
             f"the residuals, got {value_dtype!r}"
+        )
+
+
+def check_listeners(scaler: object, recorder: object) -> None:
+    """Raises `ValueError` if these are no scaler, and nothing that takes spans, nor None."""
+    if not isinstance(scaler, torch.amp.GradScaler | None):
+        raise ValueError(
+            f"scaler must be the torch.amp.GradScaler that scales the loss, or None, got {scaler!r}"
+        )
+    if not isinstance(recorder, Recorder | None):
+        raise ValueError(
+            "recorder must have a method span(name, start_seconds, end_seconds, **attributes), as "
+            f"gossipgrad.trace.Trace has, or be None, got {recorder!r}"
+        )
+
+
+def check_optimizers_fit(model: nn.Module, trained: Mapping[str, nn.Parameter]) -> None:
+    """Raises `ValueError` if none of what is trained is a parameter of the model."""
+    own = {id(parameter) for parameter in model.parameters()}
+    if trained and not any(id(parameter) in own for parameter in trained.values()):
+        raise ValueError(
+            f"the optimizers train {len(trained)} parameters, and none is one of this "
+            f"{type(model).__name__}: give the model that they were made for. A copy of a model, "
+            "or one whose layers were replaced, needs an optimizer of its own"
         )
 
 
@@ -244,12 +266,17 @@ def resolve_replan(replan: Replan | int | None) -> Replan | None:
     """
     if replan is None or isinstance(replan, Replan):
         return replan
-    if isinstance(replan, bool) or not isinstance(replan, int):
+    if isinstance(replan, bool) or not isinstance(replan, int) or replan < 1:
         raise ValueError(
-            "replan must be a number of steps, a gg.sparsification.Replan(...), or None for "
-            f"never, got {replan!r}"
+            "replan must be a number of steps from 1, a gg.sparsification.Replan(...), or None "
+            f"for never, got {replan!r}"
         )
     return Replan(every=replan)
+
+
+def _is_real(value: object) -> bool:
+    """Whether it is a number, and no truth value."""
+    return isinstance(value, float | int) and not isinstance(value, bool)
 
 
 def _plans() -> str:

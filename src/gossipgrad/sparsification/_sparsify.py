@@ -16,7 +16,9 @@ from gossipgrad.sparsification._session import SparseSession
 from gossipgrad.sparsification._settings import (
     Replan,
     Settings,
+    check_listeners,
     check_momentum,
+    check_optimizers_fit,
     resolve_replan,
 )
 
@@ -76,8 +78,10 @@ def sparsify(
             a GAN, has a session of its own, and the passes of the others run inside its
             `no_sync()`: a round is one of all parameters of the session, whatever the loss was.
         density: The share of coordinates that is sent, above 0 and at most 1; a function from the
-            step to it, such as `gg.sparsification.Warmup(steps=...)`; or shares by name, which
-            with `select="per_group"` add up to how much is sent of a group, whichever it is.
+            step to it, such as `gg.sparsification.Warmup(steps=...)`, which goes by the step alone
+            and is asked for up to a hundred at once; or shares by name, of which the first that
+            fits counts, and which with `select="per_group"` add up to how much is sent of a group,
+            whichever it is.
         plan: `"optimal"`; a published rule: `"greedy"` (OMGS-SGD's, which decides on the first two
             tensors, too, and theirs does not), `"mg-wfbp"`, `"wfbp"` or `"layerwise"` (each tensor
             alone), `"single"` (all in one); bytes at which a group is full; or a
@@ -131,8 +135,11 @@ def sparsify(
     check_optimizers(optimizers)
     group = resolve_group(process_group, mesh, asks="sparsify()")
     try:
+        check_listeners(scaler, recorder)
+        trained = trained_parameters(model, optimizers)
+        check_optimizers_fit(model, trained)
         settings = Settings(
-            density=resolve_density(density, list(trained_parameters(model, optimizers))),
+            density=resolve_density(density, list(trained)),
             plan=plan,
             select=select,
             methods=methods,

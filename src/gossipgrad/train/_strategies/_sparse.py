@@ -164,8 +164,11 @@ class Sparse(Lockstep):
         told = [f"gradients travelled in {len(stats.groups)} groups, {sparse} of them sparse"]
         warmup = self._warmup
         if sparse and warmup is not None and warmup(0) > warmup.then:
-            steps = _STAGES * warmup.steps
-            told.append(f"the density fell to {warmup.then:g} over the first {steps:,} steps")
+            steps, last = _STAGES * warmup.steps, warmup(stats.rounds - 1)
+            if stats.rounds > steps:
+                told.append(f"the density fell to {last:g} over the first {steps:,} steps")
+            else:
+                told.append(f"the density was {last:g} at the end, in a warm-up of {steps:,} steps")
         if stats.predicted_seconds is not None and stats.measured_seconds is not None:
             told.append(
                 f"from the first gradient to the last message: {1e3 * stats.measured_seconds:.3g} "
