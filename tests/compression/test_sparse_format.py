@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from gossipgrad.compression import SparseFormat, top_k
+from gossipgrad.compression import VALUE_DTYPES, SparseFormat, top_k
 
 ENCODINGS = ("int32", "uint16", "bitmap")
 SIZES = (1, 7, 8, 65_536, 65_537, 200_001)
@@ -92,14 +92,18 @@ def test_values_are_converted_to_what_they_are_added_to():
         assert torch.equal(dense[indices], sent.to(dtype))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_narrow_type_keeps_finite_values_finite_and_shows_what_is_not(dtype):
+@pytest.mark.parametrize("source", VALUE_DTYPES)
+@pytest.mark.parametrize("dtype", VALUE_DTYPES)
+def test_finite_values_stay_finite_and_what_is_not_is_shown(dtype, source):
     form = SparseFormat(6, 6, dtype)
     message = torch.empty(form.size_bytes, dtype=torch.uint8)
-    values = torch.tensor([1.0, 3.4e38, -3.4e38, math.inf, -math.inf, math.nan])
-    largest = torch.finfo(dtype).max
-    sent = form.pack(torch.arange(6), values, message).tolist()
-    assert sent[:5] == [1.0, largest, -largest, math.inf, -math.inf]
+    most = torch.finfo(source).max
+    values = torch.tensor([1.0, most, -most, math.inf, -math.inf, math.nan], dtype=source)
+    sent = form.pack(torch.arange(6), values, message)
+    largest = min(most, torch.finfo(dtype).max)
+    nearest = torch.tensor(largest, dtype=torch.float64).to(dtype).item()  # of a coarser type
+    assert sent[:5].tolist() == [1.0, nearest, -nearest, math.inf, -math.inf]
+    assert math.isfinite(nearest)
     assert math.isnan(sent[5])
 
 

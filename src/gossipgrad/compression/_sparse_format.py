@@ -212,4 +212,6 @@ def _within_range(values: Float[Tensor, " count"], dtype: torch.dtype) -> Float[
     largest = torch.finfo(dtype).max
     if torch.finfo(values.dtype).max <= largest:
         return values
-    return torch.where(values.isinf(), values, values.clamp(-largest, largest))
+    # bfloat16 reaches farther than float16, and yet its nearest to 65504 is 65536, too large.
+    exact = values.to(torch.promote_types(values.dtype, dtype))
+    return torch.where(exact.isinf(), exact, exact.clamp(-largest, largest))
