@@ -125,6 +125,15 @@ def test_states_that_do_not_fit_are_refused_on_all_ranks():
                 session.load_state_dict(wrong)
             with pytest.raises(ValueError, match="it is no state that state_dict"):
                 session.load_state_dict({"model": {}})
+            own = state["session"]
+            for odd in (
+                {"rounds_without": 5},
+                {"rounds_without": {"2.bias": -1}},
+                {"counted": {}},
+                {"counted": {**own["counted"], "scale": 0.0}},
+            ):
+                with pytest.raises(ValueError, match="on rank 0: it is no state that a session"):
+                    session.load_own_state({**own, **odd})
             session.load_state_dict(state)
 
     run_ranks(2, rank_main)

@@ -84,7 +84,7 @@ def session_misfit(
         session: The state.
     """
     try:
-        if session["version"] == VERSION and "residuals" in session:
+        if session["version"] == VERSION and "residuals" in session and _is_counted(session):
             return _unlike(session, settings, group, trained)
     except (KeyError, TypeError, IndexError, AttributeError):
         pass
@@ -225,6 +225,16 @@ def _added(parts: Sequence[Mapping[str, Tensor]], factor: float) -> dict[str, Te
                 )
             total[name] = total[name] + tensor if name in total else tensor.clone()
     return {name: tensor * factor for name, tensor in total.items()}
+
+
+def _is_counted(session: Mapping[str, Any]) -> bool:
+    """Whether its numbers are such as a session gives."""
+    counts, waits = session["counted"], session["rounds_without"].values()
+    return (
+        all(isinstance(each, int) and each >= 0 for each in waits)
+        and all(isinstance(counts[name], int | float) and counts[name] >= 0 for name in _COUNTED)
+        and counts["scale"] > 0
+    )
 
 
 def _must_fit(settings: Settings) -> dict[str, str]:
