@@ -119,10 +119,20 @@ def test_densities_out_of_range_are_refused(value):
     assert hash(value(0.1)) == hash(value(0.1))
 
 
+def test_a_cycle_of_more_rounds_than_there_are_numbers_is_refused():
+    assert SharedMask(1e-300).indices(9, seed=0, round=0).numel() == 1
+    with pytest.raises(ValueError, match="density is 1e-310: a cycle would have more rounds than"):
+        SharedMask(1e-310)
+
+
+@pytest.mark.usefixtures("unchecked_types")
 def test_masks_that_cannot_be_are_refused():
     mask = SharedMask(0.1)
-    for numel, seed, round in ((0, 0, 0), (9, -1, 0), (9, 1 << 64, 0), (9, 0, -1)):
-        with pytest.raises(ValueError, match=f"for {numel} elements in round {round} of seed"):
+    for numel, seed, round in (
+        *((0, 0, 0), (9, -1, 0), (9, 1 << 64, 0), (9, 0, -1), (9, 0, 1 << 64)),
+        *((1.5, 0, 0), (9.0, 0, 0), (9, 0.5, 0), (9, 0, 2.0), (True, 0, 0), ("9", 0, 0)),
+    ):
+        with pytest.raises(ValueError, match=f"for {numel!r} elements in round {round!r} of seed"):
             mask.indices(numel, seed=seed, round=round)
 
 

@@ -2,14 +2,15 @@
 
 import math
 import random
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 
+from gossipgrad.compression import SparseFormat, top_k
 from gossipgrad.compression import _threshold as threshold_module
-from gossipgrad.compression import top_k
 
 METHODS = ("auto", "partition", "threshold", "blocks")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -173,6 +174,19 @@ def test_what_cannot_be_selected_from_is_refused():
         top_k(values[:0], 1)
     with pytest.raises(ValueError, match="no selection method 'best': choose among auto"):
         top_k(values, 3, method="best")
+
+
+@pytest.mark.usefixtures("unchecked_types")
+@pytest.mark.parametrize("count", [1.0, 2.5, math.nan, True, "3", None, torch.tensor(3)])
+def test_counts_are_whole_numbers(count):
+    message = re.escape(f"count is {count!r}: give a whole number of values, such as max(1, int(")
+    with pytest.raises(ValueError, match=message):
+        top_k(gaussian(100), count)
+    with pytest.raises(ValueError, match=message):
+        SparseFormat(100, count)
+    with pytest.raises(ValueError, match=r"numel is 100\.0: give a whole number of elements"):
+        SparseFormat(100.0, 3)
+    assert top_k(gaussian(100), np.int64(3)).numel() == 3
 
 
 @pytest.mark.gpu

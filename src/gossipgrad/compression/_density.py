@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Int, UInt64
 from torch import Tensor
 
+from gossipgrad.compression._whole import is_whole
 from gossipgrad.topology._relabelling import splitmix64
 
 __all__ = ["SharedMask", "TopK", "check_density"]
@@ -105,6 +106,13 @@ class SharedMask:
 
     def __post_init__(self) -> None:
         check_density(self.density)
+        try:
+            _ = self.cycle_rounds
+        except OverflowError as error:
+            raise ValueError(
+                f"density is {self.density!r}: a cycle would have more rounds than a float can "
+                "hold, give a share that some round sends, such as 0.001"
+            ) from error
 
     @property
     def cycle_rounds(self) -> int:
@@ -125,16 +133,17 @@ class SharedMask:
         Args:
             numel: Elements of the tensor, 1 or more.
             seed: The same on all ranks, 0 to 2^64 - 1.
-            round: 0 or later. Both ends of an exchange have to mean the same one.
+            round: 0 to 2^64 - 1. Both ends of an exchange have to mean the same one.
             device: Where to put them.
 
         Raises:
-            ValueError: A number is out of range.
+            ValueError: A number is not whole, or out of range.
         """
-        if numel < 1 or round < 0 or not 0 <= seed < 1 << 64:
+        whole = all(map(is_whole, (numel, round, seed)))
+        if not whole or numel < 1 or not (0 <= round < 1 << 64 and 0 <= seed < 1 << 64):
             raise ValueError(
-                f"there is no mask for {numel} elements in round {round} of seed {seed}: give 1 or "
-                "more elements, a round of 0 or later and a seed of 0 to 2^64 - 1"
+                f"there is no mask for {numel!r} elements in round {round!r} of seed {seed!r}: "
+                "give whole numbers, 1 or more elements, and a round and a seed of 0 to 2^64 - 1"
             )
         stripe = self._stripe(numel)
         cycle, turn = divmod(round, stripe)

@@ -8,6 +8,7 @@ from gossipgrad.compression._blocks import by_blocks
 from gossipgrad.compression._magnitude import bits_of
 from gossipgrad.compression._partition import CHUNK_BYTES, by_partition
 from gossipgrad.compression._threshold import by_threshold
+from gossipgrad.compression._whole import check_count
 
 __all__ = ["METHODS", "top_k"]
 
@@ -45,15 +46,15 @@ def top_k(
 
     Args:
         values: One-dimensional and contiguous, of float16, bfloat16, float32 or float64.
-        count: How many, 1 to `n`.
+        count: How many, a whole number, 1 to `n`.
         method: The default chooses by what `benchmarks/selection.py` measured.
 
     Returns:
         int64, on the device of `values`.
 
     Raises:
-        ValueError: `values` is of another type, or not flat and contiguous, `count` is out of
-            range, or there is no such method, or not on this device.
+        ValueError: `values` is of another type, or not flat and contiguous, `count` is not whole or
+            out of range, or there is no such method, or not on this device.
 
     References:
         The blocks are the delegates of Gaihre et al., "Dr. Top-k: delegate-centric Top-k on GPUs",
@@ -73,6 +74,7 @@ def top_k(
             "contiguous: select from values.flatten().contiguous()"
         )
     numel = values.numel()
+    check_count(count, numel)
     if not 1 <= count <= numel:
         raise ValueError(f"count is {count}: of {numel} values, 1 to {numel} can be selected")
     bits = bits_of(values)

@@ -15,6 +15,7 @@ from gossipgrad.compression._index_encodings import (
     encoded_bytes,
     smallest,
 )
+from gossipgrad.compression._whole import check_count, is_whole
 
 __all__ = ["VALUE_DTYPES", "SparseFormat"]
 
@@ -45,8 +46,8 @@ class SparseFormat:
         index_encoding: The smallest by default, as in the table.
 
     Raises:
-        ValueError: A number is out of range, the type has no place in messages, or `"int32"` is
-            too short for `numel`.
+        ValueError: A number is not whole or out of range, the type has no place in messages, or
+            `"int32"` is too short for `numel`.
 
     Example:
         >>> form = SparseFormat(1_000_000, 1000)
@@ -66,6 +67,9 @@ class SparseFormat:
     index_encoding: str = "auto"
 
     def __post_init__(self) -> None:
+        if not is_whole(self.numel):
+            raise ValueError(f"numel is {self.numel!r}: give a whole number of elements")
+        check_count(self.count, self.numel)
         if not 1 <= self.count <= self.numel:
             raise ValueError(f"count is {self.count}: of {self.numel} values, 1 or more are sent")
         if self.value_dtype not in VALUE_DTYPES:
