@@ -51,6 +51,22 @@ def test_pieces_bound_what_they_stand_for(seed):
         np.testing.assert_allclose(bounds[-1], exact)
 
 
+@pytest.mark.parametrize("scale", [2.0**1010, 2.0**-900])
+def test_units_of_time_do_not_matter(scale):
+    """Though products of such times are no longer numbers."""
+    corners = 0
+    for seed in range(40):
+        first, second, joined = drawn_runs(seed)
+        for width in (1, 2, 4):
+            plain, origin = pieces(first, second, joined, width)
+            scaled, same = pieces(scale * first, scale * second, joined, width)
+            assert same.tolist() == origin.tolist()
+            assert (scaled.first / scale).tolist() == plain.first.tolist()
+            assert (scaled.second / scale).tolist() == plain.second.tolist()
+            corners = max(corners, plain.first.size)
+    assert corners > 3
+
+
 def test_what_is_beaten_is_left_out():
     first, second = np.array([3.0, 1.0, 2.0, 1.0]), np.array([1.0, 4.0, 4.0, 5.0])
     assert pareto(first, second).tolist() == [1, 0]

@@ -1,6 +1,8 @@
 """Times and sizes of tensors: what they may be, and what is said where they are not."""
 
 import math
+import re
+from functools import partial
 
 import numpy as np
 import pytest
@@ -91,6 +93,27 @@ def test_tolerances_that_are_none(given):
         plan([1], [1], [DENSE], tolerance=given)
 
 
+@pytest.mark.parametrize("given", [[DENSE], {"dense": DENSE}, "dense", None])
+def test_a_rule_takes_one_method(given):
+    for rule in (single, wfbp, mg_wfbp, omgs_greedy, partial(threshold, size_bytes=8)):
+        with pytest.raises(
+            ValueError, match=r"method is .*: give one gossipgrad\.planning\.Method"
+        ):
+            rule([1, 1], [1, 1], given)
+
+
+def test_a_plan_takes_a_list_of_methods():
+    for given in (DENSE, {"dense": DENSE}, iter([DENSE]), None):
+        message = re.escape(f"methods is {given!r}: give a list of them, [method] for one")
+        with pytest.raises(ValueError, match=message):
+            plan([1], [1], given)
+        with pytest.raises(ValueError, match=message):
+            plan([1], [1], [DENSE]).timeline([1], [1], given)
+    for given in (["dense"], "dense", [DENSE, None]):
+        with pytest.raises(ValueError, match=r"('dense'|'d'|None) is no method: give a gossipgrad"):
+            plan([1], [1], given)
+
+
 @pytest.mark.parametrize("given", [None, "soon", "1", 10**400, -1, math.nan])
 def test_a_cost_that_is_fine_for_many_sizes_and_none_for_one(given):
     method = Method("odd", lambda n: 0, lambda n: np.ones(np.shape(n)) if np.ndim(n) else given)
@@ -130,6 +153,22 @@ def test_an_array_of_no_numbers_is_asked_for_one_by_one():
         (
             lambda: sparse_all_gather(len, density=0.1, world_size=2, select=len, pair_bytes="8"),
             "pair_bytes is '8'",
+        ),
+        (
+            lambda: dense_all_reduce(None),
+            "all_reduce is None: give a function that takes bytes and gives seconds",
+        ),
+        (
+            lambda: dense_all_reduce(len, cast="fp16"),
+            "cast is 'fp16': give a function that takes elements and gives seconds",
+        ),
+        (
+            lambda: sparse_all_gather(None, density=0.1, world_size=2, select=len),
+            "all_gather is None: give a function that takes bytes and gives seconds",
+        ),
+        (
+            lambda: sparse_all_gather(len, density=0.1, world_size=2, select=len, scatter=5e-9),
+            "scatter is 5e-09: give a function that takes pairs and gives seconds",
         ),
         (
             lambda: Profile.load("resnet50").with_batch("8"),

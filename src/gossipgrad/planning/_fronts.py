@@ -164,6 +164,8 @@ def _edges(first: Times, second: Times, width: int) -> Float[np.ndarray, " edge"
 def _hulls(x: Times, y: Times, part: Int[np.ndarray, " state"]) -> Places:
     """The corners of the lower convex hull of each part."""
     kept = np.arange(x.size)
+    if kept.size > 2:
+        x, y = _below_one(x), _below_one(y)
     while kept.size > 2:
         a, b, of = x[kept], y[kept], part[kept]
         # Who is a corner lies below each chord around it: none is taken too many.
@@ -173,3 +175,9 @@ def _hulls(x: Times, y: Times, part: Int[np.ndarray, " state"]) -> Places:
             break
         kept = kept[np.concatenate([[True], turns, [True]])]
     return kept
+
+
+def _below_one(times: Times) -> Times:
+    """The same by a power of two, and so the same shape: products of them do not overflow."""
+    _, exponent = np.frexp(times.max())
+    return np.ldexp(times, -exponent)

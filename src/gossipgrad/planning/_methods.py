@@ -8,7 +8,7 @@ import numpy as np
 
 from ._cost import AffineCost
 from ._step import finite
-from ._timeline import Method, take_arrays
+from ._timeline import Method, check_callable, take_arrays
 
 __all__ = ["SortingCost", "dense_all_reduce", "sparse_all_gather"]
 
@@ -91,7 +91,7 @@ def dense_all_reduce(
             again to widen them after, while nothing else travels; None: nothing is cast.
 
     Raises:
-        ValueError: The name is empty, or an element has no bytes.
+        ValueError: The name is empty, an element has no bytes, or a cost cannot be called.
 
     Example:
         >>> from gossipgrad.planning import AffineCost
@@ -105,6 +105,8 @@ def dense_all_reduce(
             f"element_bytes is {element_bytes!r}: an element has 1 or more on the wire"
         )
     cast = _NOTHING if cast is None else cast
+    check_callable(all_reduce, "all_reduce", "bytes")
+    check_callable(cast, "cast", "elements")
     return Method(
         name=name,
         select_seconds=cast,
@@ -138,7 +140,8 @@ def sparse_all_gather(
             costs nothing, as in the published model.
 
     Raises:
-        ValueError: The name is empty, the density no share, or there is no rank.
+        ValueError: The name is empty, the density no share, there is no rank, or a cost cannot be
+            called.
 
     Example:
         >>> from gossipgrad.planning import AffineCost
@@ -159,6 +162,8 @@ def sparse_all_gather(
     if not finite(pair_bytes) > 0:
         raise ValueError(f"pair_bytes is {pair_bytes!r}: a value and its index take some")
     scatter = _NOTHING if scatter is None else scatter
+    check_callable(all_gather, "all_gather", "bytes")
+    check_callable(scatter, "scatter", "pairs")
     return Method(
         name=name,
         select_seconds=select,

@@ -60,9 +60,9 @@ def plan(
         the plan the best that was found.
 
     Raises:
-        ValueError: There is no tensor or no method, two methods have one name, a size is no whole
-            number of 1 or more, there are 2**63 elements or more, or a time, or what a method
-            gives, is negative or not finite.
+        ValueError: There is no tensor or no list of methods, two methods have one name, a size is
+            no whole number of 1 or more, there are 2**63 elements or more, or a time, or what a
+            method gives, is negative or not finite.
 
     Example:
         The first tensor is as large as ten of the others. The published rule merges all three; it

@@ -54,8 +54,9 @@ class Profile:
         state_copies: Tensors of optimizer state for each parameter: 1 for momentum, 2 for Adam.
 
     Raises:
-        ValueError: A time is negative or not finite, a size is not positive, a name no string, the
-            tuples differ in length, or nothing takes any time.
+        ValueError: A time is negative or not finite, or all together are too long for a float, a
+            size is no whole number of 1 or more, a name no string, the tuples differ in length, or
+            nothing takes any time.
 
     Example:
         >>> profile = Profile(
@@ -103,7 +104,11 @@ class Profile:
         for name, count in zip(self.names, self.elements, strict=True):
             if not isinstance(name, str):
                 raise ValueError(f"a parameter is named {name!r}: names are strings")
-            if type(count) is not int or count < 1:
+            if type(count) is not int:
+                raise ValueError(
+                    f"parameter {name!r} has {count!r} elements: give a whole number, 1 or more"
+                )
+            if count < 1:
                 raise ValueError(
                     f"parameter {name!r} has {count!r} elements: leave out those without any"
                 )
@@ -115,7 +120,16 @@ class Profile:
         for what, seconds in times.items():
             if not (isinstance(seconds, float | int) and finite(seconds) >= 0):
                 raise ValueError(f"{what} took {seconds!r} seconds: give a time, 0 or more")
-        if not self.compute_seconds > 0:
+        try:
+            total = self.compute_seconds
+        except OverflowError:
+            total = math.inf
+        if total == math.inf:
+            raise ValueError(
+                f"the times of profile {self.name!r} add up to more than a float can hold: give "
+                "seconds"
+            )
+        if not total > 0:
             raise ValueError(f"profile {self.name!r} takes no time at all: record it anew")
 
     @property

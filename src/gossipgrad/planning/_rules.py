@@ -5,7 +5,7 @@ from itertools import pairwise
 
 from ._merge_plan import Plan, planned
 from ._step import checked_step, finite
-from ._timeline import Group, Method, by_name, cost
+from ._timeline import Group, Method, check_method, cost
 
 __all__ = ["mg_wfbp", "omgs_greedy", "single", "threshold", "wfbp"]
 
@@ -18,9 +18,10 @@ def wfbp(backward_seconds: Seconds, sizes: Sequence[int], method: Method) -> Pla
     With a sparse method this is LAGS, layer-wise sparsification.
 
     Raises:
-        ValueError: As `plan`.
+        ValueError: As `plan`; or `method` is not one.
     """
     backward_seconds, sizes = checked_step(backward_seconds, sizes)
+    check_method(method)
     return _cut(range(1, len(sizes)), backward_seconds, sizes, method)
 
 
@@ -28,9 +29,10 @@ def single(backward_seconds: Seconds, sizes: Sequence[int], method: Method) -> P
     """All tensors in one group, after backward.
 
     Raises:
-        ValueError: As `plan`.
+        ValueError: As `plan`; or `method` is not one.
     """
     backward_seconds, sizes = checked_step(backward_seconds, sizes)
+    check_method(method)
     return _cut((), backward_seconds, sizes, method)
 
 
@@ -57,9 +59,10 @@ def threshold(
         element_bytes: Of an element, whatever travels.
 
     Raises:
-        ValueError: A limit is no number of 1 or more; or as `plan`.
+        ValueError: A limit is no number of 1 or more, or `method` is not one; or as `plan`.
     """
     backward_seconds, sizes = checked_step(backward_seconds, sizes)
+    check_method(method)
     limits = {"size_bytes": size_bytes, "element_bytes": element_bytes}
     if first_size_bytes is not None:
         limits["first_size_bytes"] = first_size_bytes
@@ -87,10 +90,10 @@ def mg_wfbp(backward_seconds: Seconds, sizes: Sequence[int], method: Method) -> 
     constant of an affine cost and means something for others.
 
     Raises:
-        ValueError: As `plan`.
+        ValueError: As `plan`; or `method` is not one.
     """
     backward_seconds, sizes = checked_step(backward_seconds, sizes)
-    by_name([method])
+    check_method(method)
     cuts = []
     computed = backward_seconds[0]
     held = sizes[0]
@@ -129,10 +132,10 @@ def omgs_greedy(
         as_published: Without deviation 1.
 
     Raises:
-        ValueError: As `plan`.
+        ValueError: As `plan`; or `method` is not one.
     """
     backward_seconds, sizes = checked_step(backward_seconds, sizes)
-    by_name([method])
+    check_method(method)
 
     def select(elements: int) -> float:
         return cost(method, "select_seconds", elements)

@@ -7,7 +7,18 @@ from typing import Any, NamedTuple
 
 from ._step import finite
 
-__all__ = ["Group", "Method", "Moments", "Span", "by_name", "cost", "moments", "take_arrays"]
+__all__ = [
+    "Group",
+    "Method",
+    "Moments",
+    "Span",
+    "by_name",
+    "check_callable",
+    "check_method",
+    "cost",
+    "moments",
+    "take_arrays",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +49,9 @@ class Method:
         if not self.name:
             raise ValueError("a method needs a name: plans tell by it how a group travels")
         for what in ("select_seconds", "communicate_seconds"):
-            if not callable(given := getattr(self, what)):
-                raise ValueError(
-                    f"{what} of method {self.name!r} is {given!r}: give a function that takes the "
-                    "elements of a group and gives seconds"
-                )
+            check_callable(
+                getattr(self, what), f"{what} of method {self.name!r}", "the elements of a group"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +145,26 @@ def cost(method: Method, what: str, elements: int) -> float:
     return seconds
 
 
+def check_callable(given: object, what: str, of: str) -> None:
+    """Raises `ValueError` if it cannot be called.
+
+    Args:
+        given: A cost.
+        what: What it is called.
+        of: What it is called with.
+    """
+    if not callable(given):
+        raise ValueError(f"{what} is {given!r}: give a function that takes {of} and gives seconds")
+
+
+def check_method(method: object) -> None:
+    """Raises `ValueError` if it is not one method, by which all groups of a rule travel."""
+    if not isinstance(method, Method):
+        raise ValueError(
+            f"method is {method!r}: give one gossipgrad.planning.Method, or several to plan()"
+        )
+
+
 def take_arrays(*costs: Callable[..., Any]) -> bool:
     """Whether all of these say that they do."""
     return all(getattr(cost, "takes_arrays", False) for cost in costs)
@@ -145,8 +174,13 @@ def by_name(methods: Sequence[Method]) -> dict[str, Method]:
     """The methods by their names.
 
     Raises:
-        ValueError: There is none, or two have the same name.
+        ValueError: They are not a sequence of methods, there is none, or two have the same name.
     """
+    if not isinstance(methods, Sequence):
+        raise ValueError(f"methods is {methods!r}: give a list of them, [method] for one")
+    for method in methods:
+        if not isinstance(method, Method):
+            raise ValueError(f"{method!r} is no method: give a gossipgrad.planning.Method for each")
     if not methods:
         raise ValueError("there is no method to send by: give one or more")
     known = {method.name: method for method in methods}
