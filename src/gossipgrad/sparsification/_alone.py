@@ -15,6 +15,7 @@ from gossipgrad.comm import parameters_of
 from gossipgrad.sparsification._session_state import nothing_counted
 from gossipgrad.sparsification._steps import SCALER_HARM
 from gossipgrad.sparsification._values import scale_of
+from gossipgrad.sparsification._weakly import weakly
 
 __all__ = ["Alone"]
 
@@ -47,6 +48,9 @@ class Alone:
         optimizers: All of the session.
         scaler: Whose scale the gradients have in them.
         counts: What has been counted before, if something has.
+
+    Attributes:
+        keeps: The session, which lives as long as hooks of it are on an optimizer that lives.
     """
 
     def __init__(
@@ -58,6 +62,7 @@ class Alone:
         self._optimizers = list(optimizers)
         self._scaler = scaler
         self._checked = scaler is not None
+        self.keeps: object = None
         self._due: dict[int, _Due] = {}
         self._count_on(counts or {})
         self._handles = [
@@ -73,8 +78,8 @@ class Alone:
             parameter, due = parameters[name], _Due(name, residual)
             self._due[id(parameter)] = due
             due.handles = [
-                parameter.register_hook(partial(self._look, parameter)),
-                parameter.register_post_accumulate_grad_hook(self._pay),
+                parameter.register_hook(partial(weakly(self._look), parameter)),
+                parameter.register_post_accumulate_grad_hook(weakly(self._pay)),
             ]
 
     def state(self) -> dict[str, Any]:
@@ -87,7 +92,7 @@ class Alone:
         self._forget()
         for handle in self._handles:
             handle.remove()
-        self._handles = []
+        self._handles, self.keeps = [], None
 
     def _count_on(self, counts: Mapping[str, Any]) -> None:
         self.counts: dict[str, Any] = {**nothing_counted(), **counts}

@@ -10,6 +10,7 @@ from torch.autograd import Variable
 
 from gossipgrad.errors import GossipError
 from gossipgrad.sparsification._streams import make_clock
+from gossipgrad.sparsification._weakly import weakly
 
 __all__ = ["Passes"]
 
@@ -38,6 +39,7 @@ class Passes:
         fresh: For each parameter whether it got a gradient since the last round.
         launched: How many groups of this pass have been launched.
         stamps: When each gradient of this pass was ready, by its clock; None before.
+        handles: Of the hooks, which hold none of this.
     """
 
     def __init__(
@@ -62,8 +64,8 @@ class Passes:
         self._missing: list[int] = []
         self._callback: weakref.ref[_Callback] | None = None
         self._use(parameters)
-        self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._on_gradient)
+        self.handles = [
+            parameter.register_post_accumulate_grad_hook(weakly(self._on_gradient))
             for parameter in parameters
         ]
 
@@ -105,9 +107,9 @@ class Passes:
     def remove(self) -> None:
         """Takes the hooks off."""
         self.enabled = False
-        for handle in self._handles:
+        for handle in self.handles:
             handle.remove()
-        self._handles = []
+        self.handles = []
 
     def _use(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = list(parameters)

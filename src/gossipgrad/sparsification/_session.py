@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from gossipgrad.comm import (
     Group,
@@ -27,6 +28,7 @@ from gossipgrad.planning import Plan
 from gossipgrad.sparsification._aggregation import Aggregation
 from gossipgrad.sparsification._alone import Alone
 from gossipgrad.sparsification._planner import Planner
+from gossipgrad.sparsification._queue import OrderedQueue
 from gossipgrad.sparsification._session_state import (
     apart,
     count_on,
@@ -293,6 +295,7 @@ class SparseSession:
         if self.world_size == 1:
             self._let_go()
             self._alone = Alone(self._optimizers, self._scaler, counts)
+            self._alone.keeps = self
         else:
             check_parameters(parameters)
             agree_on(group, self._model, self._optimizers, of.describe())
@@ -312,9 +315,11 @@ class SparseSession:
             count_on(self._aggregation, counts)
             self._planner = planner
             self._watch = StepWatch(self._model, self._optimizers, self._aggregation, self._scaler)
-        self._farewell = weakref.finalize(
-            self, _leave, group, self._alone, self._watch, self._aggregation
-        )
+            self._watch.keeps = self
+        # It holds nothing that holds the session: who drops model and optimizers need not close.
+        held = self._aggregation
+        left = (None, []) if held is None else (held.queue, held.passes.handles)
+        self._farewell = weakref.finalize(self, _leave, group, *left)
         self._farewell.atexit = False  # pyrefly: ignore[missing-attribute]
 
     def _trained(self) -> dict[str, nn.Parameter]:
@@ -355,7 +360,12 @@ class SparseSession:
     def _let_go(self) -> None:
         if self._farewell is not None:
             self._farewell.detach()
-        _take_off(self._alone, self._watch, self._aggregation)
+        if self._alone is not None:
+            self._alone.remove()
+        if self._watch is not None:
+            self._watch.remove()
+        if self._aggregation is not None:
+            self._aggregation.close()
         self._alone = self._watch = self._aggregation = None
 
     def _check_together(self, method: str) -> None:
@@ -373,17 +383,9 @@ class SparseSession:
             )
 
 
-def _take_off(
-    alone: Alone | None, watch: StepWatch | None, aggregation: Aggregation | None
-) -> None:
-    if alone is not None:
-        alone.remove()
-    if watch is not None:
-        watch.remove()
-    if aggregation is not None:
-        aggregation.close()
-
-
-def _leave(group: Group, *held: Any) -> None:
-    _take_off(*held)
+def _leave(group: Group, queue: OrderedQueue | None, handles: Sequence[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+    if queue is not None:
+        queue.close()
     group.close()

@@ -47,8 +47,9 @@ def sparsify(
     rank 0. When `backward()` returns, `.grad` is the mean over ranks of what each has sent: the
     largest elements of its gradients and of what it did not send before. The training loop,
     clipping, scheduler and scaler stay the user's, and see the aggregated gradient; everything
-    hangs on hooks and comes off at `close()`. With one rank, training is the plain optimizer's, bit
-    for bit.
+    hangs on hooks and comes off at `close()`. Until then the hooks hold the session, which lives as
+    long as the optimizer, whether or not what is returned is kept. With one rank, training is the
+    plain optimizer's, bit for bit.
 
     Gradients travel in groups while backward goes on. `plan="optimal"` measures backward,
     selection and network in the first steps, and computes which tensors to merge and which not to

@@ -36,6 +36,9 @@ class StepWatch:
         optimizers: All of the session.
         aggregation: The rounds.
         scaler: The one that the session knows.
+
+    Attributes:
+        keeps: The session, which lives as long as hooks of it are on an optimizer that lives.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class StepWatch:
         self._aggregation = aggregation
         self._scaler = scaler
         self._checked = scaler is not None
+        self.keeps: object = None
         self._optimizers = list(optimizers)
         self._met_in: dict[int, int] = {}  # by optimizer, the rounds when it last stepped
         self._waiting: dict[int, tuple[nn.Parameter, Tensor]] = {}
@@ -69,7 +73,7 @@ class StepWatch:
         """Takes the hooks off."""
         for handle in self._handles:
             handle.remove()
-        self._handles = []
+        self._handles, self.keeps = [], None
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
