@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gossipgrad import cli
-from gossipgrad.cli import _plan_costs
+from gossipgrad.cli import _plan, _plan_costs
 from gossipgrad.cli._plan_costs import all_methods, network_of
 from gossipgrad.cli._plan_figure import text_lanes
 from gossipgrad.cli._plan_options import PlanOptions
@@ -284,6 +284,17 @@ def test_the_timeline_is_drawn(profile, tmp_path, suffix, capsys):
         (["--density", "0"], "density is 0.0: it is a share"),
         (["--methods", "sparse,topk"], "no method 'topk': choose among sparse, dense, fp16, bf16"),
         (["--methods", "sparse,sparse"], "names sparse twice"),
+        (["--methods", ""], "write a list with commas, as sparse,dense"),
+        (
+            ["--methods", "dense,"],
+            "'dense,' has an empty part: write a list with commas, as sparse,",
+        ),
+        (["--select", "100us,"], "write a list with commas, as 100us,2ns"),
+        (
+            ["--rate", "1Gbit", "--bandwidth=10Gbit"],
+            "--rate 1Gbit and --bandwidth 10Gbit are two values of one option: leave out one",
+        ),
+        (["--world_size=8"], "--workers 4 and --world-size 8 are two values of one option"),
         (["--rate", "1GB"], "'1GB' is no rate"),
         (["--latency", "1"], "'1' is no time"),
         (["--select", "2ns"], "--select '2ns' is neither `here` nor a time for a group"),
@@ -302,6 +313,26 @@ def test_the_timeline_is_drawn(profile, tmp_path, suffix, capsys):
 def test_wrong_options_tell_the_way_out(profile, options, message, capsys):
     assert run(profile, *options) == 2
     assert message in capsys.readouterr().err
+
+
+def test_both_names_of_an_option_may_say_the_same(profile):
+    assert run(profile, "--rate", "1Gbit", "--bandwidth", "1Gbit", "--world-size", "4") == 0
+
+
+@pytest.mark.parametrize("tensors", [1000, 1001])
+def test_many_tensors_are_said_to_take_a_while(tmp_path, capsys, monkeypatch, tensors):
+    """Before they are planned for."""
+    told = []
+
+    def planned(profile, *_):
+        told.append(capsys.readouterr().err)
+        raise ValueError(f"{len(profile.names)} tensors")
+
+    monkeypatch.setattr(_plan, "compare", planned)
+    rows = [[f"{place}", 1, 0.001] for place in range(tensors)]
+    assert run(written(tmp_path, parameters=rows)) == 2
+    assert told[0].startswith("planning for 1,001 tensors, which may take" * (tensors > 1000))
+    assert bool(told[0]) is (tensors > 1000)
 
 
 def test_an_unknown_profile(capsys):

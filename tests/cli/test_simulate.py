@@ -231,7 +231,7 @@ def test_a_figure_is_drawn(tmp_path):
         (["--profile", "alexnet"], "no profile 'alexnet' (No such file or directory): give one of"),
         (["--strategy", "gossip,stale"], "no strategy 'stale' is modelled: choose among gossip,"),
         (["--world-size", "8,many"], "'many' is no number of ranks: give whole numbers"),
-        (["--world-size", "8,"], "--world-size '8,' has an empty part"),
+        (["--world-size", "8,"], "'8,' has an empty part: write a list with commas, as 8,64"),
         (["--world-size", "0"], "world size 0 is out of range"),
         (["--world-size", "6", "--topology", "hypercube"], "hypercube needs a world size that is"),
         (["--bandwidth", "1GB"], "'1GB' is no rate: write 100Mbit, 1Gbit or 2.5Gbit"),

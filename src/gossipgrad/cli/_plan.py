@@ -1,6 +1,7 @@
 """`gossipgrad plan`: which gradients to merge, which to compress, and what that gains."""
 
 import json
+import sys
 
 import tyro
 from rich.console import Console
@@ -11,11 +12,12 @@ from gossipgrad.planning import Profile
 
 from ._plan_costs import all_methods, chosen, network_of
 from ._plan_figure import draw, text_lanes
-from ._plan_options import PlanOptions, check
+from ._plan_options import PlanOptions, check, check_given
 from ._plan_report import Comparison, compare
 from ._units import percent_text, seconds_text
 
 _GROUPS_SHOWN = 24
+_MANY_TENSORS = 1000  # that are planned for within some seconds
 
 
 def main(arguments: list[str]) -> int:
@@ -26,10 +28,17 @@ def main(arguments: list[str]) -> int:
         prog="gossipgrad plan",
         config=(tyro.conf.FlagCreatePairsOff,),
     )
+    check_given(arguments)
     check(options)
     profile = Profile.load(options.profile)
     names = chosen(options)
     called, network = network_of(options)
+    if len(profile.names) > _MANY_TENSORS:
+        print(
+            f"planning for {len(profile.names):,} tensors, which may take a while: time grows with "
+            "the square of their number",
+            file=sys.stderr,
+        )
     found = compare(profile, all_methods(options, profile, network), names)
     title = (
         f"{profile.name} on {profile.device}, {options.world_size} ranks, {called}, density "

@@ -71,7 +71,7 @@ def chosen(options: PlanOptions) -> list[str]:
     Raises:
         ValueError: One is unknown, or named twice.
     """
-    names = list_of(options.methods, "--methods")
+    names = list_of(options.methods, "--methods", "sparse,dense")
     for name in names:
         if name not in METHODS:
             raise ValueError(f"no method {name!r}: choose among {', '.join(METHODS)}")
@@ -155,7 +155,7 @@ def _select_and_decode(options: PlanOptions, sums: torch.dtype) -> tuple[Cost, C
             return _measured(options, sums)
         finally:
             torch.set_num_threads(threads)
-    parts = list_of(options.select, "--select")
+    parts = list_of(options.select, "--select", "100us,2ns")
     if len(parts) != 2:
         raise ValueError(
             f"--select {options.select!r} is neither `here` nor a time for a group and one for an "

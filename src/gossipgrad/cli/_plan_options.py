@@ -1,5 +1,6 @@
 """The options of `gossipgrad plan`."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -8,9 +9,11 @@ import tyro
 
 from ._plan_figure import check as check_figure
 
-__all__ = ["DECODE", "PlanOptions", "check"]
+__all__ = ["DECODE", "PlanOptions", "check", "check_given"]
 
 DECODE = "5ns"
+_SAME = (("--bandwidth", "--rate"), ("--world-size", "--workers"))
+"""What each of these options is called."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,3 +88,20 @@ def check(options: PlanOptions) -> None:
         raise ValueError(f"--out {options.out}: there is no folder {options.out.parent}")
     if options.figure is not None:
         check_figure(options.figure)
+
+
+def check_given(arguments: Sequence[str]) -> None:
+    """Raise if an option is given by both its names, and with two values.
+
+    Raises:
+        ValueError: It is: the last would hold, and the other be ignored.
+    """
+    for names in _SAME:
+        given = {}
+        for place, argument in enumerate(arguments):
+            word, equals, value = argument.partition("=")
+            if (name := word.replace("_", "-")) in names:
+                given[name] = value if equals else arguments[place + 1]
+        if len(set(given.values())) > 1:
+            told = " and ".join(f"{name} {value}" for name, value in given.items())
+            raise ValueError(f"{told} are two values of one option: leave out one")

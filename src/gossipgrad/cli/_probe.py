@@ -78,7 +78,7 @@ def sizes_of(options: ProbeOptions) -> tuple[int, ...]:
     if options.sizes is None:
         return SIZES_BYTES
     try:
-        return tuple(int(part) for part in list_of(options.sizes, "--sizes"))
+        return tuple(int(part) for part in list_of(options.sizes, "--sizes", "4096,1048576"))
     except ValueError as error:
         raise ValueError(
             f"--sizes {options.sizes!r}: give whole numbers of bytes with commas, as 4096,1048576"

@@ -125,7 +125,7 @@ def _with_accuracy(
 
 def _world_sizes(text: str) -> list[int]:
     worlds = []
-    for part in list_of(text, "--world-size"):
+    for part in list_of(text, "--world-size", "8,64"):
         try:
             worlds.append(int(part.replace("_", "")))
         except ValueError:
@@ -149,7 +149,7 @@ def _networks(options: SimulateOptions) -> list[tuple[str, float | None, Network
         return [(f"{options.network}{behind}", rate, network)]
     latency, collective = options.latency or "50us", options.collective or "ring"
     networks: list[tuple[str, float | None, Network]] = []
-    for text in list_of(options.bandwidth or "100Mbit,1Gbit,10Gbit", "--bandwidth"):
+    for text in list_of(options.bandwidth or "100Mbit,1Gbit,10Gbit", "--bandwidth", "1Gbit,10Gbit"):
         rate = rate_of(text)
         cost, hop = (
             AffineCost.from_rate(rate_bits_per_second=rate, latency_seconds=seconds_of(each))

@@ -27,10 +27,15 @@ def strategies(options: SimulateOptions) -> list[Strategy]:
         ValueError: There is none of such a name, payload or wire.
     """
     given = options.strategy
-    names = list(STRATEGIES) if given == "all" else list_of(given, "--strategy")
-    every = [_state_every(text) for text in list_of(options.payload, "--payload")]
+    names = list(STRATEGIES) if given == "all" else list_of(given, "--strategy", "gossip,allreduce")
+    every = [
+        _state_every(text)
+        for text in list_of(options.payload, "--payload", "weights,weights+state")
+    ]
     widths = (
-        [None] if options.wire is None else [_width(w) for w in list_of(options.wire, "--wire")]
+        [None]
+        if options.wire is None
+        else [_width(w) for w in list_of(options.wire, "--wire", "float32,bfloat16")]
     )
     found: list[Strategy] = []
     for strategy in map(strategy_by_name, dict.fromkeys(names)):

@@ -50,15 +50,22 @@ def seconds_of(text: str) -> float:
     return seconds
 
 
-def list_of(text: str, what: str) -> list[str]:
+def list_of(text: str, what: str, example: str) -> list[str]:
     """The parts of a list with commas.
+
+    Args:
+        text: The list.
+        what: Whose value it is.
+        example: Of a list that may stand there, for who gave none.
 
     Raises:
         ValueError: A part is empty.
     """
     parts = [part.strip() for part in text.split(",")]
     if not all(parts):
-        raise ValueError(f"{what} {text!r} has an empty part: write a list with commas, as 8,64")
+        raise ValueError(
+            f"{what} {text!r} has an empty part: write a list with commas, as {example}"
+        )
     return parts
 
 
