@@ -11,12 +11,22 @@ import torch
 from gossipgrad import cli
 from gossipgrad.cli import _plan, _plan_costs
 from gossipgrad.cli._plan_costs import all_methods, network_of
-from gossipgrad.cli._plan_figure import text_lanes
 from gossipgrad.cli._plan_options import PlanOptions
 from gossipgrad.cli._plan_report import compare
 from gossipgrad.cli._units import percent_text
 from gossipgrad.compression import SparseFormat
-from gossipgrad.planning import AffineCost, PiecewiseCost, Plan, Profile
+from gossipgrad.planning import (
+    AffineCost,
+    PiecewiseCost,
+    Plan,
+    Profile,
+    mg_wfbp,
+    omgs_greedy,
+    plan,
+    single,
+    threshold,
+    wfbp,
+)
 from gossipgrad.simulate import Network
 from gossipgrad.sparsification import Replan
 from gossipgrad.sparsification._contest import Contest
@@ -166,6 +176,40 @@ def test_a_measured_network(profile, tmp_path, capsys):
     assert "--network says what links cost" in capsys.readouterr().err
 
 
+def test_a_measured_all_reduce_is_followed_around_its_knees():
+    """Which lie between the sizes at which costs are asked for otherwise."""
+    hop = AffineCost(alpha_seconds=1e-4, beta_seconds_per_byte=8e-9)
+    curve = PiecewiseCost(sizes=(0.0, 7e5, 7.1e5, 1e6), seconds=(1e-3, 0.1, 0.5, 0.9))
+    network = Network(exchange=hop, all_reduce=curve, world_size=4)
+    dense = all_methods(PlanOptions(world_size=4), SMALL, network)["dense"]
+    for elements in (1000, 174_000, 175_000, 176_000, 177_500, 240_000, 250_000, 1_000_000):
+        assert dense.communicate_seconds(elements) == pytest.approx(curve(4 * elements))
+
+
+def test_others_are_planned_by_their_rules():
+    profile, options = Profile.load("gpt2"), PlanOptions()
+    methods = all_methods(options, profile, network_of(options)[1])
+    alternatives = compare(profile, methods, ["sparse", "dense"]).alternatives
+    found = {(each.name, each.method): each.plan for each in alternatives}
+    step = profile.backward_seconds, profile.elements
+    buckets = {"size_bytes": 25 << 20, "first_size_bytes": 1 << 20}
+    sparse, dense, half = (methods[name] for name in ("sparse", "dense", "fp16"))
+    expected = {
+        ("DistributedDataParallel", "dense"): threshold(*step, dense, **buckets),
+        ("DistributedDataParallel", "fp16"): threshold(*step, half, **buckets),
+        ("wfbp, each tensor", "dense"): wfbp(*step, dense),
+        ("mg-wfbp", "dense"): mg_wfbp(*step, dense),
+        ("top-k, one group", "sparse"): single(*step, sparse),
+        ("lags, each tensor", "sparse"): wfbp(*step, sparse),
+        ("omgs, published rule", "sparse"): omgs_greedy(*step, sparse, as_published=True),
+        ("best, none compressed", "dense"): plan(*step, [dense]),
+        ("best, all compressed", "sparse"): plan(*step, [sparse]),
+    }
+    assert found == expected
+    assert len({each.groups for each in found.values()}) == len(found)
+    assert omgs_greedy(*step, sparse) not in found.values()
+
+
 @pytest.mark.parametrize("density", [0.01, 1e-7])
 def test_selection_is_measured_here(monkeypatch, density):
     """By a clock that goes on with what is selected and decoded, and with nothing else."""
@@ -256,25 +300,6 @@ def test_names_that_are_none_are_refused(tmp_path, capsys):
         with types_unchecked():
             assert run(str(path)) == 2
         assert message in capsys.readouterr().err
-
-
-def test_lanes_have_the_whole_time():
-    options = PlanOptions(world_size=4)
-    methods = all_methods(options, SMALL, network_of(options)[1])
-    lanes = text_lanes(compare(SMALL, methods, ["sparse", "dense"]), 60)
-    assert [len(lane) for lane in lanes] == [71, 71]
-    assert lanes[0].startswith("computes |-")
-    assert lanes[1][-2] in "sSdD"
-
-
-@pytest.mark.parametrize("suffix", [".svg", ".png", ".pdf", ".html"])
-def test_the_timeline_is_drawn(profile, tmp_path, suffix, capsys):
-    pytest.importorskip("matplotlib")
-    path = tmp_path / f"figure{suffix}"
-    assert run(profile, "--figure", str(path)) == 0
-    assert path.stat().st_size > 1000
-    if suffix == ".html":
-        assert "<svg" in path.read_text()
 
 
 @pytest.mark.parametrize(

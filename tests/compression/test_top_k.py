@@ -3,6 +3,7 @@
 import math
 import random
 import re
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 
 from gossipgrad.compression import SparseFormat, top_k
 from gossipgrad.compression import _threshold as threshold_module
+from gossipgrad.compression._partition import scratch
 
 METHODS = ("auto", "partition", "threshold", "blocks")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -122,18 +124,35 @@ def test_a_sample_that_misleads_costs_a_second_pass_alone(monkeypatch):
     monkeypatch.undo()
 
 
-def test_a_sample_is_enough_for_one_pass(monkeypatch):
+@pytest.fixture
+def passes(monkeypatch):
+    """What the passes by a threshold have found."""
     passes = []
     scan = threshold_module._found
     monkeypatch.setattr(
         threshold_module, "_found", lambda *a: passes.append(scan(*a)) or passes[-1]
     )
+    return passes
+
+
+def test_a_sample_is_enough_for_one_pass(passes):
     for kind in ("gaussian", "heavy tails", "few levels", "rows in step", "ascending"):
         for count in (50, 1000, 5000):
             passes.clear()
             top_k(INPUTS[kind](1 << 19), count, method="threshold")
             ((places, _),) = passes
             assert places.size < 2 * count + 3000 or kind == "few levels", (kind, count)
+
+
+@pytest.mark.parametrize("column", range(8))
+def test_rows_as_long_as_the_stride_of_the_sample_do_not_mislead_it(passes, column):
+    numel = 1 << 19
+    stride = numel // threshold_module.SAMPLE
+    assert stride == 8
+    values = gaussian(numel) * (torch.arange(numel) % stride == column)
+    assert torch.equal(top_k(values, 1000, method="threshold"), expected(values, 1000))
+    ((places, _),) = passes
+    assert places.size < 2000
 
 
 def test_candidates_are_bounded_whatever_comes():
@@ -149,8 +168,19 @@ def test_candidates_are_bounded_whatever_comes():
     assert places.tolist() == magnitudes.tolist()
 
 
+def test_scratch_memory_is_each_threads_own():
+    both = threading.Barrier(2)
+
+    def magnitudes(value):
+        found = scratch.magnitudes(np.full(100, value, np.int32))
+        both.wait(30)
+        return found.tolist()
+
+    with ThreadPoolExecutor(2) as pool:
+        assert [*pool.map(magnitudes, (1, -1))] == [[1] * 100, [(1 << 31) - 1] * 100]
+
+
 def test_threads_select_at_the_same_time():
-    """Scratch memory is each thread's own."""
     inputs = [gaussian(300_000 + number) for number in range(4)]
     with ThreadPoolExecutor(4) as pool:
         found = [*pool.map(lambda values: [top_k(values, 400) for _ in range(3)], inputs)]
