@@ -14,7 +14,7 @@ from gossipgrad.errors import GossipError
 from gossipgrad.planning import Group as Merge
 from gossipgrad.sparsification._agreed_density import AgreedDensity
 from gossipgrad.sparsification._density import counts_of
-from gossipgrad.sparsification._groups import held_by, made_anew
+from gossipgrad.sparsification._groups import gradients_of, held_by, made_anew
 from gossipgrad.sparsification._held import Held
 from gossipgrad.sparsification._merged import MergedGroup
 from gossipgrad.sparsification._passes import Passes
@@ -26,6 +26,11 @@ __all__ = ["Aggregation"]
 
 _REMEMBERED = 50  # rounds whose times count for the median
 _BREAK_SECONDS = 5.0  # for collectives of this rank to end once the group is closed
+_CLOSED_INSIDE = (
+    "the session was closed in the middle of a backward pass, so its gradients have not met: "
+    "weights are as they were before this step, and .grad has this rank's own gradients. Take no "
+    "step with them; call close() again, and then train on without a session, or start another"
+)
 
 
 class Aggregation:
@@ -237,7 +242,12 @@ class Aggregation:
         self._group.close()
 
     def close(self) -> None:
-        """Takes the hooks off and ends the thread; local."""
+        """Takes the hooks off and ends the thread; local.
+
+        In the middle of a round, from a signal handler, a hook or another thread, that round fails.
+        """
+        if self.passes.began and self.broken is None:
+            self.end(_CLOSED_INSIDE)
         self.passes.remove()
         self.queue.close()
 
@@ -287,26 +297,12 @@ class Aggregation:
             self._recorder.span("select", start, perf_counter(), bucket=number)
 
     def _grads(self, number: int) -> list[Tensor | None]:
-        """What each parameter of a group brings to this round; None if nothing.
-
-        It is all that `.grad` holds, also where this pass left out the parameter: on ranks where it
-        did not, the mean of an earlier pass is part of the gradient, and so it must be on all.
-        """
-        merge = self.merges[number]
-        grads: list[Tensor | None] = []
-        for place in range(merge.start, merge.stop):
-            grad = self._parameters[place].grad
-            if grad is not None and grad.layout is not torch.strided:
-                raise GossipError(
-                    f"the gradient of {self._names[place]!r} is sparse ({grad.layout}): make its "
-                    "module with sparse=False; what is sent of it is a choice of its elements"
-                )
-            grads.append(grad)
-        return grads
+        return gradients_of(self.merges[number], self._names, self._parameters)
 
     def _end(self) -> None:
         """Waits for all groups and writes the mean into the gradients."""
-        self.passes.launch_rest()
+        if self.broken is None:
+            self.passes.launch_rest()
         start = perf_counter()
         try:
             for ticket in self._tickets:
@@ -316,7 +312,7 @@ class Aggregation:
             raise
         end = perf_counter()
         error = next((t.error for t in self._tickets if t.error is not None), None)
-        if error is not None:
+        if error is not None or self.broken is not None:
             self._give_up(str(error))
             raise GossipError(self.broken) from error
         if self._zero is not None and self.scale != 1.0:
@@ -330,6 +326,9 @@ class Aggregation:
         ranks = self._group.world_size
         width = sum(made.numel * made.dtype.itemsize for made in self.groups)
         self.all_reduce_bytes += 2 * (ranks - 1) * width // ranks
+        if self.broken is not None:  # closed while the mean was written
+            self._last_counts = True
+            return
         try:
             self._after_round(self)
         except BaseException as error:
@@ -384,9 +383,10 @@ class Aggregation:
     def _give_up(self, why: str) -> None:
         """Nothing of this round counts, and there is no next; the others are told by the end."""
         self.end(
-            f"gradients are not aggregated any more: {why}. Weights and residuals are as they were "
-            "before this step, and .grad has this rank's own gradients: save session.state_dict(), "
-            "close the session, and start another with the ranks that live"
+            self.broken
+            or f"gradients are not aggregated any more: {why}. Weights and residuals are as they "
+            "were before this step, and .grad has this rank's own gradients: save "
+            "session.state_dict(), close the session, and start another with the ranks that live"
         )
         deadline = perf_counter() + _BREAK_SECONDS
         for ticket in self._tickets:

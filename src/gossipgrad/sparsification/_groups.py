@@ -2,14 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from gossipgrad.errors import GossipError
 from gossipgrad.planning import Group as Merge
 from gossipgrad.sparsification._held import Held
 from gossipgrad.sparsification._merged import MergedGroup
 from gossipgrad.sparsification._settings import Settings
 
-__all__ = ["held_by", "made_anew"]
+__all__ = ["gradients_of", "held_by", "made_anew"]
 
 
 def made_anew(
@@ -35,6 +37,29 @@ def made_anew(
         made.load([held.get(name, Held()) for name in of])
         groups.append(made)
     return groups
+
+
+def gradients_of(
+    merge: Merge, names: Sequence[str], parameters: Sequence[nn.Parameter]
+) -> list[Tensor | None]:
+    """What each parameter of a group brings to a round; None if nothing.
+
+    It is all that `.grad` holds, also where this pass left out the parameter: on ranks where it did
+    not, the mean of an earlier pass is part of the gradient, and so it must be on all.
+
+    Raises:
+        GossipError: One is sparse.
+    """
+    grads: list[Tensor | None] = []
+    for place in range(merge.start, merge.stop):
+        grad = parameters[place].grad
+        if grad is not None and grad.layout is not torch.strided:
+            raise GossipError(
+                f"the gradient of {names[place]!r} is sparse ({grad.layout}): make its module with "
+                "sparse=False; what is sent of it is a choice of its elements"
+            )
+        grads.append(grad)
+    return grads
 
 
 def held_by(

@@ -1,9 +1,12 @@
 """One queue of collectives, in the same order on all ranks, on a thread of its own."""
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
 from time import perf_counter
+
+from gossipgrad.errors import GossipError
 
 __all__ = ["OrderedQueue", "Ticket"]
 
@@ -56,16 +59,21 @@ class OrderedQueue:
         self._entries: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._over = threading.Event()
 
     def put(self, work: Callable[[], None]) -> Ticket:
-        """Adds an entry; local, and at once."""
+        """Adds an entry; local, and at once. After `close` it fails with a `GossipError`."""
         if self._thread is None:
             self._thread = threading.Thread(
-                target=_run, args=(self._entries,), name=self._name, daemon=True
+                target=_run, args=(self._entries, self._over), name=self._name, daemon=True
             )
             self._thread.start()
         ticket = Ticket(work)
         self._entries.put(ticket)
+        # No lock: a signal handler may close in the middle of this. The thread says that it is
+        # over before it looks for the last time, so it sees this entry, or this sees that.
+        if self._over.is_set():
+            _refuse(self._entries)
         return ticket
 
     def close(self) -> None:
@@ -75,8 +83,17 @@ class OrderedQueue:
             self._entries.put(None)
 
 
-def _run(entries: "queue.SimpleQueue[Ticket | None]") -> None:
+def _run(entries: "queue.SimpleQueue[Ticket | None]", over: threading.Event) -> None:
     broken: BaseException | None = None
     while (ticket := entries.get()) is not None:
         broken = ticket.run(broken) or broken
         del ticket  # while it waits for the next it holds nothing of the last
+    over.set()
+    _refuse(entries)
+
+
+def _refuse(entries: "queue.SimpleQueue[Ticket | None]") -> None:
+    with contextlib.suppress(queue.Empty):
+        while True:
+            if (ticket := entries.get_nowait()) is not None:
+                ticket.run(GossipError("the session was closed before this was sent"))

@@ -192,10 +192,10 @@ class SparseSession:
 
     def stats(self) -> SparseStats:
         """What this rank has done so far, also when the session is closed; no communication."""
-        if self._aggregation is not None and self._planner is not None:
-            return collect(self._aggregation, self._planner)
         if self._at_close is not None:
             return self._at_close
+        if self._aggregation is not None and self._planner is not None:
+            return collect(self._aggregation, self._planner)
         return collect_alone({} if self._alone is None else self._alone.counts)
 
     def state_dict(self) -> dict[str, Any]:
@@ -264,15 +264,22 @@ class SparseSession:
     def close(self) -> None:
         """Ends the session and takes all hooks off; local, waits for nobody, may be called twice.
 
-        Ranks that go on training get a `GossipError` from their next step.
+        Ranks that go on training get a `GossipError` from their next step. So does this one where
+        it is closed in the middle of a backward pass, by a signal handler, a hook or another
+        thread: that pass raises, and so do steps, with gradients that have not met, until `close`
+        is called again after it.
         """
-        if not self._closed:
-            self._closed = True
-            try:
+        inside = self._aggregation is not None and self._aggregation.passes.began
+        try:
+            if not self._closed:
+                self._closed = True
                 self._at_close = self.stats()
-            finally:
+        finally:
+            if inside and self._aggregation is not None:
+                self._aggregation.close()  # but the watch on the optimizers stays
+            else:
                 self._let_go()
-                self.group.close()
+            self.group.close()
 
     def __enter__(self) -> "SparseSession":
         return self

@@ -1,0 +1,119 @@
+"""close() in the middle of a backward pass: nobody hangs, and no gradient of one rank is taken."""
+
+import threading
+
+import pytest
+
+import gossipgrad as gg
+from gossipgrad.sparsification._queue import OrderedQueue
+from support.ranks import run_ranks
+from support.sparse import backward_of, same_weights, start
+
+CLOSED = "the session was closed in the middle of a backward pass"
+
+
+def in_a_hook(session):
+    session.close()
+
+
+def on_another_thread(session):
+    closing = threading.Thread(target=session.close)
+    closing.start()
+    closing.join(20)
+    assert not closing.is_alive()
+
+
+def close_at(tensor, close):
+    """Calls it once, before the gradient is there."""
+
+    def hook(grad):
+        handle.remove()
+        close()
+
+    handle = tensor.register_hook(hook)
+
+
+@pytest.mark.parametrize("plan", ["layerwise", "single"])
+@pytest.mark.parametrize("close", [in_a_hook, on_another_thread])
+def test_closed_in_the_middle_of_a_pass(close, plan):
+    def rank_main(rank, group):
+        model, optimizer, session = start(group, plan)
+        for step in range(2):
+            backward_of(model, rank, step)
+            optimizer.step()
+        weights = [p.detach().clone() for p in model.parameters()]
+        if rank == 1:
+            with pytest.raises(gg.GossipError, match=r"save session\.state_dict"):
+                backward_of(model, rank, 2)
+            session.close()
+            return
+        kept = session.stats()
+        close_at(model[0].weight, lambda: close(session))
+        with pytest.raises(gg.GossipError, match=CLOSED):
+            backward_of(model, rank, 2)
+        own = [p.grad.clone() for p in model.parameters()]
+        for use in (optimizer.step, lambda: optimizer.step(lambda: 0.0)):
+            with pytest.raises(gg.GossipError, match=CLOSED):
+                use()
+        assert same_weights([list(model.parameters()), weights])
+        assert session.stats().rounds == kept.rounds
+        session.close()
+        backward_of(model, rank, 2)
+        assert same_weights([[p.grad for p in model.parameters()], own])
+        optimizer.step()
+        assert not same_weights([list(model.parameters()), weights])
+
+    run_ranks(2, rank_main)
+
+
+def test_leaving_the_context_ends_a_session_that_was_closed_in_a_pass():
+    def rank_main(rank, group):
+        model, optimizer, session = start(group)
+
+        def trained():
+            with session:
+                if rank == 0:
+                    close_at(model[0].bias, session.close)
+                backward_of(model, rank, 0)
+
+        with pytest.raises(gg.GossipError):
+            trained()
+        optimizer.step()
+
+    run_ranks(2, rank_main)
+
+
+def test_closed_in_a_step_that_is_a_round():
+    def rank_main(rank, group):
+        model, optimizer, session = start(group)
+        with session.no_sync():
+            backward_of(model, rank, 0)
+        if rank == 0:
+            begin = session._aggregation.groups[-1].begin
+
+            def begin_and_close(*args):
+                begin(*args)
+                session.close()
+
+            session._aggregation.groups[-1].begin = begin_and_close
+        weights = [p.detach().clone() for p in model.parameters()]
+        with pytest.raises(gg.GossipError, match="not aggregated any more" if rank else CLOSED):
+            optimizer.step()
+        assert same_weights([list(model.parameters()), weights])
+        session.close()
+
+    run_ranks(2, rank_main)
+
+
+@pytest.mark.parametrize("entries", [0, 2])
+def test_what_is_put_into_a_closed_queue_fails_at_once(entries):
+    queue, done = OrderedQueue("closed"), []
+    before = [queue.put(lambda: done.append(None)) for _ in range(entries)]
+    queue.close()
+    after = [queue.put(lambda: done.append(None)) for _ in range(3)]
+    for ticket in (*before, *after):
+        ticket.wait(20.0)
+        assert ticket.ended_seconds
+    assert [ticket.error for ticket in before] == [None] * entries
+    assert all(isinstance(ticket.error, gg.GossipError) for ticket in after)
+    assert len(done) == entries
