@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.autograd.function import BackwardCFunction
+from torch.utils.hooks import RemovableHandle
 
 from gossipgrad.errors import GossipError
 from gossipgrad.sparsification._streams import make_clock
@@ -26,6 +28,9 @@ class Passes:
     task is done, in the thread that called `backward`, so that gradients are final when `backward`
     returns and clipping sees them. torch has no public way to be told that. The engine lets go of
     the callback of a pass that raised; that is seen too, and told by `broken_off`.
+
+    A backward pass that a `torch.autograd.Function` runs in its own backward, as checkpoints with
+    `use_reentrant=True` do, is a graph task inside another, and part of that pass.
 
     Args:
         parameters: In the order in which backward is expected to finish their gradients.
@@ -144,8 +149,7 @@ class Passes:
     def _await_end(self) -> None:
         callback = _Callback(self._end)
         self._callback = weakref.ref(callback, self._let_go)
-        engine: Any = Variable._execution_engine
-        engine.queue_callback(callback)
+        callback.queue()
 
     def _let_go(self, of: Any) -> None:
         # The engine drops callbacks it has run, too, but then the round is over.
@@ -154,11 +158,37 @@ class Passes:
 
 
 class _Callback:
-    """The end of one pass, for the engine alone to hold."""
+    """The end of one pass, for the engine alone to hold, or the graph that it runs through."""
 
     def __init__(self, end: Callable[[], None]) -> None:
         self._end = end
 
+    def queue(self) -> None:
+        """Has it called at the end of the graph task that runs now."""
+        engine: Any = Variable._execution_engine
+        engine.queue_callback(self)
+
     def __call__(self) -> None:
+        around = torch._C._current_autograd_node()
+        if isinstance(around, BackwardCFunction):
+            self._queue_around(around)
+            return
         with torch.no_grad():
             self._end()
+
+    def _queue_around(self, node: Any) -> None:
+        """Has it called at the end of the graph task in which `node` runs.
+
+        That cannot be said from in here, where the inner one is still the current. But what `node`
+        hands its gradients to runs after it, in the same task, and there is always something.
+        """
+        handles: list[RemovableHandle] = []
+
+        def first(_: Any) -> None:
+            if handles:
+                self.queue()
+            while handles:
+                handles.pop().remove()
+
+        following = (each for each, _ in node.next_functions if each is not None)
+        handles += [each.register_prehook(first) for each in following]

@@ -1,0 +1,125 @@
+"""Backward passes inside backward passes: reentrant checkpoints, and those that users nest."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import gossipgrad as gg
+from support.ranks import run_ranks
+from support.sparse import same_weights, start
+
+
+def batch_of(rank, step):
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    return torch.randn(5, 6, generator=generator).requires_grad_()
+
+
+def plain(model, x):
+    return model(x)
+
+
+def each_in_one(model, x):
+    """All parameters are in segments: the outer pass never has a gradient of one itself."""
+    return checkpoint(model[1:], checkpoint(model[0], x, use_reentrant=True), use_reentrant=True)
+
+
+def first_in_one(model, x):
+    return model[1:](checkpoint(model[0], x, use_reentrant=True))
+
+
+def last_in_one(model, x):
+    return checkpoint(model[1:], model[0](x), use_reentrant=True)
+
+
+def one_in_another(model, x):
+    def inner(h):
+        return checkpoint(model[1:], model[0](h), use_reentrant=True)
+
+    return checkpoint(inner, x, use_reentrant=True)
+
+
+def not_reentrant(model, x):
+    return checkpoint(model, x, use_reentrant=False)
+
+
+def trained(forwards, steps=4, **settings):
+    """The weights after some steps in which `forwards[rank](model, x)` is the model."""
+
+    def rank_main(rank, group):
+        model, optimizer, session = start(group, "layerwise", **settings)
+        with session:
+            for step in range(steps):
+                optimizer.zero_grad()
+                forwards[rank](model, batch_of(rank, step)).square().mean().backward()
+                optimizer.step()
+            assert session.stats().rounds == steps
+            session.group.barrier()
+        return [p.detach().clone() for p in model.parameters()]
+
+    return run_ranks(2, rank_main)
+
+
+@pytest.mark.parametrize("momentum", [None, 0.9])
+@pytest.mark.parametrize("forward", [each_in_one, first_in_one, last_in_one, not_reentrant])
+def test_a_pass_with_checkpoints_is_one_round(forward, momentum):
+    told = trained([forward, forward], momentum_correction=momentum)
+    assert same_weights([*told, *trained([plain, plain], momentum_correction=momentum)])
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # in its forward
+def test_checkpoints_inside_one_another_are_part_of_one_round():
+    assert same_weights([*trained([one_in_another] * 2), *trained([plain, plain])])
+
+
+def test_only_one_rank_may_checkpoint():
+    assert same_weights([*trained([plain, each_in_one]), *trained([plain, plain])])
+
+
+def test_a_parameter_of_two_segments_is_refused_by_name_and_nobody_hangs():
+    def rank_main(rank, group):
+        model, optimizer, session = start(group, "layerwise")
+        with session:
+            h = checkpoint(model[0], batch_of(rank, 0), use_reentrant=True)
+            out = each_in_one(model, h[:, :6])
+            with pytest.raises(gg.GossipError, match="Checkpoint with use_reentrant=False"):
+                out.sum().backward()
+            with pytest.raises(gg.GossipError, match="not aggregated any more"):
+                optimizer.step()
+
+    run_ranks(2, rank_main)
+
+
+def test_a_pass_that_raises_after_a_segment_is_broken_off():
+    def rank_main(rank, group):
+        model, optimizer, session = start(group, "layerwise")
+
+        def fail(grad):
+            raise ZeroDivisionError
+
+        with session:
+            h = model[0](batch_of(rank, 0))
+            h.register_hook(fail)
+            loss = checkpoint(model[1:], h, use_reentrant=True).sum()
+            with pytest.raises(ZeroDivisionError):
+                loss.backward()
+            del loss, h
+            with pytest.raises(gg.GossipError):
+                optimizer.step()
+
+    run_ranks(2, rank_main)
+
+
+def test_a_pass_inside_a_hook_is_a_round_of_its_own():
+    def rank_main(rank, group):
+        model, optimizer, session = start(group, "layerwise")
+        with session:
+            other = model(batch_of(rank, 1)).sum()
+            out = model(batch_of(rank, 0))
+            out.register_hook(lambda grad: other.backward())
+            out.sum().backward()
+            optimizer.step()
+            assert session.stats().rounds == 2
+            session.group.barrier()
+        return [p.detach().clone() for p in model.parameters()]
+
+    assert same_weights(run_ranks(2, rank_main))
