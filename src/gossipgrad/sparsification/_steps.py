@@ -12,6 +12,7 @@ from gossipgrad._unknown_scaler import warn_of_unknown_scaler
 from gossipgrad.comm import parameters_of
 from gossipgrad.errors import GossipError, ReplicaChangedError
 from gossipgrad.sparsification._aggregation import Aggregation
+from gossipgrad.sparsification._left_out import LeftOut
 from gossipgrad.sparsification._values import scale_of
 
 __all__ = ["SCALER_HARM", "StepWatch"]
@@ -58,6 +59,7 @@ class StepWatch:
         self._waiting: dict[int, tuple[nn.Parameter, Tensor]] = {}
         self._left_to_closure: set[int] = set()  # optimizers whose gradients are to meet in there
         self._warned = False
+        self._left_out = LeftOut(model, aggregation.knows)
         self.start_over()
         self._handles = [
             *(optimizer.register_step_pre_hook(self._before_step) for optimizer in optimizers),
@@ -85,6 +87,7 @@ class StepWatch:
         self._aggregation.check_steps(met=not unmet)
         self._check_known(optimizer, self._aggregation)
         self._look_for_thrown_away()
+        self._left_out.look(self._aggregation.rounds, stacklevel=3)
         self._left_to_closure.discard(id(optimizer))
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
