@@ -119,7 +119,7 @@ def gossip(
         The session; `close()` it, or use it in a `with` statement.
 
     Raises:
-        ValueError: For settings that cannot be.
+        ValueError: For settings that cannot be, or if a parameter is in a session of `sparsify`.
         AgreementError: If the ranks differ in names, shapes, dtypes, settings or secrets.
         GossipError: If a rank dies meanwhile.
 

@@ -62,7 +62,8 @@ def join(
 
     Raises:
         ValueError: The invitation is none, or of another version; the model, the optimizer or the
-            settings are others than the run's; or this host cannot be reached by the others.
+            settings are others than the run's; a parameter is in a session of `sparsify`; or this
+            host cannot be reached by the others.
         AgreementError: This rank has another secret than the run.
         GossipError: The run is over, or no member answers in time.
 

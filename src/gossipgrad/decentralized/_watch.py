@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gossipgrad._claims import Claim
 from gossipgrad.comm import is_sharded, local, trained_parameters
 from gossipgrad.errors import ReplicaChangedError
 
@@ -22,18 +23,26 @@ class ReplicaWatch:
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self._model = model
         self._optimizers = optimizers
+        self._claim = Claim("gossip")
         self._loaded: list[str] = []
+        self.accept()
+        loaded = self._loaded  # so that hooks hold no more than this list
         self._handles = [
-            o.register_load_state_dict_post_hook(lambda o: self._loaded.append(type(o).__name__))
+            o.register_load_state_dict_post_hook(lambda o: loaded.append(type(o).__name__))
             for o in optimizers
         ]
-        self.accept()
 
     @torch.no_grad()
     def accept(self) -> None:
-        """Takes the replica as it is now for the right one."""
+        """Takes the replica as it is now for the right one.
+
+        Raises:
+            ValueError: A parameter is in a session of `sparsify`.
+        """
+        trained = trained_parameters(self._model, self._optimizers)
+        self._claim.take(trained)
         self._loaded.clear()
-        self._parameters = trained_parameters(self._model, self._optimizers)
+        self._parameters = trained
         self._sharded = any(is_sharded(p) for p in self._parameters.values())
         self._owned = self._owned_now()
         self.note()
@@ -98,9 +107,10 @@ class ReplicaWatch:
         )
 
     def remove(self) -> None:
-        """Takes the hooks off."""
+        """Takes the hooks off, and gives the parameters up."""
         for handle in self._handles:
             handle.remove()
+        self._claim.release()
 
     def _marks_now(self) -> list[tuple[int, int]]:
         if self._sharded:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gossipgrad._claims import Claim
 from gossipgrad.comm import Group, agree_on, resolve_group
 from gossipgrad.errors import GossipError
 from gossipgrad.sparsification._agreed_density import AgreedDensity
@@ -68,7 +69,7 @@ class CommHook:
             becomes the hook's own, and closes with it.
 
     Raises:
-        ValueError: For settings that cannot be.
+        ValueError: For settings that cannot be, or if a parameter is in a session of `sparsify`.
         AgreementError: If the ranks differ in names, shapes, dtypes or settings.
         GossipError: If a rank dies meanwhile.
 
@@ -100,12 +101,15 @@ class CommHook:
         self._groups: dict[int, tuple[tuple[str, ...], MergedGroup]] = {}
         self._loaded: dict[str, Tensor] = {}
         self._group = resolve_group(process_group, asks="CommHook()")
+        self._claim = Claim("CommHook")
         try:
+            self._claim.take({n: p for n, p in inner.named_parameters() if p.requires_grad})
             check_selection(select, value_dtype)
             resolved = resolve_density(density, list(self._names.values()))
             described = {"select": select, "value_dtype": value_dtype}
             agree_on(self._group, inner, [], {"density": describe_density(resolved), **described})
         except BaseException:
+            self._claim.release()
             self._group.close()
             raise
         self._density = AgreedDensity(resolved, self._group)
@@ -142,6 +146,7 @@ class CommHook:
 
     def close(self) -> None:
         """Ends the thread and leaves the group; local. The hook then raises."""
+        self._claim.release()
         self._farewell()
 
     def __enter__(self) -> "CommHook":

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from gossipgrad._claims import Claim
 from gossipgrad.comm import (
     Group,
     Recorder,
@@ -31,6 +32,7 @@ from gossipgrad.sparsification._planner import Planner
 from gossipgrad.sparsification._queue import OrderedQueue
 from gossipgrad.sparsification._session_state import (
     apart,
+    change,
     count_on,
     counted,
     load_session,
@@ -75,6 +77,7 @@ class SparseSession:
         self._watch: StepWatch | None = None
         self._farewell: weakref.finalize | None = None
         self._at_close: SparseStats | None = None
+        self._claim = Claim("sparsify")
         try:
             self._meet()
         except BaseException:
@@ -279,6 +282,7 @@ class SparseSession:
                 self._aggregation.close()  # but the watch on the optimizers stays
             else:
                 self._let_go()
+                self._claim.release()
             self.group.close()
 
     def __enter__(self) -> "SparseSession":
@@ -296,6 +300,7 @@ class SparseSession:
         """Makes the replicas equal, and the hooks, which may be there already; a collective."""
         of, group = self._settings, self.group
         parameters = self._trained()
+        self._claim.take(parameters)
         counts = None if self._alone is None else self._alone.counts
         if self._aggregation is not None:
             counts = counted(self._aggregation)
@@ -336,15 +341,8 @@ class SparseSession:
 
     def _misfit(self, session: Any) -> str | None:
         trained = self._trained()
-        if self._aggregation is not None:
-            new = [name for name, p in trained.items() if not self._aggregation.knows(p)]
-            gone = [name for name in self._aggregation.names if name not in trained]
-            if new or gone:
-                return (
-                    f"{(new or gone)[0]!r} is {'' if new else 'not '}trained now, which was not so "
-                    "when the session began: call session.broadcast_() on every rank first"
-                )
-        return session_misfit(self._settings, self.group, trained, session)
+        changed = None if self._aggregation is None else change(self._aggregation, trained)
+        return changed or session_misfit(self._settings, self.group, trained, session)
 
     def _agree_to_load(self, why: str | None, session: Any) -> None:
         """Returns if the states of all ranks fit, and belong together."""

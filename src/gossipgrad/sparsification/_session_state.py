@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from gossipgrad.comm import Group
 from gossipgrad.planning import Group as Merge
@@ -15,6 +15,7 @@ from gossipgrad.sparsification._settings import Settings
 
 __all__ = [
     "apart",
+    "change",
     "count_on",
     "counted",
     "deal_states",
@@ -70,6 +71,18 @@ def session_state(
             if velocity is not None:
                 session["velocities"][name] = velocity.to("cpu", copy=True)
     return session
+
+
+def change(aggregation: Aggregation, trained: Mapping[str, nn.Parameter]) -> str | None:
+    """What is trained now, or is not, other than when the session began; None if nothing."""
+    new = [name for name, p in trained.items() if not aggregation.knows(p)]
+    gone = [name for name in aggregation.names if name not in trained]
+    if not new and not gone:
+        return None
+    return (
+        f"{(new or gone)[0]!r} is {'' if new else 'not '}trained now, which was not so when the "
+        "session began: call session.broadcast_() on every rank first"
+    )
 
 
 def session_misfit(

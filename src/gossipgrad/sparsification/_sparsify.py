@@ -113,7 +113,8 @@ def sparsify(
         The session; `close()` it, or use it in a `with` statement.
 
     Raises:
-        ValueError: For settings that cannot be.
+        ValueError: For settings that cannot be, or if a parameter is in another session of
+            `sparsify`, `gossip` or `CommHook` that was not closed, and whose optimizer lives.
         AgreementError: If the ranks differ in names, shapes, dtypes or settings.
         GossipError: If a rank dies meanwhile.
 
