@@ -219,6 +219,33 @@ def test_an_interrupted_collective_ends_the_group_everywhere(monkeypatch):
     run_ranks(3, work)
 
 
+def test_a_signal_handler_may_close_in_the_middle_of_a_collective(monkeypatch):
+    within: list[Group] = []
+
+    def sleep(seconds):
+        if threading.current_thread().name == "rank 0" and within:
+            within.pop().close()
+        time.sleep(seconds)
+
+    monkeypatch.setattr(_group, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
+    closed = threading.Event()
+
+    def work(rank, group):
+        if rank == 0:
+            within.append(group)
+            with pytest.raises(GossipError, match="this rank has closed its session"):
+                group.barrier()
+            closed.set()
+        else:
+            assert closed.wait(20)
+            with pytest.raises(GossipError, match="a rank has died, left or broken it off"):
+                group.barrier()
+        with pytest.raises(GossipError, match="collectives are over"):
+            group.barrier()
+
+    run_ranks(2, work, timeout_seconds=30)
+
+
 def test_who_waits_for_the_others_no_more_meets_them_later(monkeypatch):
     """Also where the store takes its time to forget that it was there."""
     elsewhere, forgotten = threading.Event(), threading.Event()

@@ -81,7 +81,8 @@ class Group:
         self.unless: Callable[[], object] = lambda: None
         self._broken: str | None = None
         self._closed = False
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may close in the middle of a collective
+        self._under_way = False
         self._timeout_seconds = timeout_seconds
         self._gone = [gone]
         self._newest: Callable[[], int] = lambda: 0
@@ -207,12 +208,13 @@ class Group:
     def close(self) -> None:
         """Leaves the group, without waiting for anyone; the others' collectives then fail.
 
-        So does one that another thread of this rank is in.
+        So does one that another thread of this rank is in, or this one, in a signal handler.
         """
         self._closed = True
         with self._lock:
-            self._broken = self._broken or "this rank has closed its session"
-            self._gloo = None
+            if not self._under_way:  # else it is this thread's own, which does it on its way out
+                self._broken = self._broken or "this rank has closed its session"
+                self._gloo = None
 
     def abandon(self) -> None:
         """Breaks the collective that this rank cannot finish, between two of its steps; local.
@@ -341,6 +343,7 @@ class Group:
         with self._lock:
             if self._broken is not None:
                 raise GossipError(f"collectives are over: {self._broken}")
+            self._under_way = True
             try:
                 if self._gloo is None:
                     self._gloo = self._connect()
@@ -357,6 +360,10 @@ class Group:
                 self._broken = "this rank was interrupted in the middle of one"
                 self._break()
                 raise
+            finally:
+                self._under_way = False
+                if self._closed:
+                    self.close()
 
     def _wait(self, work: Any, *, meets: bool) -> None:
         # Of one that has left or died Gloo knows by itself, of one that stands still it does not.
