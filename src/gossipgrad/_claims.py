@@ -52,11 +52,11 @@ class Claim:
             _claims.discard(self)
 
     def _conflict(self, name: str, other: "Claim") -> str:
-        one = ", give both optimizers to one session," if self._door == other._door else ""
+        one = ", give both optimizers to one session" if self._door == other._door else ""
         return (
             f"{name!r} is in a session of {other._door}() that is not over, so {self._door}() "
             f"cannot have it, too: {_ALONE}() keeps replicas equal by itself. close() the other "
-            f"session first{one} or begin with a new model and optimizer"
+            f"session first{one}, or begin with a new model and optimizer"
         )
 
 
