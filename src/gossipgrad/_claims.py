@@ -1,5 +1,6 @@
 """Which session has which parameters, so that no gradient meets twice."""
 
+import gc
 import threading
 import weakref
 from collections.abc import Mapping
@@ -33,13 +34,12 @@ class Claim:
             ValueError: One is in another session; nothing is claimed anew then.
         """
         with _lock:
-            for other in list(_claims):
-                if other is not self and _ALONE in (self._door, other._door):
-                    for name, parameter in parameters.items():
-                        if other.has(parameter):
-                            raise ValueError(self._conflict(name, other))
+            if self._conflict(parameters) is not None:
+                gc.collect()  # a session that was dropped with its optimizer is a cycle
+            if (why := self._conflict(parameters)) is not None:
+                raise ValueError(why)
             self._held = {id(each): weakref.ref(each) for each in parameters.values()}
-            _claims.add(self)
+            _claims[id(self)] = weakref.ref(self)
 
     def has(self, parameter: Tensor) -> bool:
         """Whether it is one of those."""
@@ -49,15 +49,35 @@ class Claim:
     def release(self) -> None:
         """Gives up all of them; may be called twice."""
         with _lock:
-            _claims.discard(self)
+            _claims.pop(id(self), None)
 
-    def _conflict(self, name: str, other: "Claim") -> str:
-        one = ", give both optimizers to one session" if self._door == other._door else ""
-        return (
-            f"{name!r} is in a session of {other._door}() that is not over, so {self._door}() "
-            f"cannot have it, too: {_ALONE}() keeps replicas equal by itself. close() the other "
-            f"session first{one}, or begin with a new model and optimizer"
-        )
+    def _conflict(self, parameters: Mapping[str, Tensor]) -> str | None:
+        """Which of these cannot be in one more session, and why."""
+        for other in _others(self):
+            if _ALONE not in (self._door, other._door):
+                continue
+            name = next((name for name, each in parameters.items() if other.has(each)), None)
+            if name is not None:
+                one = ", give both optimizers to one session" if self._door == other._door else ""
+                return (
+                    f"{name!r} is in a session of {other._door}() that is not over, so "
+                    f"{self._door}() cannot have it, too: {_ALONE}() keeps replicas equal by "
+                    f"itself. close() the other session first{one}, or begin with a new model and "
+                    "optimizer"
+                )
+        return None
 
 
-_claims: "weakref.WeakSet[Claim]" = weakref.WeakSet()
+_claims: dict[int, weakref.ref[Claim]] = {}
+
+
+def _others(own: Claim) -> list[Claim]:
+    """All that live; `list` of a dict is one step, which no signal handler comes into."""
+    found = []
+    for key, held in list(_claims.items()):
+        other = held()
+        if other is None and _claims.get(key) is held:
+            del _claims[key]
+        elif other is not None and other is not own:
+            found.append(other)
+    return found

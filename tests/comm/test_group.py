@@ -246,6 +246,31 @@ def test_a_signal_handler_may_close_in_the_middle_of_a_collective(monkeypatch):
     run_ranks(2, work, timeout_seconds=30)
 
 
+def test_who_waits_for_the_others_to_come_may_close():
+    def work(rank, group):
+        if rank == 0:
+            closing = threading.Timer(0.1, group.close)
+            closing.start()
+            with pytest.raises(GossipError, match="this rank has closed its session"):
+                group.barrier()
+            closing.join()
+
+    run_ranks(2, work, timeout_seconds=60)
+
+
+def test_a_collective_inside_another_of_the_same_thread_is_refused():
+    def work(rank, group):
+        def start(gloo):
+            with pytest.raises(GossipError, match="in the middle of another of the same thread"):
+                group.barrier()
+            return gloo.allreduce([torch.ones(1)])
+
+        group._run(start)
+        group.barrier()
+
+    run_ranks(2, work)
+
+
 def test_who_waits_for_the_others_no_more_meets_them_later(monkeypatch):
     """Also where the store takes its time to forget that it was there."""
     elsewhere, forgotten = threading.Event(), threading.Event()

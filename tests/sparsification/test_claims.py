@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import gossipgrad as gg
+from gossipgrad.sparsification import _aggregation
 from support.ranks import run_ranks
 from support.replicas import network, sgd
 from support.sparse import backward_of, same_weights, start
@@ -81,8 +82,41 @@ def test_a_session_that_failed_to_begin_leaves_no_mark():
     del kept
 
 
-def test_a_session_that_ended_with_its_optimizer_leaves_no_mark():
+def test_a_hook_of_ddp_that_nobody_kept_leaves_no_mark():
     model = network()
     gg.sparsification.CommHook(model, density=0.2)
     with SECOND["sparsify"](model):
         pass
+
+
+def test_a_session_that_nobody_kept_ends_with_its_optimizer():
+    model = network()
+    gg.sparsify(model, sgd(list(model.parameters())), density=0.2)
+    with SECOND["sparsify"](model):
+        pass
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["at the start", "in broadcast_"])
+def test_a_session_without_memory_for_its_groups_leaves_no_hook(again, monkeypatch):
+    def fail(*args):
+        raise MemoryError("no room")
+
+    def rank_main(rank, group):
+        model = network()
+        if again:
+            session = start(group, model=model)[2]
+            group.barrier()
+            monkeypatch.setattr(_aggregation, "made_anew", fail)
+            group.barrier()
+            with pytest.raises(MemoryError) as kept:
+                session.broadcast_()
+            session.close()
+        else:
+            monkeypatch.setattr(_aggregation, "made_anew", fail)
+            with pytest.raises(MemoryError) as kept:
+                start(group, model=model)
+        backward_of(model, rank, 0)
+        with gg.sparsify(model, sgd(list(model.parameters()))):
+            return kept
+
+    run_ranks(2, rank_main)

@@ -109,6 +109,26 @@ def test_a_pass_that_raises_after_a_segment_is_broken_off():
     run_ranks(2, rank_main)
 
 
+def test_a_session_whose_pass_raised_lets_go_though_its_graph_is_kept():
+    def rank_main(rank, group):
+        model, optimizer, session = start(group, "layerwise")
+
+        def fail(grad):
+            raise ZeroDivisionError
+
+        with session:
+            h = model[0](batch_of(rank, 0))
+            h.register_hook(fail)
+            loss = checkpoint(model[1:], h, use_reentrant=True).sum()
+            with pytest.raises(ZeroDivisionError):
+                loss.backward()
+        optimizer.step()
+        with gg.sparsify(model, optimizer):
+            return loss.item()
+
+    run_ranks(2, rank_main)
+
+
 def test_a_pass_inside_a_hook_is_a_round_of_its_own():
     def rank_main(rank, group):
         model, optimizer, session = start(group, "layerwise")

@@ -30,6 +30,7 @@ _UNUSED_TAG = 1
 _CHUNK_BYTES = 64 << 20
 _CONNECT = timedelta(seconds=30)
 _CONNECT_POLL_SECONDS = 0.005
+_CLOSED = "this rank has closed its session"
 _LAST_BYTES_SECONDS = 1.0  # for those of a collective that all members have come to
 
 
@@ -123,7 +124,8 @@ class Group:
     def all_reduce_(self, tensor: Tensor) -> Tensor:
         """Sums `tensor` over all ranks, in place; any floating or integer dtype, any device."""
         if len(self.members) > 1:
-            host = tensor if _plain(tensor) else tensor.detach().cpu().contiguous()
+            plain = tensor.device.type == "cpu" and tensor.is_contiguous()
+            host = tensor if plain else tensor.detach().cpu().contiguous()
             self._run(lambda gloo: gloo.allreduce([host]))
             if host is not tensor:
                 tensor.copy_(host)
@@ -213,7 +215,7 @@ class Group:
         self._closed = True
         with self._lock:
             if not self._under_way:  # else it is this thread's own, which does it on its way out
-                self._broken = self._broken or "this rank has closed its session"
+                self._broken = self._broken or _CLOSED
                 self._gloo = None
 
     def abandon(self) -> None:
@@ -239,7 +241,7 @@ class Group:
             assert generation > self.generation, f"generation {generation} is no later one"
             assert self.rank in members, f"rank {self.rank} is not one of {members}"
             self._gloo = None
-            self._broken = "this rank has closed its session" if self._closed else None
+            self._broken = _CLOSED if self._closed else None
             self.generation, self.members = generation, tuple(members)
 
     def follow(
@@ -294,7 +296,7 @@ class Group:
 
         def look() -> None:
             nonlocal hopeless_seconds
-            if (why := self._why(left=True)) is not None:
+            if (why := _CLOSED if self._closed else self._why(left=True)) is not None:
                 raise RuntimeError(why)
             if (why := self._superseded()) is not None:
                 hopeless_seconds = min(hopeless_seconds, time.monotonic() + _LAST_BYTES_SECONDS)
@@ -341,6 +343,8 @@ class Group:
 
     def _run(self, start: Callable[[Any], Any], *, meets: bool = False) -> None:
         with self._lock:
+            if self._under_way:  # in a signal handler
+                raise GossipError("no collective in the middle of another of the same thread")
             if self._broken is not None:
                 raise GossipError(f"collectives are over: {self._broken}")
             self._under_way = True
@@ -373,7 +377,7 @@ class Group:
             time.sleep(min(max(_POLL_SECONDS, _POLL_SHARE * waited_seconds), _MOST_POLL_SECONDS))
             if self._closed:
                 self._break()
-                raise RuntimeError("this rank has closed its session")
+                raise RuntimeError(_CLOSED)
             why = self._why(left=False) or (self._superseded() if meets else None)
             if why is not None:
                 hopeless_seconds = min(hopeless_seconds, time.monotonic() + _LAST_BYTES_SECONDS)
@@ -394,7 +398,3 @@ class Group:
                 with contextlib.suppress(RuntimeError):
                     receiving = gloo.recv([torch.empty(1)], place, _UNUSED_TAG)
                     receiving.wait(timedelta(milliseconds=1))
-
-
-def _plain(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.is_contiguous()

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from gossipgrad._claims import Claim
 from gossipgrad.comm import (
     Group,
     Recorder,
@@ -14,6 +15,7 @@ from gossipgrad.comm import (
     fingerprint,
     load_replica,
     misfit,
+    trained_parameters,
 )
 from gossipgrad.decentralized._arrival import Arrival
 from gossipgrad.decentralized._invitation import Invitation
@@ -79,6 +81,9 @@ def join(
     invited = Invitation.from_text(invitation)
     settings, heartbeats = invited.to_settings()
     _check_same(invited, model, optimizers, {**settings.describe(), "heartbeats": heartbeats})
+    early = Claim("join")  # before anything is loaded; the session takes its own
+    early.take(trained_parameters(model, optimizers))
+    early.release()
     with Taking(invited, timeout_seconds=timeout_seconds) as taking:
         donor, gift = taking.take()
         if (why := misfit(model, optimizers, gift["replica"])) is not None:

@@ -98,7 +98,11 @@ class Aggregation:
             end=self._end,
             broken_off=self._broken_off,
         )
-        self.regroup(merges)
+        try:
+            self.regroup(merges)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def names(self) -> list[str]:

@@ -99,6 +99,14 @@ class Passes:
         seconds = self._clock.seconds([self.stamps[place] for place in there]) if there else []
         return dict(zip(there, seconds, strict=True))
 
+    def under_way(self, *, seen_before: bool) -> bool:
+        """Whether a pass that has begun may still be going on.
+
+        One that raised between two graph tasks is known to be over only when its graph is gone;
+        who has asked before, and asks outside of any backward pass, need not wait for that.
+        """
+        return self.began and not (seen_before and torch._C._current_graph_task_id() == -1)
+
     def launch_rest(self) -> None:
         """Launches what has not been, complete or not."""
         while self.launched < len(self._missing):
@@ -180,15 +188,17 @@ class _Callback:
         """Has it called at the end of the graph task in which `node` runs.
 
         That cannot be said from in here, where the inner one is still the current. But what `node`
-        hands its gradients to runs after it, in the same task, and there is always something.
+        hands its gradients to runs after it, in the same task, unless only gradients of inputs
+        beyond are asked for: `torch.autograd.grad` around an inner pass ends no round.
         """
         handles: list[RemovableHandle] = []
 
         def first(_: Any) -> None:
-            if handles:
+            taken = [handles.pop() for _ in range(len(handles))]
+            for handle in taken:
+                handle.remove()
+            if taken:
                 self.queue()
-            while handles:
-                handles.pop().remove()
 
         following = (each for each, _ in node.next_functions if each is not None)
         handles += [each.register_prehook(first) for each in following]

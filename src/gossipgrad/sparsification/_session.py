@@ -272,7 +272,9 @@ class SparseSession:
         thread: that pass raises, and so do steps, with gradients that have not met, until `close`
         is called again after it.
         """
-        inside = self._aggregation is not None and self._aggregation.passes.began
+        inside = self._aggregation is not None and self._aggregation.passes.under_way(
+            seen_before=self._closed
+        )
         try:
             if not self._closed:
                 self._closed = True
@@ -295,6 +297,7 @@ class SparseSession:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+        self.close()  # the pass in which the first may have been is over
 
     def _meet(self) -> None:
         """Makes the replicas equal, and the hooks, which may be there already; a collective."""
