@@ -209,6 +209,12 @@ def test_what_does_not_fit_is_refused_before_anybody_is_asked():
         join(model, sgd(list(model.parameters())), format="gossipgrad invitation 9")
     with pytest.raises(ValueError, match="the invitation is damaged"):
         join(model, sgd(list(model.parameters())), settings={})
+    trained = sgd(list(model.parameters()))
+    with (
+        gg.sparsify(model, trained),
+        pytest.raises(ValueError, match=r"is in a session of sparsify\(\)"),
+    ):
+        join(model, sgd(list(model.parameters())))
 
 
 def test_another_secret_is_refused_by_the_donor(monkeypatch, caplog):
