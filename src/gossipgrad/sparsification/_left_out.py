@@ -25,13 +25,13 @@ class LeftOut:
     def __init__(self, model: nn.Module, knows: Callable[[nn.Parameter], bool]) -> None:
         self._model, self._knows = model, knows
         self._warned = False
-        self._next_round = 0
+        self._looked_in = -1  # the spell of rounds
 
     def look(self, rounds: int, *, stacklevel: int) -> None:
         """Before a step, after so many rounds."""
-        if self._warned or rounds < self._next_round:
+        if self._warned or rounds // _LOOK_EVERY == self._looked_in:
             return
-        self._next_round = rounds + _LOOK_EVERY
+        self._looked_in = rounds // _LOOK_EVERY
         for name, parameter in self._model.named_parameters():
             if parameter.grad is None or self._knows(parameter) or _is_hooked(parameter):
                 continue
