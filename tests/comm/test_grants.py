@@ -121,8 +121,7 @@ def test_it_ends_when_there_is_nothing_to_wait_for_any_more(ranks, end, monkeypa
             a.settle()
         case "meets":  # and there, where this round is no more
             c.settle()
-    until(lambda: a.closed or a.poll() or a._outbox._sender._queue.empty())
-    until(lambda: a.closed or a._outbox.empty)
+    until(lambda: a.closed or a.poll() or a._outbox.empty)
     assert time.perf_counter() - start < LONG / 2
 
 
