@@ -9,7 +9,7 @@ import argparse
 from benchmarks._common import write
 from benchmarks._exchanges import SEED, by_turns, summary
 from benchmarks._two_ranks import in_two_processes
-from gossipgrad.comm import GlooTransport, ZeroMQTransport
+from gossipgrad.comm import ZeroMQTransport
 
 CASES = {  # name: (bytes of each message, messages, repeats)
     "64 kB": (1 << 16, 1, 40),
@@ -21,7 +21,7 @@ CASES = {  # name: (bytes of each message, messages, repeats)
     "25 MB as 25 x 1 MB": (1 << 20, 25, 15),
     "25 MB as 7 x 4 MB": ((25 << 20) // 7 // 4 * 4, 7, 15),
 }
-CONTESTANTS = {"zeromq": ZeroMQTransport, "gloo": GlooTransport, "isend/irecv": None}
+CONTESTANTS = {"zeromq": ZeroMQTransport, "isend/irecv": None}
 
 
 def main() -> None:

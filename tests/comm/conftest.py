@@ -8,7 +8,7 @@ from support.links import RUN, make_transports, ours, until_none_but
 from support.watches import Clock, make_watches
 
 
-@pytest.fixture(params=["in-process", "zeromq", "gloo"])
+@pytest.fixture(params=["in-process", "zeromq"])
 def kind(request):
     return request.param
 

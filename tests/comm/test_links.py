@@ -1,26 +1,20 @@
 """What each transport must stand by itself: strangers, broken links, queues that are full."""
 
-import threading
 import time
-from datetime import timedelta
 
 import pytest
 import torch
 import zmq
 
 from gossipgrad.comm import (
-    Arrival,
     Channel,
-    GlooTransport,
     Group,
     Header,
     Hub,
     Kind,
-    Lost,
     Outcome,
     Part,
     ZeroMQTransport,
-    _gloo,
     _zeromq,
     _zeromq_link,
     _zeromq_listener,
@@ -254,7 +248,7 @@ def test_monitors_and_sockets_end_with_their_links():
         other.close()
 
 
-@pytest.mark.parametrize("name", ["in-process", "zeromq", "gloo"])
+@pytest.mark.parametrize("name", ["in-process", "zeromq"])
 def test_close_of_both_ends_is_quick_and_leaves_no_thread(name):
     before = set(ours())
 
@@ -271,92 +265,6 @@ def test_close_of_both_ends_is_quick_and_leaves_no_thread(name):
 
     quick(closed, 4.0)
     until_none_but(before)
-
-
-def test_a_gloo_link_nobody_answers_ends_with_its_transport():
-    before = {*ours()}
-    ends = run_ranks(2, lambda rank, group: GlooTransport(group))
-    ticket = ends[0].send(1, b"header", torch.zeros(8, dtype=torch.uint8))
-    time.sleep(0.05)
-    assert not ticket.done
-    ends[0].close()
-    until(lambda: ticket.done)
-    ends[1].close()
-    until_none_but(before)
-
-
-def test_a_gloo_link_that_breaks_in_the_middle_of_a_message_lets_go(monkeypatch):
-    """Gloo forgets whoever waits in the middle; tickets and the loss must not wait with them."""
-    monkeypatch.setattr(_gloo, "_MID_MESSAGE", timedelta(seconds=3))
-    before = set(threading.enumerate())
-    for attempt in range(4):
-        ends = make_transports("gloo", 2)
-        messages = [torch.zeros(32 << 20, dtype=torch.uint8) for _ in range(2)]
-        tickets = [end.send(1 - end.rank, b"x", m) for end, m in zip(ends, messages, strict=True)]
-        time.sleep(0.004 * attempt)
-        ends[1].close()
-        until(lambda ends=ends: any(isinstance(e, Lost) for e in ends[0].receive(0.0)))
-        until(lambda tickets=tickets: all(ticket.done for ticket in tickets))
-        ends[0].close()
-    until_none_but(before)
-    until(lambda: set(threading.enumerate()) <= before)
-
-
-def test_a_gloo_link_tells_what_came_before_it_tells_the_loss(monkeypatch):
-    def slow(header, payload):
-        if header == b"last":
-            time.sleep(0.05)
-        return Arrival(header, payload)
-
-    monkeypatch.setattr(_gloo, "Arrival", slow)
-    monkeypatch.setattr(_gloo, "_LET_GO_SECONDS", 60.0)
-    a, b = make_transports("gloo", 2)
-    b.send(0, b"first")
-    events = []
-    until(lambda: events.extend(a.receive(0.0)) or events)
-    ticket = b.send(0, b"last", torch.zeros(64, dtype=torch.uint8))
-    until(lambda: ticket.done)
-    b.forget(0)
-    until(lambda: events.extend(a.receive(0.0)) or any(isinstance(e, Lost) for e in events))
-    time.sleep(0.1)
-    assert [type(e) for e in [*events, *a.receive(0.0)]] == [Arrival, Arrival, Lost]
-    a.close()
-    b.close()
-
-
-def test_a_gloo_link_in_the_making_still_waits_for_the_others_bye(monkeypatch):
-    a, b = run_ranks(2, lambda rank, group: GlooTransport(group))
-    make, queued = _gloo._GlooLink._make, threading.Event()
-
-    def make_when_queued(link, store, rank):
-        assert rank == 0 or queued.wait(60.0)
-        return make(link, store, rank)
-
-    monkeypatch.setattr(_gloo._GlooLink, "_make", make_when_queued)
-    a.send(1, b"hello")
-
-    def answer():
-        time.sleep(0.2)
-        for _ in range(30):
-            b.send(0, b"answer", torch.zeros(1 << 16, dtype=torch.uint8))
-        queued.set()
-        b.close(linger_seconds=30.0)
-
-    thread = threading.Thread(target=answer)
-    thread.start()
-    a.close(linger_seconds=30.0)
-    thread.join()
-    assert sum(isinstance(event, Arrival) for event in a.receive(0.0)) == 30
-
-
-def test_a_gloo_store_that_died_does_not_break_close():
-    class Broken:
-        def set(self, key, value):
-            raise RuntimeError("connection refused")
-
-    end = run_ranks(1, lambda rank, group: GlooTransport(group))[0]
-    end._store = Broken()
-    end.close()
 
 
 def test_a_rank_that_left_a_hub_sends_and_gets_nothing():

@@ -160,7 +160,7 @@ def test_every_setting_of_ddp_has_a_way_out():
         ({"average_every": 0}, "average_every must be a positive number of steps"),
         ({"bucket_bytes": 0}, "bucket_bytes must be positive, got 0"),
         ({"wire_dtype": "bf16"}, "wire_dtype must be a type such as torch.bfloat16, or None, got"),
-        ({"transport": "pigeon"}, "transport must be one of 'zeromq', 'gloo'"),
+        ({"transport": "pigeon"}, "transport must be 'zeromq' or a function"),
         ({"mesh": 3}, r"mesh must be a DeviceMesh of one axis, such as mesh\['gossip'\], got 3"),
         ({"process_group": 3}, "process_group must be one of torch.distributed.* got 3"),
     ],

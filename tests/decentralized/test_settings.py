@@ -29,8 +29,8 @@ from support.replicas import network, sgd, transport_by_name
         ({"bucket_bytes": 0}, "bucket_bytes must be positive, got 0"),
         ({"topology": "star"}, "'star'"),
         ({"topology": topology.dissemination(3)}, "is for 3 ranks, the group has 1"),
-        ({"transport": "carrier pigeon"}, "transport must be one of 'zeromq', 'gloo'"),
-        ({"transport": "gloo", "encrypt": True}, "Gloo has neither encryption nor authentication"),
+        ({"transport": "carrier pigeon"}, "transport must be 'zeromq' or a function"),
+        ({"transport": "gloo"}, "Gloo links are gone: use transport='zeromq'"),
         ({"transport": print, "encrypt": True}, "encrypt=True is for transport='zeromq'"),
         ({"payload": "gradients+weights", "mode": "sync"}, "leave mode='overlap'"),
         (

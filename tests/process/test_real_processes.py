@@ -1,4 +1,4 @@
-"""Sessions between true processes: groups, meshes, transports, and a SIGKILL."""
+"""Sessions between true processes: groups, meshes, and a SIGKILL."""
 
 import os
 import signal
@@ -26,10 +26,10 @@ def _flat(model):
     return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
 
 
-def _default_group(rank, store, transport):
+def _default_group(rank, store):
     model = network(seed=rank)
     optimizer = sgd(list(model.parameters()))
-    with gg.gossip(model, optimizer, transport=transport) as session:
+    with gg.gossip(model, optimizer) as session:
         _train(10, rank, model, optimizer)
         with session.consensus():
             mean = _flat(model)
@@ -40,9 +40,8 @@ def _default_group(rank, store, transport):
     return mean, stats.outcomes, total.item()
 
 
-@pytest.mark.parametrize("transport", ["zeromq", "gloo"])
-def test_default_group(transport):
-    answers = run_processes(4, _default_group, transport)
+def test_default_group():
+    answers = run_processes(4, _default_group)
     for mean, outcomes, total in answers:
         assert mean == answers[0][0]
         assert outcomes == {"delivered": 10, "late": 0, "dead_peer": 0, "void": 0}

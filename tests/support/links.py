@@ -5,7 +5,7 @@ from collections.abc import Set
 
 import pytest
 
-from gossipgrad.comm import GlooTransport, Hub, Transport, ZeroMQTransport
+from gossipgrad.comm import Hub, Transport, ZeroMQTransport
 from support.ranks import run_ranks, where
 from support.waiting import until
 
@@ -15,26 +15,16 @@ RUN = bytes(range(16))
 
 
 def make_transports(kind: str, world_size: int) -> list[Transport]:
-    """One transport a rank; `kind` is "in-process", "zeromq" or "gloo"."""
+    """One transport a rank; `kind` is "in-process" or "zeromq"."""
     if kind == "in-process":
         hub = Hub(world_size)
         return [hub.transport(rank) for rank in range(world_size)]
-    made = {"zeromq": ZeroMQTransport, "gloo": GlooTransport}[kind]
-    ends = run_ranks(world_size, lambda rank, group: made(group))
-    if kind == "gloo":  # a Gloo link is there once both ends have opened it
-        for end in ends:
-            for peer in set(range(world_size)) - {end.rank}:
-                end.open(peer)
-    return ends
+    return run_ranks(world_size, lambda rank, group: ZeroMQTransport(group))
 
 
 def ours() -> list[threading.Thread]:
-    """Threads of gossipgrad, less those that a broken Gloo link has let go."""
-    return [
-        t
-        for t in threading.enumerate()
-        if t.name.startswith("gossipgrad") and not t.name.endswith("(let go)")
-    ]
+    """Threads of gossipgrad."""
+    return [t for t in threading.enumerate() if t.name.startswith("gossipgrad")]
 
 
 def until_none_but(before: Set[threading.Thread], timeout_seconds: float = 20.0) -> None:

@@ -17,7 +17,6 @@ from gossipgrad.comm._exchange import Outcome as Outcome
 from gossipgrad.comm._faults import Faults as Faults
 from gossipgrad.comm._faults import FaultyTransport as FaultyTransport
 from gossipgrad.comm._faults import ScriptedDeathError as ScriptedDeathError
-from gossipgrad.comm._gloo import GlooTransport as GlooTransport
 from gossipgrad.comm._group import Group as Group
 from gossipgrad.comm._heartbeats import Heartbeats as Heartbeats
 from gossipgrad.comm._in_process import Hub as Hub

@@ -6,14 +6,11 @@ from typing import Any
 
 from gossipgrad.comm._credentials import check_can_encrypt
 from gossipgrad.comm._faults import Faults, FaultyTransport
-from gossipgrad.comm._gloo import GlooTransport
 from gossipgrad.comm._group import Group
 from gossipgrad.comm._transport import Transport
 from gossipgrad.comm._zeromq import ZeroMQTransport
 
 __all__ = ["FaultyLinks", "resolve_transport"]
-
-_NAMES = ("zeromq", "gloo")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,26 +37,22 @@ def resolve_transport(
     """How links are made, of a group and the largest payload in bytes that the plan foresees.
 
     Args:
-        transport: `"zeromq"`, `"gloo"`, `FaultyLinks`, or a function from a group to a transport,
+        transport: `"zeromq"`, `FaultyLinks`, or a function from a group to a transport,
             which has a limit of its own.
         encrypt: Whether everything on the links is encrypted, which `"zeromq"` can.
 
     Raises:
         ValueError: There is no such transport, or it cannot encrypt.
     """
-    known = transport in _NAMES if isinstance(transport, str) else callable(transport)
-    if not known:
+    if transport == "gloo":
+        raise ValueError("transport='gloo': Gloo links are gone: use transport='zeromq'")
+    if transport != "zeromq" and not callable(transport):
         raise ValueError(
-            f"transport must be one of {', '.join(map(repr, _NAMES))} or a function from a "
-            f"group to a transport, got {transport!r}"
+            "transport must be 'zeromq' or a function from a group to a transport, "
+            f"got {transport!r}"
         )
     if not isinstance(encrypt, bool):
         raise ValueError(f"encrypt must be True or False, got {encrypt!r}")
-    if encrypt and transport == "gloo":
-        raise ValueError(
-            "encrypt=True and transport='gloo': Gloo has neither encryption nor authentication; "
-            "use transport='zeromq', or a network of your own that encrypts (WireGuard)"
-        )
     if encrypt and transport != "zeromq":
         raise ValueError(
             "encrypt=True is for transport='zeromq'; in a function of your own write "
@@ -71,8 +64,6 @@ def resolve_transport(
         return lambda group, largest_bytes: ZeroMQTransport(
             group, max_payload_bytes=largest_bytes, encrypt=encrypt
         )
-    if transport == "gloo":
-        return lambda group, largest_bytes: GlooTransport(group, max_payload_bytes=largest_bytes)
     if isinstance(transport, FaultyLinks):
         return transport
     return lambda group, largest_bytes: transport(group)

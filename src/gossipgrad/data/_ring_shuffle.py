@@ -85,7 +85,7 @@ class RingShuffle(IterableDataset[Batch]):
         credits: Batches that may be on their way to a neighbour.
         deadline_seconds: How long a batch waits for rows that are late, or for a neighbour to take
             some; one that lets it pass is not awaited again before it has caught up. 0: not at all.
-        transport: `"zeromq"`, `"gloo"`, or a function from the shuffle's group to a transport.
+        transport: `"zeromq"`, or a function from the shuffle's group to a transport.
         encrypt: Encrypt the rows on their way, as in `gossip()`.
 
     Raises:

@@ -107,7 +107,7 @@ def gossip(
         scaler: The `torch.amp.GradScaler` that steps the optimizer, if one does.
         seed: Of the rotation of partners, and of a shared mask.
         bucket_bytes: Size of a message.
-        transport: `"zeromq"`, `"gloo"`, or a function from the session's group to a transport.
+        transport: `"zeromq"`, or a function from the session's group to a transport.
         encrypt: Encrypt all that goes over the links (not collectives, nor the rendezvous). It
             costs processor time. Encrypted or not, ranks show each other that they know the secret
             of the run.
