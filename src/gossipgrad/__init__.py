@@ -12,7 +12,6 @@ from gossipgrad.comm import Membership as Membership
 from gossipgrad.comm import Outcome as Outcome
 from gossipgrad.comm import load_replica as load_replica
 from gossipgrad.compression import SharedMask as SharedMask
-from gossipgrad.compression import TopK as TopK
 from gossipgrad.data import RingShuffle as RingShuffle
 from gossipgrad.decentralized import DeliveryLog as DeliveryLog
 from gossipgrad.decentralized import GossipDataParallel as GossipDataParallel

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from gossipgrad.compression import SharedMask, TopK
+from gossipgrad.compression import SharedMask
 from gossipgrad.compression import _density as density_module
 
 WORD = (1 << 64) - 1
@@ -103,20 +103,12 @@ def test_densities_are_rounded_down_to_one_in_a_whole_number():
     assert SharedMask(1).indices(5, seed=0, round=3).tolist() == [0, 1, 2, 3, 4]
 
 
-def test_counts_of_top_k():
-    counts = [TopK(0.001).count(numel) for numel in (1, 1000, 1499, 1501, 25_000_000)]
-    assert counts == [1, 1, 1, 2, 25_000]
-    assert TopK(1).count(7) == 7
-    assert TopK(0.29).count(100) == 29
-
-
-@pytest.mark.parametrize("value", [TopK, SharedMask])
-def test_densities_out_of_range_are_refused(value):
+def test_densities_out_of_range_are_refused():
     for density in (0, -0.1, 1.01, math.nan, math.inf):
         with pytest.raises(ValueError, match=f"density is {density}: it is the share that is sent"):
-            value(density)
-    assert value(0.1) == value(0.1)
-    assert hash(value(0.1)) == hash(value(0.1))
+            SharedMask(density)
+    assert SharedMask(0.1) == SharedMask(0.1)
+    assert hash(SharedMask(0.1)) == hash(SharedMask(0.1))
 
 
 def test_a_cycle_of_more_rounds_than_there_are_numbers_is_refused():

@@ -28,7 +28,6 @@ def patient_newcomers(monkeypatch):
         {"mode": "lagged", "topology": "dissemination"},
         {"mode": "overlap", "payload": "weights+state", "average_every": 4},
         {"mode": "overlap", "compress": "shared-mask:0.25", "seed": 1},
-        {"mode": "overlap", "compress": "top-k:0.25:0.5", "topology": "ring"},
     ],
     ids=lambda settings: "-".join(map(str, settings.values())),
 )

@@ -251,6 +251,7 @@ def test_a_change_where_nothing_is_sent_is_noticed():
         ({"payload": "gradients"}, r"error feedback. Use payload='weights'"),
         ({"mode": "lagged"}, r"sends all weights. Use mode='overlap'"),
         ({"seed": -1}, r"from 0 to 2\*\*64 - 1, got -1"),
+        ({"compress": "top-k:0.1"}, r"gg.SharedMask"),
         ({"compress": "shared-mask"}, r"such as 'shared-mask:0.1'"),
         ({"compress": "random:0.1"}, r"got 'random:0.1'"),
         ({"compress": "shared-mask:2"}, r"density"),

@@ -40,7 +40,6 @@ FAMILIES: dict[str, Callable] = {
     "gossip, state": partial(gossip, payload="weights+state"),
     "gossip, data parallel": data_parallel,
     "gossip, bf16 wire": partial(gossip, wire_dtype=torch.bfloat16),
-    "gossip, top-k": partial(gossip, topology="ring", compress=gg.TopK(0.25)),
     "gossip, shared mask": partial(gossip, compress=gg.SharedMask(0.25)),
     "sparsify": sparsify,
     "sparsify, per tensor": partial(sparsify, select="per_tensor", value_dtype=torch.bfloat16),

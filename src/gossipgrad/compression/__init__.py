@@ -1,7 +1,6 @@
 """What is sent of a tensor, and as which bytes: exact selection, and messages of fixed size."""
 
 from ._density import SharedMask as SharedMask
-from ._density import TopK as TopK
 from ._density import check_density as check_density
 from ._select import top_k as top_k
 from ._sparse_format import VALUE_DTYPES as VALUE_DTYPES

@@ -1,4 +1,4 @@
-"""What to send of a tensor, as values to give to others: a share by magnitude, or one by turns."""
+"""What to send of a tensor: a share by turns, as a value to give to others."""
 
 import math
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from torch import Tensor
 from gossipgrad.compression._whole import is_whole
 from gossipgrad.topology._relabelling import splitmix64
 
-__all__ = ["SharedMask", "TopK", "check_density"]
+__all__ = ["SharedMask", "check_density"]
 
 _MASKS = 0x6D61736B73000000
 """Keeps the numbers drawn from a seed apart from those of schedules, which draw from it too."""
@@ -28,46 +28,6 @@ def check_density(density: object, what: str = "density") -> None:
             f"{what} is {density!r}: it is the share that is sent, above 0 and at most 1, such as "
             "0.001"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class TopK:
-    """The largest magnitudes.
-
-    Attributes:
-        density: The share that is sent, above 0 and at most 1.
-        consensus_step: For gossip alone: how much of a step towards the partner is made by what
-            both have been sent so far, above 0 and at most 1. None: twice the density.
-
-    Raises:
-        ValueError: A number is out of range.
-
-    Example:
-        >>> TopK(0.001).count(25_000)
-        25
-        >>> TopK(0.001).step
-        0.002
-    """
-
-    density: float | int
-    consensus_step: float | int | None = None
-
-    def __post_init__(self) -> None:
-        check_density(self.density)
-        if self.consensus_step is not None and not 0 < self.consensus_step <= 1:
-            raise ValueError(
-                f"consensus_step is {self.consensus_step}: it is a share of what all weights would "
-                "bring, above 0 and at most 1; None takes twice the density"
-            )
-
-    @property
-    def step(self) -> float | int:
-        """`consensus_step`, or its default."""
-        return min(1, 2 * self.density) if self.consensus_step is None else self.consensus_step
-
-    def count(self, numel: int) -> int:
-        """How many of `numel` values: the share to the nearest whole number, at least 1."""
-        return max(1, round(self.density * numel))
 
 
 @dataclass(frozen=True, slots=True)

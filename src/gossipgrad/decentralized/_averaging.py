@@ -195,8 +195,6 @@ class Averaging:
             self._measure(sections.weights, means[: len(sections.weights)])
         for section, flats in zip(averaged, means, strict=True):
             section.load(flats)
-        if self._rounds is not None:
-            sections.become_equal(self._rounds)
         self.averages += 1
         self.averaged_bytes += sum(flat.nbytes for flats in means for flat in flats)
 

@@ -212,7 +212,6 @@ class Belonging(ABC):
         One that joined comes to the round that the others are at, in its first steps.
         """
         self._members.take_up(rounds)
-        self._sections.keep(self.membership.living)
         if self._arriving is None:
             return
         self._go_to(self._arriving.step(rounds, self._steps, self.membership.living))

@@ -22,7 +22,7 @@ from gossipgrad.comm import (
     resolve_transport,
 )
 from gossipgrad.compression import SharedMask
-from gossipgrad.decentralized._compress import Compressor, check_links, resolve_compress
+from gossipgrad.decentralized._compress import resolve_compress
 from gossipgrad.decentralized._modes import Mode, Stale, check_never_waits, resolve_mode
 from gossipgrad.decentralized._session import GossipSession
 from gossipgrad.decentralized._settings import (
@@ -55,7 +55,7 @@ def gossip(
     process_group: dist.ProcessGroup | Group | None = None,
     mesh: DeviceMesh | None = None,
     wire_dtype: torch.dtype | None = None,
-    compress: str | Compressor | None = None,
+    compress: str | SharedMask | None = None,
     scaler: torch.amp.GradScaler | None = None,
     seed: int = 0,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
@@ -100,9 +100,7 @@ def gossip(
         wire_dtype: What everything is sent as, for example `torch.bfloat16` to halve the bytes.
             The mean over ranks is kept all the same.
         compress: `SharedMask(density)`: each round sends and mixes that share of the weights'
-            coordinates, the same on all ranks, and others in the next. `TopK(density)`: the largest
-            differences to what the partner knows, on topologies whose partners are fixed and in
-            modes overlap and sync; it keeps two copies of all weights a partner. Or such as
+            coordinates, the same on all ranks, and others in the next. Or such as
             `"shared-mask:0.1"`. With `payload="weights"`; not in mode lagged.
         scaler: The `torch.amp.GradScaler` that steps the optimizer, if one does.
         seed: Of the rotation of partners, and of a shared mask.
@@ -165,10 +163,9 @@ def gossip(
                 stacklevel=2,
             )
         compressor = resolve_compress(compress)
-        masked = isinstance(compressor, SharedMask)
+        masked = compressor is not None
         named = _named(topology, resolved_mode)
         schedule = _resolve_schedule(named, group.world_size, seed, seeds_all=not masked)
-        check_links(compressor, schedule)
         settings = Settings(
             schedule=schedule,
             mode=resolved_mode,
@@ -251,7 +248,6 @@ def check_settings(
             f"topology must be one of {', '.join(map(repr, SCHEDULE_NAMES))} or a schedule from "
             f"gossipgrad.topology, got {topology!r}"
         )
-    check_links(compressor, by_name(topology, 4) if isinstance(topology, str) else topology)
     resolve_transport(transport, encrypt=encrypt)
     if heartbeats is not None and not isinstance(heartbeats, Heartbeats):
         raise ValueError(

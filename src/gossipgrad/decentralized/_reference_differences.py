@@ -1,7 +1,7 @@
 r"""Gossip of compressed differences: p replicas in one process, in the letters of CHOCO-SGD.
 
-It says what a session with `compress=TopK(density)` must compute; it is not for training. The
-letters p, r, s, t, w_r, a, q and e_r are those of `_reference`.
+It is for study: sessions do not do this, and compress with `gg.SharedMask`. The letters p, r, s, t,
+w_r, a, q and e_r are those of `_reference`.
 
 Letters
     h_rs         what s knows of r, the paper's x-hat_r: r has it, too; a copy a link

@@ -24,9 +24,7 @@ from gossipgrad.decentralized._session_state import (
     VERSION,
     Carried,
     averages_of,
-    copies_of,
     load_averages,
-    load_copies,
     load_residuals,
     load_rounds,
     must_fit,
@@ -228,7 +226,6 @@ class Resumable(ABC):
                 "equal_at_step": self._equal_at_step,
                 "opened": opened,
                 "residuals": residuals_of(sections, copy=copy),
-                "copies": copies_of(sections, copy=copy),
                 "clamps": [int(section.clamped) for section in sections.all],
                 "averaging": averages_of(self._averaging),
                 "rounds": of_rounds,
@@ -320,7 +317,6 @@ class Resumable(ABC):
     def _take_over(self, session: Mapping[str, Any], state: Mapping[str, Any]) -> None:
         load_replica(self._model, self._optimizers, state)
         load_residuals(self._sections, session["residuals"])
-        load_copies(self._sections, session.get("copies", ()))
         for section, clamps in zip(self._sections.all, session["clamps"], strict=True):
             section.clamped.fill_(clamps)
         load_averages(self._averaging, session["averaging"])

@@ -13,7 +13,7 @@ from gossipgrad.decentralized._in_turn import RoundBefore
 from gossipgrad.decentralized._listener import Listener
 from gossipgrad.decentralized._pair_distance import PairDistance
 from gossipgrad.decentralized._section import Delta, Section
-from gossipgrad.decentralized._transfer import Transfer, before, release
+from gossipgrad.decentralized._transfer import Transfer, release
 from gossipgrad.topology import Peers, Schedule
 
 __all__ = ["Rounds"]
@@ -230,8 +230,7 @@ class Rounds:
 
     def weight(self, transfer: Transfer) -> float:
         """How much of the delta this rank takes."""
-        of_schedule = self.schedule.weight(transfer.round, self._rank, default=0.5)
-        return transfer.section.share * of_schedule
+        return self.schedule.weight(transfer.round, self._rank, default=0.5)
 
     def take(self, transfer: Transfer, bucket: int, deadline: float) -> Outcome:
         """Waits for one bucket until `deadline`; counts and records how that ended."""
@@ -290,9 +289,6 @@ class Rounds:
             if self.take(transfer, bucket, deadline) is Outcome.LATE:
                 self.outcomes[Outcome.LATE] += not again
             else:
-                for late in before(transfer, self._late):  # a link's exchanges count in order
-                    if self._finish(late, 0.0, squares, again=True):
-                        self._late.remove(late)
                 delta = (transfer.difference_to_live if self.lagged else transfer.delta)(bucket)
                 if delta is not None and delta.square is not None:
                     squares.append(delta.square)

@@ -1,6 +1,6 @@
 """A section of the payload: tensors of one kind and device that travel in the same rounds."""
 
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -65,10 +65,7 @@ class Section:
     Attributes:
         plan: How the tensors lie in buckets.
         wire: What travels of each bucket.
-        share: Of what the schedule has a rank take of a delta.
     """
-
-    share = 1.0
 
     def __init__(
         self,
@@ -116,12 +113,6 @@ class Section:
     def residuals(self, bucket: int) -> list[Tensor | None]:
         """The residuals of a bucket's tensors."""
         return [self._residuals[i] for i in self.plan.buckets[bucket].indices]
-
-    def become_equal(self, partners: Collection[int], occasion: int) -> None:
-        """Says that all ranks have equal weights, to who keeps copies of others."""
-
-    def keep(self, partners: Collection[int]) -> None:
-        """Says who is left, to who keeps copies of others."""
 
     @property
     def parts(self) -> tuple[Part, ...]:

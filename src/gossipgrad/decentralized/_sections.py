@@ -1,17 +1,14 @@
 """Dealing what travels into sections: weights, optimizer state, gradients; one a device."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from gossipgrad.comm import Part, all_parameters, local, trained_parameters
-from gossipgrad.compression import SharedMask, TopK
-from gossipgrad.decentralized._compress import fixed_partners
-from gossipgrad.decentralized._difference_section import DifferenceSection
+from gossipgrad.compression import SharedMask
 from gossipgrad.decentralized._masked_section import MaskedSection
-from gossipgrad.decentralized._rounds import Rounds
 from gossipgrad.decentralized._section import Section
 from gossipgrad.decentralized._settings import (
     Gradients,
@@ -87,18 +84,6 @@ class Sections:
         with_state = isinstance(payload, WeightsAndState) and round % payload.every == 0
         return [*self.weights, *self.state] if with_state else self.weights
 
-    def become_equal(self, rounds: Rounds) -> None:
-        """All ranks have equal weights before the next round; who keeps copies takes it in."""
-        if isinstance(self._settings.compress, TopK):
-            partners = fixed_partners(rounds.schedule, rounds.channel.rank) or frozenset()
-            for section in self.weights:
-                section.become_equal(partners, rounds.next_round)
-
-    def keep(self, living: Collection[int]) -> None:
-        """Others than these are met no more; who keeps copies of them forgets them."""
-        for section in self.weights:
-            section.keep(living)
-
     def _make(self, entries: Sequence[Entry], *, of_weights: bool = False) -> list[Section]:
         settings = self._settings
         by_device: dict[torch.device, list[Entry]] = {}
@@ -118,8 +103,6 @@ class Sections:
                 section = MaskedSection(
                     members, **common, mask=settings.compress, seed=settings.seed
                 )
-            elif isinstance(settings.compress, TopK):
-                section = DifferenceSection(members, **common, largest=settings.compress)
             else:
                 section = Section(members, **common, of_weights=of_weights)
             self._count += len(section.plan.buckets)

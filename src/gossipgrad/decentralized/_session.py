@@ -201,7 +201,6 @@ class GossipSession(Belonging, Resumable):
             if self._rounds is not None:
                 self._rounds.channel.replan(self._sections.parts)
                 broadcast_replica(self.group, self._model, self._optimizers)
-                self._sections.become_equal(self._rounds)
                 self.group.barrier()  # nobody sends by the new plan before all have it
         self._watch.accept()
         self._equal_at_step = self._steps
@@ -283,7 +282,6 @@ class GossipSession(Belonging, Resumable):
         self._open_door()
         if arrival is None:
             broadcast_replica(self.group, self._model, self._optimizers)
-            self._sections.become_equal(rounds)
             self._members.start()
 
     def _deal(self) -> Sections:

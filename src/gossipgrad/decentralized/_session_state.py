@@ -8,7 +8,6 @@ import torch
 
 from gossipgrad.comm import Outcome
 from gossipgrad.decentralized._averaging import Averaging
-from gossipgrad.decentralized._difference_section import DifferenceSection
 from gossipgrad.decentralized._modes import Stale
 from gossipgrad.decentralized._rounds import Rounds
 from gossipgrad.decentralized._sections import Sections
@@ -19,9 +18,7 @@ __all__ = [
     "VERSION",
     "Carried",
     "averages_of",
-    "copies_of",
     "load_averages",
-    "load_copies",
     "load_residuals",
     "load_rounds",
     "must_fit",
@@ -133,16 +130,3 @@ def load_residuals(sections: Sections, state: Sequence[Sequence[Any]]) -> None:
         for residual, value in zip(own, saved, strict=True):
             if residual is not None:
                 residual.copy_(value)
-
-
-def copies_of(sections: Sections, *, copy: bool = True) -> list[dict[int, Any]]:
-    """What links know of their two ends, of each section that keeps that."""
-    keeping = [s for s in sections.weights if isinstance(s, DifferenceSection)]
-    return [section.copies_state(copy=copy) for section in keeping]
-
-
-def load_copies(sections: Sections, state: Sequence[dict[int, Any]]) -> None:
-    """Takes up what `copies_of` gave."""
-    keeping = [s for s in sections.weights if isinstance(s, DifferenceSection)]
-    for section, saved in zip(keeping, state, strict=True):
-        section.load_copies(saved)

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from gossipgrad.comm import BucketPlan
-from gossipgrad.compression import SharedMask, TopK
-from gossipgrad.decentralized._compress import Compressor
+from gossipgrad.compression import SharedMask
 from gossipgrad.decentralized._modes import Lagged, Mode, Overlap, Stale, Sync
 from gossipgrad.topology import Schedule
 
@@ -78,7 +77,7 @@ class Settings:
     average_every: int | None
     wire_dtype: torch.dtype | None
     bucket_bytes: int
-    compress: Compressor | None = None
+    compress: SharedMask | None = None
     seed: int = 0
 
     @property
@@ -108,11 +107,9 @@ class Settings:
             "wire_dtype": self.wire_dtype,
             "bucket_bytes": self.bucket_bytes,
         }
-        return plain if self.compress is None else {**plain, **self._compression()}
-
-    def _compression(self) -> dict[str, Any]:
-        seeded = isinstance(self.compress, SharedMask)
-        return {"compress": self.compress, **({"seed": self.seed} if seeded else {})}
+        if self.compress is None:
+            return plain
+        return {**plain, "compress": self.compress, "seed": self.seed}
 
 
 def resolve_payload(payload: Payload | str, mode: Mode) -> Payload:
@@ -137,8 +134,8 @@ def resolve_payload(payload: Payload | str, mode: Mode) -> Payload:
     return payload
 
 
-def check_compress(compress: Compressor | None, mode: Mode, payload: Payload, seed: Any) -> None:
-    """Raises `ValueError` for modes and payloads that a compressor does not go with."""
+def check_compress(compress: SharedMask | None, mode: Mode, payload: Payload, seed: Any) -> None:
+    """Raises `ValueError` for modes and payloads that a shared mask does not go with."""
     if compress is None:
         return
     if not isinstance(payload, Weights):
@@ -146,12 +143,6 @@ def check_compress(compress: Compressor | None, mode: Mode, payload: Payload, se
             f"compress={compress} and payload {payload}: an element's moments would be mixed in "
             "other rounds than each other and the weight, and an update of Adam divides one by the "
             "other; gradients want error feedback. Use payload='weights'"
-        )
-    if isinstance(compress, TopK) and isinstance(mode, Stale):
-        raise ValueError(
-            f"compress={compress} and mode {mode}: differences are to what earlier exchanges of "
-            "the link have counted, so one filled while another is late counts for nothing: "
-            "the link begins anew. Use mode='overlap', or compress=gg.SharedMask(density)"
         )
     if isinstance(mode, Lagged):
         raise ValueError(

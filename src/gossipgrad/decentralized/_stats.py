@@ -29,8 +29,7 @@ class Stats:
             in mode stale, not within `max_staleness` further rounds.
         void_rounds: Rounds without an exchange, because one end gave them up before it sent its
             part. In mode stale those that a slow rank jumps over, too.
-        extra_memory_bytes: Snapshots, residuals, the indices of a shared mask or the
-            copies that `TopK` keeps, and what came and
+        extra_memory_bytes: Snapshots, residuals, the indices of a shared mask, and what came and
             is not mixed yet, early or not: held beside the model.
         snapshot_limit_bytes: The most that snapshots may come to: `max_staleness + 1` of all that
             travels in mode stale, else two. Parts that come early are not in it: a rank that is

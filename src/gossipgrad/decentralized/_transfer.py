@@ -21,7 +21,7 @@ from gossipgrad.decentralized._in_turn import RoundBefore
 from gossipgrad.decentralized._section import Delta, Meeting, Section, Sendable
 from gossipgrad.topology import Peers
 
-__all__ = ["Transfer", "before", "release"]
+__all__ = ["Transfer", "release"]
 
 
 class Transfer:
@@ -218,17 +218,6 @@ class Transfer:
         for exchange in self.exchanges.values():
             self._channel.cancel(exchange)
         self.release()
-
-
-def before(transfer: Transfer, late: Sequence[Transfer]) -> list[Transfer]:
-    """Those of earlier rounds with the same partner of which not all is dealt with."""
-    return [
-        one
-        for one in late
-        if one.round < transfer.round
-        and one.peers.recv_from == transfer.peers.recv_from
-        and len(one.taken) < len(one.exchanges)
-    ]
 
 
 def release(transfers: Sequence[Transfer]) -> None:

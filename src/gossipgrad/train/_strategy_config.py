@@ -35,8 +35,7 @@ class GossipConfig:
     """Number type on the wire; None: that of the parameters."""
     compress: str | None = None
     """Send a share of the weights each round: shared-mask:0.1, the same tenth on all ranks and
-    another each round; top-k:0.01, the largest differences to what the partner knows, on topology
-    ring or complete. None: all weights."""
+    another each round. None: all weights."""
     deadline_seconds: float = 300.0
     """How long a step waits at most for a partner that is alive but late. Less where the link's
     recent arrivals were prompt."""
