@@ -25,12 +25,15 @@ from rich.table import Table
 
 from gossipgrad.comm import Group, ZeroMQTransport, given_secret, resolve_transport
 from gossipgrad.planning import AffineCost
-from gossipgrad.simulate import SIZES_BYTES, Probe, probe
-from gossipgrad.simulate._probe import check_sizes
-from gossipgrad.train import RunFailedError, find_world
-from gossipgrad.train._gathering import open_store
-from gossipgrad.train._launcher import hosted_store
-from gossipgrad.train._world import World, slurm_rendezvous
+from gossipgrad.simulate import SIZES_BYTES, Probe, check_sizes, probe
+from gossipgrad.train import (
+    RunFailedError,
+    World,
+    find_world,
+    hosted_store,
+    open_store,
+    slurm_rendezvous,
+)
 
 from ._units import list_of, rate_text, seconds_text
 

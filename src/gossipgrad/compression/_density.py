@@ -10,7 +10,7 @@ from jaxtyping import Int, UInt64
 from torch import Tensor
 
 from gossipgrad.compression._whole import is_whole
-from gossipgrad.topology._relabelling import splitmix64
+from gossipgrad.topology import splitmix64
 
 __all__ = ["SharedMask", "check_density"]
 

@@ -14,6 +14,7 @@ from ._predict import predict as predict
 from ._predict import strategy_by_name as strategy_by_name
 from ._probe import SIZES_BYTES as SIZES_BYTES
 from ._probe import Probe as Probe
+from ._probe import check_sizes as check_sizes
 from ._probe import probe as probe
 from ._record import record_profile as record_profile
 from ._setting import Setting as Setting

@@ -17,6 +17,7 @@ from ._given import from_graph as from_graph
 from ._given import from_matrix as from_matrix
 from ._hypercube import hypercube as hypercube
 from ._matching import matching as matching
+from ._relabelling import splitmix64 as splitmix64
 from ._ring import ring as ring
 from ._schedule import Peers as Peers
 from ._schedule import RoundPeers as RoundPeers

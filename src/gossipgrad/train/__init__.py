@@ -5,11 +5,15 @@ from ._config import GossipConfig as GossipConfig
 from ._config import PostLocalConfig as PostLocalConfig
 from ._config import SparseConfig as SparseConfig
 from ._config import TrainConfig as TrainConfig
+from ._gathering import open_store as open_store
 from ._given_world import find_world as find_world
 from ._join_run import JoinOutcome as JoinOutcome
 from ._join_run import join_run as join_run
 from ._joining import JoinConfig as JoinConfig
+from ._launcher import hosted_store as hosted_store
 from ._outcome import Outcome as Outcome
 from ._result import RunFailedError as RunFailedError
 from ._resume import config_of_run as config_of_run
 from ._run import run as run
+from ._world import World as World
+from ._world import slurm_rendezvous as slurm_rendezvous
