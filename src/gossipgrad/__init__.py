@@ -18,7 +18,6 @@ from gossipgrad.decentralized import GossipDataParallel as GossipDataParallel
 from gossipgrad.decentralized import GossipSession as GossipSession
 from gossipgrad.decentralized import Gradients as Gradients
 from gossipgrad.decentralized import GradientsAndWeights as GradientsAndWeights
-from gossipgrad.decentralized import Lagged as Lagged
 from gossipgrad.decentralized import Overlap as Overlap
 from gossipgrad.decentralized import Stale as Stale
 from gossipgrad.decentralized import Stats as Stats

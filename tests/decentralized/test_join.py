@@ -25,7 +25,7 @@ def patient_newcomers(monkeypatch):
         {"mode": "overlap"},
         {"mode": "sync", "encrypt": True},
         {"mode": "stale", "every": 2},
-        {"mode": "lagged", "topology": "dissemination"},
+        {"mode": "overlap", "topology": "dissemination"},
         {"mode": "overlap", "payload": "weights+state", "average_every": 4},
         {"mode": "overlap", "compress": "shared-mask:0.25", "seed": 1},
     ],

@@ -17,7 +17,6 @@ SETTINGS = {
     "overlap, averages": {"average_every": 3, "stop": 5},
     "sync": {"mode": "sync"},
     "sync, averages": {"mode": "sync", "average_every": 2},
-    "lagged": {"mode": "lagged"},
     "state": {"payload": "weights+state", "optimizer": adam},
     "state every 2": {"payload": gg.WeightsAndState(every=2), "optimizer": adam, "stop": 5},
     "bf16 wire": {"wire_dtype": torch.bfloat16},

@@ -77,7 +77,7 @@ def test_hooks_are_gone_after_close():
     assert all(not p._post_accumulate_grad_hooks for p in model.parameters())
 
 
-@pytest.mark.parametrize("mode", ["overlap", "sync", "lagged"])
+@pytest.mark.parametrize("mode", ["overlap", "sync"])
 @pytest.mark.parametrize("transport", ["in-process", "zeromq"])
 def test_evaluating_does_not_change_training(mode, transport):
     links = [transport_by_name(transport, 4) for _ in range(2)]

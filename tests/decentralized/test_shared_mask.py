@@ -249,7 +249,6 @@ def test_a_change_where_nothing_is_sent_is_noticed():
     [
         ({"payload": "weights+state"}, r"(?s)moments.*Use payload='weights'"),
         ({"payload": "gradients"}, r"error feedback. Use payload='weights'"),
-        ({"mode": "lagged"}, r"sends all weights. Use mode='overlap'"),
         ({"seed": -1}, r"from 0 to 2\*\*64 - 1, got -1"),
         ({"compress": "top-k:0.1"}, r"gg.SharedMask"),
         ({"compress": "shared-mask"}, r"such as 'shared-mask:0.1'"),

@@ -87,7 +87,7 @@ def test_refuses_numbers_out_of_range(options, message):
     ("content", "message"),
     [
         ('{"strategy": "gosip"}', "strategy is 'gosip', but must be one of gossip, allreduce, ag"),
-        ('{"gossip": {"mode": 3}}', "mode is 3, but must be one of overlap, sync, stale, lagged"),
+        ('{"gossip": {"mode": 3}}', "mode is 3, but must be one of overlap, sync, stale"),
         ('{"gossip": {"every": 0}}', "every is 0, but must be at least 1"),
         ('{"gossip": {"average_every": 0}}', "average_every is 0, but must be at least 1"),
         ('{"post_local": {"local_steps": 0}}', "local_steps is 0, but must be at least 1"),

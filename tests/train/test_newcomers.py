@@ -107,7 +107,7 @@ def options(mode):
     return {"gossip": GossipConfig(mode=mode, topology="matching")}
 
 
-@pytest.mark.parametrize("mode", ["lagged", "stale"])
+@pytest.mark.parametrize("mode", ["overlap", "stale"])
 def test_who_joins_stops_with_the_run_and_has_its_consensus(make, mode):
     run = make(checkpoint_every=1000, **options(mode))
     rank, _ = run.join()

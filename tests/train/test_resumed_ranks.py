@@ -20,7 +20,7 @@ RANKS = 3  # where gloo's sums go by the place in a message
 STALE = GossipConfig(mode="stale", topology="matching")
 EXACT = {
     "sync": {"gossip": GossipConfig(mode="sync", every=2)},
-    "lagged": {"gossip": GossipConfig(mode="lagged", topology="matching")},
+    "overlap-matching": {"gossip": GossipConfig(topology="matching")},
     "ring": {"shuffle": "ring"},
     "allreduce": {"strategy": "allreduce"},
     "agd": {"strategy": "agd"},

@@ -8,7 +8,6 @@ from gossipgrad.decentralized._delivery_log import Opening as Opening
 from gossipgrad.decentralized._gossip import check_settings as check_settings
 from gossipgrad.decentralized._gossip import gossip as gossip
 from gossipgrad.decentralized._join import join as join
-from gossipgrad.decentralized._modes import Lagged as Lagged
 from gossipgrad.decentralized._modes import Mode as Mode
 from gossipgrad.decentralized._modes import Overlap as Overlap
 from gossipgrad.decentralized._modes import Stale as Stale

@@ -225,7 +225,7 @@ class Averaging:
             transfer.await_parts(time.perf_counter() + TOGETHER_SECONDS)
             for bucket in transfer.exchanges:
                 if bucket not in transfer.taken:
-                    delta = transfer.delta(bucket, keep=self._rounds.lagged)
+                    delta = transfer.delta(bucket)
                     if delta is not None:
                         delta.add_to(flats[bucket], self._rounds.weight(transfer))
         return flats

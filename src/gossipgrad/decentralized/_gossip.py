@@ -84,9 +84,8 @@ def gossip(
             schedule from `gossipgrad.topology`; None: `"matching"` in mode stale, which needs
             symmetric pairs, else `"dissemination"`.
         mode: `"overlap"` (a snapshot travels during the step and is mixed at its end), `"sync"`
-            (exchanged and mixed after the update), `"stale"` (mixed whenever it comes: no step
-            waits) or `"lagged"` (the authors' published rule); or a value such as
-            `Stale(max_staleness=4)`.
+            (exchanged and mixed after the update) or `"stale"` (mixed whenever it comes: no step
+            waits); or a value such as `Stale(max_staleness=4)`.
         payload: `"weights"`, `"weights+state"` (momentum and moments too), or, for study,
             `"gradients"` and `"gradients+weights"`.
         every: Steps in a round.
@@ -101,7 +100,7 @@ def gossip(
             The mean over ranks is kept all the same.
         compress: `SharedMask(density)`: each round sends and mixes that share of the weights'
             coordinates, the same on all ranks, and others in the next. Or such as
-            `"shared-mask:0.1"`. With `payload="weights"`; not in mode lagged.
+            `"shared-mask:0.1"`. With `payload="weights"`.
         scaler: The `torch.amp.GradScaler` that steps the optimizer, if one does.
         seed: Of the rotation of partners, and of a shared mask.
         bucket_bytes: Size of a message.
@@ -226,7 +225,7 @@ def check_settings(
             "scaled them differently: use payload='weights'"
         )
     compressor = resolve_compress(compress)
-    check_compress(compressor, resolved_mode, resolved, seed)
+    check_compress(compressor, resolved, seed)
     resolve_average_every(average_every, 1)
     topology = _named(topology, resolved_mode)
     if isinstance(topology, str):

@@ -28,28 +28,24 @@ class RoundBefore:
     Args:
         tickets: Of all messages of that round.
         before: The one before it.
-        asks: Whether this rank asks at all; as in the round before, if there is one.
     """
 
     def __init__(
         self,
         tickets: Sequence[Ticket] = (),
         before: "RoundBefore | None" = None,
-        *,
-        asks: bool = True,
     ) -> None:
         self._pending = list(tickets)
         self._begun_seconds = time.perf_counter()
         self._patience_seconds = _PATIENCE_SECONDS
         self._until_seconds: float | None = None
-        self._may_ask = asks if before is None else before._may_ask
         self._asks_rounds = 0 if before is None else before._asks_rounds
 
     def over(self, waited_seconds: float) -> None:
         """That round is over, and this rank has waited for it so long after its compute."""
         took = time.perf_counter() - self._begun_seconds
         self._patience_seconds = min(max(_PATIENCE_SECONDS, 2 * took), _MOST_PATIENCE_SECONDS)
-        held_up = self._may_ask and waited_seconds > _HELD_UP_SECONDS
+        held_up = waited_seconds > _HELD_UP_SECONDS
         self._asks_rounds = _ROUNDS if held_up else max(0, self._asks_rounds - 1)
 
     def then(

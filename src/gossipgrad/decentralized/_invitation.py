@@ -9,14 +9,14 @@ import torch
 
 from gossipgrad.comm import Heartbeats
 from gossipgrad.decentralized._compress import name_of, resolve_compress
-from gossipgrad.decentralized._modes import Lagged, Mode, Overlap, Stale, Sync
+from gossipgrad.decentralized._modes import Mode, Overlap, Stale, Sync
 from gossipgrad.decentralized._settings import Payload, Settings, Weights, WeightsAndState
 from gossipgrad.topology import by_name
 
 __all__ = ["Invitation", "settings_of"]
 
 _FORMAT = "gossipgrad invitation 1"
-_MODES: dict[str, type[Mode]] = {kind.__name__: kind for kind in (Overlap, Sync, Lagged, Stale)}
+_MODES: dict[str, type[Mode]] = {kind.__name__: kind for kind in (Overlap, Sync, Stale)}
 _PAYLOADS: dict[str, type[Payload]] = {kind.__name__: kind for kind in (Weights, WeightsAndState)}
 
 

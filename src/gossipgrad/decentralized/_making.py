@@ -6,7 +6,7 @@ from collections.abc import Callable
 from gossipgrad.comm import Channel, Group, News, Recorder, Transport
 from gossipgrad.decentralized._arrival import Arrival
 from gossipgrad.decentralized._deadlines import Deadlines
-from gossipgrad.decentralized._modes import Lagged, Stale
+from gossipgrad.decentralized._modes import Stale
 from gossipgrad.decentralized._replayed_rounds import ReplayedRounds
 from gossipgrad.decentralized._rounds import Rounds
 from gossipgrad.decentralized._sections import Sections
@@ -78,6 +78,5 @@ def make_rounds(
             ceiling_seconds=mode.deadline_seconds,
             deviations=mode.deviations,
         ),
-        lagged=isinstance(mode, Lagged),
         recorder=recorder,
     )

@@ -8,9 +8,9 @@ from torch import Tensor
 __all__ = ["delta_of", "mix", "replace"]
 
 
-def delta_of(received: Tensor, snapshot: Tensor, dtype: torch.dtype, *, keep: bool) -> Tensor:
-    """`received - snapshot` in `dtype`, shape `(numel,)`; `keep` leaves `received` as it is."""
-    if received.dtype == dtype and not keep:
+def delta_of(received: Tensor, snapshot: Tensor, dtype: torch.dtype) -> Tensor:
+    """`received - snapshot` in `dtype`, shape `(numel,)`; in place where the type is the same."""
+    if received.dtype == dtype:
         return received.sub_(snapshot)
     delta = received.to(dtype, copy=True)
     return delta.sub_(snapshot)

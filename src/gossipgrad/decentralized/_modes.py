@@ -6,7 +6,7 @@ from numbers import Integral, Real
 
 from gossipgrad.decentralized._delivery_log import DeliveryLog
 
-__all__ = ["Lagged", "Mode", "Overlap", "Stale", "Sync", "check_never_waits", "resolve_mode"]
+__all__ = ["Mode", "Overlap", "Stale", "Sync", "check_never_waits", "resolve_mode"]
 
 MAX_STALENESS = 15  # a link keeps the parts of 16 rounds that came before this rank was there
 
@@ -60,15 +60,6 @@ class Overlap(_Waits):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sync(_Waits):
     """Weights are exchanged after the update and mixed at once; nothing is hidden."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Lagged(_Waits):
-    """The rule of GossipGraD's authors, for comparison.
-
-    Sent as in `Overlap`, then `w += weight * (received - w)` with the updated `w`: the mean over
-    ranks moves by half a step only (see the notes on the published rule in the docs).
-    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,12 +134,11 @@ class Stale:
         return self.max_staleness + 1
 
 
-Mode = Overlap | Sync | Lagged | Stale
+Mode = Overlap | Sync | Stale
 
 _MODES: dict[str, Mode] = {
     "overlap": Overlap(),
     "sync": Sync(),
-    "lagged": Lagged(),
     "stale": Stale(),
 }
 
@@ -157,6 +147,12 @@ def resolve_mode(mode: Mode | str) -> Mode:
     """A mode by name or value."""
     if isinstance(mode, Mode):
         return mode
+    if mode == "lagged":
+        raise ValueError(
+            "mode='lagged', the authors' rule that keeps half of each update, was removed from "
+            "sessions. Use mode='overlap'; to study the rule, "
+            "gossipgrad.simulate.VirtualRanks(mode='lagged')"
+        )
     if not isinstance(mode, str) or mode not in _MODES:
         raise ValueError(f"mode must be one of {', '.join(map(repr, _MODES))}, got {mode!r}")
     return _MODES[mode]

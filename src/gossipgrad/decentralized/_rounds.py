@@ -34,7 +34,6 @@ class Rounds:
         channel: Where exchanges are posted.
         schedule: Who meets whom in which round.
         deadlines: How long closing a round waits for each partner.
-        lagged: Mix by the authors' rule instead of the delta of snapshots.
         recorder: Gets the spans, if there is one.
 
     Attributes:
@@ -51,7 +50,6 @@ class Rounds:
         schedule: Schedule,
         *,
         deadlines: Deadlines,
-        lagged: bool = False,
         recorder: Recorder | None = None,
     ) -> None:
         self.channel = channel
@@ -67,10 +65,9 @@ class Rounds:
         self.mixing_seconds = 0.0
         self._rank = channel.rank
         self._deadlines = deadlines
-        self.lagged = lagged
         self._recorder = recorder
         self._listener = Listener(channel)
-        self._sent = RoundBefore(asks=not lagged)  # there nobody listens while it computes
+        self._sent = RoundBefore()
         self._under_way: list[Transfer] = []
         self._late: list[Transfer] = []
         self.pair_distance = PairDistance()
@@ -213,8 +210,7 @@ class Rounds:
             return
         self._under_way.extend(transfers)
         self._sent = RoundBefore([t for tr in transfers for t in tr.tickets], self._sent)
-        if not self.lagged:  # the authors' rule needs what was received as it came
-            self._listener.expect(transfers)
+        self._listener.expect(transfers)
 
     def hand_over(self) -> Transport:
         """Gives up what is outstanding, and the links to the rounds of another run."""
@@ -289,7 +285,7 @@ class Rounds:
             if self.take(transfer, bucket, deadline) is Outcome.LATE:
                 self.outcomes[Outcome.LATE] += not again
             else:
-                delta = (transfer.difference_to_live if self.lagged else transfer.delta)(bucket)
+                delta = transfer.delta(bucket)
                 if delta is not None and delta.square is not None:
                     squares.append(delta.square)
                 self.mix(transfer, bucket, delta)

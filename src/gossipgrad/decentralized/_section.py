@@ -131,15 +131,11 @@ class Section:
         sent: Tensor,
         meeting: Meeting,
         *,
-        keep: bool,
         taken: bool,
     ) -> Delta:
-        """The delta of what was received to what was sent.
-
-        It is taken in place unless `keep`; with `taken` it was already.
-        """
+        """The delta of what was received, in place; with `taken`, what was received is that."""
         dtype = widened(self.plan.buckets[bucket].dtype)
-        flat = received if taken else delta_of(received, sent, dtype, keep=keep)
+        flat = received if taken else delta_of(received, sent, dtype)
         return self.delta(bucket, flat, meeting.round)
 
     @torch.no_grad()

@@ -9,7 +9,7 @@ import torch
 
 from gossipgrad.comm import BucketPlan
 from gossipgrad.compression import SharedMask
-from gossipgrad.decentralized._modes import Lagged, Mode, Overlap, Stale, Sync
+from gossipgrad.decentralized._modes import Mode, Overlap, Stale, Sync
 from gossipgrad.topology import Schedule
 
 __all__ = [
@@ -134,8 +134,8 @@ def resolve_payload(payload: Payload | str, mode: Mode) -> Payload:
     return payload
 
 
-def check_compress(compress: SharedMask | None, mode: Mode, payload: Payload, seed: Any) -> None:
-    """Raises `ValueError` for modes and payloads that a shared mask does not go with."""
+def check_compress(compress: SharedMask | None, payload: Payload, seed: Any) -> None:
+    """Raises `ValueError` for payloads and seeds that a shared mask does not go with."""
     if compress is None:
         return
     if not isinstance(payload, Weights):
@@ -143,11 +143,6 @@ def check_compress(compress: SharedMask | None, mode: Mode, payload: Payload, se
             f"compress={compress} and payload {payload}: an element's moments would be mixed in "
             "other rounds than each other and the weight, and an update of Adam divides one by the "
             "other; gradients want error feedback. Use payload='weights'"
-        )
-    if isinstance(mode, Lagged):
-        raise ValueError(
-            f"compress={compress} and mode {mode}: the authors' rule, there for comparison, sends "
-            "all weights. Use mode='overlap'"
         )
     if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= int(seed) < 2**64:
         raise ValueError(f"seed must be a whole number from 0 to 2**64 - 1, got {seed!r}")

@@ -13,9 +13,7 @@ from gossipgrad.comm import (
     Outcome,
     Snapshot,
     Ticket,
-    split,
     to_device,
-    widened,
 )
 from gossipgrad.decentralized._in_turn import RoundBefore
 from gossipgrad.decentralized._section import Delta, Meeting, Section, Sendable
@@ -136,11 +134,8 @@ class Transfer:
         return self._over or len(came) == len(buckets)
 
     @torch.no_grad()
-    def delta(self, bucket: int, *, keep: bool = False) -> Delta | None:
-        """`received - snapshot` of a delivered bucket, None if there is nothing to mix.
-
-        With `keep`, what was received stays as it is, for `difference_to_live`.
-        """
+    def delta(self, bucket: int) -> Delta | None:
+        """`received - snapshot` of a delivered bucket, None if there is nothing to mix."""
         with self._preparing:
             exchange = self.exchanges[bucket]
             if bucket in self._deltas or self._over or exchange.received is None:
@@ -149,31 +144,10 @@ class Transfer:
             received = to_device(exchange.received, sent)
             version = self._versions.setdefault(bucket, exchange.received._version)
             taken = exchange.received._version != version  # in place, and an interrupt came then
-            delta = self.section.receive(
-                bucket, received, sent, self.meeting, keep=keep, taken=taken
-            )
-            if not keep:
-                self._deltas[bucket] = delta
-                exchange.received = None
+            delta = self.section.receive(bucket, received, sent, self.meeting, taken=taken)
+            self._deltas[bucket] = delta
+            exchange.received = None
             return delta
-
-    @torch.no_grad()
-    def difference_to_live(self, bucket: int) -> Delta | None:
-        """`received - v` with the live tensors, for the authors' rule."""
-        exchange = self.exchanges[bucket]
-        if exchange.received is None:
-            return None
-        layout = self.section.plan.buckets[bucket]
-        live = torch.zeros(
-            layout.part.numel, dtype=widened(layout.dtype), device=self.section.device
-        )
-        for v, place in zip(
-            self.section.tensors(bucket), split(live, self.section.plan, layout), strict=True
-        ):
-            if v is not None:
-                place.copy_(v)
-        received = to_device(exchange.received, live).to(live.dtype)
-        return self.section.delta(bucket, torch.sub(received, live, out=live), self.round)
 
     def bring(self, bucket: int, flat: Tensor) -> None:
         """Takes a delta that came before, with nothing sent for it now."""

@@ -7,7 +7,6 @@ from typing import Literal, get_args
 import torch
 
 from gossipgrad.decentralized import (
-    Lagged,
     Mode,
     Overlap,
     Payload,
@@ -21,6 +20,16 @@ from gossipgrad.decentralized import (
     resolve_payload,
 )
 from gossipgrad.topology import Schedule, by_name
+
+
+@dataclass(frozen=True, slots=True)
+class Lagged:
+    """The rule of GossipGraD's authors, which sessions do not have.
+
+    Sent as in `Overlap`, then `w += weight * (received - w)` with the updated `w`: the mean over
+    ranks moves by half a step only.
+    """
+
 
 Strategy = Literal["gossip", "allreduce", "every-log-p", "local", "post-local-sgd"]
 
@@ -40,7 +49,7 @@ class Plan:
     """
 
     schedule: Schedule | None
-    mode: Mode
+    mode: Mode | Lagged
     payload: Weights | WeightsAndState
     average_every: int | None
     wire_dtype: torch.dtype | None
@@ -92,12 +101,13 @@ def make_plan(
     if gossips:
         default = "matching" if isinstance(resolved, Stale) else "dissemination"
         schedule = _schedule(default if topology is None else topology, world_size, seed)
-        check_never_waits(
-            resolved,
-            average_every=average_every,
-            symmetric=schedule.symmetric,
-            topology=str(schedule),
-        )
+        if isinstance(resolved, Stale):
+            check_never_waits(
+                resolved,
+                average_every=average_every,
+                symmetric=schedule.symmetric,
+                topology=str(schedule),
+            )
     return Plan(
         schedule=schedule,
         mode=resolved,
@@ -109,7 +119,7 @@ def make_plan(
     )
 
 
-def _delay(delay: int | None, mode: Mode) -> int:
+def _delay(delay: int | None, mode: Mode | Lagged) -> int:
     if not isinstance(mode, Stale):
         if delay is not None:
             raise ValueError(
@@ -137,10 +147,12 @@ def _schedule(topology: str | Schedule, world_size: int, seed: int) -> Schedule:
     return topology
 
 
-def _checked_mode(mode: str | Mode | None) -> Mode:
+def _checked_mode(mode: str | Mode | None) -> Mode | Lagged:
+    if mode == "lagged":
+        return Lagged()
     resolved = resolve_mode("overlap" if mode is None else mode)
     # Whatever the engine adds, these are the rules that are simulated.
-    if not isinstance(resolved, Overlap | Sync | Lagged | Stale):
+    if not isinstance(resolved, Overlap | Sync | Stale):
         raise ValueError(
             f"mode {resolved} cannot be simulated: choose 'overlap', 'sync', 'stale' or 'lagged'"
         )

@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from gossipgrad.decentralized import (
     NON_NEGATIVE,
-    Lagged,
     Mode,
     Payload,
     Stale,
@@ -21,7 +20,7 @@ from gossipgrad.decentralized import (
 from gossipgrad.topology import Schedule
 
 from ._exchange import Exchange
-from ._plan import make_plan
+from ._plan import Lagged, make_plan
 from ._replicas import Batching, Loss, Replicas, mean_of
 from ._resuming import check_state, kind_of
 
@@ -65,7 +64,8 @@ class VirtualRanks:
             for `post_local_after` steps, then local steps with averages).
         topology: Of gossip: a name or a schedule, as in `gossipgrad.gossip`; None: dissemination,
             or matching in mode stale.
-        mode: Of gossip: `"overlap"`, `"sync"`, `"stale"` or `"lagged"`; None: overlap.
+        mode: Of gossip: `"overlap"`, `"sync"`, `"stale"`, or `"lagged"` (the authors'
+            published rule, which sessions do not have); None: overlap.
         payload: `"weights"`, `"weights+state"` or a value such as `WeightsAndState(every=4)`: what
             gossip exchanges and what periodic averages average; None: weights.
         average_every: Steps between exact averages of all replicas, `"log_p"`, or None for never.

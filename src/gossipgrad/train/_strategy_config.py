@@ -18,10 +18,10 @@ class GossipConfig:
     topology: Literal["dissemination", "hypercube", "matching", "ring", "complete"] | None = None
     """Who meets whom; None: dissemination, or matching in mode stale, which dissemination does not
     suit. hypercube needs a power of two of processes; the others take any number."""
-    mode: Literal["overlap", "sync", "stale", "lagged"] = "overlap"
+    mode: Literal["overlap", "sync", "stale"] = "overlap"
     """overlap: exchange behind the step's compute. sync: exchange after the update and wait.
     stale: mix what has come and wait for nobody; the run then counts rounds, and a slow rank takes
-    fewer steps. lagged: the published rule, one step late, for comparison."""
+    fewer steps."""
     max_staleness: int = 2
     """Rounds by which exchanges of mode stale may be late, 0 to 15: the more, the less weight."""
     payload: Literal["weights", "weights+state", "gradients", "gradients+weights"] = "weights"

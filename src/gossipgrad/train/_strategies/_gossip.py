@@ -22,7 +22,7 @@ from ._stop_together import StopTogether, first_beyond
 from ._strategy import Leaver, Strategy, Traffic, alone
 
 _TRIES = 3  # one that dies in the middle of each is not to be expected
-_WAITING = {"overlap": gg.Overlap, "sync": gg.Sync, "lagged": gg.Lagged}
+_WAITING = {"overlap": gg.Overlap, "sync": gg.Sync}
 
 
 class Gossip(Strategy):
@@ -280,9 +280,7 @@ class Gossip(Strategy):
         self._session.close()
 
 
-def _mode(
-    options: GossipConfig, cut_every: int | None
-) -> gg.Stale | gg.Overlap | gg.Sync | gg.Lagged:
+def _mode(options: GossipConfig, cut_every: int | None) -> gg.Stale | gg.Overlap | gg.Sync:
     if options.mode == "stale":
         return gg.Stale(max_staleness=options.max_staleness, cut_every=cut_every)
     return _WAITING[options.mode](
