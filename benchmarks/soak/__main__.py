@@ -40,7 +40,6 @@ _JOINS = "joins"
 _OF_JOINS = {
     "store_keys": "keys in the store",
     "record_bytes": "bytes of the record of the membership, read at every beat",
-    "invitation_bytes": "bytes of an invitation",
     "rss_bytes": "bytes of memory, of all ranks together",
     "blocks": "blocks of Python's allocator, of all ranks together",
     "entries": "entries of the containers of one rank",

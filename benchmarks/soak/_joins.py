@@ -20,7 +20,7 @@ from ._sizes import sizes
 __all__ = ["JOINS", "MEASURES", "growth_per_join", "run_joins"]
 
 JOINS = 300
-MEASURES = ("store_keys", "record_bytes", "invitation_bytes", *OF_PROCESS)
+MEASURES = ("store_keys", "record_bytes", *OF_PROCESS)
 _SAMPLES = 30
 _FOUNDERS = 2
 _STEPS = 3  # of each newcomer
@@ -45,10 +45,16 @@ def run_joins(joins: int) -> dict[str, Any]:
     home = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     start, samples = time.monotonic(), []
     with _founders(home) as founders:
-        invitation = founders[0].session.invitation()
+        address = founders[0].session.join_address()
         for number in range(1, joins + 1):
             training, meets = Training(number), number % _CONSENSUS_EVERY == 0
-            with gg.join(training.model, training.optimizer, invitation) as session:
+            with gg.join(
+                training.model,
+                training.optimizer,
+                address,
+                topology="matching",
+                heartbeats=_HEARTBEATS,
+            ) as session:
                 for _ in range(_STEPS):
                     training.step()
                 if meets:
@@ -141,7 +147,6 @@ def _look(home: dist.TCPStore, session: gg.GossipSession) -> dict[str, int]:
     return {
         "store_keys": len(keys),
         "record_bytes": len(home.get(record)),
-        "invitation_bytes": len(session.invitation()),
         **sizes(session),
     }
 

@@ -1,7 +1,5 @@
-"""Joining when something goes wrong: a donor or newcomer dies, the store is lost, it may not."""
+"""Joining when something goes wrong: a donor or joiner dies or fails, the run is over."""
 
-import json
-import logging
 import threading
 
 import networkx
@@ -10,39 +8,23 @@ import torch
 import torch.distributed as dist
 
 import gossipgrad as gg
-from gossipgrad.comm import AskedStore, Group, Hub, ParcelEnd, Record, ScriptedDeathError
-from gossipgrad.decentralized import _giving, _taking
+from gossipgrad.comm import Group, Hub, Record, ScriptedDeathError
+from gossipgrad.decentralized import _donor
 from support.deaths import QUICK
 from support.joining import run_open
 from support.ranks import run_ranks
 from support.replicas import network, sgd
 from support.waiting import until
 
-
-@pytest.fixture
-def first_transfer(monkeypatch):
-    """Stands still in its middle, until something is done about it; later ones go through."""
-    monkeypatch.setattr(_taking, "_COPY_SECONDS", 60.0)  # nobody else is asked meanwhile
-    begun, go_on = threading.Event(), threading.Event()
-    send = ParcelEnd.send
-
-    def standing(self, tree):
-        if not begun.is_set():
-            begun.set()
-            until(go_on.is_set, 60.0)
-            self.look(0.0)  # where it sees that its end is closed, if that is so
-        send(self, tree)
-
-    monkeypatch.setattr(ParcelEnd, "send", standing)
-    return begun, go_on
+SETTINGS = {"topology": "matching", "heartbeats": QUICK}
 
 
-def failing_join(monkeypatch, error, match, *, first=lambda: None):
+def failing_join(monkeypatch, error, match, *, before=lambda: None):
     """Whoever joins fails like this, and gives up; an event that is set then."""
     over, join = threading.Event(), gg.join
 
     def joining(*arguments, **more):
-        first()
+        before()
         try:
             with pytest.raises(error, match=match):
                 join(*arguments, **more)
@@ -54,217 +36,221 @@ def failing_join(monkeypatch, error, match, *, first=lambda: None):
     return over
 
 
-def test_a_donor_that_dies_in_the_middle_is_replaced_by_another(first_transfer):
-    begun, go_on = first_transfer
-    givers = []
+@pytest.fixture
+def past_run():
+    """The address of a run that all ranks have left, and its store."""
+    left = []
+
+    def member(me, run):
+        if me.rank == 0:
+            left.append((run, me.session.join_address()))
+        me.session.group.barrier()
+        me.train_until(lambda: _has_said_what_it_is(left[0][0]))
+
+    def _has_said_what_it_is(run):
+        return run.connect().check(["run/members/1/run"])
+
+    run_open(2, member, lambda me, run: None, newcomers=0)
+    run, address = left[0]
+    store = dist.PrefixStore("run/members/1", run.connect())
+    until(lambda: not Record(store).read().living, 60.0)
+    return address, run
+
+
+def test_a_donor_that_dies_in_the_middle_is_replaced_by_another(monkeypatch):
+    begun, donors, save = threading.Event(), [], torch.save
+
+    def hanging(copy, buffer):
+        if threading.current_thread().name == "gossipgrad-donor" and not begun.is_set():
+            begun.set()
+            until(lambda: donors, 60.0)
+            raise ScriptedDeathError("the process is gone, and this thread with it")
+        save(copy, buffer)
+
+    monkeypatch.setattr(_donor.torch, "save", hanging)
 
     def member(me, run):
         if me.rank == 0:
             run.invite(me.session)
         me.train_until(lambda: begun.is_set() or me.session.membership.joined)
-        asked = me.session._members.giving
-        if asked.seconds > 0 and not givers:
-            givers.append(me.rank)
-            asked._closed = True  # the process is gone, and its thread with it
-            go_on.set()
+        if me.session.stats().giving_seconds > 0 and not donors:
+            donors.append(me.rank)
             me.die()
+        return go_on(me)
+
+    def go_on(me):
         me.train_until(lambda: 3 in me.session.membership.living)
-        me.train_until(lambda: givers[0] in me.session.membership.lost)
+        me.train_until(lambda: donors[0] in me.session.membership.lost)
+        assert me.session.membership.joined[3].donor != donors[0]
         mean = me.mean()
         me.session.group.barrier()
         return mean
 
-    def newcomer(me, run):
-        assert me.session.joined_from not in givers
-        me.train_until(lambda: givers[0] in me.session.membership.lost)
-        mean = me.mean()
-        me.session.group.barrier()
-        return mean
-
-    *members, joined = run_open(3, member, newcomer)
+    *members, joined = run_open(3, member, lambda me, run: go_on(me))
     assert sum(answer is None for answer in members) == 1
     for mean in filter(lambda answer: answer is not None, members):
         assert torch.equal(mean, joined)
 
 
-def test_a_newcomer_that_dies_in_the_middle_ends_its_donors_thread_and_nothing_else(
-    first_transfer, monkeypatch
-):
-    begun, go_on = first_transfer
-    closed = threading.Event()
+def test_a_joiner_that_dies_in_the_middle_ends_its_donors_thread_and_nothing_else(monkeypatch):
+    begun, gave_up = threading.Event(), threading.Event()
+    save = torch.save
 
-    def dying(self):
-        until(begun.is_set, 60.0)
-        self._transport.close()
-        closed.set()
-        raise ScriptedDeathError("the newcomer dies by script")
+    def hanging(copy, buffer):
+        if threading.current_thread().name == "gossipgrad-donor":
+            begun.set()
+            until(gave_up.is_set, 60.0)
+        save({**copy, "large": torch.zeros(1 << 20)}, buffer)
 
-    monkeypatch.setattr(ParcelEnd, "receive", dying)
-    monkeypatch.setattr(ParcelEnd, "await_word", lambda self, what: None)
-
-    def giving():
-        return [t for t in threading.enumerate() if t.name == "gossipgrad-giving"]
+    monkeypatch.setattr(_donor.torch, "save", hanging)
+    over = failing_join(monkeypatch, gg.GossipError, "within 1 s")
+    join = gg.join
+    monkeypatch.setattr(gg, "join", lambda *a, **more: join(*a, **more | {"timeout_seconds": 1.0}))
 
     def member(me, run):
         if me.rank == 0:
             run.invite(me.session)
-        me.train_until(closed.is_set)
-        go_on.set()
-        me.train_until(lambda: not giving())
+        me.train_until(over.is_set)
+        gave_up.set()
+        me.train_until(
+            lambda: not [t for t in threading.enumerate() if t.name == "gossipgrad-donor"]
+        )
         assert me.session.membership.generation == 0
-        assert me.session.membership.joined == {}
-        assert me.session.stats().replicas_given == 0
         mean = me.mean()
         me.session.group.barrier()
-        return mean
+        return mean, me.session.stats().replicas_given
 
-    def newcomer(me, run):
-        raise AssertionError("it never joins")
-
-    first, second, nobody = run_open(2, member, newcomer)
+    (first, given), (second, also), nobody = run_open(2, member, lambda me, run: None)
+    assert begun.is_set()
     assert torch.equal(first, second)
+    assert given == also == 0
     assert nobody is None
 
 
-@pytest.mark.parametrize("when", ["before a donor is asked", "before it enters"])
-def test_a_store_that_is_lost_ends_a_join_and_nothing_else(when, monkeypatch):
-    ask = AskedStore.ask
+def test_a_loop_that_fails_to_carry_is_told_to_the_joiner_and_trains_on(monkeypatch):
+    asked = failing_join(monkeypatch, gg.GossipError, "carry gives is a Module")
 
-    def failing(self, question, **more):
-        ours = threading.current_thread().name == "rank 2"
-        if ours and (when == "before a donor is asked" or replica_is_there.is_set()):
-            raise RuntimeError("Connection reset by peer")
-        return ask(self, question, **more)
+    def member(me, run):
+        with pytest.raises(gg.GossipError, match="carry gives is a Module"):
+            me.session.carry = {"model": torch.nn.Module()}
+        me.session.carry = lambda: {"model": torch.nn.Module()}
+        if me.rank == 0:
+            run.invite(me.session)
+        me.train_until(asked.is_set)
+        me.train(3)
+        return me.session.stats().outcomes["delivered"]
 
-    receive, replica_is_there = ParcelEnd.receive, threading.Event()
+    first, second, _ = run_open(2, member, lambda me, run: None)
+    assert min(first, second) > 0
 
-    def received(self):
-        tree = receive(self)
-        replica_is_there.set()
-        return tree
 
-    monkeypatch.setattr(ParcelEnd, "receive", received)
-    done = failing_join(
-        monkeypatch,
-        gg.GossipError,
-        r"the store of the run at 127\.0\.0\.1:\d+ cannot be reached",
-        first=lambda: monkeypatch.setattr(AskedStore, "ask", failing),
-    )
+class Remembering(torch.nn.Module):
+    """Keeps bytes and numbers beside its parameters."""
 
+    def __init__(self, seed):
+        super().__init__()
+        self.inner, self.kept = network(seed=seed), None
+
+    def forward(self, x):
+        return self.inner(x)
+
+    def get_extra_state(self):
+        return {"bytes": b"\x00\xff", "seen": 7, "kept": self.kept}
+
+    def set_extra_state(self, state):
+        self.kept = state
+
+
+def test_extra_state_of_modules_comes_with_the_replica():
     def member(me, run):
         if me.rank == 0:
             run.invite(me.session)
-        me.train_until(done.is_set)
-        me.train(3)
-        assert me.session.membership.generation == 0
+        me.train_until(lambda: 2 in me.session.membership.living)
 
-    run_open(2, member, lambda me, run: None)
+    def joiner(me, run):
+        return me.session._model.kept
+
+    *_, kept = run_open(2, member, joiner, build=Remembering)
+    assert kept == {"bytes": b"\x00\xff", "seen": 7, "kept": None}
 
 
-def test_a_run_that_is_over_is_told(monkeypatch):
-    monkeypatch.setattr(_taking, "_LEAST_ANSWER_SECONDS", 0.1)
-    monkeypatch.setattr(_taking, "_ANSWER_BEATS", 1.0)
-    left = []
-
-    def member(me, run):
-        if me.rank == 0:
-            left.append((run, me.session.invitation()))
-        me.session.group.barrier()
-
-    run_open(2, member, lambda me, run: None, newcomers=0)
-    run, invitation = left[0]
+def test_a_run_that_is_over_is_told(past_run):
+    address, run = past_run
     model = network()
-    store = dist.PrefixStore("run/members/1", run.connect())
-    until(lambda: not Record(store).read().living, 60.0)
-    with pytest.raises(gg.GossipError, match="the run is over: all of its ranks have left"):
-        gg.join(model, sgd(list(model.parameters())), invitation)
-    told = json.loads(invitation) | {"prefix": "another"}
-    with pytest.raises(gg.GossipError, match="holds no such run: it is over, and another has"):
-        gg.join(model, sgd(list(model.parameters())), json.dumps(told))
-    told["where"] = "elsewhere"
-    with pytest.raises(ValueError, match=r"the run listens on 127\.0\.0\.1, which only its own"):
-        gg.join(model, sgd(list(model.parameters())), json.dumps(told))
+
+    def join(address):
+        return gg.join(model, sgd(list(model.parameters())), address, **SETTINGS)
+
+    with pytest.raises(gg.GossipError, match="the run is over"):
+        join(address)
+    with pytest.raises(gg.GossipError, match="no such run"):
+        join(address.replace("/run/", "/another/"))
+    with pytest.raises(gg.GossipError, match="cannot be reached"):
+        join(address.replace(str(run.store.port), "1"))
+    with pytest.raises(ValueError, match="no address of a run"):
+        join('{"host": "127.0.0.1"}')
 
 
-def test_what_does_not_fit_is_refused_before_anybody_is_asked():
-    texts = []
+@pytest.mark.parametrize(
+    ("changed", "what"),
+    [
+        ({"model": torch.nn.Linear(6, 8)}, "parameter"),
+        ({"optimizer": torch.optim.Adam}, "optimizer 0 is Adam"),
+        ({"mode": "sync"}, "setting 'mode' is Sync"),
+        ({"topology": "dissemination"}, "setting 'topology'"),
+        ({"every": 2}, "setting 'every' is 2 here, but 1 there"),
+        ({"heartbeats": gg.Heartbeats()}, "setting 'heartbeats'"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name_before_anything_is_loaded(past_run, changed, what):
+    settings = SETTINGS | changed
+    model = settings.pop("model", None) or network()
+    optimizer = settings.pop("optimizer", torch.optim.SGD)(model.parameters(), lr=0.1)
+    before = [parameter.clone() for parameter in model.parameters()]
+    with pytest.raises(ValueError, match=f"this is not what the run trains: {what}"):
+        gg.join(model, optimizer, past_run[0], **settings)
+    assert all(map(torch.equal, before, model.parameters()))
 
-    def member(me, run):
-        if me.rank == 0:
-            texts.append(me.session.invitation())
-        me.session.group.barrier()
 
-    run_open(2, member, lambda me, run: None, newcomers=0)
-    model, other = network(), torch.nn.Linear(6, 8)
-
-    def join(model, optimizer, **changed):
-        text = json.dumps(json.loads(texts[0]) | changed)
-        return gg.join(model, optimizer, text)
-
-    with pytest.raises(ValueError, match=r"this is not what the run trains: parameter '\w+' is"):
-        join(other, sgd(list(other.parameters())))
-    with pytest.raises(ValueError, match=r"optimizer 0 is Adam of 4 parameters .*SGD of 4"):
-        join(model, torch.optim.Adam(model.parameters()))
-    with pytest.raises(ValueError, match=r"of another version .*install the run's version"):
-        join(model, sgd(list(model.parameters())), format="gossipgrad invitation 9")
-    with pytest.raises(ValueError, match="the invitation is damaged"):
-        join(model, sgd(list(model.parameters())), settings={})
+def test_a_parameter_of_a_sparse_session_is_refused():
+    model = network()
     trained = sgd(list(model.parameters()))
-    with (
-        gg.sparsify(model, trained),
-        pytest.raises(ValueError, match=r"is in a session of sparsify\(\)"),
-    ):
-        join(model, sgd(list(model.parameters())))
+    with gg.sparsify(model, trained), pytest.raises(ValueError, match="in a session of sparsify"):
+        gg.join(model, sgd(list(model.parameters())), "127.0.0.1:1/members/1")
 
 
-def test_another_secret_is_refused_by_the_donor(monkeypatch, caplog):
-    """A stranger who reaches the store gets no replica."""
-    from gossipgrad.comm import Secret
+def test_another_secret_is_refused_and_no_replica_is_copied(monkeypatch, tmp_path):
+    for name in ("here", "there"):
+        (tmp_path / name).write_text(name * 16)
+        (tmp_path / name).chmod(0o600)
+    monkeypatch.setenv("GOSSIPGRAD_SECRET_FILE", str(tmp_path / "there"))
 
-    monkeypatch.setattr(_taking, "joining_secret", lambda held: Secret(bytes(32)))
-    asked = failing_join(monkeypatch, gg.AgreementError, "refused this one: it has another secret")
+    def forget():
+        monkeypatch.setenv("GOSSIPGRAD_SECRET_FILE", str(tmp_path / "here"))
+
+    asked = failing_join(monkeypatch, gg.AgreementError, "secret", before=forget)
 
     def member(me, run):
         if me.rank == 0:
             run.invite(me.session)
         me.train_until(asked.is_set)
-        me.train_until(lambda: "refused one that would join: it has another secret" in caplog.text)
         return me.session.stats().giving_seconds
 
-    with caplog.at_level(logging.WARNING, _giving.__name__):
-        first, second, _ = run_open(2, member, lambda me, run: None)
-    assert first == second == 0, "nothing was copied"
-
-
-def test_a_loop_that_carries_what_cannot_be_sent_is_told_on_both_sides(monkeypatch, caplog):
-    asked = failing_join(
-        monkeypatch, gg.GossipError, "no member can give its replica.*carry gives is a Module"
-    )
-
-    def member(me, run):
-        me.session.carry = {"model": torch.nn.Module()}
-        if me.rank == 0:
-            run.invite(me.session)
-        me.train_until(asked.is_set)
-
-    run_open(2, member, lambda me, run: None)
-    assert "cannot give its replica: what session.carry gives is a Module" in caplog.text
+    first, second, _ = run_open(2, member, lambda me, run: None)
+    assert first == second == 0
 
 
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"heartbeats": None}, "its membership never changes: leave heartbeats=None out"),
-        (
-            {"topology": gg.topology.from_graph(networkx.complete_graph(2))},
-            r"given for 2 ranks, and says nothing of more: use a topology by its name",
-        ),
-        ({"payload": "gradients+weights"}, "sends gradients during backward"),
-        ({"transport": "hub"}, "its links are no ZeroMQ ones: use transport='zeromq'"),
-        ({"store": "HashStore"}, "its store is a HashStore, which cannot be reached from another"),
+        ({"heartbeats": None}, "heartbeats=None"),
+        ({"topology": gg.topology.from_graph(networkx.complete_graph(2))}, "topology by its name"),
+        ({"payload": "gradients+weights"}, "gradients"),
+        ({"transport": "hub"}, "transport='zeromq'"),
+        ({"store": "HashStore"}, "TCPStore"),
     ],
 )
-def test_where_nobody_can_join_there_is_no_invitation(settings, why):
+def test_where_nobody_can_join_there_is_no_address(settings, why):
     hub = Hub(2)
     settings = {"heartbeats": QUICK} | settings
     root = (
@@ -284,9 +270,9 @@ def test_where_nobody_can_join_there_is_no_invitation(settings, why):
             ) as session,
             pytest.raises(ValueError, match=f"nobody can join this run: .*{why}"),
         ):
-            session.invitation()
+            session.join_address()
         with pytest.raises(gg.GossipError, match="the session is closed"):
-            session.invitation()
+            session.join_address()
 
     run_ranks(2, main)
 
@@ -295,6 +281,6 @@ def test_a_run_of_one_rank_is_joined_by_nobody():
     model = network()
     with (
         gg.gossip(model, sgd(list(model.parameters()))) as session,
-        pytest.raises(ValueError, match="it began with one rank, which has no links: begin with"),
+        pytest.raises(ValueError, match="begin with two"),
     ):
-        session.invitation()
+        session.join_address()

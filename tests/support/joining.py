@@ -37,19 +37,19 @@ class Run:
     Attributes:
         world_size: How many begin.
         invited: Of each newcomer, set when it is.
-        invitation: Its text.
+        address: Where they find the run.
         store: That of the run.
     """
 
     def __init__(self, world_size: int, newcomers: int) -> None:
         self.world_size = world_size
         self.invited = [threading.Event() for _ in range(newcomers)]
-        self.invitation = ""
+        self.address = ""
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def invite(self, session: gg.GossipSession, *which: int) -> None:
         """Lets newcomers begin, by default all."""
-        self.invitation = session.invitation()
+        self.address = session.join_address()
         for each in which or range(len(self.invited)):
             self.invited[each].set()
 
@@ -68,6 +68,7 @@ def run_open(
     heartbeats: gg.Heartbeats = QUICK,
     gradients: Callable[[Any, int, int], None] = backward,
     optimizer: Callable[[Any], torch.optim.Optimizer] = sgd,
+    build: Callable[[int], torch.nn.Module] = network,
     timeout_seconds: float = 100,
     **settings: Any,
 ) -> list[Any]:
@@ -80,7 +81,7 @@ def run_open(
 
     def main(place: int, group: Group) -> Any:
         joins = place >= world_size
-        model = network(seed=place)
+        model = build(place)
         made = optimizer(list(model.parameters()))
         steps = 0
 
@@ -93,7 +94,14 @@ def run_open(
         if joins:
             assert run.invited[place - world_size].wait(timeout_seconds)
             try:
-                session = gg.join(model, made, run.invitation, timeout_seconds=60.0)
+                session = gg.join(
+                    model,
+                    made,
+                    run.address,
+                    heartbeats=heartbeats,
+                    timeout_seconds=60.0,
+                    **settings,
+                )
             except ScriptedDeathError:
                 return None
         else:

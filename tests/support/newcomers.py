@@ -185,7 +185,7 @@ class Run:
 
     def _join(self, leave, emit):
         invited = Invitation.read(self.run_dir)
-        newcomer = Newcomer(invited.text, self.run_dir, stop=leave, emit=emit)
+        newcomer = Newcomer(invited.address, self.run_dir, stop=leave, emit=emit)
         config = TrainConfig.from_file(self.run_dir.config, same_run=True)
         try:
             return train_rank(

@@ -42,7 +42,7 @@ def describe(run_dir, **options):
 
 def invitation(port, **changes):
     found = Invitation(
-        text="{}",
+        address="127.0.0.1:1/run/members/1",
         refusal=None,
         store=("127.0.0.1", port),
         data="0" * 32,
@@ -64,7 +64,7 @@ def test_options_are_the_runs_but_for_those_of_this_machine(run_dir, tmp_path):
     assert (config.threads, config.data_dir, config.quiet) == (7, tmp_path, True)
     assert (config.nproc, config.out) == (3, run_dir.path), "ranks of the start decide rates"
     assert config.gossip.topology == "dissemination"
-    assert (found, told.text) == (run_dir, "{}")
+    assert (found, told.address) == (run_dir, "127.0.0.1:1/run/members/1")
     assert find_run(JoinConfig(run=run_dir.path))[0].threads == 2
 
 
@@ -134,7 +134,7 @@ def test_a_run_of_another_version_is_refused_whatever_its_options(run_dir, liste
 
 
 def test_a_run_that_invites_nobody_says_why(run_dir, listener):
-    invitation(0, text=None, refusal="its links are scripted").write(run_dir)
+    invitation(0, address=None, refusal="its links are scripted").write(run_dir)
     assert refused(run_dir) == "the run in RUN cannot be joined: its links are scripted"
 
 
@@ -159,7 +159,7 @@ def test_a_store_that_is_slow_to_answer_ends_no_run(run_dir):
         def __init__(self):
             pass
 
-        def invitation(self):
+        def join_address(self):
             raise GossipError("the store does not answer: it had 10 s")
 
     x = torch.zeros(4, 1, 2, 3)

@@ -21,8 +21,6 @@ from gossipgrad.comm._group import Group as Group
 from gossipgrad.comm._heartbeats import Heartbeats as Heartbeats
 from gossipgrad.comm._in_process import Hub as Hub
 from gossipgrad.comm._in_process import InProcessTransport as InProcessTransport
-from gossipgrad.comm._interface import here as here
-from gossipgrad.comm._interface import is_loopback as is_loopback
 from gossipgrad.comm._interface import joining_address as joining_address
 from gossipgrad.comm._mean import distance_to_mean as distance_to_mean
 from gossipgrad.comm._mean import mean_buffers as mean_buffers
@@ -32,15 +30,12 @@ from gossipgrad.comm._membership import Joining as Joining
 from gossipgrad.comm._membership import Loss as Loss
 from gossipgrad.comm._membership import Membership as Membership
 from gossipgrad.comm._membership import Record as Record
+from gossipgrad.comm._membership import Store as Store
 from gossipgrad.comm._news import News as News
 from gossipgrad.comm._optimizer_state import plain as plain
 from gossipgrad.comm._parameters import all_parameters as all_parameters
 from gossipgrad.comm._parameters import parameters_of as parameters_of
 from gossipgrad.comm._parameters import trained_parameters as trained_parameters
-from gossipgrad.comm._parcel import MOST_BYTES as MOST_BYTES
-from gossipgrad.comm._parcel import ParcelEnd as ParcelEnd
-from gossipgrad.comm._parcel import ParcelError as ParcelError
-from gossipgrad.comm._parcel import ParcelRefusedError as ParcelRefusedError
 from gossipgrad.comm._part import Part as Part
 from gossipgrad.comm._ranks import check_optimizers as check_optimizers
 from gossipgrad.comm._ranks import check_ranks as check_ranks
@@ -69,5 +64,4 @@ from gossipgrad.comm._transports import resolve_transport as resolve_transport
 from gossipgrad.comm._wire import Header as Header
 from gossipgrad.comm._wire import Kind as Kind
 from gossipgrad.comm._wire import WireError as WireError
-from gossipgrad.comm._wishes import wish_key as wish_key
 from gossipgrad.comm._zeromq import ZeroMQTransport as ZeroMQTransport

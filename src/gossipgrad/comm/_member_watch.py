@@ -13,7 +13,6 @@ from gossipgrad._said import first_line
 from gossipgrad.comm._heartbeats import Heartbeats
 from gossipgrad.comm._membership import Membership, Record, Store
 from gossipgrad.comm._store_threads import end_with_process
-from gossipgrad.comm._wishes import Wishes, wish_key
 from gossipgrad.errors import EvictedError
 
 __all__ = ["MemberWatch"]
@@ -63,7 +62,7 @@ class MemberWatch:
         latest: The newest membership that is known.
         frozen: Why no lease is kept and no change of the membership awaited, None while they are.
         waits: Whether `is_member` may wait for the store. Else nothing is sent meanwhile.
-        wishes: What newcomers ask of this rank.
+        visit: Called with the store in each turn of the thread while this rank is a member.
     """
 
     def __init__(
@@ -79,7 +78,7 @@ class MemberWatch:
         self.latest = first
         self.frozen: str | None = None
         self.waits = True
-        self.wishes = Wishes(rank)
+        self.visit: Callable[[Store], object] = lambda store: None
         self._store, self._rank, self._settings = store, rank, settings
         self._reconnect, self._now = reconnect, now
         self._record = Record(store, first)
@@ -202,7 +201,7 @@ class MemberWatch:
         self._store.set(self._key(self._rank), str(self._beats))
         self._learn(self._record.read())
         if self._rank in self.latest.living:
-            self.wishes.look(self._store)
+            self.visit(self._store)
             dead = self._look()
             if dead:
                 self._give_up(dead)
@@ -323,7 +322,6 @@ class MemberWatch:
             self._learn(newest)
             for rank in {*known.joined} - {*newest.joined}:  # nobody looks after it any more
                 self._store.delete_key(self._key(rank))
-                self._store.delete_key(wish_key(rank))
             if not left:
                 return
 

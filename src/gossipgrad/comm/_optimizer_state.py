@@ -1,7 +1,7 @@
 """What an optimizer keeps, as plain values: read, and put back where it was."""
 
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,13 @@ from gossipgrad.errors import GossipError
 
 __all__ = ["copied", "group_sizes", "load_optimizer", "optimizer_state", "plain", "to_host"]
 
+_PLAIN: tuple[tuple[type, Callable[[Any], Any]], ...] = (
+    (bool, bool),
+    (int, int),
+    (float, float),
+    (str, str.__str__),
+    (bytes, bytes),
+)
 Path = tuple[Any, ...]  # the keys that lead to a value inside of another
 
 
@@ -29,8 +36,11 @@ def plain(value: Any, what: str, copy: bool) -> Any:
     """
     if isinstance(value, Tensor):
         return to_host(value, copy)
-    if value is None or isinstance(value, bool | int | float | str | bytes):
-        return value
+    if value is None:
+        return None
+    for kind, bare in _PLAIN:
+        if isinstance(value, kind):  # of a subclass, such as numpy's float64, the value alone
+            return value if type(value) is kind else bare(value)
     if isinstance(value, Mapping):
         return {key: plain(each, what, copy) for key, each in value.items()}
     if type(value) in (list, tuple, torch.Size):

@@ -3,7 +3,6 @@
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from typing import Any
 
 import torch.distributed as dist
@@ -17,23 +16,23 @@ from gossipgrad.comm import (
     Membership,
     all_parameters,
     fingerprint,
-    here,
     is_joinable,
     is_sharded,
     plain,
     replica_state,
 )
 from gossipgrad.decentralized._arrival import Arrival, Arriving, place_of
-from gossipgrad.decentralized._giving import Giving, patience
-from gossipgrad.decentralized._invitation import Invitation, settings_of
+from gossipgrad.decentralized._donor import Donor, RunInfo
 from gossipgrad.decentralized._members import Members
+from gossipgrad.decentralized._modes import Stale
 from gossipgrad.decentralized._rounds import Rounds
 from gossipgrad.decentralized._sections import Sections
-from gossipgrad.decentralized._settings import Settings
+from gossipgrad.decentralized._settings import Gradients, GradientsAndWeights, Settings
 from gossipgrad.errors import GossipError
 
 __all__ = ["Belonging"]
 
+_CARRIED = "what session.carry gives"
 _WORDS_BEATS = 2.0  # how long one that joins waits for others to say where they are
 
 Values = Mapping[str, Any]
@@ -43,17 +42,11 @@ class Belonging(ABC):
     """What a session knows of the members, and what it does for those who join.
 
     Attributes:
-        carry: What a newcomer gets from this rank beside its replica, for a loop's own position:
-            plain values (tensors, numbers, text, None, and lists and dicts of these), or a function
-            that returns them. It is called in the training thread as `optimizer.step()` begins,
-            when a newcomer asks this rank: so schedulers and samplers are where they are for the
-            step that is about to be made.
         joined_with: What `carry` of the donor gave, where this rank has joined others; else None.
         joined_from: Which rank the donor was.
     """
 
     group: Group
-    carry: Values | Callable[[], Values] | None = None
     joined_with: dict[str, Any] | None = None
     joined_from: int | None = None
     _model: nn.Module
@@ -67,9 +60,31 @@ class Belonging(ABC):
     _closed: bool
     _steps: int
     _steps_of_others = 0
+    _carry: Values | Callable[[], Values] | None = None
 
     @abstractmethod
     def _begin(self, *, sends: bool = True) -> None: ...
+
+    @property
+    def carry(self) -> Values | Callable[[], Values] | None:
+        """What a joiner gets from this rank beside its replica, for a loop's own position.
+
+        Plain values (tensors, numbers, text, bytes, None, and lists and dicts of these), or a
+        function that returns them. It is called in the training thread as `optimizer.step()`
+        begins, when a joiner asks this rank: so schedulers and samplers are where they are for the
+        step that is about to be made. If it fails then, the joiner is told why, and training goes
+        on.
+
+        Raises:
+            GossipError: On assignment, if something is no plain value.
+        """
+        return self._carry
+
+    @carry.setter
+    def carry(self, values: Values | Callable[[], Values] | None) -> None:
+        if values is not None and not callable(values):
+            plain(values, _CARRIED, False)
+        self._carry = values
 
     @property
     def membership(self) -> Membership:
@@ -86,12 +101,12 @@ class Belonging(ABC):
         """Members that were lost, or left, while the rendezvous store could not be asked."""
         return self._members.departed(self._rounds)
 
-    def invitation(self) -> str:
-        """What others need to know to join this run with `gg.join`; local, but for the store.
+    def join_address(self) -> str:
+        """Where others find this run to join it with `gg.join`; local, but for the store.
 
-        Text that may be written to a file or sent; any member may give one, at any time, and it is
-        good for any number of newcomers as long as the run lasts. It is not secret and lets nobody
-        in: the secret of the run does.
+        A short text: host and port of the rendezvous store, and where the run's keys are in it. Any
+        member may give it at any time, and it stays good for as long as the run lasts. It is not
+        secret and lets nobody in: the secret of the run does.
 
         Raises:
             ValueError: Nobody can join this run; the message says what would have to be otherwise.
@@ -101,10 +116,6 @@ class Belonging(ABC):
             raise GossipError("the session is closed: a run is joined while it lasts")
         if (why := self._why_closed()) is not None:
             raise ValueError(f"nobody can join this run: {why}")
-        assert self._rounds is not None
-        assert self._heartbeats is not None
-        transport = self._rounds.channel.transport
-        assert is_joinable(transport)
         root = _root_of(self.group.store)
         asked = AskedStore(self.group.store)
         try:
@@ -113,24 +124,8 @@ class Belonging(ABC):
             raise GossipError(f"the store does not answer: {error}") from error
         finally:
             asked.close()
-        settings = {**self._settings.describe(), "heartbeats": self._heartbeats}
-        return Invitation(
-            host=root.host,
-            port=root.port,
-            prefix=prefix,
-            name=self._members.name,
-            where=here(),
-            world_size=self.group.world_size,
-            settings=settings_of(self._settings),
-            heartbeats=asdict(self._heartbeats),
-            fingerprint=fingerprint(self._model, self._optimizers, settings),
-            occasion=transport.occasion,
-            introductions={
-                rank: told
-                for rank, told in transport.introductions.items()
-                if rank in self.membership.living
-            },
-        ).to_text()
+        host = f"[{root.host}]" if ":" in root.host else root.host
+        return "/".join(filter(None, (f"{host}:{root.port}", prefix, self._members.name)))
 
     def _why_closed(self) -> str | None:
         """Why nobody can join this run, None if one can."""
@@ -148,44 +143,62 @@ class Belonging(ABC):
         parameters = all_parameters(self._model, self._optimizers).values()
         if any(is_sharded(parameter) for parameter in parameters):
             return "its replicas are sharded, and one that joins would have to bring a whole mesh"
-        try:
-            settings_of(self._settings)
-        except ValueError as error:
-            return str(error)
+        topology = self._settings.schedule.describe()
+        if set(topology) != {"name", "world_size", "rotate", "seed"}:
+            return (
+                f"the schedule {topology['name']} was given for {self.group.world_size} ranks, and "
+                "says nothing of more: use a topology by its name, such as topology='matching'"
+            )
+        if isinstance(self._settings.payload, Gradients | GradientsAndWeights):
+            return (
+                f"payload {self._settings.payload} sends gradients during backward, at rounds that "
+                "a joiner does not know yet: use payload='weights'"
+            )
+        if isinstance(self._settings.mode, Stale) and self._settings.mode.replay is not None:
+            return "it replays a log, in which nobody joined"
         return None
 
-    def _open_door(self) -> None:
-        """Hears from now on what newcomers ask of this rank, if any can join."""
+    def _begin_giving(self) -> None:
+        """Sends this rank's replica to joiners from now on, if any can join."""
         watch = self._members.watch
         if self._why_closed() is not None or watch is None or self._rounds is None:
             return
-        assert self._heartbeats is not None
         transport = self._rounds.channel.transport
         assert is_joinable(transport)
-        giving = Giving(
-            self.group.rank,
-            self.group.store,
-            self._members.name,
-            transport,
-            patience_seconds=patience(self._heartbeats.silent_seconds),
+        self._members.donor = Donor(self.group.rank, transport, self._info())
+        watch.visit = self._members.donor.look
+
+    def _publish(self) -> None:
+        """Says what a joiner must have, when that has changed."""
+        if self._members.donor is not None:
+            self._members.donor.publish(self._info())
+
+    def _info(self) -> RunInfo:
+        assert self._rounds is not None
+        transport = self._rounds.channel.transport
+        assert is_joinable(transport)
+        settings = {**self._settings.describe(), "heartbeats": self._heartbeats}
+        return RunInfo(
+            world_size=self.group.world_size,
+            fingerprint=fingerprint(self._model, self._optimizers, settings),
+            occasion=transport.occasion,
+            introductions=transport.introductions,
         )
-        self._members.giving, watch.wishes.heard = giving, giving.hear
 
-    def _give(self) -> None:
-        """Copies the replica for newcomers who wait for it, before a step."""
-        giving = self._members.giving
-        if giving is not None and giving.asked:
-            giving.serve(self._gift)
+    def _poll_donor(self) -> None:
+        """Copies the replica for joiners who wait for it, before a step."""
+        if self._members.donor is not None:
+            self._members.donor.poll(self._copy_replica)
 
-    def _gift(self) -> dict[str, Any]:
+    def _copy_replica(self) -> dict[str, Any]:
         rounds = self._rounds
         assert rounds is not None
-        carried = self.carry() if callable(self.carry) else self.carry
+        carried = self._carry() if callable(self._carry) else self._carry
         return {
             "replica": replica_state(self._model, self._optimizers),
             "place": place_of(rounds, self._steps, self._settings.every),
-            "run": rounds.channel.run.hex(),
-            "carried": plain({} if carried is None else carried, "what session.carry gives", True),
+            "run": rounds.channel.run,
+            "carried": plain({} if carried is None else carried, _CARRIED, True),
         }
 
     def _enter(self, arrival: Arrival) -> None:

@@ -153,28 +153,17 @@ def gossip(
             encrypt=encrypt,
             heartbeats=heartbeats,
         )
-        resolved_mode = resolve_mode(mode)
-        resolved_payload = resolve_payload(payload, resolved_mode)
-        if isinstance(resolved_payload, Gradients):
-            warnings.warn(
-                "payload='gradients' never mixes weights: replicas drift apart. It is the wording "
-                "of the paper's abstract, kept for study; train with payload='weights'",
-                stacklevel=2,
-            )
-        compressor = resolve_compress(compress)
-        masked = compressor is not None
-        named = _named(topology, resolved_mode)
-        schedule = _resolve_schedule(named, group.world_size, seed, seeds_all=not masked)
-        settings = Settings(
-            schedule=schedule,
-            mode=resolved_mode,
-            payload=resolved_payload,
-            every=int(every),
-            average_every=resolve_average_every(average_every, group.world_size),
+        settings = resolve_settings(
+            group.world_size,
+            topology=topology,
+            mode=mode,
+            payload=payload,
+            every=every,
+            average_every=average_every,
             wire_dtype=wire_dtype,
-            bucket_bytes=int(bucket_bytes),
-            compress=compressor,
-            seed=int(seed) if masked else 0,
+            compress=compress,
+            seed=seed,
+            bucket_bytes=bucket_bytes,
         )
         return GossipSession(
             model,
@@ -189,6 +178,48 @@ def gossip(
     except BaseException:
         group.close()
         raise
+
+
+def resolve_settings(
+    world_size: int,
+    *,
+    topology: str | Schedule | None,
+    mode: str | Mode,
+    payload: str | Payload,
+    every: int,
+    average_every: int | str | None,
+    wire_dtype: torch.dtype | None,
+    compress: str | SharedMask | None,
+    seed: int,
+    bucket_bytes: int,
+) -> Settings:
+    """The settings of a run that begins with `world_size` ranks; warns of what has no effect.
+
+    `check_settings` must have passed them.
+    """
+    resolved_mode = resolve_mode(mode)
+    resolved_payload = resolve_payload(payload, resolved_mode)
+    if isinstance(resolved_payload, Gradients):
+        warnings.warn(
+            "payload='gradients' never mixes weights: replicas drift apart. It is the wording "
+            "of the paper's abstract, kept for study; train with payload='weights'",
+            stacklevel=3,
+        )
+    compressor = resolve_compress(compress)
+    masked = compressor is not None
+    named = _named(topology, resolved_mode)
+    schedule = _resolve_schedule(named, world_size, seed, seeds_all=not masked)
+    return Settings(
+        schedule=schedule,
+        mode=resolved_mode,
+        payload=resolved_payload,
+        every=int(every),
+        average_every=resolve_average_every(average_every, world_size),
+        wire_dtype=wire_dtype,
+        bucket_bytes=int(bucket_bytes),
+        compress=compressor,
+        seed=int(seed) if masked else 0,
+    )
 
 
 def check_settings(
@@ -272,7 +303,7 @@ def _resolve_schedule(
             warnings.warn(
                 f"seed={seed} is ignored: the ring does not rotate; topology=gossipgrad.topology."
                 "ring(world_size, seed=..., rotate=True) does",
-                stacklevel=3,
+                stacklevel=4,
             )
         return by_name(topology, world_size, seed=seed)
     if topology.world_size != world_size:
@@ -282,6 +313,6 @@ def _resolve_schedule(
         )
     if unused:
         warnings.warn(
-            f"seed={seed} is ignored: the schedule given as topology has its own", stacklevel=3
+            f"seed={seed} is ignored: the schedule given as topology has its own", stacklevel=4
         )
     return topology

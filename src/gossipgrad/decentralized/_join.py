@@ -1,6 +1,7 @@
 """Joining a run that others have begun, with the replica of one of them."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -8,54 +9,85 @@ from torch.optim import Optimizer
 
 from gossipgrad._claims import Claim
 from gossipgrad.comm import (
+    DEFAULT_BUCKET_BYTES,
     Group,
+    Heartbeats,
     Recorder,
     Transport,
-    ZeroMQTransport,
+    check_optimizers,
     fingerprint,
     load_replica,
     misfit,
     trained_parameters,
 )
+from gossipgrad.compression import SharedMask
 from gossipgrad.decentralized._arrival import Arrival
-from gossipgrad.decentralized._invitation import Invitation
+from gossipgrad.decentralized._gossip import check_settings, resolve_settings
+from gossipgrad.decentralized._joiner import Joiner
+from gossipgrad.decentralized._modes import Mode
 from gossipgrad.decentralized._session import GossipSession
-from gossipgrad.decentralized._taking import Taking
+from gossipgrad.decentralized._settings import Payload
+from gossipgrad.topology import Schedule
 
 __all__ = ["join"]
+
+_HEARTBEATS = Heartbeats()
 
 
 def join(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer],
-    invitation: str,
+    address: str,
     *,
+    topology: str | Schedule | None = None,
+    mode: str | Mode = "overlap",
+    payload: str | Payload = "weights",
+    every: int = 1,
+    average_every: int | str | None = None,
+    wire_dtype: torch.dtype | None = None,
+    compress: str | SharedMask | None = None,
     scaler: torch.amp.GradScaler | None = None,
+    seed: int = 0,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    encrypt: bool = False,
     recorder: Recorder | None = None,
+    heartbeats: Heartbeats = _HEARTBEATS,
     timeout_seconds: float = 300.0,
 ) -> GossipSession:
     """Joins a run of `gossip()` that others have begun, as one more rank; local to this one.
 
+    Build the same model and optimizer as the other ranks, and give the settings that they gave to
+    `gossip()`. Another model or other settings are refused by name before anything is loaded.
+
     One of the members, the donor, copies its replica between two of its steps and sends it in the
     background; nobody else is held up, and no process group is needed here. What it sends replaces
     the model's parameters and buffers, and the optimizer's state and hyper-parameters. Then this
-    rank enters: a new generation of the membership has it among the living, and the others make
-    links to it when they first need them. Settings are the run's.
+    rank becomes a member, and the others connect to it when they first need it.
 
     From then on collectives wait for it as for any member, so have data and all else ready before.
     In rounds nobody waits for it until it has made a step, which is its own; it then goes on at the
     round that the others are at.
 
-    A donor that dies or falls silent is replaced by another. A run that is over, or whose store
-    does not answer, is told by an error, within `timeout_seconds`; the transfer itself may take as
-    long as it needs. Where joining fails, nothing in the run has changed.
+    If the donor dies or fails, another member is asked, twice at most. If joining fails, nothing in
+    the run has changed.
 
     Args:
         model: As on the other ranks, on any device; its weights are overwritten.
         optimizer: The optimizer, or several, as on the other ranks.
-        invitation: What `GossipSession.invitation` returned on one of them.
+        address: What `GossipSession.join_address` returned on one of them.
+        topology: As in `gossip()`, like all settings that follow.
+        mode: As in `gossip()`.
+        payload: As in `gossip()`.
+        every: As in `gossip()`.
+        average_every: As in `gossip()`.
+        wire_dtype: As in `gossip()`.
+        compress: As in `gossip()`.
         scaler: The `torch.amp.GradScaler` that steps the optimizer, if one does.
+        seed: As in `gossip()`.
+        bucket_bytes: As in `gossip()`.
+        encrypt: As in `gossip()`.
         recorder: Gets spans of time.
+        heartbeats: As in `gossip()`.
         timeout_seconds: How long it may take until a member begins to send its replica.
 
     Returns:
@@ -63,57 +95,63 @@ def join(
         loop carried, and `position` goes on where the others are.
 
     Raises:
-        ValueError: The invitation is none, or of another version; the model, the optimizer or the
-            settings are others than the run's; a parameter is in a session of `sparsify`; or this
-            host cannot be reached by the others.
-        AgreementError: This rank has another secret than the run.
-        GossipError: The run is over, or no member answers in time.
+        ValueError: The address is none; the model, the optimizer or the settings are others than
+            the run's; a parameter is in a session of `sparsify`; or this host cannot be reached by
+            the others.
+        AgreementError: This rank has another secret than the run, or only one of both encrypts.
+        GossipError: The run is over, no member sends its replica in time, or three failed.
 
     Example:
         >>> import torch, gossipgrad as gg
         >>> model = torch.nn.Linear(2, 1)
-        >>> gg.join(model, torch.optim.SGD(model.parameters()), "come along")
+        >>> gg.join(model, torch.optim.SGD(model.parameters()), "run 7")
         Traceback (most recent call last):
             ...
-        ValueError: this is no invitation: give what session.invitation() returned on a rank
+        ValueError: 'run 7' is no address of a run: give what session.join_address() returned
     """
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    invited = Invitation.from_text(invitation)
-    settings, heartbeats = invited.to_settings()
-    _check_same(invited, model, optimizers, {**settings.describe(), "heartbeats": heartbeats})
+    check_optimizers(optimizers)
+    chosen: dict[str, Any] = {
+        "topology": topology,
+        "mode": mode,
+        "payload": payload,
+        "every": every,
+        "average_every": average_every,
+        "wire_dtype": wire_dtype,
+        "compress": compress,
+        "seed": seed,
+        "bucket_bytes": bucket_bytes,
+    }
+    check_settings(**chosen, scaler=scaler, encrypt=encrypt, heartbeats=heartbeats)
+    if heartbeats is None:
+        raise ValueError("heartbeats=None has a membership that never changes: no rank can join")
     early = Claim("join")  # before anything is loaded; the session takes its own
     early.take(trained_parameters(model, optimizers))
     early.release()
-    with Taking(invited, timeout_seconds=timeout_seconds) as taking:
-        donor, gift = taking.take()
+    with Joiner(address, encrypt=encrypt, timeout_seconds=timeout_seconds) as joiner:
+        world_size = joiner.info.world_size
+        settings = resolve_settings(world_size, **chosen)
+        joiner.check(
+            fingerprint(model, optimizers, {**settings.describe(), "heartbeats": heartbeats})
+        )
+        donor, gift = joiner.fetch()
         if (why := misfit(model, optimizers, gift["replica"])) is not None:
             raise ValueError(f"the replica of rank {donor} does not fit: {why}")
         load_replica(model, optimizers, gift["replica"])
-        rank, membership, store = taking.become_a_rank()
         arrival = Arrival(
-            membership=membership,
-            name=invited.name,
+            membership=joiner.membership(),
+            name=joiner.name,
             donor=donor,
             place=gift["place"],
-            run=bytes.fromhex(gift["run"]),
+            run=gift["run"],
             carried=gift["carried"],
         )
-        told = taking.introductions(membership)
-        secret, address = taking.secret, taking.address
+        store = joiner.clone_store()
 
-    def transport(group: Group, largest_bytes: int) -> Transport:
-        return ZeroMQTransport.joining(
-            secret,
-            rank,
-            invited.world_size,
-            occasion=invited.occasion,
-            introductions=told,
-            bind=address,
-            max_payload_bytes=largest_bytes,
-            encrypt=invited.encrypt,
-        )
+    def transport(_: Group, largest_bytes: int) -> Transport:
+        return joiner.transport(arrival.membership, largest_bytes)
 
-    group = Group(store, rank, invited.world_size, members=(rank,))
+    group = Group(store, joiner.rank, world_size, members=(joiner.rank,))
     try:
         return GossipSession(
             model,
@@ -129,21 +167,3 @@ def join(
     except BaseException:
         group.close()
         raise
-
-
-def _check_same(
-    invited: Invitation,
-    model: nn.Module,
-    optimizers: Sequence[Optimizer],
-    settings: dict[str, object],
-) -> None:
-    """Refuses another model, optimizer or version than the run's, before anybody is asked."""
-    here = fingerprint(model, optimizers, settings)
-    there = invited.fingerprint
-    for key in sorted({**here, **there}, key=lambda key: key.startswith(("order", "optimizer"))):
-        if here.get(key) != there.get(key):
-            raise ValueError(
-                f"this is not what the run trains: {key} is {here.get(key) or 'missing'} here, but "
-                f"{there.get(key) or 'missing'} there. Build the same model and optimizer as the "
-                "other ranks"
-            )

@@ -20,7 +20,7 @@ from gossipgrad.comm import (
     is_joinable,
 )
 from gossipgrad.decentralized._arrival import Arrival
-from gossipgrad.decentralized._giving import Giving
+from gossipgrad.decentralized._donor import Donor
 from gossipgrad.decentralized._rounds import Rounds
 from gossipgrad.decentralized._stale_rounds import StaleRounds
 from gossipgrad.errors import AgreementError, GossipError
@@ -49,7 +49,7 @@ class Members:
         current: The membership that this rank trains in.
         watch: Over the members, if it changes.
         name: Of the membership, in the store of the group.
-        giving: Gives this rank's replica to those who join, if any can.
+        donor: Sends this rank's replica to those who join, if any can.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Members:
         self.current = Membership.first(group.world_size, group.members)
         self.watch: MemberWatch | None = None
         self.name = ""
-        self.giving: Giving | None = None
+        self.donor: Donor | None = None
         self._group = group
         self._channel: Channel | None = None
         self._schedule = schedule
@@ -195,8 +195,8 @@ class Members:
 
     def end(self, error: BaseException | None = None) -> None:
         """Leaves the membership; one that dies by script just falls silent."""
-        if self.giving is not None:
-            self.giving.close()
+        if self.donor is not None:
+            self.donor.close()
         if self.watch is not None:
             self.watch.stop() if isinstance(error, ScriptedDeathError) else self.watch.leave()
 

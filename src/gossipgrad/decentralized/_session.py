@@ -203,6 +203,7 @@ class GossipSession(Belonging, Resumable):
                 broadcast_replica(self.group, self._model, self._optimizers)
                 self.group.barrier()  # nobody sends by the new plan before all have it
         self._watch.accept()
+        self._publish()
         self._equal_at_step = self._steps
         self._begin()
 
@@ -255,8 +256,7 @@ class GossipSession(Belonging, Resumable):
     def close(self) -> None:
         """Ends the session: mixes what is outstanding, says LEAVE, takes all hooks off; local.
 
-        Waits for outstanding parts at most a few seconds, for no one else, and may be called
-        twice. Ranks that go on training see this one as gone and skip it.
+        Waits for outstanding parts at most a few seconds; ranks that train on skip this one.
         """
         self._close(wait_seconds=_CLOSE_SECONDS)
 
@@ -279,7 +279,7 @@ class GossipSession(Belonging, Resumable):
         self._farewell = weakref.finalize(self, self._members.farewell, rounds)
         self._rounds = rounds
         self._members.seat(rounds)
-        self._open_door()
+        self._begin_giving()
         if arrival is None:
             broadcast_replica(self.group, self._model, self._optimizers)
             self._members.start()
@@ -322,7 +322,7 @@ class GossipSession(Belonging, Resumable):
             return
         if not self._mid_step:
             self._watch.check(self._is_as_sent)
-            self._give()
+            self._poll_donor()
         self.synchronize()
         self._mid_step = True
 

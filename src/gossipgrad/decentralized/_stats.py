@@ -50,7 +50,7 @@ class Stats:
         averaging_seconds: Time that steps were blocked on periodic averages.
         all_reduce_bytes: What a ring all-reduce of all trained parameters' gradients would have
             sent in as many steps: computed, 2 (p - 1) / p of them each, and not measured.
-        replicas_given: Newcomers that have got this rank's replica.
+        replicas_given: Joiners that got this rank's replica.
         giving_seconds: Time that steps were blocked on copies of it for them.
     """
 
@@ -139,6 +139,6 @@ def collect(
         averaged_bytes=averaging.averaged_bytes,
         averaging_seconds=averaging.seconds,
         all_reduce_bytes=2 * (p - 1) * steps * sections.gradient_bytes // p,
-        replicas_given=0 if members.giving is None else members.giving.given,
-        giving_seconds=0.0 if members.giving is None else members.giving.seconds,
+        replicas_given=0 if members.donor is None else members.donor.given,
+        giving_seconds=0.0 if members.donor is None else members.donor.seconds,
     )

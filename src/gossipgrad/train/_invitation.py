@@ -30,14 +30,14 @@ class Invitation:
     It lets nobody in: who joins must know the secret of the run.
 
     Attributes:
-        text: For `gg.join`; None if the run cannot be joined.
+        address: For `gg.join`; None if the run cannot be joined.
         refusal: Why not.
         store: Host and port of the run's store.
         data: What tells its data set from others.
         version: Of gossipgrad.
     """
 
-    text: str | None
+    address: str | None
     refusal: str | None
     store: tuple[str, int] | None
     data: str
@@ -46,13 +46,13 @@ class Invitation:
     @classmethod
     def of(cls, session: GossipSession, dataset: Dataset) -> "Invitation":
         """The invitation to a session that trains on a data set."""
-        text = refusal = None
+        address = refusal = None
         try:
-            text = session.invitation()
+            address = session.join_address()
         except (ValueError, GossipError) as error:  # a slow store is no reason not to train
             refusal = str(error)
         return cls(
-            text=text,
+            address=address,
             refusal=refusal,
             store=place_of(session.group.store),
             data=fingerprint_of(dataset),
@@ -89,7 +89,7 @@ class Invitation:
                 told = {**_NOTHING, "version": str(told["version"])}
             place = told["store"]
             return cls(
-                text=told["text"],
+                address=told["address"],
                 refusal=told["refusal"],
                 store=None if place is None else (str(place[0]), int(place[1])),
                 data=told["data"],
@@ -123,7 +123,7 @@ def withdraw(run_dir: RunDir) -> None:
         run_dir.invitation.unlink()
 
 
-_NOTHING: dict[str, Any] = {"text": None, "refusal": None, "store": None, "data": ""}
+_NOTHING: dict[str, Any] = {"address": None, "refusal": None, "store": None, "data": ""}
 
 
 def fingerprint_of(dataset: Dataset) -> str:

@@ -57,9 +57,9 @@ def join_main(spec: JoinSpec, pipe: Connection) -> None:
                 f"the data set {config.data} is another here than where the run was started: put "
                 "the same into the folder of data sets, or name another with --data-dir."
             )
-        assert invitation.text is not None
+        assert invitation.address is not None
         assert config.nproc is not None
-        with closing(Newcomer(invitation.text, run_dir, stop=stop, emit=heard)) as newcomer:
+        with closing(Newcomer(invitation.address, run_dir, stop=stop, emit=heard)) as newcomer:
             try:
                 result = train_rank(
                     config,

@@ -61,7 +61,7 @@ def find_run(options: JoinConfig) -> tuple[TrainConfig, RunDir, Invitation]:
     _check_can_grow(config, run_dir)
     if invitation is None:
         raise ValueError(f"the run in {run_dir.path} {_why_not_invited(run_dir)}")
-    if invitation.text is None:
+    if invitation.address is None:
         raise ValueError(f"the run in {run_dir.path} cannot be joined: {invitation.refusal}")
     given_secret()  # raises for a file that is no good
     check_device(config)

@@ -6,7 +6,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ class Newcomer:
     together, and looks whether the run stops.
 
     Args:
-        invitation: What `gg.join` takes.
+        address: Of the run, for `gg.join`.
         run_dir: The folder of the run.
         stop: Set from outside when this worker is to leave; set here when the run stops.
         emit: Takes a "joined" event.
@@ -50,13 +50,13 @@ class Newcomer:
 
     def __init__(
         self,
-        invitation: str,
+        address: str,
         run_dir: RunDir,
         *,
         stop: threading.Event,
         emit: Callable[[Event], None],
     ) -> None:
-        self._invitation = invitation
+        self._address = address
         self._run_dir = run_dir
         self._stop = stop
         self._emit = emit
@@ -79,14 +79,23 @@ class Newcomer:
         """Whether the run was put together already, without this worker."""
         return self._run_dir.summary.exists()
 
-    def enter(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> gg.GossipSession:
+    def enter(
+        self, model: nn.Module, optimizers: Sequence[Optimizer], settings: Mapping[str, Any]
+    ) -> gg.GossipSession:
         """Join; model and optimizers are then those of a living rank, but for the initial rates.
+
+        Args:
+            model: Its weights are overwritten.
+            optimizers: Their state is.
+            settings: Those of the run's session.
 
         Raises:
             ValueError, GossipError: As `gg.join`.
         """
         rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
-        session = gg.join(model, optimizers, self._invitation, timeout_seconds=_JOIN_SECONDS)
+        session = gg.join(
+            model, optimizers, self._address, **settings, timeout_seconds=_JOIN_SECONDS
+        )
         for optimizer, initial in zip(optimizers, rates, strict=True):
             for group, rate in zip(optimizer.param_groups, initial, strict=True):
                 group["initial_lr"] = rate  # what schedules go by

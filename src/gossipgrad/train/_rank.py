@@ -34,7 +34,7 @@ from ._resume import take_up
 from ._shares import notes_on_shares
 from ._spans import StepSpans
 from ._store_news import store_news
-from ._strategies import Strategy, make_strategy
+from ._strategies import Strategy, gossip_settings, make_strategy
 
 
 def train_rank(
@@ -90,7 +90,7 @@ def train_rank(
     with ExitStack() as unstarted:  # a start that comes to no step leaves, and may be tried again
         session = None
         if newcomer is not None:
-            session = newcomer.enter(model, optimizers)
+            session = newcomer.enter(model, optimizers, gossip_settings(config))
             unstarted.callback(session.close)
             rank = session.rank
         # Equal weights at the start, but dropout masks of its own.

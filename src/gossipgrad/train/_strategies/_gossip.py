@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 import gossipgrad as gg
 from gossipgrad.comm import Faults, FaultyLinks
 from gossipgrad.errors import EvictedError, GossipError
-from gossipgrad.train._config import GossipConfig
+from gossipgrad.train._config import GossipConfig, TrainConfig
 from gossipgrad.train._evaluate import Evaluation, TestPart
 from gossipgrad.train._spans import StepSpans
 from gossipgrad.train._stop_word import StopWord
@@ -60,8 +60,7 @@ class Gossip(Strategy):
         self._told: set[str] = set()
         self._every = options.every
         self._accord: StopTogether | None = None
-        cut_every = None if checkpoint_every is None else max(1, checkpoint_every // options.every)
-        self._cut_every = cut_every
+        self._cut_every = cut_every = _cut_every(options, checkpoint_every)
         transport = (
             "zeromq"
             if options.faults is None
@@ -70,16 +69,8 @@ class Gossip(Strategy):
         self._session = session or gg.gossip(
             model,
             optimizers,
-            topology=options.topology,
-            mode=_mode(options, cut_every),
-            payload=options.payload,
-            every=options.every,
-            average_every=options.average_every,
-            wire_dtype=None if options.wire_dtype is None else getattr(torch, options.wire_dtype),
-            compress=options.compress,
-            seed=seed,
+            **_settings(options, seed=seed, cut_every=cut_every),
             process_group=group,
-            heartbeats=_heartbeats(options.lost_after_seconds),
             transport=transport,
             encrypt=encrypt and transport == "zeromq",
             recorder=spans,
@@ -278,6 +269,31 @@ class Gossip(Strategy):
         if self._word is not None:
             self._word.close()
         self._session.close()
+
+
+def gossip_settings(config: TrainConfig) -> dict[str, Any]:
+    """What one that joins a run gives to `gg.join`: the settings of the run's sessions."""
+    cut_every = _cut_every(config.gossip, config.checkpoint_every)
+    settings = _settings(config.gossip, seed=config.seed, cut_every=cut_every)
+    return {**settings, "encrypt": config.encrypt}
+
+
+def _settings(options: GossipConfig, *, seed: int, cut_every: int | None) -> dict[str, Any]:
+    return {
+        "topology": options.topology,
+        "mode": _mode(options, cut_every),
+        "payload": options.payload,
+        "every": options.every,
+        "average_every": options.average_every,
+        "wire_dtype": None if options.wire_dtype is None else getattr(torch, options.wire_dtype),
+        "compress": options.compress,
+        "seed": seed,
+        "heartbeats": _heartbeats(options.lost_after_seconds),
+    }
+
+
+def _cut_every(options: GossipConfig, checkpoint_every: int | None) -> int | None:
+    return None if checkpoint_every is None else max(1, checkpoint_every // options.every)
 
 
 def _mode(options: GossipConfig, cut_every: int | None) -> gg.Stale | gg.Overlap | gg.Sync:
