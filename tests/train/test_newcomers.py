@@ -42,7 +42,7 @@ def test_where_one_began_counts_what_the_run_had_done_before_it_was_resumed(tmp_
 
     monkeypatch.setattr(gg, "join", lambda *_, **__: Joined())
     with closing(Newcomer("", run_dir, stop=threading.Event(), emit=lambda _: None)) as newcomer:
-        newcomer.enter(torch.nn.Linear(1, 1), [])
+        newcomer.enter(torch.nn.Linear(1, 1), [], {})
     assert json.loads(run_dir.rank_joined(3).read_text()) == {"step": 47}
 
 

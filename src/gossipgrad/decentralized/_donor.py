@@ -152,11 +152,13 @@ class Donor:
         start = time.perf_counter()
         try:
             copy = copy_replica()
-        except BaseException as error:
+        except Exception as error:
             for future in waiting:
                 future.set_exception(error)
-            if not isinstance(error, Exception):  # Ctrl-C
-                raise
+        except BaseException:  # Ctrl-C
+            for future in waiting:
+                future.set_exception(GossipError("its step was interrupted"))
+            raise
         else:
             for future in waiting:
                 future.set_result(copy)
