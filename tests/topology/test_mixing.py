@@ -1,22 +1,25 @@
-"""How fast the schedules contract, against closed forms and bounds."""
+"""How fast schedules mix: closed forms and bounds, and the analysis against dense algebra."""
 
 import math
+import time
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from gossipgrad import topology
-from gossipgrad.topology import Schedule, by_name
+from gossipgrad.topology import Schedule, analyse, by_name, spectral_gap
+
+
+def dense_product(schedule: Schedule, rounds: range, weight: float = 0.5) -> np.ndarray:
+    product = np.eye(schedule.world_size)
+    for t in rounds:
+        product = schedule.mixing_matrix(t, weight) @ product
+    return product
 
 
 def left_after(schedule: Schedule, rounds: range) -> float:
-    """The worst contraction of the consensus distance over these rounds, by dense algebra."""
-    product = np.eye(schedule.world_size)
-    for t in rounds:
-        product = schedule.mixing_matrix(t) @ product
-    return float(np.linalg.norm(product - 1 / schedule.world_size, 2))
+    """The worst contraction of the consensus distance over these rounds."""
+    return float(np.linalg.norm(dense_product(schedule, rounds) - 1 / schedule.world_size, 2))
 
 
 def overlap_norm(length: int, overlap: int) -> float:
@@ -24,83 +27,153 @@ def overlap_norm(length: int, overlap: int) -> float:
     return abs(math.sin(math.pi * overlap / length) / math.sin(math.pi / length))
 
 
-@given(
-    st.sampled_from(["dissemination", "hypercube", "matching"]),
-    st.integers(0, 7),
-    st.integers(0, 2**64 - 1),
-    st.integers(0, 10**9),
-    st.booleans(),
-)
-def test_powers_of_two_average_exactly_in_one_period(name, log2, seed, index, rotate):
-    schedule = by_name(name, 2**log2, seed=seed, rotate=rotate)
-    first = index * schedule.period
-    values = np.random.default_rng(seed % 1000).normal(size=schedule.world_size)
-    mean = values.mean()
-    for t in range(first, first + schedule.period):
-        recv_from = schedule.round_peers(t).recv_from
-        values = values if log2 == 0 else 0.5 * (values + values[recv_from])
-    assert np.abs(values - mean).max() < 1e-14
+@pytest.mark.parametrize("name", ["dissemination", "hypercube", "matching"])
+@pytest.mark.parametrize("rotate", [True, False])
+def test_powers_of_two_average_exactly_in_one_period(name, rotate):
+    for log2 in range(7):
+        schedule = by_name(name, 2**log2, seed=log2, rotate=rotate)
+        first = 10**9 * schedule.period
+        product = dense_product(schedule, range(first, first + schedule.period))
+        assert np.abs(product - 1 / 2**log2).max() < 1e-14
 
 
-@pytest.mark.parametrize("world_size", range(2, 65))
+@pytest.mark.parametrize("world_size", [*range(2, 14), 31, 48, 64])
 def test_dissemination_contracts_by_its_closed_form(world_size):
     # One period adds up every number of steps from 0 to 2^L - 1 around the ring of positions: J
     # and, once more, the 2^L - p positions that are reached twice.
     schedule = topology.dissemination(world_size, seed=1)
     reached_twice = 2**schedule.period - world_size
     expected = overlap_norm(world_size, reached_twice) / 2**schedule.period
-    periods = (range(schedule.period), range(schedule.period * 9, schedule.period * 10))
-    for rounds in periods:
-        assert left_after(schedule, rounds) == pytest.approx(expected, abs=1e-12)
-    assert expected <= 1 / 4
-
-
-@pytest.mark.parametrize("world_size", range(2, 65, 2))
-def test_matching_contracts_by_its_closed_form_for_even_world_sizes(world_size):
-    # The same, on pairs: after a period a rank holds 2^(L-1) neighbouring pairs out of p / 2.
-    schedule = topology.matching(world_size, seed=1)
-    pairs, held = world_size // 2, 2 ** (schedule.period - 1)
-    expected = 0.0 if pairs == 1 else overlap_norm(pairs, held - pairs) / held
     rounds = range(schedule.period * 9, schedule.period * 10)
     assert left_after(schedule, rounds) == pytest.approx(expected, abs=1e-12)
-    assert expected <= 1 / 4
 
 
-@pytest.mark.parametrize("world_size", range(3, 65, 2))
-def test_matching_halves_the_distance_each_period_for_odd_world_sizes(world_size):
-    # Measured: 0.5 at 3 ranks, where it is met exactly, at most 0.37 above.
+@pytest.mark.parametrize("world_size", [*range(2, 14), 31, 48, 64])
+def test_matching_contracts_by_its_closed_form(world_size):
+    # Even: as dissemination, on pairs: after a period a rank holds 2^(L-1) of p / 2 pairs.
+    # Odd, measured: 0.5 at 3 ranks, at most 0.37 above.
     schedule = topology.matching(world_size, seed=1)
-    bound = 0.5 if world_size == 3 else 0.4
-    assert left_after(schedule, range(schedule.period)) <= bound + 1e-12
+    left = left_after(schedule, range(schedule.period * 9, schedule.period * 10))
+    pairs, held = world_size // 2, 2 ** (schedule.period - 1)
+    if world_size % 2:
+        assert left <= (0.5 if world_size == 3 else 0.4) + 1e-12
+    else:
+        expected = 0.0 if pairs == 1 else overlap_norm(pairs, held - pairs) / held
+        assert left == pytest.approx(expected, abs=1e-12)
 
 
-@pytest.mark.parametrize("world_size", range(4, 65, 2))
+@pytest.mark.parametrize("world_size", [4, 6, 12, 64])
 def test_ring_contracts_by_its_closed_form(world_size):
     # Each half of the period projects on pairs: the norm is the cosine of the angle between them.
     expected = math.cos(2 * math.pi / world_size)
     assert left_after(topology.ring(world_size), range(2)) == pytest.approx(expected, abs=1e-12)
 
 
-@pytest.mark.parametrize("world_size", range(3, 65))
+@pytest.mark.parametrize("world_size", [3, 8, 12, 33, 64])
 def test_complete_contracts_within_few_rounds(world_size):
     # What a tournament in the circle's own order fails: it needs about as many rounds as ranks.
-    schedule = topology.complete(world_size)
-    doublings = math.ceil(math.log2(world_size))
-    assert topology.contraction(schedule, rounds=doublings + 4)[-1] <= 0.1
+    rounds = analyse(topology.complete(world_size)).rounds_to_contract_10x
+    assert rounds is not None
+    assert rounds <= math.ceil(math.log2(world_size)) + 4
 
 
+@pytest.mark.parametrize("name", ["dissemination", "matching"])
 @pytest.mark.parametrize("world_size", [12, 24, 48])
-def test_rotation_speeds_mixing_up_where_one_period_is_not_exact(world_size):
-    for name in ("dissemination", "matching"):
-        rotating = topology.spectral_gap(by_name(name, world_size, rotate=True))
-        still = topology.spectral_gap(by_name(name, world_size, rotate=False))
-        assert rotating > still + 0.03
+def test_rotation_speeds_mixing_up_where_one_period_is_not_exact(world_size, name):
+    rotating = spectral_gap(by_name(name, world_size, rotate=True))
+    assert rotating > spectral_gap(by_name(name, world_size, rotate=False)) + 0.03
 
 
 @pytest.mark.parametrize("world_size", range(1, 71))
 def test_all_know_all_after_one_period(world_size):
-    names = ["dissemination"] if world_size % 2 else ["dissemination", "matching"]
-    for name in names:
+    for name in ["dissemination"] if world_size % 2 else ["dissemination", "matching"]:
         schedule = by_name(name, world_size)
         expected = 0 if world_size == 1 else schedule.period
         assert topology.rounds_until_all_know_all(schedule) == expected
+
+
+@pytest.mark.parametrize("name", ["dissemination", "matching", "complete", "ring"])
+@pytest.mark.parametrize("world_size", [2, 7, 12])
+@pytest.mark.parametrize("weight", [0.5, 0.3])
+def test_figures_are_those_of_the_dense_product(name, world_size, weight):
+    schedule = by_name(name, world_size, seed=4)
+    rounds = 2 * schedule.period
+    product = dense_product(schedule, range(rounds), weight)
+    assert np.allclose(topology.mixing_product(schedule, rounds, weight=weight), product)
+
+    expected = 1 - np.linalg.norm(product - 1 / world_size, 2) ** 0.5
+    assert spectral_gap(schedule, weight=weight, periods=2) == pytest.approx(expected, abs=1e-7)
+
+    found = analyse(schedule, weight=weight).rounds_to_contract_10x
+    assert found is not None
+    for t, is_enough in ((found - 1, False), (found, True)):
+        off_mean = dense_product(schedule, range(t), weight) - 1 / world_size
+        assert (np.linalg.norm(off_mean) <= 0.1 * math.sqrt(world_size - 1)) == is_enough
+
+    shares = topology.diffusion(schedule, rounds)
+    assert np.allclose(shares[-1], (product > 0).mean(axis=1))
+
+
+def test_the_gap_of_many_periods_is_not_lost_in_rounding():
+    schedule = topology.dissemination(12, rotate=False)
+    one = dense_product(schedule, range(schedule.period)) - 1 / 12
+    radius = np.abs(np.linalg.eigvals(one)).max()
+    assert spectral_gap(schedule, periods=200) == pytest.approx(1 - radius, rel=1e-2)
+
+
+def test_extremes_of_the_analysis():
+    given_up = analyse(topology.ring(40), max_rounds=10)
+    assert given_up.rounds_to_contract_10x is None
+    assert given_up.rounds_until_all_know_all is None
+    assert topology.rounds_until_all_know_all(topology.ring(40)) == 20
+
+    unmixed = analyse(topology.matching(8), weight=0.0, max_rounds=20)
+    assert unmixed.spectral_gap == pytest.approx(0.0, abs=1e-12)
+    assert unmixed.rounds_to_contract_10x is None
+
+    alone = analyse(topology.dissemination(1))
+    assert (alone.spectral_gap, alone.rounds_to_contract_10x) == (1.0, 0)
+    assert alone.rounds_until_all_know_all == 0
+
+
+@pytest.mark.parametrize("name", ["dissemination", "hypercube", "matching"])
+def test_estimates_of_many_ranks_are_near_what_is_known(name):
+    """Of 512 ranks, a power of two, every exact figure is known: the average after a period."""
+    found = analyse(by_name(name, 512))
+    assert not found.exact
+    assert analyse(by_name(name, 256)).exact
+    assert found.spectral_gap == 1.0
+    assert found.rounds_to_contract_1000x == found.rounds_until_all_know_all == 9
+
+
+def test_estimates_are_near_the_dense_figures():
+    schedule = topology.matching(301)
+    found = analyse(schedule)
+    product, lefts = np.eye(301), []
+    for t in range(4 * schedule.period):
+        lefts.append(np.linalg.norm(product - 1 / 301) / math.sqrt(300))
+        recv_from = schedule.round_peers(t).recv_from
+        takes_part = recv_from >= 0
+        product[takes_part] = (product[takes_part] + product[recv_from[takes_part]]) / 2
+    gap = 1 - np.linalg.norm(product - 1 / 301, 2) ** 0.25
+    assert gap - 1e-9 <= found.spectral_gap < 1
+    exact = next(t for t, left in enumerate(lefts) if left <= 1e-3)
+    assert found.rounds_to_contract_1000x is not None
+    assert abs(found.rounds_to_contract_1000x - exact) <= 1
+
+
+def test_many_ranks_are_analysed_without_a_dense_matrix():
+    start = time.process_time()
+    found = analyse(topology.matching(20_000))
+    assert time.process_time() - start < 30.0
+    assert found.doubly_stochastic
+    assert found.rounds_until_all_know_all == 15
+    assert topology.diffusion(topology.dissemination(20_000), rounds=15)[-1].min() == 1.0
+
+
+def test_analysis_notices_a_schedule_that_loses_mass(monkeypatch):
+    schedule = topology.dissemination(8)
+    peers = schedule.round_peers(0)
+    broken = peers._replace(recv_from=np.where(np.arange(8) == 3, -1, peers.recv_from))
+    monkeypatch.setattr(type(schedule), "round_peers", lambda *_: broken)
+    assert not analyse(schedule, max_rounds=5).doubly_stochastic

@@ -7,12 +7,12 @@ are estimates from those (seeded: the same every time).
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import count
 
 import numpy as np
-from jaxtyping import Bool, Float, UInt8
+from jaxtyping import Float, UInt8
 
-from ._schedule import NOBODY, Schedule, check_weight
+from ._schedule import NOBODY, Ranks, Schedule, check_weight
 
 EXACT_UP_TO = 256
 """The largest world size whose analysis is exact."""
@@ -24,7 +24,7 @@ _ROUNDING = 1e-10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Analysis:
-    """What `analyse` found; None where more rounds were needed than it looked at."""
+    """What `analyse` found; a number of rounds is None where it takes more than `max_rounds`."""
 
     exact: bool
     """Whether the figures are exact; estimates otherwise."""
@@ -33,7 +33,11 @@ class Analysis:
     spectral_gap: float
     """See `spectral_gap`; of one period."""
     rounds_to_contract_10x: int | None
-    """Rounds until the consensus distance is a tenth; see `contraction`."""
+    r"""Rounds until the consensus distance is a tenth of that at the start.
+
+    For replicas that start independent and alike in spread, so that after t rounds it is
+    $\|W_{t-1} \cdots W_0 - J\|_F / \|I - J\|_F$, with $J$ the matrix of all $1/p$.
+    """
     rounds_to_contract_1000x: int | None
     """Rounds until the consensus distance is a thousandth."""
     rounds_until_all_know_all: int | None
@@ -46,7 +50,7 @@ def analyse(schedule: Schedule, *, weight: float = 0.5, max_rounds: int = 1_000)
     Args:
         schedule: any; 100,000 ranks take seconds.
         weight: how much of the delta is taken; a schedule from a matrix has its own.
-        max_rounds: where to give up.
+        max_rounds: the most rounds to try.
 
     Raises:
         ValueError: when the weight is outside 0 to 1.
@@ -56,25 +60,24 @@ def analyse(schedule: Schedule, *, weight: float = 0.5, max_rounds: int = 1_000)
         >>> analyse(dissemination(8)).rounds_to_contract_1000x
         3
     """
-    ratios = list(_until(_contractions(schedule, weight), 1e-3, max_rounds))
+    check_weight(weight)
+    tenth = thousandth = None
+    for t, left in zip(range(max_rounds + 1), _contractions(schedule, weight), strict=False):
+        if tenth is None and left <= 0.1:
+            tenth = t
+        if left <= 1e-3:
+            thousandth = t
+            break
     return Analysis(
         exact=schedule.world_size <= EXACT_UP_TO,
         doubly_stochastic=all(
             _keeps_the_mean(schedule, t, weight) for t in range(min(schedule.period, max_rounds))
         ),
         spectral_gap=spectral_gap(schedule, weight=weight),
-        rounds_to_contract_10x=_first_within(ratios, 0.1),
-        rounds_to_contract_1000x=_first_within(ratios, 1e-3),
+        rounds_to_contract_10x=tenth,
+        rounds_to_contract_1000x=thousandth,
         rounds_until_all_know_all=rounds_until_all_know_all(schedule, max_rounds=max_rounds),
     )
-
-
-def is_doubly_stochastic(
-    matrix: Float[np.ndarray, "rank rank"], *, tolerance: float = 1e-9
-) -> bool:
-    """Whether no entry is negative and all rows and columns sum to 1: mixing keeps the mean."""
-    sums = np.concatenate([matrix.sum(axis=0), matrix.sum(axis=1)])
-    return bool(matrix.min() >= -tolerance and np.abs(sums - 1.0).max() <= tolerance)
 
 
 def mixing_product(
@@ -88,31 +91,8 @@ def mixing_product(
     check_weight(weight)
     product = np.eye(schedule.world_size)
     for t in range(rounds):
-        product = _mixed(product, schedule, t, weight)
+        product = _mix(product, schedule, t, weight)
     return product
-
-
-def contraction(
-    schedule: Schedule, rounds: int, *, weight: float = 0.5
-) -> Float[np.ndarray, " time"]:
-    r"""What is left of the consensus distance after 0 to `rounds` rounds.
-
-    For replicas that start independent and alike in spread, with $D_t = W_{t-1} \cdots W_0 - J$
-    and $J$ the matrix of all $1/p$,
-
-    .. math:: c_t = \|D_t\|_F / \|D_0\|_F,
-
-    the root of the expected squared consensus distance relative to that at the start.
-
-    Args:
-        schedule: any; above 256 ranks the expectation is estimated from random vectors.
-        rounds: how far to go.
-        weight: how much of the delta is taken; a schedule from a matrix has its own.
-
-    Returns:
-        Shape `(rounds + 1,)`, the first entry 1; all 0 for a single rank, which has no distance.
-    """
-    return np.array(list(islice(_contractions(schedule, weight), rounds + 1)))
 
 
 def spectral_gap(schedule: Schedule, *, weight: float = 0.5, periods: int = 4) -> float:
@@ -128,7 +108,7 @@ def spectral_gap(schedule: Schedule, *, weight: float = 0.5, periods: int = 4) -
     every relabelling: what rotation adds shows from two on.
 
     Above 256 ranks the contraction of random vectors over at most 512 rounds, scaled to one
-    period, stands for the worst one. The result is then an upper bound: close where mixing is
+    period, replaces the worst one. The result is then an upper bound: close where mixing is
     fast, far too good where it is slow (a ring).
     """
     period = schedule.period
@@ -139,7 +119,7 @@ def spectral_gap(schedule: Schedule, *, weight: float = 0.5, periods: int = 4) -
     block /= max(np.linalg.norm(block), _ROUNDING)
     shrunk = 0.0
     for t in range(rounds):
-        block = _mixed(block, schedule, t, weight)
+        block = _mix(block, schedule, t, weight)
         left = float(np.linalg.norm(block))
         if left < _ROUNDING:
             return 1.0
@@ -156,17 +136,12 @@ def diffusion(schedule: Schedule, rounds: int) -> Float[np.ndarray, "time rank"]
 
     Args:
         schedule: any; above 256 ranks the share is that of 256 evenly spaced ranks.
-        rounds: how far to go.
+        rounds: how many.
 
     Returns:
         Shape `(rounds + 1, world_size)`, from about `1 / world_size` up to 1.
     """
-    known, sources = _sources(schedule)
-    shares = [_share(known, sources)]
-    for t in range(rounds):
-        known = _spread(known, schedule, t)
-        shares.append(_share(known, sources))
-    return np.stack(shares)
+    return np.stack([share for _, share in zip(range(rounds + 1), _shares(schedule), strict=False)])
 
 
 def rounds_until_all_know_all(schedule: Schedule, *, max_rounds: int = 1_000) -> int | None:
@@ -175,17 +150,13 @@ def rounds_until_all_know_all(schedule: Schedule, *, max_rounds: int = 1_000) ->
     Args:
         schedule: any; above 256 ranks "every other" are 256 evenly spaced ranks, so the answer
             may be too small.
-        max_rounds: where to give up.
+        max_rounds: the most rounds to try.
 
     Returns:
         The number of rounds, or None when `max_rounds` are not enough.
     """
-    known, sources = _sources(schedule)
-    for t in range(max_rounds + 1):
-        if _share(known, sources).min() == 1.0:
-            return t
-        known = _spread(known, schedule, t)
-    return None
+    shares = zip(range(max_rounds + 1), _shares(schedule), strict=False)
+    return next((t for t, share in shares if share.min() == 1.0), None)
 
 
 def _start(schedule: Schedule) -> Float[np.ndarray, "rank column"]:
@@ -196,63 +167,45 @@ def _start(schedule: Schedule) -> Float[np.ndarray, "rank column"]:
     return block - block.mean(axis=0)
 
 
-def _mixed(
+def _mix(
     block: Float[np.ndarray, "rank column"], schedule: Schedule, round: int, weight: float
 ) -> Float[np.ndarray, "rank column"]:
-    recv_from, taking_part = _receivers(schedule, round)
-    taken = np.where(taking_part, schedule.round_weights(round, weight), 0.0)
+    recv_from, taken = _received(schedule, round, weight)
     return block + taken[:, None] * (block[recv_from] - block)
 
 
 def _contractions(schedule: Schedule, weight: float) -> Iterator[float]:
-    check_weight(weight)
     block = _start(schedule)
     at_start = max(float(np.linalg.norm(block)), _ROUNDING)
     for t in count():
         yield float(np.linalg.norm(block)) / at_start
-        block = _mixed(block, schedule, t, weight)
-
-
-def _until(ratios: Iterator[float], enough: float, max_rounds: int) -> Iterator[float]:
-    for ratio in islice(ratios, max_rounds + 1):
-        yield ratio
-        if ratio <= enough:
-            return
-
-
-def _first_within(ratios: list[float], enough: float) -> int | None:
-    return next((t for t, ratio in enumerate(ratios) if ratio <= enough), None)
+        block = _mix(block, schedule, t, weight)
 
 
 def _keeps_the_mean(schedule: Schedule, round: int, weight: float) -> bool:
-    recv_from, taking_part = _receivers(schedule, round)
-    taken = np.where(taking_part, schedule.round_weights(round, weight), 0.0)
+    recv_from, taken = _received(schedule, round, weight)
     given = np.bincount(recv_from, weights=taken, minlength=schedule.world_size)
     return bool((taken >= 0.0).all() and (taken <= 1.0).all() and np.allclose(given, taken))
 
 
-def _receivers(schedule: Schedule, round: int) -> tuple[np.ndarray, Bool[np.ndarray, " rank"]]:
-    """Whom each rank receives from, itself where it sits out, and who takes part."""
+def _received(
+    schedule: Schedule, round: int, weight: float
+) -> tuple[Ranks, Float[np.ndarray, " rank"]]:
+    """The rank that each receives from, itself where it sits out, and the weight that it takes."""
     recv_from = schedule.round_peers(round).recv_from
-    taking_part = recv_from != NOBODY
-    return np.where(taking_part, recv_from, np.arange(schedule.world_size)), taking_part
+    takes_part = recv_from != NOBODY
+    taken = np.where(takes_part, schedule.round_weights(round, weight), 0.0)
+    return np.where(takes_part, recv_from, np.arange(schedule.world_size)), taken
 
 
-def _sources(schedule: Schedule) -> tuple[UInt8[np.ndarray, "rank byte"], int]:
-    """One bit for each rank and source, set where the rank is the source; and how many sources."""
+def _shares(schedule: Schedule) -> Iterator[Float[np.ndarray, " rank"]]:
+    """The share of the sources of which each rank holds something, after 0, 1, 2, ... rounds."""
     p = schedule.world_size
     sources = np.unique(np.linspace(0, p - 1, min(p, _SAMPLED_SOURCES)).astype(np.int64))
     bits = np.zeros((p, sources.size), np.bool_)
     bits[sources, np.arange(sources.size)] = True
-    return np.packbits(bits, axis=1), sources.size
-
-
-def _spread(
-    known: UInt8[np.ndarray, "rank byte"], schedule: Schedule, round: int
-) -> UInt8[np.ndarray, "rank byte"]:
-    recv_from, _ = _receivers(schedule, round)
-    return known | known[recv_from]
-
-
-def _share(known: UInt8[np.ndarray, "rank byte"], sources: int) -> Float[np.ndarray, " rank"]:
-    return np.unpackbits(known, axis=1, count=sources).sum(axis=1) / sources
+    known: UInt8[np.ndarray, "rank byte"] = np.packbits(bits, axis=1)
+    for t in count():
+        yield np.unpackbits(known, axis=1, count=sources.size).sum(axis=1) / sources.size
+        recv_from, _ = _received(schedule, t, 0.5)
+        known = np.bitwise_or(known, known[recv_from])

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from ._edge_colouring import Edge, colour_edges
-from ._relabelling import relabelling
-from ._schedule import NOBODY, Schedule, check_seed
+from ._rotation import relabelling
+from ._schedule import NOBODY, Ranks, Schedule, check_seed
 
 if TYPE_CHECKING:
     import networkx
@@ -38,17 +38,14 @@ class GraphSchedule(Schedule):
         """True: partners send to each other."""
         return True
 
-    def _peers_of(
-        self, round: int, ranks: Int[np.ndarray, " n"]
-    ) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:
-        partners = self.partners[round % self.period]
-        met = np.array([partners[rank] for rank in ranks.tolist()], np.int64)
-        return met, met
+    def _peers_of_all(self, round: int) -> tuple[Ranks, Ranks]:
+        partners = np.array(self.partners[round % self.period], np.int64)
+        return partners, partners
 
     def describe(self) -> dict:
-        """What makes this schedule the one it is, in plain JSON; see `Schedule.describe`.
+        """Return what identifies this schedule; see `Schedule.describe`.
 
-        The matchings, which may be many, stand as their SHA-256.
+        The matchings, which may be many, are given as their SHA-256.
         """
         return {
             "name": self.name,
@@ -69,17 +66,15 @@ class MatrixSchedule(GraphSchedule):
     weights: tuple[tuple[float, ...], ...] = field(repr=False)
     """For each matching the weight that every rank takes from its partner, 0 for nobody."""
 
-    def _weights_of(
-        self, round: int, ranks: Int[np.ndarray, " n"], default: float
-    ) -> Float[np.ndarray, " n"]:
-        weights = self.weights[round % self.period]
-        return np.array([weights[rank] for rank in ranks.tolist()])
+    def round_weights(self, round: int, default: float = 0.5) -> Float[np.ndarray, " rank"]:
+        """The weights of the matrix, whatever the default; see `Schedule.round_weights`."""
+        return np.array(self.weights[round % self.period])
 
     def describe(self) -> dict:
-        """What makes this schedule the one it is, in plain JSON; see `Schedule.describe`.
+        """Return what identifies this schedule; see `Schedule.describe`.
 
-        Matchings and weights stand as their SHA-256: ranks whose weights differ in the last bit
-        do not hold the same schedule.
+        Matchings and weights are given as their SHA-256: weights that differ in the last bit make
+        another schedule.
         """
         exact = [[weight.hex() for weight in row] for row in self.weights]
         return {

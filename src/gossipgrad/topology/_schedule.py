@@ -7,8 +7,10 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
+Ranks = Int[np.ndarray, " rank"]
+"""Ranks or positions, one for each rank."""
 NOBODY = -1
-"""Stands for "no partner" in arrays of ranks; `Peers` says None."""
+"""Means "no partner" in arrays of ranks; `Peers` says None."""
 
 
 class Peers(NamedTuple):
@@ -21,8 +23,8 @@ class Peers(NamedTuple):
 class RoundPeers(NamedTuple):
     """Whom every rank meets in one round: arrays indexed by rank, -1 for sitting out."""
 
-    send_to: Int[np.ndarray, " rank"]
-    recv_from: Int[np.ndarray, " rank"]
+    send_to: Ranks
+    recv_from: Ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,23 +64,15 @@ class Schedule(ABC):
         """Whether in every round each rank receives from the rank it sends to."""
 
     @abstractmethod
-    def _peers_of(
-        self, round: int, ranks: Int[np.ndarray, " n"]
-    ) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:
-        """Where the given ranks send to and receive from, `NOBODY` where they sit out."""
+    def _peers_of_all(self, round: int) -> tuple[Ranks, Ranks]:
+        """Return the ranks that each rank sends to and receives from, `NOBODY` if it sits out."""
 
     @abstractmethod
     def describe(self) -> dict:
-        """What makes this schedule the one it is, in plain JSON.
+        """Return what identifies this schedule, in plain JSON.
 
-        Equal on two ranks if and only if they hold the same schedule: what ranks compare before
-        they start.
+        Ranks compare it before they start: it is equal if and only if they hold the same schedule.
         """
-
-    def _weights_of(
-        self, round: int, ranks: Int[np.ndarray, " n"], default: float
-    ) -> Float[np.ndarray, " n"]:
-        return np.full(ranks.shape, default)
 
     def peers(self, round: int, rank: int) -> Peers:
         """Whom `rank` meets in `round`.
@@ -98,21 +92,21 @@ class Schedule(ABC):
             >>> dissemination(8, rotate=False).peers(round=1, rank=0)
             Peers(send_to=6, recv_from=2)
         """
-        self._check_round(round)
-        send_to, recv_from = self._peers_of(round, self._only(rank))
-        return Peers(_none_if_nobody(send_to), _none_if_nobody(recv_from))
+        self._check_rank(rank)
+        send_to, recv_from = (int(ranks[rank]) for ranks in self.round_peers(round))
+        return Peers(
+            None if send_to == NOBODY else send_to, None if recv_from == NOBODY else recv_from
+        )
 
     def round_peers(self, round: int) -> RoundPeers:
-        """Whom every rank meets in `round`, as two arrays.
-
-        Returns:
-            `send_to` and `recv_from`, each of shape `(world_size,)`, -1 for sitting out.
+        """Whom every rank meets in `round`, as two arrays of shape `(world_size,)`.
 
         Raises:
-            ValueError: when the round is negative.
+            ValueError: when the round is out of range.
         """
-        self._check_round(round)
-        return RoundPeers(*self._peers_of(round, np.arange(self.world_size, dtype=np.int64)))
+        if not 0 <= round < 2**63:
+            raise ValueError(f"round {round} is out of range: rounds count from 0 to 2**63 - 1")
+        return RoundPeers(*self._peers_of_all(round))
 
     def weight(self, round: int, rank: int, default: float = 0.5) -> float:
         """How much of the delta `rank` takes in `round`: the default, unless from a matrix.
@@ -123,16 +117,14 @@ class Schedule(ABC):
             default: what a schedule without weights of its own answers.
 
         Raises:
-            ValueError: when the round or the rank is out of range.
+            ValueError: when the rank is out of range.
         """
-        self._check_round(round)
-        return float(self._weights_of(round, self._only(rank), default)[0])
+        self._check_rank(rank)
+        return float(self.round_weights(round, default)[rank])
 
     def round_weights(self, round: int, default: float = 0.5) -> Float[np.ndarray, " rank"]:
-        """`weight` of every rank, shape `(world_size,)`; it has no meaning for who sits out."""
-        self._check_round(round)
-        ranks = np.arange(self.world_size, dtype=np.int64)
-        return self._weights_of(round, ranks, default)
+        """`weight` of every rank, shape `(world_size,)`; without meaning where a rank sits out."""
+        return np.full(self.world_size, default)
 
     def mixing_matrix(self, round: int, weight: float = 0.5) -> Float[np.ndarray, "rank rank"]:
         r"""How each rank's value is made in `round`: $w_i' = \sum_j W_{ij} w_j$.
@@ -166,18 +158,12 @@ class Schedule(ABC):
         matrix[taking_part, recv_from[taking_part]] += taken
         return matrix
 
-    def _only(self, rank: int) -> Int[np.ndarray, " 1"]:
+    def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.world_size:
             raise ValueError(
                 f"rank {rank} is outside world size {self.world_size}: "
                 f"ranks run from 0 to {self.world_size - 1}"
             )
-        return np.array([rank], np.int64)
-
-    @staticmethod
-    def _check_round(round: int) -> None:
-        if not 0 <= round < 2**63:
-            raise ValueError(f"round {round} is out of range: rounds count from 0 to 2**63 - 1")
 
 
 def check_seed(seed: int) -> None:
@@ -193,8 +179,3 @@ def check_weight(weight: float) -> None:
             f"weight {weight} is out of range: it is the share of the delta that a rank takes, "
             "0 to 1 (0.5 averages a pair)"
         )
-
-
-def _none_if_nobody(ranks: Int[np.ndarray, " 1"]) -> int | None:
-    rank = int(ranks[0])
-    return None if rank == NOBODY else rank
