@@ -209,7 +209,7 @@ def test_a_lock_that_was_removed_meanwhile_is_taken_anew(run_dir, monkeypatch):
 
 
 def invite(run_dir, host, port):
-    Invitation(text="{}", refusal=None, store=(host, port), data="", version="1").write(run_dir)
+    Invitation(address="{}", refusal=None, store=(host, port), data="", version="1").write(run_dir)
 
 
 @pytest.fixture

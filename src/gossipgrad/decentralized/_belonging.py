@@ -1,6 +1,5 @@
 """A session among the members of a run: who they are, and letting others join."""
 
-import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,7 +9,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gossipgrad.comm import (
-    AskedStore,
     Group,
     Heartbeats,
     Membership,
@@ -23,6 +21,7 @@ from gossipgrad.comm import (
 )
 from gossipgrad.decentralized._arrival import Arrival, Arriving, place_of
 from gossipgrad.decentralized._donor import Donor, RunInfo
+from gossipgrad.decentralized._joiner import address_of, root_of
 from gossipgrad.decentralized._members import Members
 from gossipgrad.decentralized._modes import Stale
 from gossipgrad.decentralized._rounds import Rounds
@@ -116,16 +115,7 @@ class Belonging(ABC):
             raise GossipError("the session is closed: a run is joined while it lasts")
         if (why := self._why_closed()) is not None:
             raise ValueError(f"nobody can join this run: {why}")
-        root = _root_of(self.group.store)
-        asked = AskedStore(self.group.store)
-        try:
-            prefix = asked.ask(_prefix_of)
-        except RuntimeError as error:
-            raise GossipError(f"the store does not answer: {error}") from error
-        finally:
-            asked.close()
-        host = f"[{root.host}]" if ":" in root.host else root.host
-        return "/".join(filter(None, (f"{host}:{root.port}", prefix, self._members.name)))
+        return address_of(self.group.store, self._members.name)
 
     def _why_closed(self) -> str | None:
         """Why nobody can join this run, None if one can."""
@@ -135,9 +125,9 @@ class Belonging(ABC):
             return "its membership never changes: leave heartbeats=None out"
         if not is_joinable(self._rounds.channel.transport):
             return "its links are no ZeroMQ ones: use transport='zeromq'"
-        if not isinstance(_root_of(self.group.store), dist.TCPStore):
+        if not isinstance(root_of(self.group.store), dist.TCPStore):
             return (
-                f"its store is a {type(_root_of(self.group.store)).__name__}, which cannot be "
+                f"its store is a {type(root_of(self.group.store)).__name__}, which cannot be "
                 "reached from another process: use a TCPStore, as init_process_group does"
             )
         parameters = all_parameters(self._model, self._optimizers).values()
@@ -235,19 +225,3 @@ class Belonging(ABC):
         """Counts steps that the others have made meanwhile."""
         self._steps_of_others += steps - self._steps
         self._steps = steps
-
-
-def _root_of(store: dist.Store) -> Any:
-    """The store under all prefixes."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return store
-
-
-def _prefix_of(store: dist.Store) -> str:
-    """The prefix that a store puts before its keys, found out by one of them."""
-    probe = f"probe/{secrets.token_hex(8)}"
-    store.set(probe, "")
-    (found,) = (key for key in _root_of(store).list_keys() if key.endswith(probe))
-    store.delete_key(probe)
-    return found.removesuffix(probe).removesuffix("/")

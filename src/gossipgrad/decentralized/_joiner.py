@@ -29,7 +29,7 @@ from gossipgrad.comm import (
 from gossipgrad.decentralized._donor import PIECE_BYTES, RUN_KEY, WISH_KEY, RunInfo, answer_key
 from gossipgrad.errors import GossipError
 
-__all__ = ["Joiner"]
+__all__ = ["Joiner", "address_of", "root_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +40,44 @@ _LISTEN_SECONDS = 0.05
 _ASK_SECONDS = 0.1
 _STALLED_SECONDS = 60.0
 _TRIES = 3
+
+
+def address_of(store: dist.Store, name: str) -> str:
+    """Where a joiner finds a run: host and port of its store, and where its keys are in it.
+
+    Args:
+        store: A `TCPStore`, below any prefixes.
+        name: Of the membership.
+
+    Raises:
+        GossipError: The store does not answer.
+    """
+    root = root_of(store)
+    asked = AskedStore(store)
+    try:
+        prefix = asked.ask(_prefix_of)
+    except RuntimeError as error:
+        raise GossipError(f"the store does not answer: {first_line(error)}") from error
+    finally:
+        asked.close()
+    host = f"[{root.host}]" if ":" in root.host else root.host
+    return "/".join(filter(None, (f"{host}:{root.port}", prefix, name)))
+
+
+def root_of(store: dist.Store) -> Any:
+    """The store below all prefixes."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def _prefix_of(store: dist.Store) -> str:
+    """The prefix that a store puts before its keys, which torch does not tell."""
+    probe = f"probe/{secrets.token_hex(8)}"
+    store.set(probe, "")
+    (found,) = (key for key in root_of(store).list_keys() if key.endswith(probe))
+    store.delete_key(probe)
+    return found.removesuffix(probe).removesuffix("/")
 
 
 class _FailedError(Exception):
