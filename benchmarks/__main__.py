@@ -6,7 +6,6 @@ import sys
 BENCHMARKS = (
     "transports",
     "encryption",
-    "flood",
     "step",
     "images",
     "reference_drift",

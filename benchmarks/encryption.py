@@ -1,22 +1,20 @@
-"""What it costs that strangers may not speak, and that nobody may listen, on loopback.
+"""What it costs to encrypt links, on loopback.
 
-Run with `python -m benchmarks.encryption`. Two processes exchange messages over plain links, whose
-headers are sealed, and over encrypted ones, by turns. What strangers at the door cost is told by
-`python -m benchmarks.flood`.
+Run with `python -m benchmarks.encryption`. Two processes exchange messages over plain links and
+over encrypted ones, by turns.
 """
 
 import argparse
+import os
+import secrets
 import statistics
-import time
+import tempfile
 from functools import partial
-
-import torch
 
 from benchmarks._common import write
 from benchmarks._exchanges import SEED, Spent, by_turns, summary
 from benchmarks._two_ranks import in_two_processes
-from gossipgrad.comm import Header, Kind, ZeroMQTransport
-from gossipgrad.comm._seal import Opener, Sealer
+from gossipgrad.comm import ZeroMQTransport
 
 CASES = {  # name: (bytes of each message, messages, repeats)
     "64 kB": (1 << 16, 1, 40),
@@ -24,29 +22,10 @@ CASES = {  # name: (bytes of each message, messages, repeats)
     "4 MB": (4 << 20, 1, 30),
     "25 MB as 7 x 4 MB": ((25 << 20) // 7 // 4 * 4, 7, 10),
 }
-LINKS = {"plain": ZeroMQTransport, "encrypted": partial(ZeroMQTransport, encrypt=True)}
-SEALS = 20_000
-SEALED_BYTES = 4 << 20
-
-
-def seal_seconds() -> float:
-    """For one message: sealing it and opening it, median of ten batches."""
-    header = Header(
-        kind=Kind.DATA,
-        run=bytes(16),
-        sender=1,
-        round=7,
-        dtype=torch.float32,
-        size_bytes=SEALED_BYTES,
-    ).pack()
-    sealer, opener = Sealer(bytes(32)), Opener(bytes(32))
-    taken = []
-    for _ in range(10):
-        start = time.perf_counter()
-        for _ in range(SEALS // 10):
-            opener.open(sealer.seal(header, SEALED_BYTES), SEALED_BYTES)
-        taken.append((time.perf_counter() - start) / (SEALS // 10))
-    return statistics.median(taken)
+LINKS = {
+    "plain": partial(ZeroMQTransport, encrypt=False),
+    "encrypted": partial(ZeroMQTransport, encrypt=True),
+}
 
 
 def cpu_a_megabyte(both: list[list[Spent]], sent_bytes: int) -> float:
@@ -57,7 +36,11 @@ def cpu_a_megabyte(both: list[list[Spent]], sent_bytes: int) -> float:
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__.split("\n")[0]).parse_args()
-    both = in_two_processes(by_turns, CASES, LINKS)
+    with tempfile.NamedTemporaryFile("w") as secret:
+        secret.write(secrets.token_hex(32))
+        secret.flush()
+        os.environ["GOSSIPGRAD_SECRET_FILE"] = secret.name
+        both = in_two_processes(by_turns, CASES, LINKS)
     results = {}
     for case, (size_bytes, count, _) in CASES.items():
         results[case] = {}
@@ -66,9 +49,7 @@ def main() -> None:
             results[case][name] = summary(spent, size_bytes * count) | {
                 "cpu_seconds_per_megabyte_sent": cpu_a_megabyte(spent, size_bytes * count)
             }
-    figures = {"seed": SEED, "seal_and_open_seconds": seal_seconds(), "results": results}
-    write("encryption", figures)
-    print(f"sealing and opening a header: {1e6 * figures['seal_and_open_seconds']:.1f} us")
+    write("encryption", {"seed": SEED, "results": results})
     for case, by_name in results.items():
         for name, s in by_name.items():
             print(

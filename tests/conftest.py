@@ -96,3 +96,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture
+def secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file with a secret, which the environment names."""
+    path = tmp_path / "run.secret"
+    path.write_text("0123456789abcdef" * 4)
+    path.chmod(0o600)
+    monkeypatch.setenv("GOSSIPGRAD_SECRET_FILE", str(path))
+    return path

@@ -14,7 +14,7 @@ from support.waiting import until
 @pytest.mark.parametrize(
     "settings",
     [
-        {"mode": "overlap"},
+        {"mode": "overlap", "encrypt": False},
         {"mode": "sync", "encrypt": True},
         {"mode": "stale", "every": 2},
         {"mode": "overlap", "payload": "weights+state", "average_every": 4},
@@ -22,7 +22,7 @@ from support.waiting import until
     ],
     ids=lambda settings: "-".join(map(str, settings.values())),
 )
-def test_a_joiner_takes_a_members_replica_and_trains_with_the_others(settings):
+def test_a_joiner_takes_a_members_replica_and_trains_with_the_others(settings, secret):
     def member(me, run):
         me.train(6)
         me.session.carry = {"epoch": 2 + me.rank}

@@ -12,7 +12,7 @@ from support.ranks import run_ranks
 from support.replicas import network, set_gradients, sgd
 
 
-def test_a_strategy_that_cannot_encrypt_is_refused_before_the_start():
+def test_a_strategy_that_cannot_encrypt_is_refused_before_the_start(secret):
     with pytest.raises(
         ValueError, match=r"encrypt is on, and strategy allreduce talks through torch's.*WireGuard"
     ):
@@ -31,10 +31,13 @@ def test_a_secret_that_is_no_good_is_told_before_the_start(monkeypatch, tmp_path
     monkeypatch.setenv("GOSSIPGRAD_SECRET_FILE", str(tmp_path / "missing"))
     with pytest.raises(ValueError, match=r"cannot read GOSSIPGRAD_SECRET_FILE=.*missing"):
         check(TrainConfig(), 2)
+    monkeypatch.delenv("GOSSIPGRAD_SECRET_FILE")
+    with pytest.raises(ValueError, match="encrypt=True needs a file"):
+        check(TrainConfig(encrypt=True), 2)
 
 
 @pytest.mark.parametrize("faults", [None, "delay rank=1 round=1 seconds=0.01"])
-def test_the_strategy_encrypts_its_links(faults):
+def test_the_strategy_encrypts_its_links(faults, secret):
     options = TrainConfig(encrypt=True).gossip
     if faults is not None:
         options = type(options)(faults=faults)
@@ -59,13 +62,13 @@ def test_the_strategy_encrypts_its_links(faults):
         assert transport.max_payload_bytes == 16 << 20
         delivered = strategy._session.stats().outcomes["delivered"]
         strategy.close()
-        return transport._credentials.encrypt, delivered > 0
+        return transport.is_encrypted, delivered > 0
 
     assert run_ranks(2, train) == [(True, True)] * 2
 
 
 @pytest.mark.parametrize("encrypt", [False, True])
-def test_the_ring_shuffle_takes_no_more_than_a_batch_and_brings_all_of_it(encrypt):
+def test_the_ring_shuffle_takes_no_more_than_a_batch_and_brings_all_of_it(encrypt, secret):
     """Above 16 kB, below which a message may have any size."""
     width = 4096
 
@@ -76,7 +79,7 @@ def test_the_ring_shuffle_takes_no_more_than_a_batch_and_brings_all_of_it(encryp
                 assert sum(len(x) for (x,) in ring) == 10
             ring.settle()
             transport = ring._ring.links.transport
-            assert transport._credentials.encrypt == encrypt
+            assert transport.is_encrypted == encrypt
             assert transport.max_payload_bytes == 5 * width * 4
             told = ring.stats(), ring.rows()[0]
             group.barrier()  # who leaves first is gone for the other

@@ -23,7 +23,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from gossipgrad.comm import Group, ZeroMQTransport, given_secret, resolve_transport
+from gossipgrad.comm import Group, ZeroMQTransport, check_secret
 from gossipgrad.planning import AffineCost
 from gossipgrad.simulate import SIZES_BYTES, Probe, check_sizes, probe
 from gossipgrad.train import (
@@ -69,7 +69,8 @@ class ProbeOptions:
     host_names: bool = False
     """Write the names of the hosts, too."""
     encrypt: bool = False
-    """Encrypt what exchanges send, to see what that costs; all-reduce cannot."""
+    """Encrypt what exchanges send, to see what that costs, with the secret in the file that
+    GOSSIPGRAD_SECRET_FILE names; all-reduce cannot."""
 
 
 def sizes_of(options: ProbeOptions) -> tuple[int, ...]:
@@ -102,8 +103,7 @@ def check(options: ProbeOptions) -> None:
     if options.out is not None and not options.out.absolute().parent.is_dir():
         raise ValueError(f"--out {options.out}: there is no folder {options.out.parent}")
     check_sizes(sizes_of(options))
-    given_secret()  # raises for a file that is no good
-    resolve_transport("zeromq", encrypt=options.encrypt)
+    check_secret(options.encrypt or None)
 
 
 def main(arguments: list[str]) -> int:
@@ -144,7 +144,7 @@ def _take_part(options: ProbeOptions, world: World) -> int:
             transport=partial(
                 ZeroMQTransport,
                 max_payload_bytes=max(sizes_of(options)),
-                encrypt=options.encrypt,
+                encrypt=options.encrypt or None,
             ),
         )
     hosts = group.all_gather_object(socket.gethostname()) if options.host_names else None

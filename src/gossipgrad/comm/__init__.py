@@ -1,5 +1,6 @@
 """How bytes move between ranks: channels, links, buckets and the private group."""
 
+from gossipgrad.comm._access import check_secret as check_secret
 from gossipgrad.comm._agreement import agree_on as agree_on
 from gossipgrad.comm._agreement import fingerprint as fingerprint
 from gossipgrad.comm._asked_store import AskedStore as AskedStore
@@ -45,10 +46,6 @@ from gossipgrad.comm._replica_state import load_replica as load_replica
 from gossipgrad.comm._replica_state import misfit as misfit
 from gossipgrad.comm._replica_state import replica_state as replica_state
 from gossipgrad.comm._same_start import broadcast_replica as broadcast_replica
-from gossipgrad.comm._secret import Secret as Secret
-from gossipgrad.comm._secret import given_secret as given_secret
-from gossipgrad.comm._secret import joining_secret as joining_secret
-from gossipgrad.comm._secret import secret_in as secret_in
 from gossipgrad.comm._staging import Snapshot as Snapshot
 from gossipgrad.comm._staging import SnapshotPool as SnapshotPool
 from gossipgrad.comm._staging import to_device as to_device

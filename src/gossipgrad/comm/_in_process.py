@@ -71,7 +71,9 @@ class InProcessTransport:
 
     def send(self, peer: int, header: bytes, payload: Tensor | None = None) -> Ticket:
         """Copies the payload into the peer's box."""
-        body = None if payload is None else payload.contiguous().view(torch.uint8).clone()
+        body = (
+            None if payload is None else payload.contiguous().view(torch.uint8).to("cpu", copy=True)
+        )
         self._hub.put(self.rank, peer, Arrival(header, body))
         return Sent()
 

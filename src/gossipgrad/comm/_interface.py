@@ -1,6 +1,7 @@
 """Which network interface a rank listens on."""
 
 import contextlib
+import ipaddress
 import os
 import socket
 from collections.abc import Collection
@@ -8,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gossipgrad.comm._group import Group
-from gossipgrad.comm._tcp import host_of
 
 __all__ = [
     "BIND",
@@ -113,6 +113,22 @@ def is_loopback(address: str) -> bool:
     """Whether an address is of no use on another host."""
     host = host_of(address)
     return host.startswith("127.") or host in ("::1", "lo", "localhost")
+
+
+def host_of(address: str) -> str:
+    """An address in one spelling, whatever kind of socket it was seen on.
+
+    Example:
+        >>> host_of("::ffff:10.0.0.7"), host_of("fe80::1%eth0")
+        ('10.0.0.7', 'fe80::1')
+    """
+    plain = address.partition("%")[0]
+    try:
+        parsed = ipaddress.ip_address(plain)
+    except ValueError:
+        return plain
+    mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
+    return str(mapped or parsed)
 
 
 def here() -> str:

@@ -42,7 +42,7 @@ class Joining:
         generation: The first generation with it.
         when_seconds: When that was written, in seconds since 1970, by its own clock.
         donor: The rank with whose replica it began.
-        introduction: Where its links listen, and that it knows the secret of the run.
+        introduction: Where its links listen, and the fingerprint of its secret.
     """
 
     generation: int

@@ -33,12 +33,10 @@ class Arrival:
     Attributes:
         header: The header's bytes, unchecked.
         payload: The payload as bytes, shape `(size_bytes,)`, or None; memory is the receiver's.
-        sender: The rank that is proven to have sent it, None where that cannot be told.
     """
 
     header: bytes
     payload: Tensor | None
-    sender: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,21 +89,16 @@ class Joinable(Protocol):
         ...
 
     @property
-    def occasion(self) -> str:
-        """What proofs of the secret are bound to, beside who shows them."""
-        ...
-
-    @property
     def introductions(self) -> dict[int, list[Any]]:
-        """What all those introduced themselves with who were met, this rank among them."""
+        """How each rank that is known introduces itself, this one among them."""
         ...
 
     def take_in(self, rank: int, introduction: Sequence[Any]) -> None:
         """Gets to know a rank that has joined; links are made when first used, here and there."""
         ...
 
-    def beside(self, occasion: str, *, max_payload_bytes: int) -> "JoinableTransport":
-        """Another transport of this rank and secret, for links of their own."""
+    def beside(self, *, max_payload_bytes: int) -> "JoinableTransport":
+        """Another transport of this rank, with links of its own."""
         ...
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from gossipgrad.comm._credentials import check_can_encrypt
+from gossipgrad.comm._access import check_encrypt
 from gossipgrad.comm._faults import Faults, FaultyTransport
 from gossipgrad.comm._group import Group
 from gossipgrad.comm._transport import Transport
@@ -19,11 +19,11 @@ class FaultyLinks:
 
     Attributes:
         faults: The script.
-        encrypt: Whether everything on the links is encrypted.
+        encrypt: As that of `ZeroMQTransport`.
     """
 
     faults: Faults
-    encrypt: bool = False
+    encrypt: bool | None = None
 
     def __call__(self, group: Group, largest_bytes: int = 1 << 32) -> Transport:
         """The transport of this rank; a collective."""
@@ -31,15 +31,13 @@ class FaultyLinks:
         return FaultyTransport(links, self.faults)
 
 
-def resolve_transport(
-    transport: Any, *, encrypt: object = False
-) -> Callable[[Group, int], Transport]:
+def resolve_transport(transport: Any, *, encrypt: Any = None) -> Callable[[Group, int], Transport]:
     """How links are made, of a group and the largest payload in bytes that the plan foresees.
 
     Args:
         transport: `"zeromq"`, `FaultyLinks`, or a function from a group to a transport,
             which has a limit of its own.
-        encrypt: Whether everything on the links is encrypted, which `"zeromq"` can.
+        encrypt: Whether links are encrypted, which `"zeromq"` can; None: if there is a secret.
 
     Raises:
         ValueError: There is no such transport, or it cannot encrypt.
@@ -51,15 +49,12 @@ def resolve_transport(
             "transport must be 'zeromq' or a function from a group to a transport, "
             f"got {transport!r}"
         )
-    if not isinstance(encrypt, bool):
-        raise ValueError(f"encrypt must be True or False, got {encrypt!r}")
+    check_encrypt(encrypt)
     if encrypt and transport != "zeromq":
         raise ValueError(
             "encrypt=True is for transport='zeromq'; in a function of your own write "
             "lambda group: ZeroMQTransport(group, encrypt=True)"
         )
-    if encrypt:
-        check_can_encrypt()
     if transport == "zeromq":
         return lambda group, largest_bytes: ZeroMQTransport(
             group, max_payload_bytes=largest_bytes, encrypt=encrypt

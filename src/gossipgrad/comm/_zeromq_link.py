@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import zmq
 
-from gossipgrad.comm._seal import Seals
 from gossipgrad.comm._transport import Sent, Ticket
 
 __all__ = ["DOWN", "UP", "WATCHED", "Link"]
@@ -18,7 +17,7 @@ _BROKEN_OFF = zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
 _REFUSED = zmq.Event.HANDSHAKE_FAILED_AUTH | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
 WATCHED = UP | DOWN | _FAILED | _BROKEN_OFF | _REFUSED
 _GONE_AFTER_FAILURES = 2  # every peer listens before its address is told: refusal means gone
-_GONE_AFTER_BROKEN_OFF = 30  # it may have to make room among strangers
+_GONE_AFTER_BROKEN_OFF = 30  # a busy peer may take long to let us in
 _GONE_AFTER_SECONDS = 0.5  # what a peer sent before it left is still under way
 _COPY_BELOW_BYTES = 1 << 15  # below this a copy is cheaper than keeping track of the buffer
 
@@ -30,7 +29,6 @@ class Link:
     Attributes:
         socket: Connected, or on its way to be.
         monitor: Tells of its connection.
-        seals: Of its headers.
         was_up: Whether it was let in once.
         down_since: When it broke (monotonic), None while it has not.
         failures: How often nobody answered in a row.
@@ -39,7 +37,6 @@ class Link:
 
     socket: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
-    seals: Seals
     was_up: bool = False
     down_since: float | None = None
     failures: int = 0
@@ -84,14 +81,12 @@ class Link:
         """Queues a message; only a large body is not copied."""
         if self.down_since is not None:
             return Sent()
-        sealed = self.seals.seal(header, 0 if body is None else body.nbytes)
         try:
             if body is None or body.nbytes < _COPY_BELOW_BYTES:
-                self.socket.send_multipart([sealed, *([] if body is None else [body])], zmq.NOBLOCK)
+                self.socket.send_multipart([header, *([] if body is None else [body])], zmq.NOBLOCK)
                 return Sent()
-            self.socket.send(sealed, zmq.SNDMORE | zmq.NOBLOCK)
+            self.socket.send(header, zmq.SNDMORE | zmq.NOBLOCK)
         except zmq.Again:  # refused: there is no queue any more
-            self.seals.take_back()
             self.failures = _GONE_AFTER_FAILURES
             return Sent()
         ticket = self.socket.send(body, zmq.NOBLOCK, copy=False, track=True)

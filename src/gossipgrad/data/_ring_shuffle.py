@@ -120,7 +120,7 @@ class RingShuffle(IterableDataset[Batch]):
         credits: int = 8,
         deadline_seconds: float = 0.0,
         transport: str | TransportFactory = "zeromq",
-        encrypt: bool = False,
+        encrypt: bool | None = None,
     ) -> None:
         super().__init__()
         self._group = resolve_group(process_group, asks="RingShuffle(...)")

@@ -177,8 +177,6 @@ class Links:
         header = Header.unpack(arrival.header)
         if header.run != self._run:
             raise WireError("it belongs to another run")
-        if arrival.sender not in (None, header.sender):
-            raise WireError(f"rank {arrival.sender} speaks as rank {header.sender}")
         if not 0 <= header.sender < self.world_size or header.sender == self.rank:
             raise WireError(f"rank {header.sender} is no neighbour")
         if header.sender in self.gone:

@@ -105,7 +105,7 @@ class Belonging(ABC):
 
         A short text: host and port of the rendezvous store, and where the run's keys are in it. Any
         member may give it at any time, and it stays good for as long as the run lasts. It is not
-        secret and lets nobody in: the secret of the run does.
+        secret: where links are encrypted, a joiner needs the secret of the run, too.
 
         Raises:
             ValueError: Nobody can join this run; the message says what would have to be otherwise.
@@ -171,7 +171,6 @@ class Belonging(ABC):
         return RunInfo(
             world_size=self.group.world_size,
             fingerprint=fingerprint(self._model, self._optimizers, settings),
-            occasion=transport.occasion,
             introductions=transport.introductions,
         )
 

@@ -54,13 +54,11 @@ class RunInfo:
     Attributes:
         world_size: How many ranks took part at the start.
         fingerprint: Model, optimizers and settings; see `gossipgrad.comm.fingerprint`.
-        occasion: Of the transports' introductions.
         introductions: Where the members listen.
     """
 
     world_size: int
     fingerprint: dict[str, str]
-    occasion: str
     introductions: dict[int, list[Any]]
 
     def to_text(self) -> str:
@@ -188,7 +186,7 @@ class Donor:
     def _give(self, wish: dict[str, Any]) -> None:
         try:
             transport = self._transport
-            link = transport.beside(transport.occasion, max_payload_bytes=2 * PIECE_BYTES)
+            link = transport.beside(max_payload_bytes=2 * PIECE_BYTES)
             try:
                 joiner = int(wish["rank"])
                 link.take_in(joiner, wish["introduction"])

@@ -60,7 +60,7 @@ def gossip(
     seed: int = 0,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     transport: str | TransportFactory = "zeromq",
-    encrypt: bool = False,
+    encrypt: bool | None = None,
     recorder: Recorder | None = None,
     heartbeats: Heartbeats | None = _HEARTBEATS,
 ) -> GossipSession:
@@ -105,9 +105,9 @@ def gossip(
         seed: Of the rotation of partners, and of a shared mask.
         bucket_bytes: Size of a message.
         transport: `"zeromq"`, or a function from the session's group to a transport.
-        encrypt: Encrypt all that goes over the links (not collectives, nor the rendezvous). It
-            costs processor time. Encrypted or not, ranks show each other that they know the secret
-            of the run.
+        encrypt: Encrypt all that goes over the links (not collectives, nor the rendezvous), with
+            the secret in the file that `GOSSIPGRAD_SECRET_FILE` names on every rank. It costs
+            processor time. None: if a file is named.
         recorder: Gets spans of time, for example a `gossipgrad.trace.Trace`.
         heartbeats: How ranks see that others are lost and go on among those that live; None: all
             ranks stay members for good, and without one there is no average of all any more.
@@ -235,7 +235,7 @@ def check_settings(
     seed: Any = 0,
     bucket_bytes: object = DEFAULT_BUCKET_BYTES,
     transport: object = "zeromq",
-    encrypt: object = False,
+    encrypt: object = None,
     heartbeats: object = None,
     process_group: object = None,
     mesh: object = None,

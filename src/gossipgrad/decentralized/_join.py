@@ -49,7 +49,7 @@ def join(
     scaler: torch.amp.GradScaler | None = None,
     seed: int = 0,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-    encrypt: bool = False,
+    encrypt: bool | None = None,
     recorder: Recorder | None = None,
     heartbeats: Heartbeats = _HEARTBEATS,
     timeout_seconds: float = 300.0,

@@ -23,8 +23,6 @@ from gossipgrad.comm import (
     Record,
     ZeroMQTransport,
     joining_address,
-    joining_secret,
-    secret_in,
 )
 from gossipgrad.decentralized._donor import PIECE_BYTES, RUN_KEY, WISH_KEY, RunInfo, answer_key
 from gossipgrad.errors import GossipError
@@ -123,7 +121,7 @@ class Joiner:
 
     Args:
         address: Of the run.
-        encrypt: Whether its links are encrypted.
+        encrypt: As in `gossip()`.
         timeout_seconds: Within which a member must have begun to send its replica.
 
     Attributes:
@@ -132,11 +130,11 @@ class Joiner:
         rank: This rank's number; -1 before `fetch`.
 
     Raises:
-        ValueError: It is no address, or this rank has a secret and the run has none, or vice versa.
+        ValueError: It is no address.
         GossipError: The store does not answer, or holds no such run.
     """
 
-    def __init__(self, address: str, *, encrypt: bool, timeout_seconds: float) -> None:
+    def __init__(self, address: str, *, encrypt: bool | None, timeout_seconds: float) -> None:
         parts = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
         if parts is None:
             raise ValueError(
@@ -163,7 +161,6 @@ class Joiner:
         self._asked = AskedStore(connect, timeout_seconds=min(timeout_seconds, 2 * _STORE_SECONDS))
         try:
             self.info = self._read_info()
-            self._secret = joining_secret(self._ask(secret_in))
         except BaseException:
             self._asked.close()
             raise
@@ -220,10 +217,8 @@ class Joiner:
         endpoints = [endpoint for endpoint, *_ in introductions.values()]
         hosts = {e.removeprefix("tcp://").rpartition(":")[0].strip("[]") for e in endpoints}
         return ZeroMQTransport.joining(
-            self._secret,
             self.rank,
             self.info.world_size,
-            occasion=self.info.occasion,
             introductions=introductions,
             bind=joining_address(hosts, towards=self._host),
             max_payload_bytes=max_payload_bytes,

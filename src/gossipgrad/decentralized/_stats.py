@@ -35,8 +35,7 @@ class Stats:
             travels in mode stale, else two. Parts that come early are not in it: a rank that is
             stuck may find those of `max_staleness + 1` rounds of each other rank, mostly of one.
         clamps: Elements of non-negative optimizer state that mixing would have left below zero.
-        refused_messages: Messages dropped because they did not fit the plan or were not sealed by a
-            rank, and connections refused because they did not know the secret of the run.
+        refused_messages: Messages dropped because they did not fit the plan.
         torn_rounds: Rounds that a resumption found mixed at one end alone; the mean over ranks has
             shifted by them. 0 if the states were taken as they should be.
         consensus_distance_estimate: From the differences to this rank's own partners in the last

@@ -94,7 +94,7 @@ class RingBatches:
         seed: int,
         deadline_seconds: float,
         group: Group | None = None,
-        encrypt: bool = False,
+        encrypt: bool | None = None,
     ) -> None:
         index = torch.from_numpy(shard)
         self._carried: dict[str, Any] = {}
@@ -232,7 +232,7 @@ def make_batches(
         seed=config.seed,
         deadline_seconds=config.shuffle_deadline_seconds,
         group=None if groups is None else groups("ring"),
-        encrypt=config.encrypt,
+        encrypt=config.encrypt or None,
     )
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gossipgrad import data, models, topology
-from gossipgrad.comm import Faults, given_secret
+from gossipgrad.comm import Faults, check_secret
 from gossipgrad.decentralized import check_settings
 
 from ._config import TrainConfig
@@ -48,7 +48,7 @@ def check(config: TrainConfig, world_size: int) -> None:
             average_every=config.gossip.average_every,
             compress=config.gossip.compress,
             seed=config.seed,
-            encrypt=config.encrypt,
+            encrypt=config.encrypt or None,
         )
         if config.gossip.topology is not None:
             topology.by_name(config.gossip.topology, world_size, seed=config.seed)
@@ -72,7 +72,7 @@ def check(config: TrainConfig, world_size: int) -> None:
 
 
 def _check_who_may_speak(config: TrainConfig) -> None:
-    given_secret()  # raises for a file that is no good
+    check_secret(config.encrypt or None)
     if config.encrypt and config.strategy not in ("gossip", "local"):
         raise ValueError(
             f"encrypt is on, and strategy {config.strategy} talks through torch's collectives, "

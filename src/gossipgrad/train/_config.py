@@ -121,7 +121,8 @@ class TrainConfig:
     without it. One that was heard of and falls silent is given up after lost_after_seconds, or 10
     if that is less."""
     encrypt: bool = False
-    """Encrypt exchanges of gossip and the rows of shuffle ring; collectives are not."""
+    """Encrypt exchanges of gossip and the rows of shuffle ring, with the secret in the file that
+    GOSSIPGRAD_SECRET_FILE names, on every rank; on if that is set. Collectives are not."""
     gossip: GossipConfig = field(default_factory=GossipConfig)
     """How replicas gossip."""
     post_local: PostLocalConfig = field(default_factory=PostLocalConfig)

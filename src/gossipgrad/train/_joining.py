@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from gossipgrad import checkpoint, data
-from gossipgrad.comm import given_secret
+from gossipgrad.comm import check_secret
 
 from ._config import TrainConfig
 from ._device import check_device
@@ -63,7 +63,7 @@ def find_run(options: JoinConfig) -> tuple[TrainConfig, RunDir, Invitation]:
         raise ValueError(f"the run in {run_dir.path} {_why_not_invited(run_dir)}")
     if invitation.address is None:
         raise ValueError(f"the run in {run_dir.path} cannot be joined: {invitation.refusal}")
-    given_secret()  # raises for a file that is no good
+    check_secret(None)
     check_device(config)
     _knock(invitation, run_dir)
     data.prepare(config.data, config.data_dir, image_size=config.image_size)

@@ -44,7 +44,7 @@ class Gossip(Strategy):
         options: GossipConfig,
         *,
         seed: int,
-        encrypt: bool = False,
+        encrypt: bool | None = None,
         spans: StepSpans,
         group: gg.Group | None = None,
         checkpoint_every: int | None = None,
@@ -72,7 +72,7 @@ class Gossip(Strategy):
             **_settings(options, seed=seed, cut_every=cut_every),
             process_group=group,
             transport=transport,
-            encrypt=encrypt and transport == "zeromq",
+            encrypt=encrypt if transport == "zeromq" else None,
             recorder=spans,
         )
         if checkpoint_every is not None and not self.is_stale:

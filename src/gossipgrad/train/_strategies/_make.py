@@ -63,7 +63,7 @@ def make_strategy(
             optimizers,
             config.gossip,
             seed=config.seed,
-            encrypt=config.encrypt,
+            encrypt=config.encrypt or None,
             spans=spans,
             group=group,
             checkpoint_every=config.checkpoint_every,
