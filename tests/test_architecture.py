@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -41,10 +42,16 @@ DOOR = "comm/_ranks.py"
 MAY_NOT = ("get_rank", "get_world_size", "is_initialized", "init_process_group", "WORLD")
 
 
+@cache
+def parse(path: Path) -> ast.Module:
+    """Parse a module, once for all tests."""
+    return ast.parse(path.read_text())
+
+
 def find_imports(path: Path, source: Path) -> Iterator[tuple[str, ...]]:
     """Yield all that a module imports from its package, below the package's own name."""
     package = (source.name, *path.relative_to(source).parent.parts)
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parse(path)):
         if isinstance(node, ast.Import):
             names = [tuple(alias.name.split(".")) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -131,7 +138,7 @@ def test_the_default_process_group_is_touched_at_the_door_only():
         room = name.split("/")[0].removesuffix(".py")
         if FLOOR_OF[room] >= FLOOR_OF["train"] or name == DOOR:
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parse(path)):
             if isinstance(node, ast.Attribute) and node.attr in MAY_NOT:
                 assert not ast.unparse(node).startswith(("dist.", "torch.distributed.")), name
             if isinstance(node, ast.ImportFrom) and node.module == "torch.distributed":
@@ -142,7 +149,7 @@ def test_the_default_process_group_is_touched_at_the_door_only():
     "path", sorted(SOURCE.rglob("__init__.py")), ids=lambda path: str(path.relative_to(SOURCE))
 )
 def test_fronts_only_reexport(path):
-    for node in ast.parse(path.read_text()).body:
+    for node in parse(path).body:
         allowed = ast.ImportFrom | ast.Expr
         if path.parent == SOURCE:
             allowed |= ast.Assign  # __version__

@@ -1,7 +1,7 @@
 """What is sent of a tensor, and as which bytes: exact selection, and messages of fixed size."""
 
-from ._density import SharedMask as SharedMask
-from ._density import check_density as check_density
-from ._select import top_k as top_k
+from ._checks import check_density as check_density
+from ._shared_mask import SharedMask as SharedMask
 from ._sparse_format import VALUE_DTYPES as VALUE_DTYPES
 from ._sparse_format import SparseFormat as SparseFormat
+from ._top_k import top_k as top_k

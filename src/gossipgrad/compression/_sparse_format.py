@@ -6,7 +6,8 @@ import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
-from gossipgrad.compression._index_encodings import (
+from ._checks import check_count, is_whole
+from ._index_encodings import (
     INDEX_ENCODINGS,
     LARGEST_INT32,
     check_ascending,
@@ -15,7 +16,6 @@ from gossipgrad.compression._index_encodings import (
     encoded_bytes,
     smallest,
 )
-from gossipgrad.compression._whole import check_count, is_whole
 
 __all__ = ["VALUE_DTYPES", "SparseFormat"]
 
@@ -70,8 +70,6 @@ class SparseFormat:
         if not is_whole(self.numel):
             raise ValueError(f"numel is {self.numel!r}: give a whole number of elements")
         check_count(self.count, self.numel)
-        if not 1 <= self.count <= self.numel:
-            raise ValueError(f"count is {self.count}: of {self.numel} values, 1 or more are sent")
         if self.value_dtype not in VALUE_DTYPES:
             raise ValueError(
                 f"value_dtype is {self.value_dtype}: values travel as one of "

@@ -1,33 +1,24 @@
-"""What to send of a tensor: a share by turns, as a value to give to others."""
+"""A mask that all ranks compute alike, so that values travel without indices."""
 
 import math
 from dataclasses import dataclass
-from numbers import Real
 
 import numpy as np
 import torch
 from jaxtyping import Int, UInt64
 from torch import Tensor
 
-from gossipgrad.compression._whole import is_whole
 from gossipgrad.topology import splitmix64
 
-__all__ = ["SharedMask", "check_density"]
+from ._checks import check_density, is_whole
+
+__all__ = ["SharedMask"]
 
 _MASKS = 0x6D61736B73000000
 """Keeps the numbers drawn from a seed apart from those of schedules, which draw from it too."""
 _HALF = np.uint64(32)
 _PIECE = 1 << 14
 """Stripes whose hashes are made at once: they stay in the cache."""
-
-
-def check_density(density: object, what: str = "density") -> None:
-    """Raises `ValueError`, in which it is called `what`, if it is no share of what can be sent."""
-    if isinstance(density, bool) or not isinstance(density, Real) or not 0 < float(density) <= 1:
-        raise ValueError(
-            f"{what} is {density!r}: it is the share that is sent, above 0 and at most 1, such as "
-            "0.001"
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from gossipgrad.compression import SharedMask
-from gossipgrad.compression import _density as density_module
 
 WORD = (1 << 64) - 1
 
@@ -24,15 +23,14 @@ def expected(stripe, numel, seed, round):
     state = splitmix64(splitmix64(seed ^ int.from_bytes(b"masks\0\0\0")) ^ cycle)
     for number in range(-(-numel // stripe)):
         first = (splitmix64(state ^ number) >> 32) * stripe >> 32
-        place = number * stripe + (first + turn) % stripe
-        if place < numel:
-            yield place
+        index = number * stripe + (first + turn) % stripe
+        if index < numel:
+            yield index
 
 
-@pytest.mark.parametrize("numel", [1, 2, 9, 10, 11, 1000, 4099])
+@pytest.mark.parametrize("numel", [1, 2, 9, 10, 11, 1000, 33_003])
 @pytest.mark.parametrize("density", [1, 0.6, 0.1, 0.013])
-def test_the_mask_is_that_of_whole_numbers(numel, density, monkeypatch):
-    monkeypatch.setattr(density_module, "_PIECE", 100)
+def test_the_mask_is_that_of_whole_numbers(numel, density):
     mask = SharedMask(density)
     stripe = min(math.ceil(1 / density), numel)
     for seed in (0, 7, WORD):
@@ -56,16 +54,6 @@ def test_a_cycle_covers_everything_once(numel, density):
         assert min(sizes) >= 1
 
 
-def test_every_coordinate_is_as_likely_in_every_round():
-    """1,500 cycles of 4 rounds: each share is within 5 standard deviations of a quarter."""
-    mask, cycles = SharedMask(0.25), 1500
-    for turn in range(4):
-        taken = torch.zeros(40)
-        for cycle in range(cycles):
-            taken[mask.indices(40, seed=5, round=4 * cycle + turn)] += 1
-        assert (taken / cycles - 0.25).abs().max() < 5 * math.sqrt(0.25 * 0.75 / cycles)
-
-
 def test_stripes_are_independent():
     """Which of two coordinates is taken tells nothing of the other, in space and in time."""
     mask, cycles = SharedMask(0.5), 2000
@@ -78,24 +66,6 @@ def test_stripes_are_independent():
     assert (stripes[1:] * stripes[:-1]).mean(0).abs().max() * 4 < 5 / math.sqrt(cycles)
 
 
-def test_a_coordinate_meets_all_rounds_of_a_schedule_of_the_same_period():
-    mask = SharedMask(0.25)
-    met = {
-        round % 4 for round in range(200) if 17 in mask.indices(100, seed=0, round=round).tolist()
-    }
-    assert met == {0, 1, 2, 3}
-
-
-def test_seeds_rounds_and_cycles_differ():
-    mask = SharedMask(0.1)
-    masks = {
-        tuple(mask.indices(1000, seed=seed, round=round).tolist())
-        for seed in range(3)
-        for round in range(40)
-    }
-    assert len(masks) == 120
-
-
 def test_densities_are_rounded_down_to_one_in_a_whole_number():
     for whole in range(1, 2000):
         assert SharedMask(1 / whole).cycle_rounds == whole
@@ -104,17 +74,11 @@ def test_densities_are_rounded_down_to_one_in_a_whole_number():
 
 
 def test_densities_out_of_range_are_refused():
-    for density in (0, -0.1, 1.01, math.nan, math.inf):
-        with pytest.raises(ValueError, match=f"density is {density}: it is the share that is sent"):
-            SharedMask(density)
-    assert SharedMask(0.1) == SharedMask(0.1)
-    assert hash(SharedMask(0.1)) == hash(SharedMask(0.1))
-
-
-def test_a_cycle_of_more_rounds_than_there_are_numbers_is_refused():
     assert SharedMask(1e-300).indices(9, seed=0, round=0).numel() == 1
-    with pytest.raises(ValueError, match="density is 1e-310: a cycle would have more rounds than"):
-        SharedMask(1e-310)
+    for density in (0, -0.1, 1.01, math.nan, math.inf, 1e-310):
+        with pytest.raises(ValueError, match=f"density is {density}"):
+            SharedMask(density)
+    assert hash(SharedMask(0.1)) == hash(SharedMask(0.1))
 
 
 @pytest.mark.usefixtures("unchecked_types")
