@@ -23,9 +23,9 @@ def test_a_lease_that_ran_out_is_renewed_before_anything_is_sent(clock):
     pass_seconds(clock, [all_watches[0], all_watches[2]], 84)
     assert all_watches[0].latest.living == (0, 2)
     paused.start()  # goes on, but may come later than the next send
-    assert not paused.is_member()
     with pytest.raises(EvictedError, match=r"rank 1 was taken for dead by rank 0 \(no sign"):
         paused.confirm()
+    assert not paused.is_member()
     paused.stop()
     assert Record(paused._store, Membership.first(3)).read().gone[1].left is False
 
@@ -43,12 +43,13 @@ def test_without_waiting_an_old_lease_forbids_to_send_until_it_is_renewed(clock)
     watch._store.set("beat/1", "1")
     watch.beat()
     assert watch.is_member()
-    clock.seconds += 65.0
-    assert not watch.is_member()
-    clock.seconds += 59.0
-    assert not watch.is_member()
-    assert watch.frozen is None
+    for seconds in (65.0, 59.0):
+        clock.seconds += seconds
+        watch.confirm()
+        assert not watch.is_member()
+        assert watch.frozen is None
     clock.seconds += 2.0
+    watch.confirm()
     assert watch.is_member()
     assert "did not answer within 60 s" in watch.frozen
 
@@ -94,11 +95,13 @@ def test_a_lease_that_cannot_be_renewed_freezes_the_membership(clock, caplog):
     clock.seconds += 0.3
     began = time.monotonic()
     with caplog.at_level(logging.WARNING):
+        assert not watch.is_member(), "nothing is sent, and nobody waits"
+        watch.confirm()
         assert watch.is_member()
         assert time.monotonic() - began >= lease_seconds
         assert "did not answer within 0.2 s" in watch.frozen
         began = time.monotonic()
-        assert [watch.is_member() for _ in range(400)] == [True] * 400
+        assert all(watch.confirm() and watch.is_member() for _ in range(400))
         assert time.monotonic() - began < 200 * lease_seconds, "asked once, not before every send"
         store.free.set()
         until(lambda: watch.frozen is None)
@@ -169,12 +172,12 @@ def test_a_beat_under_way_that_is_younger_than_a_lease_renews_it(clock):
     assert store.reading.wait(100)
     clock.seconds = 70.0
     answers = []
-    asking = threading.Thread(target=lambda: answers.append(watch.is_member()))
+    asking = threading.Thread(target=lambda: answers.append(watch.confirm().generation))
     asking.start()
     store.read.set()
     for thread in (beat, asking):
         thread.join(100)
-    assert (answers, watch._beats, watch.frozen) == ([True], 1, None)
+    assert (answers, watch._beats, watch.frozen) == ([0], 1, None)
 
 
 def test_a_beat_in_which_a_rank_stood_still_renews_no_lease(clock):
@@ -188,10 +191,10 @@ def test_a_beat_in_which_a_rank_stood_still_renews_no_lease(clock):
     clock.seconds = 6000.0
     other._give_up({0: "no sign of life"})
     store.read.set()
-    assert not watch.is_member()
-    assert watch.frozen is None
     with pytest.raises(EvictedError, match="rank 0 was taken for dead by rank 1"):
         watch.confirm()
+    assert not watch.is_member()
+    assert watch.frozen is None
     watch.stop()
 
 

@@ -40,6 +40,7 @@ from gossipgrad.comm._parameters import trained_parameters as trained_parameters
 from gossipgrad.comm._part import Part as Part
 from gossipgrad.comm._ranks import check_optimizers as check_optimizers
 from gossipgrad.comm._ranks import check_ranks as check_ranks
+from gossipgrad.comm._ranks import check_timeout as check_timeout
 from gossipgrad.comm._ranks import resolve_group as resolve_group
 from gossipgrad.comm._recorder import Recorder as Recorder
 from gossipgrad.comm._replica_state import load_replica as load_replica
@@ -49,6 +50,7 @@ from gossipgrad.comm._same_start import broadcast_replica as broadcast_replica
 from gossipgrad.comm._staging import Snapshot as Snapshot
 from gossipgrad.comm._staging import SnapshotPool as SnapshotPool
 from gossipgrad.comm._staging import to_device as to_device
+from gossipgrad.comm._store_threads import finalize_early as finalize_early
 from gossipgrad.comm._transport import Arrival as Arrival
 from gossipgrad.comm._transport import Joinable as Joinable
 from gossipgrad.comm._transport import Lost as Lost

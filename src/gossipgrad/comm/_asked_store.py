@@ -14,17 +14,40 @@ import torch.distributed as dist
 
 from gossipgrad.comm._store_threads import end_with_process
 
-__all__ = ["AskedStore", "StoreSilentError"]
+__all__ = ["AskedStore", "Deadline", "StoreSilentError"]
 
 T = TypeVar("T")
 
 _LISTEN_SECONDS = 0.05
+_LOOK_SECONDS = 0.5  # of the time between two looks count; whoever waits looks far more often
 
 _Asked = tuple[Callable[[dist.Store], Any], "Future[Any]"]
 
 
 class StoreSilentError(RuntimeError):
     """The rendezvous store did not answer in time: its host stands still, or is out of reach."""
+
+
+class Deadline:
+    """A timeout of which only the time counts that this process itself has run.
+
+    A process that is stopped (SIGSTOP, a host that sleeps) would else find that others, who may
+    have answered long ago, are late.
+
+    Args:
+        seconds: How long.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._left_seconds = seconds
+        self._looked_seconds = time.monotonic()
+
+    def is_over(self) -> bool:
+        """Whether the time is over; to be asked again and again while waiting."""
+        now = time.monotonic()
+        self._left_seconds -= min(now - self._looked_seconds, _LOOK_SECONDS)
+        self._looked_seconds = now
+        return self._left_seconds <= 0
 
 
 class AskedStore:
@@ -78,13 +101,12 @@ class AskedStore:
         if self._pending is not None and not self._pending.done():
             raise StoreSilentError("the rendezvous store has not answered an earlier question")
         answer = self.begin(question)
-        deadline = time.monotonic() + limit
+        deadline = Deadline(limit)
         while not answer.done():
-            left = deadline - time.monotonic()
-            if left <= 0:
+            if deadline.is_over():
                 raise StoreSilentError(f"the rendezvous store did not answer within {limit:g} s")
             try:
-                return answer.result(min(left, _LISTEN_SECONDS))
+                return answer.result(_LISTEN_SECONDS)
             except NotYetError:
                 listen()
         return answer.result()

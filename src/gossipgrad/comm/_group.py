@@ -5,9 +5,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent import futures
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gossipgrad._said import first_line
-from gossipgrad.comm._asked_store import AskedStore, StoreSilentError
+from gossipgrad.comm._asked_store import Deadline, StoreSilentError
 from gossipgrad.comm._membership import Loss
+from gossipgrad.comm._rendezvous import GivenUpError, Rendezvous, explained, named
 from gossipgrad.errors import GossipError
 
 __all__ = ["Group"]
@@ -26,10 +24,8 @@ _POLL_SECONDS = 0.0005
 _MOST_POLL_SECONDS = 0.005
 _POLL_SHARE = 1 / 40  # of the wait so far: looking costs the ranks of one machine their processors
 _AT_ONCE_BYTES = 1024  # of one packet
-_UNUSED_TAG = 1
-_CHUNK_BYTES = 64 << 20
-_CONNECT = timedelta(seconds=30)
-_CONNECT_POLL_SECONDS = 0.005
+_CHUNK_BYTES = 8 << 20  # each within the time that a collective may take, on slow networks too
+_LISTEN_SECONDS = 0.05
 _CLOSED = "this rank has closed its session"
 _LAST_BYTES_SECONDS = 1.0  # for those of a collective that all members have come to
 
@@ -47,6 +43,7 @@ class Group:
         rank: This rank.
         world_size: How many ranks there are.
         timeout_seconds: How long a collective waits for the others.
+        start_timeout_seconds: How long the others are awaited here; None: as long as later.
         members: Those of the ranks that come to the start, rising; None: all.
         gone: Asked, while waiting, who is not to be awaited any more, and why; local.
 
@@ -55,6 +52,7 @@ class Group:
         world_size: How many ranks there were at the start.
         members: Those that take part now, rising.
         generation: The generation of the membership that they are the members of.
+        broken_by: The ranks whose connections ended first when a collective broke, as far as known.
         at_once_bytes: Messages of `all_gather_into_` up to this size go to all members at once, so
             that none waits for another; larger ones go round a ring, where they do not meet on any
             link. Equal on all members.
@@ -70,6 +68,7 @@ class Group:
         world_size: int,
         *,
         timeout_seconds: float = 1800.0,
+        start_timeout_seconds: float | None = None,
         members: Sequence[int] | None = None,
         gone: Callable[[], Mapping[int, Loss]] = dict,
     ) -> None:
@@ -80,6 +79,7 @@ class Group:
         self.generation = 0
         self.at_once_bytes = _AT_ONCE_BYTES
         self.unless: Callable[[], object] = lambda: None
+        self.broken_by: tuple[int, ...] = ()
         self._broken: str | None = None
         self._closed = False
         self._lock = threading.RLock()  # a signal handler may close in the middle of a collective
@@ -87,23 +87,30 @@ class Group:
         self._timeout_seconds = timeout_seconds
         self._gone = [gone]
         self._newest: Callable[[], int] = lambda: 0
+        self._listen: Callable[[], object] = lambda: None
+        self._listened_seconds = -math.inf
         self._name = "start"
         self._gloo: Any = None  # a ProcessGroupGloo, whose stub lacks its collectives
-        self._withdrawn: Future[Any] | None = None  # done when the store has forgotten a visit
+        self._rendezvous = self._meet()
         if (size := len(self.members)) > 1:
-            try:
-                self._gloo = self._connect()
-            except RuntimeError as error:
-                raise GossipError(
-                    f"rank {rank} waited in vain for the other {size - 1} ranks to enter "
-                    f"the session: {first_line(error)}"
-                ) from error
-            # One that leaves as soon as it is connected breaks those who are still connecting.
-            self.barrier()
+            with self.limit(start_timeout_seconds or timeout_seconds):
+                try:
+                    self._gloo = self._connect()
+                except RuntimeError as error:
+                    raise GossipError(
+                        f"rank {rank} waited in vain for the other {size - 1} ranks to enter "
+                        f"the session: {explained(error)}"
+                    ) from error
+                # One that leaves as soon as it is connected breaks those still connecting.
+                self.barrier()
 
     @classmethod
     def from_process_group(
-        cls, group: dist.ProcessGroup, *, timeout_seconds: float = 1800.0
+        cls,
+        group: dist.ProcessGroup,
+        *,
+        timeout_seconds: float = 1800.0,
+        start_timeout_seconds: float | None = None,
     ) -> "Group":
         """A private group of the same ranks as `group`, whatever its backend.
 
@@ -113,12 +120,26 @@ class Group:
         rank, store = group.rank(), group.get_group_store()
         number = store.add(f"gossipgrad/groups/{rank}", 1)
         prefix = dist.PrefixStore(f"gossipgrad/{number}", store)
-        return cls(prefix, rank, group.size(), timeout_seconds=timeout_seconds)
+        limits = {
+            "timeout_seconds": timeout_seconds,
+            "start_timeout_seconds": start_timeout_seconds,
+        }
+        return cls(prefix, rank, group.size(), **limits)
 
     @property
     def broken(self) -> str | None:
         """Why collectives are over, None while they are not; local."""
         return self._broken
+
+    @contextlib.contextmanager
+    def limit(self, timeout_seconds: float) -> Iterator[None]:
+        """Inside, a collective waits for the others no longer than this; local."""
+        before = self._timeout_seconds
+        self._timeout_seconds = min(before, timeout_seconds)
+        try:
+            yield
+        finally:
+            self._timeout_seconds = before
 
     @torch.no_grad()
     def all_reduce_(self, tensor: Tensor) -> Tensor:
@@ -241,8 +262,9 @@ class Group:
             assert generation > self.generation, f"generation {generation} is no later one"
             assert self.rank in members, f"rank {self.rank} is not one of {members}"
             self._gloo = None
-            self._broken = _CLOSED if self._closed else None
+            self._broken, self.broken_by = _CLOSED if self._closed else None, ()
             self.generation, self.members = generation, tuple(members)
+            self._rendezvous = self._meet()
 
     def follow(
         self,
@@ -250,6 +272,7 @@ class Group:
         name: str,
         *,
         newest: Callable[[], int] = lambda: 0,
+        listen: Callable[[], object] = lambda: None,
     ) -> None:
         """Belongs to the membership of that name from now on; local.
 
@@ -258,12 +281,18 @@ class Group:
             name: Sets its generations apart from those of others in the store.
             newest: The newest generation that is known; asked while members are awaited, who may
                 have gone on to it.
+            listen: Called now and then while members are awaited; hears of links that break.
         """
         self._gone, self._name, self._newest = [*self._gone, gone], name, newest
+        self._listen = listen
         self.generation = 0
+        self._rendezvous = self._meet()
 
     def _why(self, *, left: bool) -> str | None:
         """Why a member is not awaited, None while all are; `left`: one that left counts, too."""
+        if time.monotonic() - self._listened_seconds > _LISTEN_SECONDS:
+            self._listened_seconds = time.monotonic()
+            self._listen()
         for rank, loss in (entry for gone in self._gone for entry in gone().items()):
             if rank in self.members and (left or not loss.left):
                 return f"rank {rank} has left" if loss.left else f"rank {rank} was lost: {loss.why}"
@@ -271,10 +300,9 @@ class Group:
 
     def _superseded(self) -> str | None:
         """Whether members may have gone on to a later generation, in words."""
-        newest = self._newest()
-        if newest <= self.generation:
-            return None
-        return f"the members have gone on from generation {self.generation} to {newest}"
+        before, newest = self.generation, self._newest()
+        gone_on = f"the members have gone on from generation {before} to {newest}"
+        return gone_on if newest > before else None
 
     def _place(self, source: int | None) -> int:
         if source is None:
@@ -286,58 +314,24 @@ class Group:
             raise ValueError(f"source must lie in {ranks}, got {source}")
         return self.members.index(source)
 
+    def _meet(self) -> Rendezvous:
+        name = f"{self._name}/generation/{self.generation}"
+        return Rendezvous(self.store, name, self.rank, self.members)
+
     def _connect(self) -> Any:
         """A Gloo group of the members, made by them with nothing but the store."""
-        prefix = f"{self._name}/generation/{self.generation}"
-        place, size = self.members.index(self.rank), len(self.members)
-        here = {rank: f"{prefix}/here/{rank}" for rank in self.members}
-        deadline = time.monotonic() + self._timeout_seconds
         hopeless_seconds = math.inf
 
-        def look() -> None:
+        def listen() -> None:
             nonlocal hopeless_seconds
             if (why := _CLOSED if self._closed else self._why(left=True)) is not None:
-                raise RuntimeError(why)
+                raise GivenUpError(why)
             if (why := self._superseded()) is not None:
                 hopeless_seconds = min(hopeless_seconds, time.monotonic() + _LAST_BYTES_SECONDS)
                 if time.monotonic() > hopeless_seconds:
-                    raise RuntimeError(why)
+                    raise GivenUpError(why)
 
-        def come(store: dist.Store) -> None:
-            if self._withdrawn is not None:  # else this visit would be forgotten with the last one
-                futures.wait([self._withdrawn])
-            store.set(here[self.rank], "")
-
-        # A store that hangs would hold this rank up for as long.
-        asked = AskedStore(self.store)
-        try:
-            asked.ask(come, listen=look)
-            while not asked.ask(lambda store: store.check([*here.values()]), listen=look):
-                look()
-                try:
-                    self.unless()
-                except GossipError:
-                    # Others who come while this rank is elsewhere wait for it as long as they like.
-                    self._withdrawn = asked.begin(lambda store: store.delete_key(here[self.rank]))
-                    raise
-                if time.monotonic() > deadline:
-                    missing = next(
-                        rank for rank in here if not asked.ask(lambda s, r=rank: s.check([here[r]]))
-                    )
-                    raise RuntimeError(
-                        f"waited {self._timeout_seconds:g} s for rank {missing} to come to it"
-                    )
-                time.sleep(_CONNECT_POLL_SECONDS)
-            gloo: Any = asked.ask(
-                lambda store: dist.ProcessGroupGloo(
-                    dist.PrefixStore(prefix, store), place, size, _CONNECT
-                ),
-                timeout_seconds=_CONNECT.total_seconds() + asked.timeout_seconds,
-                listen=look,
-            )
-            asked.begin(lambda store: store.delete_key(here[self.rank]))  # all have seen it
-        finally:
-            asked.close()
+        gloo = self._rendezvous.connect(self._timeout_seconds, listen=listen, unless=self.unless)
         gloo._set_default_timeout(timedelta(seconds=self._timeout_seconds))
         return gloo
 
@@ -355,9 +349,15 @@ class Group:
             except GossipError:  # of `unless`
                 raise
             except RuntimeError as error:
-                silent = isinstance(error, StoreSilentError)
-                why = first_line(error)
-                self._broken = why if silent else f"a rank has died, left or broken it off ({why})"
+                self._broken = explained(error)
+                if not isinstance(error, StoreSilentError | dist.DistNetworkError):
+                    if self._gloo is not None and not isinstance(error, GivenUpError):
+                        ended = self._rendezvous.ended(self._gloo)
+                        self.broken_by = self._rendezvous.first_report(ended)
+                        self._break()  # for those who wait for this rank
+                    who = f": {named(self.broken_by)}" if self.broken_by else ""
+                    why = f"({self._broken})"
+                    self._broken = f"a rank has died, left or broken it off{who} {why}"
                 self._gloo = None
                 raise GossipError(f"the collective did not come about: {self._broken}") from error
             except BaseException:
@@ -372,29 +372,26 @@ class Group:
     def _wait(self, work: Any, *, meets: bool) -> None:
         # Of one that has left or died Gloo knows by itself, of one that stands still it does not.
         hopeless_seconds, start = math.inf, time.monotonic()
+        deadline = Deadline(self._timeout_seconds)
         while not work.is_completed():
             waited_seconds = time.monotonic() - start
             time.sleep(min(max(_POLL_SECONDS, _POLL_SHARE * waited_seconds), _MOST_POLL_SECONDS))
             if self._closed:
                 self._break()
-                raise RuntimeError(_CLOSED)
+                raise GivenUpError(_CLOSED)
+            if deadline.is_over():
+                missing, limit = self._rendezvous.call_roll("wait"), self._timeout_seconds
+                self._break()
+                raise GivenUpError(f"it took over {limit:g} s; no answer from {named(missing)}")
             why = self._why(left=False) or (self._superseded() if meets else None)
             if why is not None:
                 hopeless_seconds = min(hopeless_seconds, time.monotonic() + _LAST_BYTES_SECONDS)
                 if time.monotonic() > hopeless_seconds:
                     self._break()
-                    raise RuntimeError(why)
+                    raise GivenUpError(why)
         work.wait()
 
     def _break(self) -> None:
-        """Ends what is under way, here and on the others; else letting go of it would wait for it.
-
-        A deadline that expires is the one thing that makes Gloo do so. It does not expire on a
-        connection that is broken already, so each is tried.
-        """
-        gloo, own = self._gloo, self.members.index(self.rank)
-        for place in range(len(self.members) if gloo is not None else 0):
-            if place != own:
-                with contextlib.suppress(RuntimeError):
-                    receiving = gloo.recv([torch.empty(1)], place, _UNUSED_TAG)
-                    receiving.wait(timedelta(milliseconds=1))
+        """Ends what is under way, here and on the others."""
+        if self._gloo is not None:
+            self._rendezvous.end(self._gloo)

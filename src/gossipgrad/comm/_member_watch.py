@@ -61,7 +61,7 @@ class MemberWatch:
     Attributes:
         latest: The newest membership that is known.
         frozen: Why no lease is kept and no change of the membership awaited, None while they are.
-        waits: Whether `is_member` may wait for the store. Else nothing is sent meanwhile.
+        waits: Whether `confirm` may wait for the store. Else nothing is sent meanwhile.
         visit: Called with the store in each turn of the thread while this rank is a member.
     """
 
@@ -106,8 +106,8 @@ class MemberWatch:
 
     def enter(self, donor: int, introduction: Sequence[Any]) -> None:
         """Makes this rank a member, before `start`; waits for the store, and for nobody."""
-        rank = self._rank
-        self._learn(self._record.add(self.latest, rank, donor=donor, introduction=introduction))
+        of = {"donor": donor, "introduction": introduction}
+        self._learn(self._record.add(self.latest, self._rank, **of))
 
     def ahead(self, generation: int) -> None:
         """Someone lives in a later generation: the store is asked at once."""
@@ -125,27 +125,13 @@ class MemberWatch:
         return self._expelled
 
     def is_member(self) -> bool:
-        """Whether the others count this rank as one of them, as far as that is known.
+        """Whether this rank may send: it is a member as far as is known, and its lease is new.
 
-        Asks the store if the lease is old; False while it has not answered.
+        Never waits: a rank with an old lease sends nothing until `confirm` has renewed it.
         """
-        lease, now = self._settings.lease_seconds, self._now()
-        if self.frozen is None and not self._stopped and now - self._confirmed_seconds > lease:
-            if self._asked_seconds <= self._confirmed_seconds or self.waits:
-                self._asked_seconds = now
-            asked = self._asked_seconds
-
-            def over() -> object:
-                kept = self._now() - self._confirmed_seconds <= lease
-                return kept or self.frozen or self._stopped
-
+        if self._is_lease_old():
             self._wake.set()
-            with self._changed:
-                known = self._changed.wait_for(over, lease if self.waits else 0.0)
-            if not known:
-                if not self.waits and now - asked <= lease:
-                    return False
-                self._freeze(f"the rendezvous store did not answer within {lease:g} s")
+            return False
         return self._rank in self.latest.living
 
     def confirm(self) -> Membership:
@@ -157,13 +143,34 @@ class MemberWatch:
         Raises:
             EvictedError: If the others have given this rank up.
         """
-        self.is_member()
+        self._renew_lease()
         latest = self.latest  # once: the thread may learn of a later one at any time
         if self._leaving or self._rank in latest.living:
             return latest
         raise EvictedError(latest.eviction_of(self._rank))
 
-    def examine(self, listen: Callable[[], object] = lambda: None) -> bool:
+    def _is_lease_old(self) -> bool:
+        if self.frozen is not None or self._stopped:
+            return False
+        return self._now() - self._confirmed_seconds > self._settings.lease_seconds
+
+    def _renew_lease(self) -> None:
+        """Has the store asked if the lease is old; waits for as long as another, unless stale."""
+        lease, now = self._settings.lease_seconds, self._now()
+        if not self._is_lease_old():
+            return
+        if self._asked_seconds <= self._confirmed_seconds or self.waits:
+            self._asked_seconds = now
+        self._wake.set()
+        with self._changed:
+            wait_seconds = lease if self.waits else 0.0
+            known = self._changed.wait_for(lambda: not self._is_lease_old(), wait_seconds)
+        if not known and (self.waits or now - self._asked_seconds > lease):
+            self._freeze(f"the rendezvous store did not answer within {lease:g} s")
+
+    def examine(
+        self, listen: Callable[[], object] = lambda: None, suspects: Collection[int] = ()
+    ) -> bool:
         """Whether there is a newer generation than was known at the call, once all is looked at.
 
         For when a collective broke: waits until every member has shown a sign of life, or those
@@ -171,8 +178,10 @@ class MemberWatch:
 
         Args:
             listen: Called in between; hears of links that break.
+            suspects: Whose connections ended as the collective broke.
         """
         known = self.latest.generation
+        self._question(self._suspects, {*suspects})
         self._question(self._examined, set(self.latest.living))
 
         def over() -> object:
@@ -185,7 +194,7 @@ class MemberWatch:
             with self._changed:
                 if self._changed.wait_for(over, self._settings.interval_seconds):
                     break
-            self.is_member()  # freezes the membership if the store hangs
+            self._renew_lease()  # freezes the membership if the store hangs
         return self.latest.generation > known
 
     def renew(self, broken: int) -> None:
@@ -374,23 +383,17 @@ class MemberWatch:
             told, self.frozen = self.frozen, why
             self._changed.notify_all()
         if told is None:
-            logger.warning(
-                "rank %d: %s; the membership stays as it is (generation %d), and training goes on "
-                "with whoever can be reached",
-                self._rank,
-                why,
-                self.latest.generation,
-                extra={"store_lost": why},
+            message = (
+                f"rank {self._rank}: {why}; the membership stays as it is (generation "
+                f"{self.latest.generation}), and training goes on with whoever can be reached"
             )
+            logger.warning(message, extra={"store_lost": why})
 
     def _thaw(self) -> None:
         if self.frozen is not None:
             self.frozen = None
-            logger.warning(
-                "rank %d: the rendezvous store answers again",
-                self._rank,
-                extra={"store_lost": None},
-            )
+            message = "rank %d: the rendezvous store answers again"
+            logger.warning(message, self._rank, extra={"store_lost": None})
 
     @staticmethod
     def _key(rank: int) -> str:

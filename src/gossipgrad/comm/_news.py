@@ -19,7 +19,7 @@ class News(Protocol):
         ...
 
     def is_member(self) -> bool:
-        """Whether this rank may send; asked before each part, and may take a moment."""
+        """Whether this rank may send; asked before each part."""
         ...
 
     def expelled(self) -> Collection[int]:

@@ -1,7 +1,9 @@
 """Who takes part: `None`, a group of torch or a mesh becomes the ranks of a session."""
 
+import math
 import os
 from collections.abc import Sequence
+from numbers import Real
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -9,7 +11,7 @@ from torch.optim import Optimizer
 
 from gossipgrad.comm._group import Group
 
-__all__ = ["check_optimizers", "check_ranks", "resolve_group"]
+__all__ = ["check_optimizers", "check_ranks", "check_timeout", "resolve_group"]
 
 
 def check_ranks(process_group: object, mesh: object) -> None:
@@ -44,13 +46,26 @@ def check_optimizers(optimizers: Sequence[object]) -> None:
             )
 
 
+def check_timeout(start_timeout_seconds: object) -> None:
+    """Raises `ValueError` for what is no time to wait for others; local."""
+    seconds = start_timeout_seconds
+    if not isinstance(seconds, Real) or not 0 < float(seconds) < math.inf:
+        raise ValueError(
+            "start_timeout_seconds must be a number of seconds above 0 and finite, got "
+            f"{start_timeout_seconds!r}"
+        )
+
+
 def resolve_group(
     process_group: dist.ProcessGroup | Group | None,
     mesh: DeviceMesh | None = None,
     *,
     asks: str = "gossip()",
+    start_timeout_seconds: float = 60.0,
 ) -> Group:
     """The ranks that take part: those of a group or a mesh axis, by default all.
+
+    They are awaited for `start_timeout_seconds`, unless they have met in a `Group` already.
 
     Raises:
         ValueError: Both are given, the mesh has several axes, or this process was launched as one
@@ -60,12 +75,11 @@ def resolve_group(
     if isinstance(process_group, Group):
         return process_group
     if mesh is not None:
-        return Group.from_process_group(mesh.get_group())
+        process_group = mesh.get_group()
+    elif process_group is None and dist.is_initialized():
+        process_group = dist.group.WORLD
     if process_group is not None:
-        return Group.from_process_group(process_group)
-    if dist.is_initialized():
-        assert dist.group.WORLD is not None
-        return Group.from_process_group(dist.group.WORLD)
+        return Group.from_process_group(process_group, start_timeout_seconds=start_timeout_seconds)
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched > 1:
         raise ValueError(

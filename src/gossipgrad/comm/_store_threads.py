@@ -6,6 +6,7 @@ the interpreter ends the thread inside C++ that cannot be unwound. A daemon thre
 and awaited, before.
 """
 
+import atexit
 import os
 import time
 import weakref
@@ -13,7 +14,9 @@ from collections.abc import Callable
 from inspect import ismethod
 from threading import Lock, Thread
 
-__all__ = ["end_with_process"]
+import zmq.utils.garbage  # noqa: F401  # before `finalize_early`: it registers with `atexit`, too
+
+__all__ = ["end_with_process", "finalize_early"]
 
 # A store that hangs keeps no process from its end, and its threads do not come back.
 _END_SECONDS = 2.0
@@ -37,6 +40,20 @@ def end_with_process(thread: Thread, end: _End) -> None:
         _ends[thread] = ending
 
 
+def finalize_early(
+    owner: object, end: Callable[..., object], *arguments: object
+) -> weakref.finalize:
+    """As `weakref.finalize`, but at the end of the process before libraries in use shut down.
+
+    What `atexit` has last comes first. `weakref` registered before ZeroMQ did, over which the last
+    word of a session goes.
+    """
+    finalizer = weakref.finalize(owner, end, *arguments)
+    finalizer.atexit = False  # pyrefly: ignore[missing-attribute]
+    atexit.register(finalizer)  # does nothing once it was called or detached
+    return finalizer
+
+
 def _end_all() -> None:
     with _lock:
         left = list(_ends.items())
@@ -56,5 +73,5 @@ def _forget_all() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_all)
-# At the end those made last are called first: sessions that nobody has closed ask the store then.
+# After the sessions that nobody has closed, which ask the store at the end (`finalize_early`).
 weakref.finalize(end_with_process, _end_all)

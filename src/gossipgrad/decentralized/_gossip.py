@@ -18,6 +18,7 @@ from gossipgrad.comm import (
     Transport,
     check_optimizers,
     check_ranks,
+    check_timeout,
     resolve_group,
     resolve_transport,
 )
@@ -63,6 +64,7 @@ def gossip(
     encrypt: bool | None = None,
     recorder: Recorder | None = None,
     heartbeats: Heartbeats | None = _HEARTBEATS,
+    start_timeout_seconds: float = 60.0,
 ) -> GossipSession:
     """Trains `model` by gossip: from now on every `optimizer.step()` is a round with one partner.
 
@@ -111,6 +113,8 @@ def gossip(
         recorder: Gets spans of time, for example a `gossipgrad.trace.Trace`.
         heartbeats: How ranks see that others are lost and go on among those that live; None: all
             ranks stay members for good, and without one there is no average of all any more.
+        start_timeout_seconds: How long ranks wait for each other in here; the error names those
+            that did not come.
 
     Returns:
         The session; `close()` it, or use it in a `with` statement.
@@ -118,7 +122,7 @@ def gossip(
     Raises:
         ValueError: For settings that cannot be, or if a parameter is in a session of `sparsify`.
         AgreementError: If the ranks differ in names, shapes, dtypes, settings or secrets.
-        GossipError: If a rank dies meanwhile.
+        GossipError: If a rank dies meanwhile, or does not come in time; it is named.
 
     Example:
         >>> import torch, gossipgrad as gg
@@ -136,7 +140,8 @@ def gossip(
     """
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     check_optimizers(optimizers)
-    group = resolve_group(process_group, mesh)
+    check_timeout(start_timeout_seconds)
+    group = resolve_group(process_group, mesh, start_timeout_seconds=start_timeout_seconds)
     try:
         check_settings(
             topology=topology,
@@ -165,16 +170,17 @@ def gossip(
             seed=seed,
             bucket_bytes=bucket_bytes,
         )
-        return GossipSession(
-            model,
-            optimizers,
-            settings,
-            group=group,
-            transport=resolve_transport(transport, encrypt=encrypt),
-            scaler=scaler,
-            recorder=recorder,
-            heartbeats=heartbeats,
-        )
+        with group.limit(start_timeout_seconds):
+            return GossipSession(
+                model,
+                optimizers,
+                settings,
+                group=group,
+                transport=resolve_transport(transport, encrypt=encrypt),
+                scaler=scaler,
+                recorder=recorder,
+                heartbeats=heartbeats,
+            )
     except BaseException:
         group.close()
         raise

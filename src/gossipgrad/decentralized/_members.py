@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Mapping
+from weakref import finalize
 
 import torch.distributed as dist
 
@@ -17,6 +18,7 @@ from gossipgrad.comm import (
     MemberWatch,
     ScriptedDeathError,
     Transport,
+    finalize_early,
     is_joinable,
 )
 from gossipgrad.decentralized._arrival import Arrival
@@ -71,7 +73,7 @@ class Members:
         if heartbeats is not None and group.world_size > 1:
             named = None if arrival is None else arrival.name
             self.watch, self.name = _watch(group, self.current, heartbeats, named)
-            group.follow(self._gone, self.name, newest=self._newest)
+            group.follow(self._gone, self.name, newest=self._newest, listen=self._listen)
 
     def seat(self, rounds: Rounds) -> None:
         """Gives rounds the schedule of those that came to the start; local."""
@@ -164,7 +166,7 @@ class Members:
         if self.watch is None or self._channel is None:
             return False
         newer = self.watch.latest.generation > self.current.generation
-        if newer or self.watch.examine(self._channel.poll):
+        if newer or self.watch.examine(self._listen, self._group.broken_by):
             return True
         # Later collectives are those of a generation in which none broke.
         self.watch.renew(self.current.generation)
@@ -200,10 +202,19 @@ class Members:
         if self.watch is not None:
             self.watch.stop() if isinstance(error, ScriptedDeathError) else self.watch.leave()
 
-    def farewell(self, rounds: Rounds) -> None:
-        """Leaves a session that nobody closed."""
-        rounds.stop(0.0, _FAREWELL_SECONDS)
-        self.end()
+    def close_at_exit(self, session: object, rounds: Rounds) -> finalize:
+        """Leaves a session that nobody closes, with the last word before the interpreter ends."""
+
+        def farewell() -> None:
+            rounds.stop(0.0, _FAREWELL_SECONDS)
+            self.end()
+
+        return finalize_early(session, farewell)
+
+    def _listen(self) -> None:
+        """Hears of links that broke, so that whom a collective waits for in vain is given up."""
+        if self._channel is not None:
+            self._channel.poll()
 
     def _gone(self) -> Mapping[int, Loss]:
         assert self.watch is not None

@@ -1,6 +1,5 @@
 """Saving a session, and going on from what was saved."""
 
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -297,7 +296,7 @@ class Resumable(ABC):
         saved = session["rounds"]
         news, recorder = self._members.watch, self._recorder
         fresh = make_rounds(self.group, lambda *_: transport, self._sections, of, recorder, news)
-        self._farewell = weakref.finalize(self, self._members.farewell, fresh)
+        self._farewell = self._members.close_at_exit(self, fresh)
         self._rounds = fresh
         self._members.seat(fresh)
         self._averaging = Averaging(self.group, self._members, fresh)

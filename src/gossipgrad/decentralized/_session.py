@@ -1,6 +1,5 @@
 """A gossip session: hangs on the user's model and optimizers, and comes off again."""
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -276,7 +275,7 @@ class GossipSession(Belonging, Resumable):
         of, news, recorder = self._settings, self._members.watch, self._recorder
         rounds = make_rounds(self.group, transport, self._sections, of, recorder, news, arrival)
         # At interpreter exit a session that nobody closed still says LEAVE.
-        self._farewell = weakref.finalize(self, self._members.farewell, rounds)
+        self._farewell = self._members.close_at_exit(self, rounds)
         self._rounds = rounds
         self._members.seat(rounds)
         self._begin_giving()

@@ -1,0 +1,175 @@
+"""How the members of one generation find each other in the store, and who was missing there."""
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Collection, Sequence
+from concurrent import futures
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gossipgrad._said import first_line
+from gossipgrad.comm._asked_store import AskedStore, Deadline, StoreSilentError
+from gossipgrad.errors import GossipError
+
+__all__ = ["GivenUpError", "Rendezvous", "explained", "named"]
+
+_UNUSED_TAG = 1
+_CONNECT = timedelta(seconds=30)
+_POLL_SECONDS = 0.005
+_ROLL_CALL_SECONDS = 2.0  # between ranks that have waited in vain for the same
+_NO_STORE = "the process that holds the rendezvous store, rank 0 by default, has failed or hangs"
+
+
+class GivenUpError(RuntimeError):
+    """This rank does not wait any longer, for a reason that it knows."""
+
+
+class Rendezvous:
+    """Connects the members of a generation, with nothing but a store.
+
+    Args:
+        store: The store; the same prefix on all members.
+        name: Sets this generation apart from all others in the store.
+        rank: This rank.
+        members: All that are awaited, rising, this rank among them.
+    """
+
+    def __init__(self, store: dist.Store, name: str, rank: int, members: Sequence[int]) -> None:
+        self._store, self._name, self._rank = store, name, rank
+        self._members = tuple(members)
+        self._withdrawn: Future[Any] | None = None  # done when the store has forgotten a visit
+
+    def connect(
+        self,
+        timeout_seconds: float,
+        *,
+        listen: Callable[[], object],
+        unless: Callable[[], object],
+    ) -> Any:
+        """A Gloo group of the members.
+
+        Args:
+            timeout_seconds: How long they are awaited, and then to connect.
+            listen: Called in between; ends the wait by what it raises.
+            unless: Called in between; by a `GossipError` of this one the rank takes back that it
+                was here. Others who come while it is elsewhere wait for it as long as they like.
+
+        Raises:
+            GivenUpError: Some did not come, or did not connect; they are named.
+            RuntimeError: As the store does.
+        """
+        here = {rank: f"{self._name}/here/{rank}" for rank in self._members}
+        connect = min(_CONNECT, timedelta(seconds=timeout_seconds))
+        place, size = self._members.index(self._rank), len(self._members)
+        deadline = Deadline(timeout_seconds)
+
+        def come(store: dist.Store) -> None:
+            if self._withdrawn is not None:  # else this visit would be forgotten with the last one
+                futures.wait([self._withdrawn])
+            store.set(here[self._rank], "")
+
+        # A store that hangs would hold this rank up for as long.
+        asked = AskedStore(self._store)
+        try:
+            asked.ask(come, listen=listen)
+            while not asked.ask(lambda store: store.check([*here.values()]), listen=listen):
+                listen()
+                try:
+                    unless()
+                except GossipError:
+                    self._withdrawn = asked.begin(lambda store: store.delete_key(here[self._rank]))
+                    raise
+                if deadline.is_over():
+                    missing = [r for r in here if not asked.ask(lambda s, r=r: s.check([here[r]]))]
+                    raise GivenUpError(
+                        f"waited {timeout_seconds:g} s for {named(missing)} to come to it"
+                    )
+                time.sleep(_POLL_SECONDS)
+            try:
+                gloo = asked.ask(
+                    lambda store: dist.ProcessGroupGloo(
+                        dist.PrefixStore(self._name, store), place, size, connect
+                    ),
+                    timeout_seconds=connect.total_seconds() + asked.timeout_seconds,
+                    listen=listen,
+                )
+            except (StoreSilentError, GivenUpError):
+                raise
+            except RuntimeError as error:
+                missing = named(self.call_roll("connect"))
+                raise GivenUpError(f"{missing} did not connect ({first_line(error)})") from error
+            asked.begin(lambda store: store.delete_key(here[self._rank]))  # all have seen it
+        finally:
+            asked.close()
+        return gloo
+
+    def call_roll(self, occasion: str) -> list[int]:
+        """Members that do not say soon that they, too, have waited in vain."""
+        keys = {rank: f"{self._name}/{occasion}/{rank}" for rank in self._members}
+        asked, deadline = AskedStore(self._store), Deadline(_ROLL_CALL_SECONDS)
+        try:
+            asked.ask(lambda store: store.set(keys[self._rank], ""))
+            while not deadline.is_over():
+                if asked.ask(lambda store: store.check([*keys.values()])):
+                    break
+                time.sleep(_POLL_SECONDS)
+            return [r for r in keys if not asked.ask(lambda s, r=r: s.check([keys[r]]))]
+        finally:
+            asked.close()
+
+    def first_report(self, ended: Sequence[int]) -> tuple[int, ...]:
+        """Whose connections ended, by the first member that saw a collective break.
+
+        Whoever sees that ends its own connections, and so on: later reports name the living, too.
+
+        Args:
+            ended: Those that ended as far as this rank sees; the answer if the store has none.
+        """
+        key, report = f"{self._name}/broken", json.dumps([*ended])
+        asked = AskedStore(self._store, timeout_seconds=_ROLL_CALL_SECONDS)
+        try:
+            report = asked.ask(lambda store: store.compare_set(key, "", report)).decode()
+        except RuntimeError:
+            report = json.dumps([*ended])  # the store may have ended with one of them
+        finally:
+            asked.close()
+        return tuple(rank for rank in json.loads(report) if rank != self._rank)
+
+    def ended(self, gloo: Any) -> list[int]:
+        """Members whose connections to this rank have ended."""
+        ended = []
+        for place, rank in enumerate(self._members):
+            if rank != self._rank:
+                try:
+                    gloo.recv([torch.empty(1)], place, _UNUSED_TAG)
+                except RuntimeError:  # at once on a connection that has ended
+                    ended.append(rank)
+        return ended
+
+    def end(self, gloo: Any) -> None:
+        """Ends what is under way, here and on the others; else letting go of it would wait for it.
+
+        A deadline that expires is the one thing that makes Gloo do so. It does not expire on a
+        connection that is broken already, so each is tried.
+        """
+        for place, rank in enumerate(self._members):
+            if rank != self._rank:
+                with contextlib.suppress(RuntimeError):
+                    receiving = gloo.recv([torch.empty(1)], place, _UNUSED_TAG)
+                    receiving.wait(timedelta(milliseconds=1))
+
+
+def named(ranks: Collection[int]) -> str:
+    """Ranks in words."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else "no rank"
+
+
+def explained(error: RuntimeError) -> str:
+    """What an error says, and what it means if it is one of the store."""
+    lost = isinstance(error, StoreSilentError | dist.DistNetworkError)
+    return f"{first_line(error)}{f': {_NO_STORE}' if lost else ''}"
