@@ -39,7 +39,9 @@ CONFIG = TrainConfig(
     lr_schedule="linear",
     momentum=0.9,
     weight_decay=2e-4,
-    gossip=GossipConfig(topology="dissemination", mode="overlap", payload="weights+state"),
+    options={
+        "gossip": GossipConfig(topology="dissemination", mode="overlap", payload="weights+state")
+    },
 )
 
 if __name__ == "__main__":

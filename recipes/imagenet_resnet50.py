@@ -42,7 +42,9 @@ CONFIG = TrainConfig(
     lr_step_epochs=30,
     momentum=0.9,
     weight_decay=1e-4,
-    gossip=GossipConfig(topology="dissemination", mode="overlap", payload="weights+state"),
+    options={
+        "gossip": GossipConfig(topology="dissemination", mode="overlap", payload="weights+state")
+    },
 )
 
 if __name__ == "__main__":

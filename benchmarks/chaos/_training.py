@@ -48,11 +48,8 @@ def config_for(script: Script, out: Path) -> TrainConfig:
         trace=0,
         start_seconds=_START_SECONDS,
         checkpoint_every=script.checkpoint_every,
-        gossip=GossipConfig(
-            topology=setting.topology,
-            mode=setting.mode,
-            lost_after_seconds=script.lost_after_seconds,
-        ),
+        lost_after_seconds=script.lost_after_seconds,
+        options={"gossip": GossipConfig(topology=setting.topology, mode=setting.mode)},
     )
 
 

@@ -137,7 +137,7 @@ class DDP(Contestant):
 class Layerwise(Contestant):
     def __init__(self, surroundings: Surroundings) -> None:
         from gossipgrad.train._spans import StepSpans
-        from gossipgrad.train._strategies._agd import LayerwiseAllReduce
+        from gossipgrad.train.strategies._agd import LayerwiseAllReduce
 
         super().__init__(surroundings)
         spans = StepSpans(dist.get_rank(), num_steps=0, total_steps=0)

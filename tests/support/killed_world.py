@@ -43,7 +43,7 @@ def train_with_a_death(
                 log_every=1,
                 trace=0,
                 out=Path(out),
-                gossip=GossipConfig(topology="matching"),
+                options={"gossip": GossipConfig(topology="matching")},
             )
         )
     return outcome.exit_code, outcome.summary, told.getvalue()

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import nn
 
 from gossipgrad.data import Dataset, DatasetInfo, TensorSamples
-from gossipgrad.train import PostLocalConfig, TrainConfig
+from gossipgrad.train import PostLocalConfig
 from gossipgrad.train._evaluate import TestPart
 from gossipgrad.train._result import RunStopped
-from gossipgrad.train._spans import StepSpans
-from gossipgrad.train._strategies import _accord, make_strategy
+from gossipgrad.train.strategies import _accord
+from support.strategies import start
 
 __all__ = ["STEPS", "evaluated", "parted", "started", "statistics"]
 
@@ -41,14 +41,7 @@ def evaluated(rank: int, store: object, name: str) -> tuple[float, float, float,
         bound.bias.zero_()
     norm: Any = model[1]
     test = TestPart.of(line_dataset(), rank=rank, world_size=2)
-    strategy = make_strategy(
-        TrainConfig(strategy=name),
-        model,
-        [torch.optim.SGD(model.parameters(), lr=0.1)],
-        total_steps=1,
-        stop=threading.Event(),
-        spans=StepSpans(rank, num_steps=0, total_steps=1),
-    )
+    strategy = start(rank, name, model, torch.optim.SGD(model.parameters(), lr=0.1))
     norm.running_mean.fill_(10.0 * rank)  # as after a step on its own samples
     evaluation = strategy.evaluate(test, final=True)
     own = float(norm.running_mean)
@@ -67,15 +60,12 @@ def statistics(rank: int, store: object, names: tuple[str, ...]) -> dict[str, tu
         norm: Any = model[0]
         norm.momentum = 0.5
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        strategy = make_strategy(
-            TrainConfig(
-                strategy=name, post_local=PostLocalConfig(post_local_after=0.5, local_steps=2)
-            ),
+        strategy = start(
+            rank,
+            name,
             model,
-            [optimizer],
-            total_steps=STEPS,
-            stop=threading.Event(),
-            spans=StepSpans(rank, num_steps=0, total_steps=STEPS),
+            optimizer,
+            options={"post_local": PostLocalConfig(post_local_after=0.5, local_steps=2)},
         )
         for _ in range(STEPS):
             strategy.begin_step()
@@ -97,14 +87,7 @@ def started(rank: int, store: object, names: tuple[str, ...]) -> dict[str, list[
         model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))
         norm: Any = model[0]
         norm.running_mean.fill_(rank)
-        strategy = make_strategy(
-            TrainConfig(strategy=name),
-            model,
-            [torch.optim.SGD(model.parameters(), lr=0.01)],
-            total_steps=1,
-            stop=threading.Event(),
-            spans=StepSpans(rank, num_steps=0, total_steps=1),
-        )
+        strategy = start(rank, name, model, torch.optim.SGD(model.parameters(), lr=0.01))
         found[name] = [v for t in model.state_dict().values() for v in t.flatten().tolist()]
         dist.barrier()
         strategy.close()
@@ -124,14 +107,7 @@ def parted(
     model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(1), nn.Linear(1, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     stop = threading.Event()
-    strategy = make_strategy(
-        TrainConfig(strategy=name),
-        model,
-        [optimizer],
-        total_steps=STEPS,
-        stop=stop,
-        spans=StepSpans(rank, num_steps=0, total_steps=STEPS),
-    )
+    strategy = start(rank, name, model, optimizer, stop)
     dataset = line_dataset()
     x, y = dataset.train.batch(torch.arange(rank, 40, world_size))
     ended, start_seconds = "all steps made", 0.0

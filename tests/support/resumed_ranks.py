@@ -22,7 +22,7 @@ from gossipgrad.train import TrainConfig, _checkpoints, config_of_run
 from gossipgrad.train._layout import RunDir, claim
 from gossipgrad.train._rank import train_rank
 from gossipgrad.train._resume import reopen
-from gossipgrad.train._strategies import _accord, _stop_together
+from gossipgrad.train.strategies import _accord, _stop_together
 
 __all__ = ["Act", "StopsAfter", "play"]
 

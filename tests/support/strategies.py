@@ -1,4 +1,4 @@
-"""Strategies of the command, stepped by hand."""
+"""Strategies of the command, built and stepped by hand."""
 
 import threading
 
@@ -6,11 +6,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from gossipgrad.comm import Group
 from gossipgrad.train import TrainConfig
 from gossipgrad.train._spans import StepSpans
-from gossipgrad.train._strategies import Strategy, make_strategy
+from gossipgrad.train.strategies import Replica, RunningStrategy
 
-__all__ = ["STEPS", "loss_of", "sgd", "start", "take_step"]
+__all__ = ["STEPS", "build", "loss_of", "sgd", "start", "take_step"]
 
 STEPS = 8
 
@@ -26,6 +27,29 @@ def sgd(model: nn.Module) -> Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
+def build(
+    config: TrainConfig,
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    rank: int,
+    world_size: int = 1,
+    total_steps: int = STEPS,
+    stop: threading.Event | None = None,
+    group: Group | None = None,
+) -> RunningStrategy:
+    """The strategy of a run, begun."""
+    replica = Replica(
+        model=model,
+        optimizers=[optimizer],
+        stop=stop or threading.Event(),
+        spans=StepSpans(rank, num_steps=0, total_steps=total_steps),
+        groups=None if group is None else lambda name: group,
+    )
+    setting = config.setting(world_size, total_steps=total_steps)
+    return config.traits.build(replica, setting, config.strategy_options)
+
+
 def start(
     rank: int,
     name: str,
@@ -33,19 +57,12 @@ def start(
     optimizer: Optimizer,
     stop: threading.Event | None = None,
     **options,
-) -> Strategy:
-    """The strategy of a run of so many steps."""
-    return make_strategy(
-        TrainConfig(strategy=name, **options),
-        model,
-        [optimizer],
-        total_steps=STEPS,
-        stop=stop or threading.Event(),
-        spans=StepSpans(rank, num_steps=0, total_steps=STEPS),
-    )
+) -> RunningStrategy:
+    """The strategy of that name, of a run of so many steps."""
+    return build(TrainConfig(strategy=name, **options), model, optimizer, rank=rank, stop=stop)
 
 
-def take_step(strategy: Strategy, optimizer: Optimizer, rank: int, step: int) -> None:
+def take_step(strategy: RunningStrategy, optimizer: Optimizer, rank: int, step: int) -> None:
     """Forward, backward, and the optimizer's step."""
     strategy.begin_step()
     strategy.backward(loss_of(strategy.model, rank, step))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gossipgrad.train import TrainConfig, run
-from gossipgrad.train._strategies import _accord
+from gossipgrad.train.strategies import _accord
 from support.waiting import until
 
 __all__ = ["stopped_by_signal", "waits_alone"]

@@ -35,12 +35,14 @@ def write_run_into() -> WriteRun:
         directory.mkdir(parents=True)
         steps = STEPS_PER_EPOCH * EPOCHS
         topology = "hypercube" if world_size & (world_size - 1) == 0 else "matching"
+        strategy_is = {"topology": topology, "mode": "overlap", "payload": "weights"}
         options = {
             "strategy": "gossip",
             "model": "mlp",
             "data": "digits",
             "seed": 0,
-            "gossip": {"topology": topology, "mode": "overlap", "payload": "weights"},
+            "gossip": strategy_is,
+            "strategy_is": strategy_is,
         }
         write_json(directory / "config.json", options | config)
         for rank in range(world_size):

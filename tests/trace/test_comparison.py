@@ -5,7 +5,6 @@ import json
 import pytest
 
 from gossipgrad.trace import write_report
-from gossipgrad.trace._comparison import NOT_USED, _flat
 from support.html_page import Page
 
 
@@ -19,7 +18,9 @@ def compare(write_run, tmp_path):
 
     def write(**summary):
         first = write_run("first")
-        second = write_run("second", world_size=2, strategy="allreduce", lr=0.5)
+        second = write_run(
+            "second", world_size=2, strategy="allreduce", lr=0.5, unused=["gossip.topology"]
+        )
         change(
             second / "summary.json",
             strategy="allreduce",
@@ -61,12 +62,13 @@ def test_options_that_differ_are_marked(compare):
 def test_options_that_a_run_does_not_use_do_not_differ(write_run, tmp_path):
     gossip = {"topology": "ring", "mode": "sync"}
     runs = [
-        write_run("a", lr_rule="none", optimizer="sgd", momentum=0.9, lr_formula="x"),
-        write_run("b", lr_rule="linear", strategy="allreduce", gossip=gossip, lr_formula="y"),
-        write_run("c", lr_rule="none", gossip=gossip, optimizer="adamw", momentum=0.1),
+        write_run("a", lr_rule="none", momentum=0.9, lr_formula="x", unused=[]),
+        write_run("b", lr_rule="linear", gossip=gossip, lr_formula="y", unused=["gossip.topology"]),
+        write_run("c", lr_rule="none", gossip=gossip, momentum=0.1, unused=["momentum"]),
     ]
-    for run in runs:
-        change(run / "config.json", lr_schedule="cosine", lr_gamma=len(run.name))
+    for number, run in enumerate(runs):
+        unused = json.loads((run / "config.json").read_text())["unused"]
+        change(run / "config.json", lr_gamma=number, unused=[*unused, "lr_gamma", "no option"])
     page = Page(write_report(*runs, out=tmp_path / "x.html").read_text())
     assert page.row("lr_rule") == ["lr_rule", "none", "linear", "none"]
     assert page.row("gossip.topology") == ["gossip.topology", "hypercube", "not used", "ring"]
@@ -75,26 +77,6 @@ def test_options_that_a_run_does_not_use_do_not_differ(write_run, tmp_path):
     assert "lr_formula" not in [row[0] for row in page.rows], "it follows from the others"
     assert "not used" not in page.contents["mark"]
     assert "linear" in page.contents["mark"]
-
-
-@pytest.mark.parametrize(
-    ("other", "unused"),
-    [
-        ({"strategy": "local"}, {"lr_rule", "gossip.every", "post_local.local_steps"}),
-        ({"strategy": "post-local-sgd"}, {"gossip.every"}),
-        ({"optimizer": "adamw"}, {"momentum", "post_local.local_steps"}),
-        ({"shuffle": "ring"}, {"data_threads", "post_local.local_steps"}),
-        ({"shuffle": "global"}, {"shards", "post_local.local_steps"}),
-    ],
-)
-def test_options_are_used_where_training_uses_them(other, unused):
-    names = {"lr_rule", "momentum", "data_threads", "shards", "shuffle_deadline_seconds"}
-    config = {"strategy": "gossip", "optimizer": "sgd", "shuffle": "local"} | other
-    config |= dict.fromkeys(names, 1) | {"gossip": {"every": 1}, "post_local": {"local_steps": 1}}
-    found = {name for name, value in _flat(config).items() if value == NOT_USED}
-    assert found == unused | (
-        {"shuffle_deadline_seconds"} if config["shuffle"] != "ring" else set()
-    )
 
 
 def test_runs_that_do_not_differ_are_said_not_to(write_run, tmp_path):

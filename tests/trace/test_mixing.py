@@ -59,7 +59,7 @@ def test_a_rank_without_a_trace_is_named(write_run):
 
 @pytest.mark.parametrize("topology", ["unheard of", None, 3, "hypercube"])
 def test_without_a_schedule_there_is_nothing_beside_it(write_run, topology):
-    directory = write_run(world_size=3, gossip={"topology": topology})
+    directory = write_run(world_size=3, strategy_is={"topology": topology})
     found = mixing(read_run(directory))
     assert found.expected is None
     assert "The schedule of the run is not known" in found.description

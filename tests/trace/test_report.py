@@ -242,7 +242,7 @@ def test_is_the_same_page_each_time(write_run):
 
 
 def test_baselines_are_not_described_by_gossip_options(write_run):
-    directory = write_run(strategy="allreduce")
+    directory = write_run(strategy="allreduce", strategy_is={})
     change(directory / "summary.json", strategy="allreduce", outcomes={})
     (directory / "trace.json").unlink()
     for path in directory.glob("metrics-rank*.jsonl"):

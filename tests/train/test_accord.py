@@ -4,8 +4,8 @@ from functools import partial
 import pytest
 import torch.distributed as dist
 
-from gossipgrad.train._strategies import _accord
-from gossipgrad.train._strategies._accord import StopAccord
+from gossipgrad.train.strategies import _accord
+from gossipgrad.train.strategies._accord import StopAccord
 
 
 def accords(world_size, parted=None):

@@ -11,7 +11,7 @@ from gossipgrad.train import GossipConfig, TrainConfig, _checkpoints
 from gossipgrad.train._check import check
 from gossipgrad.train._checkpoints import Checkpoints, Place
 from gossipgrad.train._layout import RunDir
-from gossipgrad.train._strategies._local import Local
+from gossipgrad.train.strategies._local import Local
 from support.ranks import run_ranks
 from support.waiting import until
 
@@ -235,7 +235,9 @@ def test_a_state_of_mode_stale_waits_for_the_disk_while_steps_go_on(tmp_path):
 
 
 def test_states_that_would_lie_within_a_round_of_mode_stale_are_refused():
-    config = TrainConfig(checkpoint_every=5, gossip=GossipConfig(mode="stale", every=2))
+    config = TrainConfig(
+        checkpoint_every=5, options={"gossip": GossipConfig(mode="stale", every=2)}
+    )
     with pytest.raises(ValueError, match=r"is 5, but in mode stale .* --checkpoint-every 4 or 6\."):
         check(config, 2)
     check(dataclasses.replace(config, checkpoint_every=6), 2)

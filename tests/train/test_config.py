@@ -1,12 +1,11 @@
 import dataclasses
 import json
-import typing
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from gossipgrad.train import GossipConfig, PostLocalConfig, SparseConfig, TrainConfig, _summary
+from gossipgrad.train import GossipConfig, PostLocalConfig, SparseConfig, TrainConfig
 
 VERSIONS = {"python": "3"}
 
@@ -20,8 +19,10 @@ def test_file_gives_back_the_run_without_its_folder(tmp_path):
         tmp_path,
         strategy="allreduce",
         data_dir=tmp_path / "data",
-        gossip=GossipConfig(topology="matching", every=3, average_every="log_p"),
-        post_local=PostLocalConfig(post_local_after=0.25, local_steps=3),
+        options={
+            "gossip": GossipConfig(topology="matching", every=3, average_every="log_p"),
+            "post_local": PostLocalConfig(post_local_after=0.25, local_steps=3),
+        },
     )
     config.write(tmp_path / "config.json", VERSIONS)
     read = TrainConfig.from_file(tmp_path / "config.json")
@@ -128,7 +129,10 @@ def test_refuses_a_broken_file_and_names_it(tmp_path, content, message):
         ({"wandb": 3}, "wandb is 3, but must be text or None"),
         ({"out": 3}, "out is 3, but must be a path or None"),
         ({"model": "lstm"}, "model is 'lstm', but must be one of mlp, lenet"),
-        ({"gossip": {"every": 2}}, "gossip is {'every': 2}, but must be a GossipConfig"),
+        ({"options": {"gossip": 3}}, "gossip is 3, but must hold options by their names"),
+        ({"options": {"gosip": {}}}, "options has 'gosip', but no strategy has such options; ther"),
+        ({"options": {"gossip": {"evry": 2}}}, "option 'evry' is not known to GossipConfig"),
+        ({"options": 3}, "options is 3, but must be a dict"),
     ],
     ids=str,
 )
@@ -160,8 +164,12 @@ def test_numbers_of_numpy_and_folders_as_text_are_stored_plainly(tmp_path):
         nproc=2,
         out="runs/x",
         data_dir="sets",
-        gossip=GossipConfig(every=np.int64(2), average_every=np.int64(4), deadline_seconds=3),
-        post_local=PostLocalConfig(local_steps=np.int64(3)),
+        options={
+            "gossip": GossipConfig(
+                every=np.int64(2), average_every=np.int64(4), deadline_seconds=3
+            ),
+            "post_local": PostLocalConfig(local_steps=np.int64(3)),
+        },
     )
     assert (config.out, config.data_dir) == (Path("runs/x"), Path("sets"))
     config.write(tmp_path / "config.json", VERSIONS)
@@ -186,37 +194,36 @@ def test_missing_file_names_the_way_out(tmp_path):
 
 
 def test_warns_of_options_without_effect():
-    config = TrainConfig(strategy="local", gossip=GossipConfig(every=4))
+    config = TrainConfig(strategy="local", options={"gossip": GossipConfig(every=4)})
     with pytest.warns(UserWarning, match="every=4 is not used: strategy is local"):
         config.warn_of_unused()
     with pytest.warns(UserWarning, match="momentum=0.5 is not used: optimizer is adamw"):
         TrainConfig(optimizer="adamw", momentum=0.5).warn_of_unused()
     post_local = PostLocalConfig(local_steps=3)
     with pytest.warns(UserWarning, match="local_steps=3 is not used: strategy is agd"):
-        TrainConfig(strategy="agd", post_local=post_local).warn_of_unused()
+        TrainConfig(strategy="agd", options={"post_local": post_local}).warn_of_unused()
     sparse = SparseConfig(density=0.01, replan_every=7)
     with pytest.warns(UserWarning, match=r"density=0\.01 is not used: strategy is wfbp"):
-        TrainConfig(strategy="wfbp", sparse=SparseConfig(density=0.01)).warn_of_unused()
+        TrainConfig(
+            strategy="wfbp", options={"sparse": SparseConfig(density=0.01)}
+        ).warn_of_unused()
     with pytest.warns(UserWarning, match="replan_every=7 is not used: strategy is topk"):
-        TrainConfig(strategy="topk", sparse=sparse).warn_of_unused()
-    TrainConfig(strategy="omgs", sparse=sparse).warn_of_unused()
+        TrainConfig(strategy="topk", options={"sparse": sparse}).warn_of_unused()
+    TrainConfig(strategy="omgs", options={"sparse": sparse}).warn_of_unused()
     with pytest.raises(ValueError, match=r"density is 0\.0: it is the share"):
         SparseConfig(density=0.0)
-    TrainConfig(strategy="post-local-sgd", post_local=post_local).warn_of_unused()
+    TrainConfig(strategy="post-local-sgd", options={"post_local": post_local}).warn_of_unused()
     with pytest.warns(UserWarning, match="lr_rule=sqrt is not used: strategy is local"):
         TrainConfig(strategy="local", lr_rule="sqrt").warn_of_unused()
     with pytest.warns(UserWarning, match="lr_step_epochs=3 is not used: lr_schedule is cosine"):
         TrainConfig(lr_step_epochs=3).warn_of_unused()
-    TrainConfig(gossip=GossipConfig(every=4)).warn_of_unused()
-    silence = GossipConfig(lost_after_seconds=60.0)  # whoever stands still is ended by it
-    for strategy in ("local", "allreduce"):
-        TrainConfig(strategy=strategy, gossip=silence).warn_of_unused()
+    TrainConfig(options={"gossip": GossipConfig(every=4)}).warn_of_unused()
     stateful = GossipConfig(payload="weights+state")
     with pytest.warns(
         UserWarning, match=r"payload=weights\+state is not used: sgd without momentum"
     ):
-        TrainConfig(momentum=0.0, gossip=stateful).warn_of_unused()
-    TrainConfig(gossip=stateful).warn_of_unused()
+        TrainConfig(momentum=0.0, options={"gossip": stateful}).warn_of_unused()
+    TrainConfig(options={"gossip": stateful}).warn_of_unused()
     TrainConfig(lr_schedule="step", lr_step_epochs=3, lr_gamma=0.5, lr_rule="sqrt").warn_of_unused()
 
 
@@ -242,17 +249,21 @@ def test_rate_scales_with_the_ranks_that_share_a_step(tmp_path, strategy, ranks)
     assert rate.peak == 0.5 * ranks
 
 
-def test_the_topology_follows_the_mode(tmp_path):
-    """Also in the configuration of a run that is repeated with another mode."""
+def test_the_report_names_the_topology_that_follows_the_mode(tmp_path):
     for mode, topology in (("overlap", "dissemination"), ("stale", "matching")):
-        config = TrainConfig(gossip=GossipConfig(mode=mode)).resolved(nproc=2, out=tmp_path)
-        assert config.gossip.topology == topology
-        config.write(tmp_path / "config.json", {})
-        assert TrainConfig.from_file(tmp_path / "config.json").gossip.topology is None
+        config = TrainConfig(options={"gossip": {"mode": mode}})
+        config.resolved(nproc=2, out=tmp_path).write(tmp_path / "config.json", VERSIONS)
+        told = json.loads((tmp_path / "config.json").read_text())["strategy_is"]
+        assert (told["topology"], told["mode"]) == (topology, mode)
+
+
+def test_options_of_a_mode_are_not_used_in_others():
     with pytest.warns(UserWarning, match="max_staleness=3 is not used: mode is overlap"):
-        TrainConfig(gossip=GossipConfig(max_staleness=3)).warn_of_unused()
+        TrainConfig(options={"gossip": GossipConfig(max_staleness=3)}).warn_of_unused()
     with pytest.warns(UserWarning, match="deadline_seconds=3.0 is not used: mode is stale"):
-        TrainConfig(gossip=GossipConfig(mode="stale", deadline_seconds=3.0)).warn_of_unused()
+        TrainConfig(
+            options={"gossip": GossipConfig(mode="stale", deadline_seconds=3.0)}
+        ).warn_of_unused()
 
 
 @pytest.mark.parametrize("number", [-1, 16])
@@ -268,6 +279,8 @@ def test_what_is_compressed_is_checked_before_a_worker_starts():
         GossipConfig(compress="top-k:0.01")
 
 
-def test_every_strategy_says_what_its_bytes_are():
-    strategies = typing.get_args(typing.get_type_hints(TrainConfig)["strategy"])
-    assert {*_summary._BYTES_ARE} == {*strategies}
+def test_config_json_names_what_is_not_used(tmp_path):
+    resolved(tmp_path, strategy="local").write(tmp_path / "config.json", VERSIONS)
+    unused = json.loads((tmp_path / "config.json").read_text())["unused"]
+    assert {"lr_rule", "gossip.every", "post_local.local_steps"} <= {*unused}
+    assert not {"lr", "momentum", "batch_size"} & {*unused}

@@ -7,7 +7,7 @@ from torch import nn
 from gossipgrad.train._batches import ShardBatches
 from gossipgrad.train._course import Course
 from gossipgrad.train._learning_rate import LearningRate
-from gossipgrad.train._strategies._local import Local
+from gossipgrad.train.strategies._local import Local
 from support.shares import Run
 from support.shares import let_go as let_go
 

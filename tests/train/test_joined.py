@@ -16,8 +16,8 @@ from gossipgrad.train._joined import collect_joined, let_go, read_file
 from gossipgrad.train._layout import RunDir
 from gossipgrad.train._orphaned import put_together_if_orphaned
 from gossipgrad.train._run_lock import run_lock
-from gossipgrad.train._strategies._gossip import Gossip
 from gossipgrad.train._summary import compose
+from gossipgrad.train.strategies._gossip_run import Gossip
 from support.results import result
 from support.waiting import until
 

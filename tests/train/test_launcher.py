@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 
 from gossipgrad.train import (
-    GossipConfig,
     TrainConfig,
     _launcher,
     _serving,
@@ -130,7 +129,7 @@ def test_where_rows_move_on_from_worker_to_worker_one_that_stands_still_is_ended
 
 def test_one_that_stands_still_when_the_others_are_over_is_ended(workers):
     """Nobody has called it lost, and nobody will."""
-    run = workers(gossip=GossipConfig(lost_after_seconds=20.0))
+    run = workers(lost_after_seconds=20.0)
     run.befalls = {5.0: lambda: run.silent.add(1), 6.0: lambda: run.end(0)}
     assert 24 <= run.supervise() < 27
     assert run.handles[1].failure.cause == "stood still for 20 s and was ended"

@@ -18,8 +18,8 @@ pytestmark = pytest.mark.process
 
 
 def config(out, **options):
-    gossip = GossipConfig(topology="matching", lost_after_seconds=1.5)
-    return launched.config(out, trace=0, gossip=gossip, **options)
+    gossip = {"gossip": GossipConfig(topology="matching")}
+    return launched.config(out, trace=0, options=gossip, lost_after_seconds=1.5, **options)
 
 
 def test_in_a_given_world_those_who_are_left_put_the_run_together(tmp_path):

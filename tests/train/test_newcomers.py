@@ -16,7 +16,7 @@ from gossipgrad.train import GossipConfig
 from gossipgrad.train._layout import claim
 from gossipgrad.train._loop import Loop
 from gossipgrad.train._newcomer import _ASK_SECONDS, Newcomer
-from gossipgrad.train._strategies._gossip import Gossip
+from gossipgrad.train.strategies._gossip_run import Gossip
 from support.launched import count
 from support.newcomers import SAMPLES, Dead, Gated, Run, Slow
 from support.waiting import until
@@ -85,7 +85,7 @@ def test_a_donor_that_is_killed_as_it_gives_its_replica_is_replaced_by_another(
         return carried(self)
 
     monkeypatch.setattr(Loop, "carried", dies)
-    run = make(gossip=GossipConfig(topology="matching", lost_after_seconds=1.0))
+    run = make(options={"gossip": GossipConfig(topology="matching")}, lost_after_seconds=1.0)
     rank, _ = run.join()
     run.stop.set()
     results = run.end()
@@ -104,7 +104,7 @@ def kill(session):
 
 
 def options(mode):
-    return {"gossip": GossipConfig(mode=mode, topology="matching")}
+    return {"options": {"gossip": GossipConfig(mode=mode, topology="matching")}}
 
 
 @pytest.mark.parametrize("mode", ["overlap", "stale"])

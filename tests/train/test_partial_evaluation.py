@@ -5,12 +5,11 @@ import torch
 
 from gossipgrad.data import Dataset, DatasetInfo, TensorSamples
 from gossipgrad.errors import GossipError
-from gossipgrad.train import GossipConfig
+from gossipgrad.train import GossipConfig, TrainConfig
 from gossipgrad.train._evaluate import TestPart
-from gossipgrad.train._spans import StepSpans
-from gossipgrad.train._strategies._gossip import Gossip
 from support.ranks import run_ranks
 from support.replicas import backward, network, sgd
+from support.strategies import build
 
 EPOCHS, STEPS = 5, 3
 
@@ -43,9 +42,8 @@ def test_an_evaluation_that_broke_on_one_rank_alone_leaves_none_an_epoch_behind(
     def rank_main(rank, group):
         model = network()
         optimizer = sgd(list(model.parameters()))
-        options = GossipConfig(topology="matching", mode=mode)
-        spans = StepSpans(rank, num_steps=0, total_steps=EPOCHS * STEPS)
-        strategy = Gossip(model, [optimizer], options, seed=0, spans=spans, group=group)
+        config = TrainConfig(options={"gossip": GossipConfig(topology="matching", mode=mode)})
+        strategy = build(config, model, optimizer, rank=rank, world_size=2, group=group)
         test = TestPart.of(toy(), rank=rank, world_size=2)
         if rank == 1:
             break_after(strategy._session.group, broken_in)

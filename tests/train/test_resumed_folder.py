@@ -48,7 +48,7 @@ def test_options_are_whole_whenever_their_writer_is_killed(run_dir, monkeypatch)
 
 def test_a_run_goes_on_without_its_faults_and_encrypted(run_dir):
     """A script that kills a rank would kill it there again."""
-    write(run_dir, gossip=GossipConfig(faults="kill rank=1 round=7"))
+    write(run_dir, options={"gossip": GossipConfig(faults="kill rank=1 round=7")})
     saved = config_of_run(run_dir.path)
     healthy = dataclasses.replace(saved.gossip, faults=None)
     assert saved.gossip != healthy

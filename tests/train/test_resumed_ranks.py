@@ -19,15 +19,15 @@ pytestmark = pytest.mark.process
 RANKS = 3  # where gloo's sums go by the place in a message
 STALE = GossipConfig(mode="stale", topology="matching")
 EXACT = {
-    "sync": {"gossip": GossipConfig(mode="sync", every=2)},
-    "overlap-matching": {"gossip": GossipConfig(topology="matching")},
+    "sync": {"options": {"gossip": GossipConfig(mode="sync", every=2)}},
+    "overlap-matching": {"options": {"gossip": GossipConfig(topology="matching")}},
     "ring": {"shuffle": "ring"},
     "allreduce": {"strategy": "allreduce"},
     "agd": {"strategy": "agd"},
     "every-log-p": {"strategy": "every-log-p"},
     "post-local": {
         "strategy": "post-local-sgd",
-        "post_local": PostLocalConfig(post_local_after=0.5, local_steps=2),
+        "options": {"post_local": PostLocalConfig(post_local_after=0.5, local_steps=2)},
     },
 }
 ACTS = [

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.process
 
 def resume_sparse(rank, store):
     """The weights after all steps, without a break and with one after half of them."""
-    options = {"sparse": SparseConfig(density=0.1)}
+    options = {"options": {"sparse": SparseConfig(density=0.1)}}
     found = []
     for broken in (False, True):
         model = network()
@@ -54,7 +54,7 @@ def warm_up(rank, store):
         sparse = SparseConfig(density_warmup_steps=stage_steps)
         model = network()
         optimizer = sgd(model)
-        strategy = start(rank, "topk", model, optimizer, epochs=1, sparse=sparse)
+        strategy = start(rank, "topk", model, optimizer, epochs=1, options={"sparse": sparse})
         densities = []
         for step in range(STEPS):
             take_step(strategy, optimizer, rank, step)
@@ -92,7 +92,7 @@ def go_on_from_three(rank, store):
     former = run_ranks(3, carried_over)
     model = network()
     options = SparseConfig(density=0.01, density_warmup_steps=3)
-    strategy = start(rank, "omgs", model, sgd(model), sparse=options)
+    strategy = start(rank, "omgs", model, sgd(model), options={"sparse": options})
     strategy.start_at(7, former)
     taken = strategy.place()["session"]
     take_step(strategy, sgd(model), rank, 0)
@@ -124,7 +124,9 @@ def corrected(rank, store):
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
         sparse = SparseConfig(density=0.1, momentum_correction=correction)
-        strategy = start(rank, "topk", model, optimizer, momentum=momentum, sparse=sparse)
+        strategy = start(
+            rank, "topk", model, optimizer, momentum=momentum, options={"sparse": sparse}
+        )
         for step in range(STEPS):
             take_step(strategy, optimizer, rank, step)
         dist.barrier()
@@ -145,7 +147,13 @@ def test_momentum_is_applied_before_selection_or_after():
 def alone_with_momentum(rank, store):
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.0)  # as two ranks saved it
-    strategy = start(rank, "omgs", model, optimizer, sparse=SparseConfig(momentum_correction=True))
+    strategy = start(
+        rank,
+        "omgs",
+        model,
+        optimizer,
+        options={"sparse": SparseConfig(momentum_correction=True)},
+    )
     strategy.close()
     settings = strategy._session._settings
     return settings.momentum_correction, optimizer.param_groups[0]["momentum"]
@@ -159,6 +167,6 @@ def test_one_rank_alone_corrects_no_momentum_and_keeps_it():
 def test_a_correction_of_no_momentum_warns():
     for options in ({"momentum": 0.0}, {"optimizer": "adamw"}):
         sparse = SparseConfig(momentum_correction=True)
-        config = TrainConfig(strategy="omgs", sparse=sparse, **options)
+        config = TrainConfig(strategy="omgs", options={"sparse": sparse}, **options)
         with pytest.warns(UserWarning, match="momentum_correction=True is not used"):
             config.warn_of_unused()

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from gossipgrad.comm import Group
 from gossipgrad.topology import by_name, dissemination, ring
-from gossipgrad.train._strategies import _stop_together
-from gossipgrad.train._strategies._stop_together import StopTogether, first_beyond
+from gossipgrad.train.strategies import _stop_together
+from gossipgrad.train.strategies._stop_together import StopTogether, first_beyond
 
 
 class Rank:

@@ -11,8 +11,8 @@ from torch import nn
 from gossipgrad.train import PostLocalConfig, SparseConfig
 from gossipgrad.train._result import PeerLostError, RunStopped
 from gossipgrad.train._ring_clock import ring_bytes
-from gossipgrad.train._strategies import _lost
-from gossipgrad.train._strategies._averaged import EveryLogP
+from gossipgrad.train.strategies import _lost
+from gossipgrad.train.strategies._averaged import EveryLogP
 from support.processes import run_processes
 from support.replicas import flat, network
 from support.strategies import STEPS, loss_of, sgd, start, take_step
@@ -23,10 +23,14 @@ OPTIONS = {
     "allreduce": {},
     "agd": {},
     "every-log-p": {},
-    "post-local-sgd": {"post_local": PostLocalConfig(post_local_after=0.5, local_steps=2)},
+    "post-local-sgd": {
+        "options": {"post_local": PostLocalConfig(post_local_after=0.5, local_steps=2)}
+    },
     "wfbp": {},
-    "topk": {"sparse": SparseConfig(density=1.0)},  # all of it, in sparse messages
-    "omgs": {"sparse": SparseConfig(density=1.0)},  # the plan is changed in the seventh step
+    "topk": {"options": {"sparse": SparseConfig(density=1.0)}},  # all of it, in sparse messages
+    "omgs": {
+        "options": {"sparse": SparseConfig(density=1.0)}
+    },  # the plan is changed in the seventh step
 }
 PARAMETERS = sum(p.numel() for p in network().parameters())
 
@@ -216,7 +220,7 @@ def take_step_on_labels(strategy, optimizer):
 
 STOPPED = "RunStopped: the run was told to stop"
 AN_ALL_REDUCE = "PeerLostError: an all-reduce failed because a rank is gone ("
-AT_THE_CHANGE = {"post_local": PostLocalConfig(post_local_after=0.25)}
+AT_THE_CHANGE = {"options": {"post_local": PostLocalConfig(post_local_after=0.25)}}
 
 
 @pytest.mark.parametrize(

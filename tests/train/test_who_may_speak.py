@@ -4,12 +4,11 @@ import pytest
 import torch
 
 import gossipgrad as gg
-from gossipgrad.train import TrainConfig
+from gossipgrad.train import GossipConfig, TrainConfig
 from gossipgrad.train._check import check
-from gossipgrad.train._spans import StepSpans
-from gossipgrad.train._strategies._gossip import Gossip
 from support.ranks import run_ranks
 from support.replicas import network, set_gradients, sgd
+from support.strategies import build
 
 
 def test_a_strategy_that_cannot_encrypt_is_refused_before_the_start(secret):
@@ -38,22 +37,12 @@ def test_a_secret_that_is_no_good_is_told_before_the_start(monkeypatch, tmp_path
 
 @pytest.mark.parametrize("faults", [None, "delay rank=1 round=1 seconds=0.01"])
 def test_the_strategy_encrypts_its_links(faults, secret):
-    options = TrainConfig(encrypt=True).gossip
-    if faults is not None:
-        options = type(options)(faults=faults)
+    config = TrainConfig(encrypt=True, options={"gossip": GossipConfig(faults=faults)})
 
     def train(rank, group):
         model = network()
         optimizer = sgd(list(model.parameters()))
-        strategy = Gossip(
-            model,
-            [optimizer],
-            options,
-            seed=0,
-            encrypt=True,
-            spans=StepSpans(rank, num_steps=0, total_steps=3),
-            group=group,
-        )
+        strategy = build(config, model, optimizer, rank=rank, world_size=2, group=group)
         for step in range(3):
             set_gradients(model, rank, step)
             optimizer.step()

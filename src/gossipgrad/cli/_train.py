@@ -6,22 +6,21 @@ import signal
 import warnings
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
 from gossipgrad.train import (
     DEFAULT_LR,
-    GossipConfig,
+    STRATEGIES,
     JoinConfig,
     JoinOutcome,
     Outcome,
-    PostLocalConfig,
-    SparseConfig,
     TrainConfig,
     config_of_run,
     find_world,
     join_run,
+    options_by_section,
     run,
 )
 
@@ -29,13 +28,21 @@ from gossipgrad.train import (
 _OF_A_JOINER = ("nproc", "device", "data-dir", "threads", "quiet")
 
 
+_STRATEGY = tyro.conf.arg(
+    metavar=f"{{{','.join(STRATEGIES)}}}",
+    help="How replicas are kept together. "
+    + " ".join(f"{one.name}: {one.help}." for one in STRATEGIES.values()),
+)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainOptions:
+class TrainOptions(TrainConfig):
     """Train a model on several workers.
 
     Starts the workers on this machine, or, inside torchrun or Slurm, takes part as one of them.
     With --checkpoint-every a run that was stopped, or died, goes on with --resume DIR. More workers
-    come into a gossip run that is training with --join DIR.
+    come into a run that is training, and whose strategy allows it, with --join DIR.
+    Options of a strategy may be written short where no other has one of that name.
     The run leaves in its folder config.json, metrics-rank*.jsonl, summary.json,
     model.safetensors, trace.json and report.html.
     """
@@ -46,7 +53,8 @@ class TrainOptions:
     """Join the run of this folder, which is training, with nproc workers of this machine (None: 1).
     Beside it there are --nproc, --device, --data-dir, --threads and --quiet; all else is the
     run's."""
-    train: Annotated[TrainConfig, tyro.conf.arg(name="")] = field(default_factory=TrainConfig)
+    strategy: Annotated[str, _STRATEGY] = "gossip"
+    options: Annotated[dict[str, Any], tyro.conf.arg(name="")] = field(default_factory=dict)
 
 
 def main(arguments: list[str]) -> int:
@@ -97,15 +105,8 @@ def parse(arguments: list[str]) -> TrainConfig:
         saved = replace(saved, lr=None)
     if find_world(os.environ) is not None:
         saved = replace(saved, nproc=None)
-    default = TrainOptions(config=given.config, train=saved)
-    options = tyro.cli(
-        TrainOptions,
-        args=arguments,
-        default=default,
-        prog="gossipgrad train",
-        config=(tyro.conf.OmitArgPrefixes,),
-    )
-    return options.train
+    chosen = _parse(arguments, TrainOptions(config=given.config, **_values(saved)))
+    return TrainConfig(**_values(chosen))
 
 
 def parse_join(arguments: list[str]) -> JoinConfig | None:
@@ -125,46 +126,77 @@ def parse_join(arguments: list[str]) -> JoinConfig | None:
             f"--join is given {len(runs)} times ({', '.join(runs)}), but workers join one run: "
             "start the command once for each."
         )
-    known = {
-        *_options(TrainConfig),
-        *_options(GossipConfig),
-        *_options(PostLocalConfig),
-        *_options(SparseConfig),
-    }
+    known = {*_names(TrainConfig), *_sections_by_name()}
+    sections = [section.replace("_", "-") for section in options_by_section()]
     for name in names:
         if name in ("--config", "--resume", "--resume-step"):
             raise ValueError(
                 f"{name} starts a run, and --join {runs[0]} takes part in one that is training: "
                 f"leave {name} out, or --join."
             )
-        option = name.removeprefix("--no-") if name.startswith("--no-") else name.removeprefix("--")
-        if name.startswith("--") and option in known and option not in _OF_A_JOINER:
+        option = name.removeprefix("--").removeprefix("no-")
+        is_known = option in known or option.partition(".")[0] in sections
+        if name.startswith("--") and is_known and option not in _OF_A_JOINER:
             raise ValueError(
                 f"{name} is not for --join: a worker that joins trains as the run in {runs[0]} "
                 f"does, by its config.json; leave {name} out. Its own are "
                 f"{', '.join(f'--{one}' for one in _OF_A_JOINER)}."
             )
-    options = tyro.cli(
-        TrainOptions,
-        args=arguments,
-        default=TrainOptions(),
-        prog="gossipgrad train",
-        config=(tyro.conf.OmitArgPrefixes,),
-    )
-    given = options.train
+    options = _parse(arguments, TrainOptions())
     assert options.join is not None
     return JoinConfig(
         run=options.join,
-        nproc=given.nproc or 1,
-        device=given.device if "--device" in names else None,
-        data_dir=given.data_dir,
-        threads=given.threads if "--threads" in names else None,
-        quiet=given.quiet,
+        nproc=options.nproc or 1,
+        device=options.device if "--device" in names else None,
+        data_dir=options.data_dir,
+        threads=options.threads if "--threads" in names else None,
+        quiet=options.quiet,
     )
 
 
-def _options(kind: type) -> list[str]:
+def _parse(arguments: list[str], default: TrainOptions) -> TrainOptions:
+    return tyro.cli(
+        TrainOptions,
+        args=[_in_full(argument) for argument in arguments],
+        default=default,
+        prog="gossipgrad train",
+    )
+
+
+def _in_full(argument: str) -> str:
+    """An option of one strategy alone, written short, in full: --gossip.every=2 for --every=2.
+
+    Raises:
+        ValueError: Several strategies have an option of that name.
+    """
+    option = argument.partition("=")[0]
+    name = option.removeprefix("--").replace("_", "-")
+    negation = "no-" * name.startswith("no-")
+    name = name.removeprefix("no-")
+    sections = _sections_by_name().get(name, [])
+    if not option.startswith("--") or not sections or name in _names(TrainOptions):
+        return argument
+    full = [f"--{section}.{negation}{name}" for section in sections]
+    if len(full) > 1:
+        raise ValueError(f"{option} is an option of several strategies: write {' or '.join(full)}.")
+    return full[0] + argument[len(option) :]
+
+
+def _sections_by_name() -> dict[str, list[str]]:
+    """The sections that have an option of a name, both as they are written on a command line."""
+    found: dict[str, list[str]] = {}
+    for section, kind in options_by_section().items():
+        for name in _names(kind):
+            found.setdefault(name, []).append(section.replace("_", "-"))
+    return found
+
+
+def _names(kind: type) -> list[str]:
     return [field.name.replace("_", "-") for field in fields(kind)]
+
+
+def _values(config: TrainConfig) -> dict[str, Any]:
+    return {field.name: getattr(config, field.name) for field in fields(TrainConfig)}
 
 
 def print_joined(outcome: JoinOutcome) -> None:

@@ -20,23 +20,7 @@ from ._values import (
 
 NOT_USED = "not used"
 # Where a run was written, and how it was shown, is not what it was; the formula follows from it.
-_NOT_OPTIONS = frozenset({"out", "overwrite", "quiet", "lr_formula"})
-_SPARSE = frozenset({"omgs", "topk", "lags"})
-_SHARED = _SPARSE | {"gossip", "allreduce", "agd", "every-log-p", "post-local-sgd"}
-_SHARED |= {"wfbp", "mg-wfbp"}
-# Options, or groups of them, that have an effect where another one has one of these values.
-_USED_WHERE = {
-    "gossip": ("strategy", {"gossip"}),
-    "post_local": ("strategy", {"post-local-sgd"}),
-    "sparse": ("strategy", _SPARSE),
-    "lr_rule": ("strategy", _SHARED),
-    "momentum": ("optimizer", {"sgd"}),
-    "lr_step_epochs": ("lr_schedule", {"step"}),
-    "lr_gamma": ("lr_schedule", {"step"}),
-    "shards": ("shuffle", {"ring", "local"}),
-    "shuffle_deadline_seconds": ("shuffle", {"ring"}),
-    "data_threads": ("shuffle", {"global", "local"}),
-}
+_NOT_OPTIONS = frozenset({"out", "overwrite", "quiet", "lr_formula", "strategy_is", "unused"})
 
 _Figure = tuple[str, Callable[[Run], object], Callable[[object], str]]
 
@@ -113,23 +97,20 @@ def option_rows(runs: list[Run]) -> tuple[list[list[str]], list[list[str]]]:
     return different, [row for row, values in used if len(values) == 1]
 
 
-def _flat(tree: Record, prefix: str = "") -> dict[str, str]:
-    """Options by their dotted names, as text."""
+def _flat(tree: Record) -> dict[str, str]:
+    """Options by their dotted names, as text; what a run says it does not use is marked."""
     found: dict[str, str] = {}
     for name, value in tree.items():
-        if not prefix and name in _NOT_OPTIONS:
+        if name in _NOT_OPTIONS:
             continue
-        inner = _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else None
-        if inner is None:
-            inner = {f"{prefix}{name}": "none" if value is None else str(value)}
-        if not prefix and not _is_used(name, tree):
-            inner = dict.fromkeys(inner, NOT_USED)
-        found |= inner
+        inner = (
+            {f"{name}.{key}": one for key, one in value.items()}
+            if isinstance(value, dict)
+            else {name: value}
+        )
+        found |= {key: "none" if one is None else str(one) for key, one in inner.items()}
+    unused = tree.get("unused")
+    for name in unused if isinstance(unused, list) else ():
+        if name in found:
+            found[name] = NOT_USED
     return found
-
-
-def _is_used(name: str, config: Record) -> bool:
-    """Whether an option has an effect, as far as the configuration tells."""
-    other, values = _USED_WHERE.get(name, ("", ()))
-    told = config.get(other)
-    return not isinstance(told, str) or told in values

@@ -12,7 +12,7 @@ from ._format import (
     number,
     percent,
 )
-from ._runs import Record, Run, find_key
+from ._runs import Record, Run
 from ._values import (
     accuracy,
     bytes_per_step,
@@ -28,6 +28,7 @@ from ._values import (
     samples_per_second,
     steps_made,
     strategy,
+    strategy_is,
     throughput,
     train_seconds,
 )
@@ -176,11 +177,12 @@ def _joined_note(told: Record) -> str:
 
 
 def _strategy_note(run: Run) -> str:
-    gossips = strategy(run) in ("gossip", UNKNOWN)  # others have no use for these options
-    options = ("topology", "mode", "payload") if gossips else ()
-    found = (find_key(run.config, option) for option in options)
-    parts = [value for value in found if isinstance(value, str)]
-    return ", ".join([*parts, f"{run.world_size} worker{'s' * (run.world_size != 1)}"])
+    return ", ".join(
+        [
+            *map(str, strategy_is(run).values()),
+            f"{run.world_size} worker{'s' * (run.world_size != 1)}",
+        ]
+    )
 
 
 def _accuracy_note(run: Run) -> str:

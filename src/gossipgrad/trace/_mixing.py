@@ -9,6 +9,7 @@ from gossipgrad.topology import by_name
 from ._format import listed, number
 from ._runs import Run, find_key
 from ._spans import Span
+from ._values import strategy_is
 
 INTRODUCTION = (
     "How often each rank took in what another had sent, and how the first values of all ranks "
@@ -147,7 +148,7 @@ def was_delivered(span: Span) -> bool:
 
 def _expected(run: Run, rounds: range) -> tuple[list[list[int]] | None, int | None]:
     """What the schedule that the configuration names says of these rounds, and its period."""
-    name, seed = find_key(run.config, "topology"), find_key(run.config, "seed")
+    name, seed = strategy_is(run).get("topology"), find_key(run.config, "seed")
     if not isinstance(name, str):
         return None, None
     try:

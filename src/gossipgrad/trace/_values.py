@@ -13,6 +13,12 @@ def strategy(run: Run) -> str:
     return _text(run.summary.get("strategy") or find_key(run.config, "strategy"))
 
 
+def strategy_is(run: Run) -> Record:
+    """What the run says of its strategy, such as who meets whom."""
+    told = run.config.get("strategy_is")
+    return told if isinstance(told, dict) else {}
+
+
 def accuracy(run: Run) -> object:
     """That of the model that the run left, or the last one measured."""
     return run.summary.get("accuracy", latest(run.epochs).get("accuracy"))

@@ -1,9 +1,6 @@
 """The main job: one configuration, one loop, on local processes or in a world already started."""
 
 from ._config import DEFAULT_LR as DEFAULT_LR
-from ._config import GossipConfig as GossipConfig
-from ._config import PostLocalConfig as PostLocalConfig
-from ._config import SparseConfig as SparseConfig
 from ._config import TrainConfig as TrainConfig
 from ._gathering import open_store as open_store
 from ._given_world import find_world as find_world
@@ -17,3 +14,8 @@ from ._resume import config_of_run as config_of_run
 from ._run import run as run
 from ._world import World as World
 from ._world import slurm_rendezvous as slurm_rendezvous
+from .strategies import STRATEGIES as STRATEGIES
+from .strategies import GossipConfig as GossipConfig
+from .strategies import PostLocalConfig as PostLocalConfig
+from .strategies import SparseConfig as SparseConfig
+from .strategies import options_by_section as options_by_section

@@ -167,11 +167,11 @@ AnyBatches = ShardedBatches | ElasticBatches | ShardBatches | RingBatches
 def deal_anew(
     config: TrainConfig, batches: AnyBatches, session: GossipSession | None
 ) -> AnyBatches:
-    """The same batches, of epochs that are dealt anew when ranks of a gossip session come or go.
+    """The same batches, of epochs that are dealt anew when ranks of a session come or go.
 
     Shards stay as they are: they stand for samples that one rank alone can reach.
     """
-    if config.strategy != "gossip" or session is None or session.world_size == 1:
+    if config.needs_every_rank or session is None or session.world_size == 1:
         return batches
     if not isinstance(batches, ShardedBatches):
         return batches

@@ -1,5 +1,6 @@
 """What can be known to be wrong before a process starts."""
 
+import dataclasses
 import warnings
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,15 +9,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gossipgrad import data, models, topology
-from gossipgrad.comm import Faults, check_secret
-from gossipgrad.decentralized import check_settings
+from gossipgrad import data, models
+from gossipgrad.comm import check_secret
+from gossipgrad.data import num_batches
 
 from ._config import TrainConfig
 from ._device import check_device
-from ._effects import warn_of_no_effect
 from ._loggers import check_loggers
 from ._optimizers import make_optimizers, muon_share
+from .strategies import STRATEGIES
 
 # Below it Muon is there in name alone.
 _LEAST_MUON_SHARE = 0.1
@@ -39,26 +40,8 @@ def check(config: TrainConfig, world_size: int) -> None:
         model = models.build(config.model, info)
         optimizers = make_optimizers(config.resolved(nproc=world_size, out=Path()), model)
     _warn_of_idle_muon(config, optimizers)
-    if config.strategy == "gossip":
-        check_settings(
-            topology=config.gossip.topology,
-            mode=config.gossip.mode,
-            payload=config.gossip.payload,
-            every=config.gossip.every,
-            average_every=config.gossip.average_every,
-            compress=config.gossip.compress,
-            seed=config.seed,
-            encrypt=config.encrypt or None,
-        )
-        if config.gossip.topology is not None:
-            topology.by_name(config.gossip.topology, world_size, seed=config.seed)
-        _check_waits(config)
-        faulty = max(Faults.parse(config.gossip.faults or "").ranks, default=0)
-        if faulty >= world_size:
-            raise ValueError(
-                f"faults name rank {faulty}, but there are ranks 0 to {world_size - 1} alone; name "
-                "one of these, or start more processes."
-            )
+    steps = config.epochs * num_batches(info.train_samples // world_size, config.batch_size)
+    config.traits.check(config.strategy_options, config.setting(world_size, total_steps=steps))
     if info.train_samples < world_size:
         raise ValueError(
             f"{world_size} processes cannot share the {info.train_samples} samples of "
@@ -67,44 +50,33 @@ def check(config: TrainConfig, world_size: int) -> None:
     if min(config.batch_size, info.train_samples // world_size) == 1:
         _check_batches_of_one(config, info, model)
     _check_shards(config, info, world_size)
-    warn_of_no_effect(config, info, world_size)
+    warn_of_no_effect(config, world_size, steps)
     data.prepare(config.data, config.data_dir, image_size=config.image_size)
 
 
 def _check_who_may_speak(config: TrainConfig) -> None:
     check_secret(config.encrypt or None)
-    if config.encrypt and config.strategy not in ("gossip", "local"):
+    if config.encrypt and not config.traits.can_encrypt:
+        others = (one.name for one in STRATEGIES.values() if one.can_encrypt and one.communicates)
         raise ValueError(
             f"encrypt is on, and strategy {config.strategy} talks through torch's collectives, "
-            "which cannot encrypt: use --strategy gossip, or leave --encrypt out and use a network "
-            "that encrypts, such as WireGuard."
+            f"which cannot encrypt: use --strategy {' or '.join(others)}, or leave --encrypt out "
+            "and use a network that encrypts, such as WireGuard."
         )
 
 
-def _check_waits(config: TrainConfig) -> None:
-    is_stale = config.strategy == "gossip" and config.gossip.mode == "stale"
-    if config.checkpoint_every is not None and config.shuffle == "ring" and is_stale:
-        raise ValueError(
-            "checkpoints of shuffle ring wait for the rows that are on their way to neighbours, "
-            "and in mode stale no step waits: leave --checkpoint-every out, or use --shuffle "
-            "global."
-        )
-    if is_stale and (config.checkpoint_every or 0) % config.gossip.every:
-        assert config.checkpoint_every is not None
-        whole = config.checkpoint_every // config.gossip.every * config.gossip.every
-        near = [str(steps) for steps in (whole, whole + config.gossip.every) if steps]
-        raise ValueError(
-            f"checkpoint_every is {config.checkpoint_every}, but in mode stale states are taken "
-            f"between rounds, which have {config.gossip.every} steps each (every): use "
-            f"--checkpoint-every {' or '.join(near)}."
-        )
-    waits = config.shuffle == "ring" and config.shuffle_deadline_seconds > 0
-    if waits and config.gossip.mode == "stale":
-        raise ValueError(
-            f"shuffle ring waits up to {config.shuffle_deadline_seconds:g} s for rows of a slow "
-            "neighbour, and in mode stale no step waits: use --shuffle-deadline-seconds 0, which "
-            "hands out old rows instead, or --shuffle global."
-        )
+def warn_of_no_effect(config: TrainConfig, world_size: int, total_steps: int) -> None:
+    """Warn of options that differ from their defaults and that the length of the run undoes."""
+    options, setting = config.strategy_options, config.setting(world_size, total_steps=total_steps)
+    if options is None:
+        return
+    if world_size == 1:
+        for field in dataclasses.fields(options):
+            if (value := getattr(options, field.name)) != field.default:
+                warnings.warn(f"{field.name}={value} is not used: there is one rank.", stacklevel=2)
+        return
+    for message in config.traits.without_effect(options, setting):
+        warnings.warn(message, stacklevel=2)
 
 
 def _warn_of_idle_muon(config: TrainConfig, optimizers: list[Optimizer]) -> None:

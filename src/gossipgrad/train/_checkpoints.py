@@ -20,7 +20,7 @@ from ._config import TrainConfig
 from ._layout import RunDir
 from ._metrics import Event
 from ._random_state import load_random_state, random_state
-from ._strategies import Strategy
+from .strategies import RunningStrategy
 
 # How long the write of the checkpoint before is awaited, but in mode stale, where no step waits.
 # Where the disk is slower than that, ranks leave out one here and another there, and few are
@@ -76,7 +76,7 @@ class Checkpoints:
         world_size: int,
         model: nn.Module,
         optimizers: Sequence[Optimizer],
-        strategy: Strategy,
+        strategy: RunningStrategy,
         batches: Batches,
         device: torch.device,
         emit: Callable[[Event], None],

@@ -11,32 +11,18 @@ from typing import Any, Literal
 
 from ._learning_rate import LearningRate, LrRule, LrSchedule
 from ._options import check_at_least, check_fields, from_plain, make_plain
-from ._strategy_config import GossipConfig, PostLocalConfig, SparseConfig
 from ._whole_file import write_whole
+from .strategies import Setting, Strategy, check_options, find, options_by_section
 
 # Of each optimizer, where none is given.
 DEFAULT_LR = {"sgd": 0.1, "adamw": 1e-3, "muon": 1e-3}
 _MOST_THREADS = 1024
 # What config.json holds beside the options.
-_NOTES = ("lr_formula", "versions")
+_NOTES = ("lr_formula", "strategy_is", "unused", "versions")
 _PATHS = ("out", "data_dir", "resume")
 # Of a start, and not of the run.
 _OF_A_START = ("out", "overwrite", "resume", "resume_step")
 _OF_A_RUN = ("run_name",)
-
-Strategy = Literal[
-    "gossip",
-    "allreduce",
-    "agd",
-    "every-log-p",
-    "local",
-    "post-local-sgd",
-    "omgs",
-    "wfbp",
-    "mg-wfbp",
-    "topk",
-    "lags",
-]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,13 +38,8 @@ class TrainConfig:
     model: Literal["mlp", "lenet", "cifarnet", "resnet20", "resnet50", "googlenet", "gpt"] = "mlp"
     """Model. lenet takes 28x28 images, cifarnet 32x32; resnet50 and googlenet take 32x32 or
     larger; gpt takes text; mlp and resnet20 take images."""
-    strategy: Strategy = "gossip"
-    """How replicas are kept together. gossip: one partner a step. allreduce:
-    DistributedDataParallel. agd: all-reduce layer by layer, behind the backward pass. every-log-p:
-    local steps, all averaged every ceil(log2 p). local: not at all. post-local-sgd: all-reduce
-    first, then local steps with averages. omgs: sparse gradients, merged by the optimal plan. wfbp,
-    mg-wfbp: dense ones, each tensor alone or merged. topk, lags: sparse ones, all or none merged.
-    """
+    strategy: str = "gossip"
+    """How replicas are kept together, by a name of `gossipgrad.train.STRATEGIES`."""
     optimizer: Literal["sgd", "adamw", "muon"] = "sgd"
     """Optimizer, the same on every rank. muon: Muon for the matrices of hidden linear layers, AdamW
     for all else (convolutions, embeddings, heads, biases and norms)."""
@@ -120,15 +101,15 @@ class TrainConfig:
     """How long the others wait for a rank that they have never heard of, before a run begins
     without it. One that was heard of and falls silent is given up after lost_after_seconds, or 10
     if that is less."""
+    lost_after_seconds: float = 10.0
+    """How long a rank may show no sign of life before the others go on without it for good, or,
+    where they cannot, end."""
     encrypt: bool = False
     """Encrypt exchanges of gossip and the rows of shuffle ring, with the secret in the file that
     GOSSIPGRAD_SECRET_FILE names, on every rank; on if that is set. Collectives are not."""
-    gossip: GossipConfig = field(default_factory=GossipConfig)
-    """How replicas gossip."""
-    post_local: PostLocalConfig = field(default_factory=PostLocalConfig)
-    """How post-local-sgd goes."""
-    sparse: SparseConfig = field(default_factory=SparseConfig)
-    """What omgs, topk and lags send."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options of strategies, by section: {"gossip": GossipConfig(every=2)}, or their values by
+    name, {"gossip": {"every": 2}}. What is not given has its default."""
     checkpoint_every: int | None = None
     """Steps between checkpoints, in DIR/checkpoints, and one at the end or the stop: a run that has
     them can be resumed. None: none are saved."""
@@ -157,6 +138,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         make_plain(self)
         check_fields(self)
+        find(self.strategy)
+        object.__setattr__(self, "options", check_options(self.options))
         check_at_least(
             self,
             1,
@@ -186,7 +169,12 @@ class TrainConfig:
         if self.lr is not None and not 0 < self.lr < math.inf:
             raise ValueError(f"lr is {self.lr}, but must be above 0 and finite.")
         check_at_least(self, 0, "shuffle_deadline_seconds", "start_seconds")
-        for name in ("weight_decay", "shuffle_deadline_seconds", "start_seconds"):
+        if not self.lost_after_seconds > 0:
+            raise ValueError(
+                f"lost_after_seconds is {self.lost_after_seconds}, but must be above 0."
+            )
+        times = ("shuffle_deadline_seconds", "start_seconds", "lost_after_seconds")
+        for name in ("weight_decay", *times):
             if getattr(self, name) == math.inf:
                 raise ValueError(f"{name} is inf, but must be finite.")
         if self.resume_step is not None and self.resume is None:
@@ -218,14 +206,33 @@ class TrainConfig:
         return f"{self.data}-{self.model}-{self.strategy}"
 
     @property
+    def traits(self) -> Strategy:
+        """What is to know of the strategy."""
+        return find(self.strategy)
+
+    @property
+    def strategy_options(self) -> Any:
+        """The options of the strategy, None if it has none."""
+        return self.options[self.traits.section] if self.traits.options_type else None
+
+    def setting(self, world_size: int, *, total_steps: int = 0) -> Setting:
+        """What a strategy may know of the run, on so many ranks and of so many steps."""
+        known = {field.name for field in dataclasses.fields(Setting)} - {
+            "world_size",
+            "total_steps",
+        }
+        options = {name: getattr(self, name) for name in known}
+        return Setting(world_size=world_size, total_steps=total_steps, **options)
+
+    @property
     def needs_links(self) -> bool:
         """Whether the ranks have to find each other."""
-        return self.strategy != "local" or self.shuffle == "ring"
+        return self.traits.communicates or self.shuffle == "ring"
 
     @property
     def needs_every_rank(self) -> bool:
         """Whether the run is over when a rank dies."""
-        return self.strategy not in ("gossip", "local")
+        return self.traits.needs_every_rank
 
     def named(self) -> "TrainConfig":
         """The same run with a name, unlike that of any other if it has none yet."""
@@ -235,12 +242,7 @@ class TrainConfig:
         """The same run with nothing left to a default."""
         lr = DEFAULT_LR[self.optimizer] if self.lr is None else self.lr
         step_epochs = self._step_epochs if self.lr_schedule == "step" else self.lr_step_epochs
-        gossip = self.gossip
-        if self.strategy == "gossip" and gossip.topology is None:
-            gossip = dataclasses.replace(gossip, topology=gossip.default_topology)
-        return dataclasses.replace(
-            self, nproc=nproc, out=out, lr=lr, lr_step_epochs=step_epochs, gossip=gossip
-        )
+        return dataclasses.replace(self, nproc=nproc, out=out, lr=lr, lr_step_epochs=step_epochs)
 
     @property
     def learning_rate(self) -> LearningRate:
@@ -249,7 +251,7 @@ class TrainConfig:
         assert self.nproc is not None
         return LearningRate(
             base=self.lr,
-            sharing_ranks=1 if self.strategy == "local" else self.nproc,
+            sharing_ranks=self.nproc if self.traits.communicates else 1,
             rule=self.lr_rule,
             schedule=self.lr_schedule,
             warmup_epochs=self.warmup_epochs,
@@ -257,52 +259,41 @@ class TrainConfig:
             gamma=self.lr_gamma,
         )
 
+    def _unused(self) -> list[tuple[str, str, str]]:
+        """Options that others leave without use: the section, the name, and why."""
+        strategy, schedule = f"strategy is {self.strategy}", f"lr_schedule is {self.lr_schedule}"
+        own = self.traits.section if self.traits.options_type else None
+        unused: list[tuple[str, str, str]] = []
+        for section, kind in options_by_section().items():
+            why = {field.name: strategy for field in dataclasses.fields(kind)}
+            if section == own:
+                setting = self.setting(self.nproc or 0)
+                why = self.traits.unused(self.strategy_options, setting)
+            unused += [(section, name, reason) for name, reason in why.items()]
+        if not self.traits.communicates:
+            unused.append(("", "lr_rule", strategy))
+        if not self.needs_links:
+            unused.append(("", "encrypt", f"{strategy}, and shuffle is {self.shuffle}"))
+        if self.data == "digits":
+            unused.append(("", "data_dir", "data is digits, which scikit-learn brings along"))
+        if self.optimizer != "sgd":
+            unused.append(("", "momentum", f"optimizer is {self.optimizer}"))
+        if self.checkpoint_every is None:
+            unused.append(("", "keep_checkpoints", "there are none without checkpoint_every"))
+        if self.lr_schedule != "step":
+            unused += [("", name, schedule) for name in ("lr_step_epochs", "lr_gamma")]
+        if self.shuffle == "global":
+            unused.append(("", "shards", "shuffle is global"))
+        if self.shuffle == "ring":
+            unused.append(("", "data_threads", "shuffle is ring, and rows lie in memory"))
+        else:
+            unused.append(("", "shuffle_deadline_seconds", f"shuffle is {self.shuffle}"))
+        return unused
+
     def warn_of_unused(self) -> None:
         """Warn of options that differ from their defaults and that this run does not use."""
-        strategy, schedule = f"strategy is {self.strategy}", f"lr_schedule is {self.lr_schedule}"
-        unused: list[tuple[Any, str, str]] = []
-        if self.strategy != "gossip":
-            # The start, and the launcher, go by lost_after_seconds whatever the strategy.
-            names = {f.name for f in dataclasses.fields(GossipConfig)} - {"lost_after_seconds"}
-            unused += [(self.gossip, name, strategy) for name in sorted(names)]
-        waits = ("deadline_seconds", "deadline_floor_seconds")
-        idle = waits if self.gossip.mode == "stale" else ("max_staleness",)
-        if self.strategy == "gossip":
-            unused += [(self.gossip, name, f"mode is {self.gossip.mode}") for name in idle]
-        if self.strategy != "post-local-sgd":
-            fields = dataclasses.fields(PostLocalConfig)
-            unused += [(self.post_local, f.name, strategy) for f in fields]
-        if self.strategy not in ("omgs", "topk", "lags"):
-            fields = dataclasses.fields(SparseConfig)
-            unused += [(self.sparse, f.name, strategy) for f in fields]
-        else:
-            if self.strategy != "omgs":
-                unused.append((self.sparse, "replan_every", strategy))
-            if self.optimizer != "sgd" or not self.momentum:
-                none = f"optimizer is {self.optimizer}, and momentum is {self.momentum}"
-                unused.append((self.sparse, "momentum_correction", none))
-        if self.strategy == "local":
-            unused.append((self, "lr_rule", strategy))
-        if self.strategy == "local" and self.shuffle != "ring":
-            unused.append((self, "encrypt", f"{strategy}, and shuffle is {self.shuffle}"))
-        if self.data == "digits":
-            unused.append((self, "data_dir", "data is digits, which scikit-learn brings along"))
-        if self.optimizer != "sgd":
-            unused.append((self, "momentum", f"optimizer is {self.optimizer}"))
-        if self.checkpoint_every is None:
-            unused.append((self, "keep_checkpoints", "there are none without checkpoint_every"))
-        if self.lr_schedule != "step":
-            unused += [(self, name, schedule) for name in ("lr_step_epochs", "lr_gamma")]
-        if self.shuffle == "global":
-            unused.append((self, "shards", "shuffle is global"))
-        if self.shuffle == "ring":
-            unused.append((self, "data_threads", "shuffle is ring, and rows lie in memory"))
-        else:
-            unused.append((self, "shuffle_deadline_seconds", f"shuffle is {self.shuffle}"))
-        stateless = self.optimizer == "sgd" and not self.momentum
-        if self.strategy == "gossip" and stateless and self.gossip.payload == "weights+state":
-            unused.append((self.gossip, "payload", "sgd without momentum keeps no state"))
-        for owner, name, why in unused:
+        for section, name, why in self._unused():
+            owner = self.options[section] if section else self
             value = getattr(owner, name)
             if value != type(owner).__dataclass_fields__[name].default:
                 warnings.warn(f"{name}={value} is not used: {why}.", stacklevel=2)
@@ -316,6 +307,7 @@ class TrainConfig:
     def to_json(self) -> dict[str, Any]:
         """Plain values, as `config.json` holds them."""
         values = dataclasses.asdict(self)
+        values |= values.pop("options")
         for name in _PATHS:
             if values[name] is not None:
                 values[name] = str(values[name])
@@ -329,16 +321,12 @@ class TrainConfig:
             ValueError: A name is not known, or a value is not allowed.
         """
         values = dict(values)
-        told = from_plain(GossipConfig, values.pop("gossip", {}), "gossip")
-        gossip = GossipConfig(**told)
-        told = from_plain(PostLocalConfig, values.pop("post_local", {}), "post_local")
-        post_local = PostLocalConfig(**told)
-        sparse = SparseConfig(**from_plain(SparseConfig, values.pop("sparse", {}), "sparse"))
+        sections = values.keys() & options_by_section().keys()
+        options = check_options({section: values.pop(section) for section in sections})
         for name in _PATHS:
             if isinstance(value := values.get(name), str):
                 values[name] = Path(value)
-        told = from_plain(cls, values, "the configuration")
-        return cls(gossip=gossip, post_local=post_local, sparse=sparse, **told)
+        return cls(options=options, **from_plain(cls, values, "the configuration"))
 
     @classmethod
     def from_file(cls, path: Path, *, same_run: bool = False) -> "TrainConfig":
@@ -365,17 +353,16 @@ class TrainConfig:
         for note in (*_NOTES, *_OF_A_START, *(() if same_run else _OF_A_RUN)):
             values.pop(note, None)
         try:
-            config = cls.from_json(values)
-            gossip = config.gossip
-            if gossip.topology == gossip.default_topology:  # so that it follows another mode
-                gossip = dataclasses.replace(gossip, topology=None)
-            return dataclasses.replace(config, gossip=gossip)
+            return cls.from_json(values)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: {error}") from error
 
     def text(self, versions: dict[str, str]) -> str:
-        """What `config.json` holds: the options, what the learning rate does, and the versions."""
-        notes = dict(zip(_NOTES, (self.learning_rate.formula, versions), strict=True))
+        """What `config.json` holds: options, which of them are not used, the rate, versions."""
+        unused = [f"{section}.{name}".lstrip(".") for section, name, _ in self._unused()]
+        strategy_is = self.traits.describe(self.strategy_options)
+        told = self.learning_rate.formula, strategy_is, unused, versions
+        notes = dict(zip(_NOTES, told, strict=True))
         return json.dumps({**self.to_json(), **notes}, indent=2) + "\n"
 
     def write(self, path: Path, versions: dict[str, str]) -> None:

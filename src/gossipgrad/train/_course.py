@@ -6,7 +6,7 @@ from typing import Any
 from gossipgrad.data import ElasticBatches
 
 from ._batches import Batches
-from ._strategies import Strategy
+from .strategies import RunningStrategy
 
 
 class Course:
@@ -23,7 +23,7 @@ class Course:
     """
 
     def __init__(
-        self, strategy: Strategy, batches: Batches, resumed: Mapping[str, Any] | None = None
+        self, strategy: RunningStrategy, batches: Batches, resumed: Mapping[str, Any] | None = None
     ) -> None:
         self._strategy = strategy
         self._batches = batches

@@ -14,6 +14,7 @@ from ._device import check_device
 from ._invitation import Invitation
 from ._layout import RunDir
 from ._options import check_at_least, check_fields, make_plain
+from .strategies import STRATEGIES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,10 +94,11 @@ def _config_of(options: JoinConfig, run_dir: RunDir) -> TrainConfig:
 
 
 def _check_can_grow(config: TrainConfig, run_dir: RunDir) -> None:
-    if config.strategy != "gossip":
+    if not config.traits.can_grow:
+        can = " or ".join(one.name for one in STRATEGIES.values() if one.can_grow)
         raise ValueError(
             f"the run in {run_dir.path} has strategy {config.strategy}, and its ranks are those it "
-            "was started with: only runs of strategy gossip can be joined."
+            f"was started with: only runs of strategy {can} can be joined."
         )
     if config.shuffle != "global":
         has = "moves around a ring of" if config.shuffle == "ring" else "belongs to one of"

@@ -22,6 +22,7 @@ from ._starting import start_workers
 from ._stop_word import StopWord
 from ._worker import LOOPBACK, WorkerSpec, group_store, worker_main
 from ._worker_handle import Failure, WorkerHandle
+from .strategies import GROUP
 
 _POLL_SECONDS = 0.1
 # When one rank of an all-reduce is lost the others fail too; wait for the one that was first.
@@ -144,7 +145,7 @@ class _Hurry:
     def __call__(self) -> bool:
         if self._stops.first is not None and not self._told:
             self._told = True
-            word = StopWord(group_store(self._port, self._members, "gossip"))
+            word = StopWord(group_store(self._port, self._members, GROUP))
             word.say()
             word.close()
         return self._stops.insisted
@@ -261,7 +262,7 @@ def _is_awaited(worker: WorkerHandle, workers: list[WorkerHandle], config: Train
     """
     others = [other for other in workers if other is not worker]
     if any(other.shows_life for other in others):
-        return config.needs_links and (config.strategy == "local" or not worker.ready)
+        return config.needs_links and (not worker.ready or not config.traits.communicates)
     return any(other.result is not None for other in others)
 
 
@@ -291,7 +292,7 @@ def _outstayed_seconds(
 
 
 def _silence_limit_seconds(worker: WorkerHandle, config: TrainConfig) -> float:
-    limit = max(_SILENT_SECONDS, config.gossip.lost_after_seconds)
+    limit = max(_SILENT_SECONDS, config.lost_after_seconds)
     return limit if worker.heard else max(limit, config.start_seconds)
 
 

@@ -21,7 +21,7 @@ from ._evaluate import Evaluation, TestPart
 from ._metrics import Event, Metrics
 from ._result import DivergedError, RunStopped
 from ._spans import StepSpans
-from ._strategies import Strategy
+from .strategies import RunningStrategy
 
 _PROGRESS_SECONDS = 0.1
 
@@ -53,7 +53,7 @@ class Loop:
         place: Where the run goes on, if it is resumed.
     """
 
-    strategy: Strategy
+    strategy: RunningStrategy
     optimizers: Sequence[Optimizer]
     schedulers: Sequence[LRScheduler]
     batches: Batches

@@ -23,7 +23,7 @@ from ._invitation import root_of
 from ._layout import RunDir
 from ._metrics import Event
 from ._stop_word import StopWord
-from ._strategies import Strategy
+from .strategies import RunningStrategy
 
 _JOIN_SECONDS = 300.0
 _LOOK_SECONDS = 0.5
@@ -119,7 +119,7 @@ class Newcomer:
         self._emit({"event": "joined", "rank": session.rank, "from_rank": told.donor})
         return session
 
-    def take_place(self, strategy: Strategy, batches: ElasticBatches) -> Place:
+    def take_place(self, strategy: RunningStrategy, batches: ElasticBatches) -> Place:
         """Where the run is, by what the donor told and who has gone on since; local.
 
         Args:

@@ -13,10 +13,10 @@ from ._learning_rate import LearningRate
 
 
 def make_optimizers(config: TrainConfig, model: nn.Module) -> list[Optimizer]:
-    """The optimizers that together train all parameters of `model`.
+    """The optimizers that together train all parameters of `model`: the strategy's, if it has any.
 
-    One for `sgd` and `adamw`. For `muon` two: Muon for the parameters that `muon_parameters` names,
-    AdamW for the others; Muon's rate is adjusted to the size of AdamW's updates, so that one
+    Else one for `sgd` and `adamw`. For `muon` two: Muon for the parameters that `muon_parameters`
+    names, AdamW for the others; Muon's rate is adjusted to the size of AdamW's updates, so that one
     learning rate and one weight decay serve both.
 
     Args:
@@ -31,6 +31,11 @@ def make_optimizers(config: TrainConfig, model: nn.Module) -> list[Optimizer]:
         training, arXiv:2502.16982, section 2.2, for the adjusted rate.
     """
     lr = config.learning_rate.peak
+    own = config.traits.make_optimizers(
+        model, config.strategy_options, lr=lr, weight_decay=config.weight_decay
+    )
+    if own is not None:
+        return own
     parameters = list(model.parameters())
     if config.optimizer == "sgd":
         return [SGD(parameters, lr=lr, momentum=config.momentum, weight_decay=config.weight_decay)]

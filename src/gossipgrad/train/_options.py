@@ -110,5 +110,7 @@ def _is_number(text: str) -> bool:
 
 
 def _parts(hint: Any) -> tuple[Any, ...]:
-    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    return typing.get_args(hint) if is_union else (hint,)
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        return typing.get_args(hint)
+    return (hint if origin in (None, Literal) else origin,)

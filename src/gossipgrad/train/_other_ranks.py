@@ -21,7 +21,7 @@ def other_ranks(
 ) -> tuple[int, ...] | None:
     """The ranks that saved the checkpoint to resume, if they are not those that are here.
 
-    Strategy local has no consensus: each rank needs its own state, and nobody else's.
+    Ranks that never come together have no consensus: each needs its own state, and nobody else's.
 
     Args:
         config: The options.
@@ -30,22 +30,23 @@ def other_ranks(
         world_size: How many there should be.
 
     Raises:
-        ValueError: Strategy local is resumed by another number of ranks.
+        ValueError: Ranks that trained each on its own are resumed by another number of them.
     """
     if config.resume is None:
         return None
     assert config.resume_step is not None
     step, run = config.resume_step, config.run_name
     saved = checkpoint.members(run_dir.checkpoints, step=step, run=run)
-    if config.strategy == "local":
+    if not config.traits.communicates:
         before = checkpoint.manifest(
             run_dir.checkpoints, rank=saved[0], step=config.resume_step
         ).world_size
         if before != world_size:
             raise ValueError(
                 f"nproc is {world_size}, but the checkpoint of step {config.resume_step} is of "
-                f"{before} ranks, each of which trained on its own (strategy local): there is no "
-                f"one model that others could go on from. Leave --nproc out, or give {before}."
+                f"{before} ranks, each of which trained on its own (strategy {config.strategy}): "
+                "there is no one model that others could go on from. Leave --nproc out, or give "
+                f"{before}."
             )
         return None
     return None if saved == tuple(members) == tuple(range(world_size)) else saved

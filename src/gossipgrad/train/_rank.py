@@ -34,7 +34,7 @@ from ._resume import take_up
 from ._shares import notes_on_shares
 from ._spans import StepSpans
 from ._store_news import store_news
-from ._strategies import Strategy, gossip_settings, make_strategy
+from .strategies import Replica, RunningStrategy
 
 
 def train_rank(
@@ -90,7 +90,10 @@ def train_rank(
     with ExitStack() as unstarted:  # a start that comes to no step leaves, and may be tried again
         session = None
         if newcomer is not None:
-            session = newcomer.enter(model, optimizers, gossip_settings(config))
+            settings = config.traits.session_settings(
+                config.strategy_options, config.setting(world_size)
+            )
+            session = newcomer.enter(model, optimizers, settings)
             unstarted.callback(session.close)
             rank = session.rank
         # Equal weights at the start, but dropout masks of its own.
@@ -118,17 +121,17 @@ def train_rank(
         test = TestPart.of(
             dataset, rank=rank, world_size=world_size, threads=threads, device=device
         )
-        strategy = make_strategy(
-            config,
-            model,
-            optimizers,
-            total_steps=total_steps,
+        replica = Replica(
+            model=model,
+            optimizers=optimizers,
             stop=stop,
             spans=spans,
             groups=groups,
             session=session,
             leaver=newcomer,
         )
+        setting = config.setting(world_size, total_steps=total_steps)
+        strategy = config.traits.build(replica, setting, config.strategy_options)
         unstarted.callback(strategy.close)
         batches = deal_anew(config, batches, strategy.session)
         if newcomer is not None and isinstance(batches, ElasticBatches):
@@ -256,7 +259,7 @@ def train_rank(
 
 
 def _invite(
-    strategy: Strategy, dataset: Dataset, run_dir: RunDir, config: TrainConfig
+    strategy: RunningStrategy, dataset: Dataset, run_dir: RunDir, config: TrainConfig
 ) -> str | None:
     """Has the lowest rank of the start invite others, where there are samples for them."""
     session = strategy.session

@@ -12,6 +12,7 @@ from gossipgrad import checkpoint
 from ._config import TrainConfig
 from ._layout import RunDir
 from ._versions import other_versions, versions
+from .strategies import STRATEGIES
 
 # What a run may be resumed with another value of: how far it goes, where things lie, how long ranks
 # wait, what befalls them by a script, and what is told of it. All else decides figures.
@@ -20,8 +21,7 @@ _MAY_CHANGE = frozenset(
         *("epochs", "nproc", "out", "overwrite", "resume", "resume_step", "data_dir"),
         *("checkpoint_every", "keep_checkpoints", "data_threads", "start_seconds"),
         *("shuffle_deadline_seconds", "log_every", "trace", "tensorboard", "wandb", "quiet"),
-        *("gossip.deadline_seconds", "gossip.deadline_floor_seconds"),
-        *("gossip.lost_after_seconds", "gossip.faults", "encrypt"),
+        *("lost_after_seconds", "encrypt"),
     }
 )
 
@@ -78,7 +78,7 @@ def reopen(
             f"resume_step is {step}, but the checkpoints that all ranks have saved are of steps "
             f"{', '.join(map(str, there))}."
         )
-    if config.strategy == "local":  # whose ranks never tell each other that theirs are good
+    if not config.traits.communicates:  # whose ranks never tell each other that theirs are good
         _read_all(run_dir, step, config.run_name)
     if others := other_versions(_noted_versions(run_dir)):
         warnings.warn(
@@ -157,20 +157,19 @@ def _check_alike(config: TrainConfig, saved: TrainConfig, folder: Path) -> None:
     nproc = saved.nproc or 1
     ours = _flat(config.resolved(nproc=nproc, out=folder))
     theirs = _flat(saved.resolved(nproc=nproc, out=folder))
+    may_change = _MAY_CHANGE | {
+        f"{one.section}.{name}" for one in STRATEGIES.values() for name in one.may_change_on_resume
+    }
     for name, value in theirs.items():
-        if name not in _MAY_CHANGE and ours[name] != value:
-            option = name.rpartition(".")[2]
+        if name not in may_change and ours[name] != value:
             raise ValueError(
-                f"{option} is {ours[name]}, but the run in {folder} has {option}={value}: leave "
-                f"--{option.replace('_', '-')} out to resume it, or begin another run."
+                f"{name} is {ours[name]}, but the run in {folder} has {name}={value}: leave "
+                f"--{name.replace('_', '-')} out to resume it, or begin another run."
             )
 
 
 def _flat(config: TrainConfig) -> dict[str, Any]:
     values = config.to_json()
-    nested = {
-        f"{name}.{inner}": value
-        for name in ("gossip", "post_local", "sparse")
-        for inner, value in values.pop(name).items()
-    }
-    return {**values, **nested}
+    for section in config.options:
+        values |= {f"{section}.{name}": value for name, value in values.pop(section).items()}
+    return values

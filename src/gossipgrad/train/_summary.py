@@ -26,22 +26,6 @@ from ._whole_file import write_whole
 # Each of many ranks may say the same in other words.
 _MOST_NOTES = 12
 
-_ALL_REDUCED = "computed: ring all-reduce, 2 (p - 1) / p of the gradient bytes"
-_AVERAGED = "2 (p - 1) / p of what is averaged"
-_SPARSE = "computed: ring all-gathers of sparse messages, ring all-reduces of dense groups"
-_BYTES_ARE = {
-    "gossip": "counted; what the last step sent ahead for a step that did not come is in it; "
-    f"periodic averages computed: {_AVERAGED}",
-    "allreduce": _ALL_REDUCED,
-    "agd": _ALL_REDUCED,
-    "every-log-p": f"computed: ring all-reduce, {_AVERAGED}",
-    "local": "counted",
-    "post-local-sgd": f"{_ALL_REDUCED}, then {_AVERAGED}",
-    "wfbp": _ALL_REDUCED,
-    "mg-wfbp": _ALL_REDUCED,
-    **dict.fromkeys(("omgs", "topk", "lags"), _SPARSE),
-}
-
 
 def compose(
     config: TrainConfig,
@@ -96,7 +80,7 @@ def compose(
         "samples_per_second": sum(_ratio(r.samples, r.train_seconds) or 0.0 for r in ranks),
         "step_seconds": _mean_ratio(ranks, "train_seconds", "steps"),
         "bytes_sent_per_step": _mean_ratio(ranks, "bytes_sent", "steps"),
-        "bytes_sent_are": _BYTES_ARE[config.strategy],
+        "bytes_sent_are": config.traits.bytes_are,
         "all_reduce_bytes_per_step": ring_bytes(exported.gradient_bytes, world_size),
         "exposed_seconds_per_step": _mean_ratio(ranks, "exposed_seconds", "steps"),
         "mixing_seconds_per_step": None

@@ -96,9 +96,7 @@ def run_in_world(config: TrainConfig, world: World, *, show_config: bool = False
             world.rank,
             world.world_size,
             start_seconds=config.start_seconds,
-            heartbeats=Heartbeats(
-                silent_seconds=max(_SILENT_SECONDS, config.gossip.lost_after_seconds)
-            ),
+            heartbeats=Heartbeats(silent_seconds=max(_SILENT_SECONDS, config.lost_after_seconds)),
         )
         try:
             opened = gathering.open(

@@ -4,10 +4,10 @@ from torch import nn
 
 from gossipgrad.train._evaluate import Evaluation, TestPart
 
-from ._strategy import Strategy, Traffic, alone
+from ._strategy import Replica, RunningStrategy, Setting, Strategy, Traffic, alone
 
 
-class Local(Strategy):
+class Local(RunningStrategy):
     """Every rank trains on its own: the lower bound of cost and of what sharing gains."""
 
     meets = False
@@ -26,3 +26,18 @@ class Local(Strategy):
 
     def close(self) -> None:
         """Nothing to let go of."""
+
+
+class LocalStrategy(Strategy):
+    """No communication."""
+
+    name = "local"
+    help = "not at all"
+    bytes_are = "counted"
+    communicates = False
+    needs_every_rank = False
+    can_encrypt = True
+
+    def build(self, replica: Replica, setting: Setting, options: None) -> Local:
+        """Train alone."""
+        return Local(replica.model)

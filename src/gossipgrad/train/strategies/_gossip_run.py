@@ -1,31 +1,23 @@
-"""Gossip, as a strategy of the loop."""
+"""A gossip session, as the loop sees it."""
 
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-import torch
-from torch import nn
-from torch.optim import Optimizer
-
 import gossipgrad as gg
-from gossipgrad.comm import Faults, FaultyLinks
 from gossipgrad.errors import EvictedError, GossipError
-from gossipgrad.train._config import GossipConfig, TrainConfig
 from gossipgrad.train._evaluate import Evaluation, TestPart
-from gossipgrad.train._spans import StepSpans
 from gossipgrad.train._stop_word import StopWord
 
 from ._consensus import MissedError, consensus_evaluation, session_traffic
 from ._stop_together import StopTogether, first_beyond
-from ._strategy import Leaver, Strategy, Traffic, alone
+from ._strategy import Replica, RunningStrategy, Traffic, alone
 
 _TRIES = 3  # one that dies in the middle of each is not to be expected
-_WAITING = {"overlap": gg.Overlap, "sync": gg.Sync}
 
 
-class Gossip(Strategy):
+class Gossip(RunningStrategy):
     """A gossip session: one partner a step, in the background.
 
     When a rank dies the others train on, and the consensus is theirs. One that dies in the middle
@@ -39,42 +31,24 @@ class Gossip(Strategy):
 
     def __init__(
         self,
-        model: nn.Module,
-        optimizers: Sequence[Optimizer],
-        options: GossipConfig,
+        replica: Replica,
+        session: gg.GossipSession,
         *,
-        seed: int,
-        encrypt: bool | None = None,
-        spans: StepSpans,
-        group: gg.Group | None = None,
+        every: int,
         checkpoint_every: int | None = None,
-        session: gg.GossipSession | None = None,
-        leaver: Leaver | None = None,
+        cut_every: int | None = None,
     ) -> None:
         super().__init__()
-        self.model = model
+        self.model = replica.model
+        self._session = session
         self._evaluations = self._ahead = 0
-        self._leaver = leaver
+        self._leaver = replica.leaver
         self._has_left = False
-        self._has_met = leaver is None
+        self._has_met = self._leaver is None
         self._told: set[str] = set()
-        self._every = options.every
+        self._every = every
         self._accord: StopTogether | None = None
-        self._cut_every = cut_every = _cut_every(options, checkpoint_every)
-        transport = (
-            "zeromq"
-            if options.faults is None
-            else FaultyLinks(Faults.parse(options.faults), encrypt=encrypt)
-        )
-        self._session = session or gg.gossip(
-            model,
-            optimizers,
-            **_settings(options, seed=seed, cut_every=cut_every),
-            process_group=group,
-            transport=transport,
-            encrypt=encrypt if transport == "zeromq" else None,
-            recorder=spans,
-        )
+        self._cut_every = cut_every
         if checkpoint_every is not None and not self.is_stale:
             self._accord = StopTogether(
                 self._session.group,
@@ -85,8 +59,6 @@ class Gossip(Strategy):
             )
         self._word: StopWord | None = None
         self.news()  # of one that joins, what was before
-        if options.faults is not None:
-            self.notes.append(f"faults by script: {options.faults}")
 
     def evaluate(self, test: TestPart, *, final: bool) -> Evaluation | None:
         """Evaluate the consensus of the living, shared out over them.
@@ -163,11 +135,11 @@ class Gossip(Strategy):
         return self._session.membership.living
 
     def agree(self, value: Any) -> list[Any]:
-        """What every member has; see `Strategy.agree`."""
+        """What every member has; see `RunningStrategy.agree`."""
         return self._session.group.all_gather_object(value)
 
     def agree_at_end(self, value: Any) -> list[Any]:
-        """What every member that lives has; see `Strategy.agree_at_end`."""
+        """What every member that lives has; see `RunningStrategy.agree_at_end`."""
         for _ in range(_TRIES - 1):
             with contextlib.suppress(GossipError):
                 return self._session.agree(value)
@@ -214,7 +186,7 @@ class Gossip(Strategy):
         return self._accord is None or self._accord.stops_now()
 
     def position(self, steps: int) -> int:
-        """In mode stale the rounds of the session; see `Strategy.position`."""
+        """In mode stale the rounds of the session; see `RunningStrategy.position`."""
         return self._ahead + self._session.position
 
     def _beyond(self, here: int) -> int:
@@ -269,45 +241,3 @@ class Gossip(Strategy):
         if self._word is not None:
             self._word.close()
         self._session.close()
-
-
-def gossip_settings(config: TrainConfig) -> dict[str, Any]:
-    """What one that joins a run gives to `gg.join`: the settings of the run's sessions."""
-    cut_every = _cut_every(config.gossip, config.checkpoint_every)
-    settings = _settings(config.gossip, seed=config.seed, cut_every=cut_every)
-    return {**settings, "encrypt": config.encrypt}
-
-
-def _settings(options: GossipConfig, *, seed: int, cut_every: int | None) -> dict[str, Any]:
-    return {
-        "topology": options.topology,
-        "mode": _mode(options, cut_every),
-        "payload": options.payload,
-        "every": options.every,
-        "average_every": options.average_every,
-        "wire_dtype": None if options.wire_dtype is None else getattr(torch, options.wire_dtype),
-        "compress": options.compress,
-        "seed": seed,
-        "heartbeats": _heartbeats(options.lost_after_seconds),
-    }
-
-
-def _cut_every(options: GossipConfig, checkpoint_every: int | None) -> int | None:
-    return None if checkpoint_every is None else max(1, checkpoint_every // options.every)
-
-
-def _mode(options: GossipConfig, cut_every: int | None) -> gg.Stale | gg.Overlap | gg.Sync:
-    if options.mode == "stale":
-        return gg.Stale(max_staleness=options.max_staleness, cut_every=cut_every)
-    return _WAITING[options.mode](
-        deadline_seconds=options.deadline_seconds, floor_seconds=options.deadline_floor_seconds
-    )
-
-
-def _heartbeats(silent_seconds: float) -> gg.Heartbeats:
-    usual = gg.Heartbeats()
-    return gg.Heartbeats(
-        silent_seconds=silent_seconds,
-        lease_seconds=min(usual.lease_seconds, silent_seconds),
-        interval_seconds=min(usual.interval_seconds, silent_seconds / 4),
-    )

@@ -1,24 +1,42 @@
 """Post-local SGD: all-reduce first, local steps with averages later."""
 
-import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from jaxtyping import Float, Int, Shaped
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 import gossipgrad as gg
 from gossipgrad.train._evaluate import Evaluation, TestPart
-from gossipgrad.train._spans import StepSpans
+from gossipgrad.train._options import check_at_least, check_fields, make_plain
 
-from ._all_reduce import AllReduce
-from ._averaged import Averaged
-from ._strategy import Strategy, Traffic
+from ._all_reduce import ALL_REDUCED, AllReduce
+from ._averaged import AVERAGED, Averaged
+from ._strategy import Replica, RunningStrategy, Setting, Strategy, Traffic, all_ranks
 
 
-class PostLocal(Strategy):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PostLocalConfig:
+    """When and how often replicas are averaged; used by `strategy` post-local-sgd alone."""
+
+    post_local_after: float = 0.5
+    """Share of the run, from 0 to 1, in which gradients are all-reduced before local steps."""
+    local_steps: int = 16
+    """Local steps between two averages."""
+
+    def __post_init__(self) -> None:
+        make_plain(self)
+        check_fields(self)
+        check_at_least(self, 1, "local_steps")
+        if not 0 <= self.post_local_after <= 1:
+            raise ValueError(
+                f"post_local_after is {self.post_local_after}, but is a share of the run: from 0 "
+                "to 1."
+            )
+
+
+class PostLocal(RunningStrategy):
     """All-reduce of gradients for the first part of the run, then weights averaged every H steps.
 
     Early steps are large and replicas would part; later local steps explore around one solution and
@@ -29,14 +47,11 @@ class PostLocal(Strategy):
     `Averaged` in the second.
 
     Args:
-        model: The replica.
-        optimizers: Train it.
+        replica: What this rank trains.
         after_steps: All-reduced steps before the first local one.
         every: Local steps between two averages, H.
         group: The ranks, in a group that becomes this object's. Made before training, so that the
             change to the second part waits for nobody who has stopped just before it.
-        stop: Set when the run is told to stop.
-        spans: Gets spans of the averages.
         stops_together: As `Averaged` takes it.
 
     References:
@@ -46,28 +61,22 @@ class PostLocal(Strategy):
 
     def __init__(
         self,
-        model: nn.Module,
-        optimizers: Sequence[Optimizer],
+        replica: Replica,
         *,
         after_steps: int,
         every: int,
         group: gg.Group,
-        stop: threading.Event,
-        spans: StepSpans,
         stops_together: bool = False,
     ) -> None:
         super().__init__()
         self._stops_together = stops_together
-        self._replica = model
-        self._optimizers = optimizers
+        self._replica = replica
         self._steps_left = after_steps
         self._every = every
         self._group = group
-        self._stop = stop
-        self._spans = spans
-        self._first = AllReduce(model, stop)
+        self._first = AllReduce(replica.model, replica.stop)
         self._first.notes = self.notes
-        self._part: Strategy = self._first
+        self._part: RunningStrategy = self._first
         self._before = Traffic()
         self.model = self._part.model
 
@@ -77,11 +86,11 @@ class PostLocal(Strategy):
         return self._part.session
 
     def agree(self, value: Any) -> list[Any]:
-        """What every rank has; see `Strategy.agree`."""
+        """What every rank has; see `RunningStrategy.agree`."""
         return self._part.agree(value)
 
     def agree_at_end(self, value: Any) -> list[Any]:
-        """What every rank has; see `Strategy.agree_at_end`."""
+        """What every rank has; see `RunningStrategy.agree_at_end`."""
         return self._part.agree_at_end(value)
 
     def place(self) -> dict[str, Any]:
@@ -107,24 +116,24 @@ class PostLocal(Strategy):
             self._begin_local_steps()
 
     def begin_step(self) -> None:
-        """Go over to local steps when it is time; see `Strategy.begin_step`."""
+        """Go over to local steps when it is time; see `RunningStrategy.begin_step`."""
         if self._steps_left == 0:
             self._begin_local_steps()
         self._steps_left -= 1
         self._part.begin_step()
 
     def stops_before(self, step: int) -> bool:
-        """As the part that made the last step decides; see `Strategy.stops_before`."""
+        """As the part that made the last step decides; see `RunningStrategy.stops_before`."""
         return self._part.stops_before(step)
 
     def loss(
         self, x: Shaped[Tensor, "batch ..."], y: Int[Tensor, "batch ..."]
     ) -> Float[Tensor, ""]:
-        """Run the forward pass; see `Strategy.loss`."""
+        """Run the forward pass; see `RunningStrategy.loss`."""
         return self._part.loss(x, y)
 
     def backward(self, loss: Tensor) -> None:
-        """Run the backward pass; see `Strategy.backward`."""
+        """Run the backward pass; see `RunningStrategy.backward`."""
         self._part.backward(loss)
 
     def evaluate(self, test: TestPart, *, final: bool) -> Evaluation | None:
@@ -146,26 +155,62 @@ class PostLocal(Strategy):
         self._group.close()
 
     def _begin_local_steps(self) -> None:
-        own = [buffer.clone() for buffer in self._replica.buffers()]
+        own = [buffer.clone() for buffer in self._replica.model.buffers()]
         try:
             local = Averaged(
                 self._replica,
-                self._optimizers,
                 every=self._every,
                 payload="weights",
                 group=self._group,
-                stop=self._stop,
-                spans=self._spans,
                 stops_together=self._stops_together,
             )
         except RuntimeError as error:
             raise self._first.explained(error, "the start of local steps") from error
         finally:
             # A session starts with rank 0's replica: weights were equal, but statistics were not.
-            for buffer, value in zip(self._replica.buffers(), own, strict=True):
+            for buffer, value in zip(self._replica.model.buffers(), own, strict=True):
                 buffer.copy_(value)
         self._before = self._part.traffic()
         self._part.close()
-        self._part, self.model = local, self._replica
+        self._part, self.model = local, self._replica.model
         self.replicas_differ = True
         local.notes = self.notes
+
+
+class PostLocalStrategy(Strategy):
+    """Post-local SGD."""
+
+    name = "post-local-sgd"
+    help = "all-reduce first, then local steps with averages"
+    bytes_are = f"{ALL_REDUCED}, then {AVERAGED}"
+    section = "post_local"
+    options_type = PostLocalConfig
+
+    def without_effect(self, options: PostLocalConfig, setting: Setting) -> list[str]:
+        """Local steps that never come, or are fewer than there are between two averages."""
+        steps = setting.total_steps
+        left = steps - round(options.post_local_after * steps)
+        if options.local_steps <= left:
+            return []
+        if left:
+            return [
+                f"local_steps is {options.local_steps}, but the run has {left} steps left after "
+                "the all-reduced ones: replicas are never averaged while training. Make "
+                "local_steps less."
+            ]
+        if options == PostLocalConfig(post_local_after=1.0):
+            return []
+        return [
+            f"local_steps={options.local_steps} is not used: post_local_after is "
+            f"{options.post_local_after}, which leaves none of the run's {steps} steps."
+        ]
+
+    def build(self, replica: Replica, setting: Setting, options: PostLocalConfig) -> PostLocal:
+        """Begin with all-reduced steps."""
+        return PostLocal(
+            replica,
+            after_steps=round(options.post_local_after * setting.total_steps),
+            every=options.local_steps,
+            group=all_ranks(),
+            stops_together=setting.checkpoint_every is not None,
+        )

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from gossipgrad.train._ring_clock import ring_bytes
 from gossipgrad.train._spans import StepSpans
 
+from ._all_reduce import ALL_REDUCED
 from ._lockstep import Lockstep
-from ._strategy import Traffic
+from ._strategy import Replica, Setting, Strategy, Traffic
 
 
 class LayerwiseAllReduce(Lockstep):
@@ -60,7 +61,7 @@ class LayerwiseAllReduce(Lockstep):
         ]
 
     def backward(self, loss: Tensor) -> None:
-        """Run the backward pass, then wait for the averages; see `Strategy.backward`."""
+        """Run the backward pass, then wait for the averages; see `RunningStrategy.backward`."""
         try:
             loss.backward()
             self._finish()
@@ -117,6 +118,18 @@ class LayerwiseAllReduce(Lockstep):
         for number, layer in enumerate(self._layers):
             times = layer.began_seconds, layer.ended_seconds or end
             self._spans.span("exchange", *times, bucket=number, bytes=layer.flat.nbytes)
+
+
+class Agd(Strategy):
+    """All-reduce by layers."""
+
+    name = "agd"
+    help = "all-reduce layer by layer, behind the backward pass"
+    bytes_are = ALL_REDUCED
+
+    def build(self, replica: Replica, setting: Setting, options: None) -> LayerwiseAllReduce:
+        """Begin to average gradients, layer by layer."""
+        return LayerwiseAllReduce(replica.model, replica.stop, replica.spans)
 
 
 class _Layer:

@@ -17,12 +17,12 @@ from gossipgrad.train._result import RunStopped
 
 from ._accord import StopAccord
 from ._lost import explained
-from ._strategy import Strategy, alone
+from ._strategy import RunningStrategy, alone
 
 _UNUSED_TAG = 1
 
 
-class Lockstep(Strategy):
+class Lockstep(RunningStrategy):
     """No rank can be a step ahead of another, so weights are equal and need no consensus.
 
     Statistics of BatchNorm are those of each rank's own samples: what is evaluated and exported has
@@ -51,7 +51,7 @@ class Lockstep(Strategy):
         self._accord = StopAccord(group.get_group_store(), group.rank(), group.size(), self._part)
 
     def agree(self, value: Any) -> list[Any]:
-        """What every rank has; see `Strategy.agree`."""
+        """What every rank has; see `RunningStrategy.agree`."""
         if self._accord.apart:
             raise GossipError("the ranks stopped apart")
         told: list[Any] = [None] * self._world_size
@@ -59,13 +59,13 @@ class Lockstep(Strategy):
         return told
 
     def stops_before(self, step: int) -> bool:
-        """Whether the step is the one agreed on; see `Strategy.stops_before`."""
+        """Whether the step is the one agreed on; see `RunningStrategy.stops_before`."""
         return self._accord.stops_before(step)
 
     def loss(
         self, x: Shaped[Tensor, "batch ..."], y: Int[Tensor, "batch ..."]
     ) -> Float[Tensor, ""]:
-        """Run the forward pass; see `Strategy.loss`."""
+        """Run the forward pass; see `RunningStrategy.loss`."""
         try:
             return super().loss(x, y)
         except RuntimeError as error:

@@ -2,27 +2,23 @@
 
 import math
 import sys
-import threading
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
-
-from torch import nn
-from torch.optim import Optimizer
 
 import gossipgrad as gg
 from gossipgrad.errors import GossipError
 from gossipgrad.train._evaluate import Evaluation, TestPart
 from gossipgrad.train._result import RunStopped
-from gossipgrad.train._spans import StepSpans
 
 from ._consensus import consensus_evaluation, session_traffic
 from ._lost import explained
 from ._stop_together import StopTogether
-from ._strategy import Strategy, Traffic, alone
+from ._strategy import Replica, RunningStrategy, Setting, Strategy, Traffic, all_ranks, alone
+
+AVERAGED = "2 (p - 1) / p of what is averaged"
 
 
-class Averaged(Strategy):
+class Averaged(RunningStrategy):
     """Every rank trains on its own, and every `every` steps all become their exact average.
 
     The average is that of a gossip session without partners: its ranks may stop at unequal steps
@@ -34,13 +30,10 @@ class Averaged(Strategy):
     all-reduces of what was averaged, computed and not counted.
 
     Args:
-        model: The replica.
-        optimizers: Train it.
+        replica: What this rank trains.
         every: Steps between two averages.
         payload: What is averaged: weights, or the optimizers' moments, too.
         group: The ranks, in a group that becomes this object's.
-        stop: Set when the run is told to stop.
-        spans: Gets spans of the averages.
         stops_together: Whether ranks that are told to stop do so after as many steps, for states
             that belong together; else at once.
     """
@@ -49,29 +42,26 @@ class Averaged(Strategy):
 
     def __init__(
         self,
-        model: nn.Module,
-        optimizers: Sequence[Optimizer],
+        replica: Replica,
         *,
         every: int,
         payload: Literal["weights", "weights+state"],
         group: gg.Group,
-        stop: threading.Event,
-        spans: StepSpans,
         stops_together: bool = False,
     ) -> None:
         super().__init__()
-        self.model = model
-        self._stop = stop
+        self.model = replica.model
+        self._stop = replica.stop
         self._accord: StopTogether | None = None
         self._session = gg.gossip(
-            model,
-            optimizers,
+            replica.model,
+            replica.optimizers,
             mode="sync",
             every=sys.maxsize,  # no round of gossip ever comes to its end
             average_every=every,
             payload=payload,
             process_group=group,
-            recorder=spans,
+            recorder=replica.spans,
             heartbeats=None,  # every average needs every rank
         )
         if stops_together:
@@ -88,19 +78,19 @@ class Averaged(Strategy):
         return self._session
 
     def agree(self, value: Any) -> list[Any]:
-        """What every rank has; see `Strategy.agree`."""
+        """What every rank has; see `RunningStrategy.agree`."""
         return self._session.group.all_gather_object(value)
 
     def agree_at_end(self, value: Any) -> list[Any]:
-        """What every rank has; see `Strategy.agree_at_end`."""
+        """What every rank has; see `RunningStrategy.agree_at_end`."""
         return self._session.agree(value)
 
     def stops_before(self, step: int) -> bool:
-        """At once, or together with the others; see `Strategy.stops_before`."""
+        """At once, or together with the others; see `RunningStrategy.stops_before`."""
         return self._accord is None or self._accord.stops_now()
 
     def begin_step(self) -> None:
-        """End the run if a peer is gone; see `Strategy.begin_step`."""
+        """End the run if a peer is gone; see `RunningStrategy.begin_step`."""
         if self._session.group.broken is not None:
             raise self._explained(GossipError(self._session.group.broken))
 
@@ -129,7 +119,7 @@ class Averaged(Strategy):
         return explained(error, self._stop, "an average over all ranks")
 
 
-class EveryLogP(Averaged):
+class EveryLogP(Strategy):
     """Replicas are averaged every `ceil(log2 p)` steps: all-reduce's cost, spread over as many.
 
     The baseline of that name in GossipGraD's evaluation: after as many steps gossip, too, has
@@ -142,6 +132,10 @@ class EveryLogP(Averaged):
         here it is the mean; (2) Adam's moments are averaged like momentum.
     """
 
+    name = "every-log-p"
+    help = "local steps, all averaged every ceil(log2 p)"
+    bytes_are = f"computed: ring all-reduce, {AVERAGED}"
+
     @staticmethod
     def steps(world_size: int) -> int:
         """Steps between two averages.
@@ -152,23 +146,13 @@ class EveryLogP(Averaged):
         """
         return max(1, math.ceil(math.log2(world_size)))
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Sequence[Optimizer],
-        *,
-        group: gg.Group,
-        stop: threading.Event,
-        spans: StepSpans,
-        stops_together: bool = False,
-    ) -> None:
-        super().__init__(
-            model,
-            optimizers,
+    def build(self, replica: Replica, setting: Setting, options: None) -> Averaged:
+        """Begin to train in local steps."""
+        group = all_ranks()
+        return Averaged(
+            replica,
             every=self.steps(group.world_size),
             payload="weights+state",
             group=group,
-            stop=stop,
-            spans=spans,
-            stops_together=stops_together,
+            stops_together=setting.checkpoint_every is not None,
         )

@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from gossipgrad.train._ring_clock import RingClock
 
 from ._lockstep import Lockstep
-from ._strategy import Traffic
+from ._strategy import Replica, Setting, Strategy, Traffic
+
+ALL_REDUCED = "computed: ring all-reduce, 2 (p - 1) / p of the gradient bytes"
 
 
 class AllReduce(Lockstep):
@@ -60,12 +62,24 @@ class AllReduce(Lockstep):
         """Nothing to let go of: the process group is not this object's."""
 
     def backward(self, loss: Tensor) -> None:
-        """Run the backward pass and with it the all-reduce; see `Strategy.backward`."""
+        """Run the backward pass and with it the all-reduce; see `RunningStrategy.backward`."""
         try:
             loss.backward()
         except RuntimeError as error:
             raise self.explained(error) from error
         self._clock.backward_returned()
+
+
+class AllReduceStrategy(Strategy):
+    """DistributedDataParallel."""
+
+    name = "allreduce"
+    help = "DistributedDataParallel"
+    bytes_are = ALL_REDUCED
+
+    def build(self, replica: Replica, setting: Setting, options: None) -> AllReduce:
+        """Begin to average gradients."""
+        return AllReduce(replica.model, replica.stop)
 
 
 def _settle_buckets(parallel: nn.parallel.DistributedDataParallel, model: nn.Module) -> None:

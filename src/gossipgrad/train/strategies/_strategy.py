@@ -1,16 +1,24 @@
-"""What keeps replicas together, as the loop sees it."""
+"""What a strategy says of itself before a run, and what keeps replicas together in one."""
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+import torch.distributed as dist
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from gossipgrad.comm import Group
 from gossipgrad.decentralized import GossipSession
 from gossipgrad.models import training_loss
 from gossipgrad.train._evaluate import Evaluation, TestPart, copy_of
+from gossipgrad.train._spans import StepSpans
+
+# The private group in which the ranks of a strategy meet that goes on without lost ones.
+GROUP = "strategy"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +57,122 @@ class Leaver(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """The ranks and the run that a strategy serves; most of it are options of `TrainConfig`.
+
+    Attributes:
+        world_size: Number of ranks at the start.
+        total_steps: Steps of the run on each rank.
+    """
+
+    world_size: int
+    total_steps: int
+    epochs: int
+    optimizer: str
+    momentum: float
+    seed: int
+    encrypt: bool
+    checkpoint_every: int | None
+    shuffle: str
+    shuffle_deadline_seconds: float
+    lost_after_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replica:
+    """What one rank trains, and what it trains with.
+
+    Attributes:
+        model: The replica.
+        optimizers: Train it.
+        stop: Set when the run is told to stop.
+        spans: Records times.
+        groups: Makes private groups of the ranks by name, where there is no process group.
+        session: That of a rank that joined the run: it has one already.
+        leaver: Such a rank, which may leave before the others stop.
+    """
+
+    model: nn.Module
+    optimizers: Sequence[Optimizer]
+    stop: threading.Event
+    spans: StepSpans
+    groups: Callable[[str], Group] | None = None
+    session: GossipSession | None = None
+    leaver: Leaver | None = None
+
+
 class Strategy(ABC):
+    """A way to keep replicas together: what the command has to know of it.
+
+    A subclass and a line in `_registry.py` are all that a new one takes. What it builds may hold
+    that of another strategy, which it finds there by name.
+
+    Attributes:
+        name: For `--strategy`.
+        help: What it does, in a sentence without its end.
+        bytes_are: How the bytes were found that a rank has sent; "computed: ..." if not counted.
+        section: Where its options stand in `config.json` and on the command line; strategies that
+            share an `options_type` share it.
+        options_type: A frozen dataclass whose fields all have defaults; it checks what needs no
+            other option. None: it has no options.
+        may_change_on_resume: Options that a run may be resumed with another value of, since they
+            decide no figure.
+        communicates: Whether ranks ever come together. If not, each has a model of its own.
+        needs_every_rank: Whether the run is over when a rank dies.
+        can_grow: Whether ranks can join a run. Its `RunningStrategy` then has a session.
+        can_encrypt: Whether all that it sends goes over links that can be encrypted.
+    """
+
+    name: str
+    help: str
+    bytes_are: str
+    section = ""
+    options_type: type | None = None
+    may_change_on_resume: frozenset[str] = frozenset()
+    communicates = True
+    needs_every_rank = True
+    can_grow = False
+    can_encrypt = False
+
+    def check(self, options: Any, setting: Setting) -> None:  # noqa: B027  (most need no check)
+        """Refuse options that do not fit each other, or the run.
+
+        Raises:
+            ValueError: One does not; the message names the way out.
+        """
+
+    def unused(self, options: Any, setting: Setting) -> dict[str, str]:
+        """Options that others leave without use, each with the reason; for runs of any length."""
+        return {}
+
+    def without_effect(self, options: Any, setting: Setting) -> list[str]:
+        """What to warn of that a run of so many steps leaves without effect."""
+        return []
+
+    def describe(self, options: Any) -> dict[str, str]:
+        """What the report shows of the options; a "topology" is drawn beside who met whom."""
+        return {}
+
+    def make_optimizers(
+        self, model: nn.Module, options: Any, *, lr: float, weight_decay: float
+    ) -> list[Optimizer] | None:
+        """The optimizers, of a strategy that has its own; None: those that `--optimizer` names."""
+        return None
+
+    def session_settings(self, options: Any, setting: Setting) -> dict[str, Any]:
+        """What a rank that joins gives to `gg.join`; asked where the run can grow."""
+        return {}
+
+    @abstractmethod
+    def build(self, replica: Replica, setting: Setting, options: Any) -> "RunningStrategy":
+        """Begin to keep `replica` together with the others; a collective where they communicate.
+
+        A rank that joins has its session already, and meets nobody here.
+        """
+
+
+class RunningStrategy(ABC):
     """Keeps the replicas of one model together while the loop trains it.
 
     Attributes:
@@ -193,6 +316,12 @@ class Strategy(ABC):
             PeerLostError: A peer that this strategy needs is gone.
         """
         loss.backward()
+
+
+def all_ranks() -> Group:
+    """The ranks of the process group, in a group that becomes the caller's; a collective."""
+    assert dist.group.WORLD is not None
+    return Group.from_process_group(dist.group.WORLD)
 
 
 def alone(model: nn.Module, test: TestPart, *, final: bool, is_consensus: bool) -> Evaluation:

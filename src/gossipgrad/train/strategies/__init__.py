@@ -1,0 +1,16 @@
+"""The ways to keep replicas together: one file a strategy, and one line of `_registry.py`."""
+
+from ._gossip import GossipConfig as GossipConfig
+from ._post_local import PostLocalConfig as PostLocalConfig
+from ._registry import STRATEGIES as STRATEGIES
+from ._registry import check_options as check_options
+from ._registry import find as find
+from ._registry import options_by_section as options_by_section
+from ._sparse import SparseConfig as SparseConfig
+from ._strategy import GROUP as GROUP
+from ._strategy import Leaver as Leaver
+from ._strategy import Replica as Replica
+from ._strategy import RunningStrategy as RunningStrategy
+from ._strategy import Setting as Setting
+from ._strategy import Strategy as Strategy
+from ._strategy import Traffic as Traffic

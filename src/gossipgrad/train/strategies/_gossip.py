@@ -1,0 +1,235 @@
+"""Gossip as a strategy: its options, what they need of a run, and the session that they ask for."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+import gossipgrad as gg
+from gossipgrad import topology
+from gossipgrad.comm import Faults, FaultyLinks
+from gossipgrad.decentralized import check_settings, resolve_compress
+from gossipgrad.train._options import check_at_least, check_fields, make_plain
+
+from ._gossip_run import Gossip
+from ._strategy import GROUP, Replica, Setting, Strategy
+
+_WAITING = {"overlap": gg.Overlap, "sync": gg.Sync}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GossipConfig:
+    """How replicas gossip; used by `strategy` gossip alone."""
+
+    topology: Literal["dissemination", "hypercube", "matching", "ring", "complete"] | None = None
+    """Who meets whom; None: dissemination, or matching in mode stale, which dissemination does not
+    suit. hypercube needs a power of two of processes; the others take any number."""
+    mode: Literal["overlap", "sync", "stale"] = "overlap"
+    """overlap: exchange behind the step's compute. sync: exchange after the update and wait.
+    stale: mix what has come and wait for nobody; the run then counts rounds, and a slow rank takes
+    fewer steps."""
+    max_staleness: int = 2
+    """Rounds by which exchanges of mode stale may be late, 0 to 15: the more, the less weight."""
+    payload: Literal["weights", "weights+state", "gradients", "gradients+weights"] = "weights"
+    """What is sent: weights, weights with the optimizer's moments, or (for study) gradients."""
+    every: int = 1
+    """Exchange every so many steps."""
+    average_every: int | Literal["log_p"] | None = None
+    """Average all replicas exactly every so many steps; log_p: every ceil(log2 p); None: never
+    while training."""
+    wire_dtype: Literal["float32", "bfloat16"] | None = None
+    """Number type on the wire; None: that of the parameters."""
+    compress: str | None = None
+    """Send a share of the weights each round: shared-mask:0.1, the same tenth on all ranks and
+    another each round. None: all weights."""
+    deadline_seconds: float = 300.0
+    """How long a step waits at most for a partner that is alive but late. Less where the link's
+    recent arrivals were prompt."""
+    deadline_floor_seconds: float = 10.0
+    """How long it waits at least, if deadline_seconds is not less."""
+    faults: str | None = None
+    """Faults to try the run with, by rank and round: "delay rank=1 rounds=20-29 seconds=0.05",
+    "drop rank=1 round=20" or "kill rank=1 round=20", several with ; between."""
+
+    def __post_init__(self) -> None:
+        make_plain(self)
+        check_fields(self)
+        check_at_least(self, 1, "every")
+        resolve_compress(self.compress)
+        for name in ("deadline_seconds", "deadline_floor_seconds"):
+            value = getattr(self, name)
+            if not value > 0:
+                raise ValueError(f"{name} is {value}, but must be above 0.")
+            if value == math.inf:
+                raise ValueError(f"{name} is inf, but must be finite: a partner may never come.")
+        if not 0 <= self.max_staleness <= 15:
+            raise ValueError(f"max_staleness is {self.max_staleness}, but must be from 0 to 15.")
+        if self.faults is not None and not Faults.parse(self.faults).ranks:
+            object.__setattr__(self, "faults", None)
+        if self.average_every != "log_p":
+            check_at_least(self, 1, "average_every")
+
+
+class GossipStrategy(Strategy):
+    """Gossip in the background of every step."""
+
+    name = "gossip"
+    help = "one partner a step"
+    bytes_are = (
+        "counted; what the last step sent ahead for a step that did not come is in it; periodic "
+        "averages computed: 2 (p - 1) / p of what is averaged"
+    )
+    section = "gossip"
+    options_type = GossipConfig
+    may_change_on_resume = frozenset({"deadline_seconds", "deadline_floor_seconds", "faults"})
+    needs_every_rank = False
+    can_grow = True
+    can_encrypt = True
+
+    def check(self, options: GossipConfig, setting: Setting) -> None:
+        """Refuse what no session could have, or waits where mode stale has none."""
+        check_settings(
+            topology=options.topology,
+            mode=options.mode,
+            payload=options.payload,
+            every=options.every,
+            average_every=options.average_every,
+            compress=options.compress,
+            seed=setting.seed,
+            encrypt=setting.encrypt or None,
+        )
+        if options.topology is not None:
+            topology.by_name(options.topology, setting.world_size, seed=setting.seed)
+        if options.mode == "stale":
+            _check_nothing_waits(options, setting)
+        faulty = max(Faults.parse(options.faults or "").ranks, default=0)
+        if faulty >= setting.world_size:
+            raise ValueError(
+                f"faults name rank {faulty}, but there are ranks 0 to {setting.world_size - 1} "
+                "alone; name one of these, or start more processes."
+            )
+
+    def unused(self, options: GossipConfig, setting: Setting) -> dict[str, str]:
+        """Of the waits and their absence, one; and state that there is none of."""
+        waits = ("deadline_seconds", "deadline_floor_seconds")
+        idle = waits if options.mode == "stale" else ("max_staleness",)
+        found = dict.fromkeys(idle, f"mode is {options.mode}")
+        if (
+            setting.optimizer == "sgd"
+            and not setting.momentum
+            and options.payload == "weights+state"
+        ):
+            found["payload"] = "sgd without momentum keeps no state"
+        return found
+
+    def without_effect(self, options: GossipConfig, setting: Setting) -> list[str]:
+        """Periods and faults that lie beyond the end of the run."""
+        found, steps = [], setting.total_steps
+        if options.every > steps:
+            found.append(
+                f"every is {options.every}, but the run has {steps} steps: no rank ever meets a "
+                "partner. Make every less."
+            )
+        if isinstance(options.average_every, int) and options.average_every > steps:
+            found.append(
+                f"average_every is {options.average_every}, but the run has {steps} steps: "
+                "replicas are never averaged while training. Make average_every less."
+            )
+        last_round = steps // options.every
+        if options.mode == "sync" or options.payload.startswith("gradients"):
+            last_round -= 1  # the others send the first snapshot before the first step
+        faults = Faults.parse(options.faults or "")
+        if faults.last_round > max(last_round, 0):
+            found.append(
+                f"faults name rounds up to {faults.last_round}, but the run has rounds 0 to "
+                f"{max(last_round, 0)}: what comes later never happens. Name earlier rounds, or "
+                "train for longer."
+            )
+        return found
+
+    def describe(self, options: GossipConfig) -> dict[str, str]:
+        """Who meets whom, how, and what is sent."""
+        usual = "matching" if options.mode == "stale" else "dissemination"
+        topology = options.topology or usual
+        return {"topology": topology, "mode": options.mode, "payload": options.payload}
+
+    def session_settings(self, options: GossipConfig, setting: Setting) -> dict[str, Any]:
+        """The same on ranks of the start and on those that join."""
+        silent_seconds, usual = setting.lost_after_seconds, gg.Heartbeats()
+        return {
+            "topology": options.topology,
+            "mode": _mode(options, _cut_every(options, setting)),
+            "payload": options.payload,
+            "every": options.every,
+            "average_every": options.average_every,
+            "wire_dtype": options.wire_dtype and getattr(torch, options.wire_dtype),
+            "compress": options.compress,
+            "seed": setting.seed,
+            "encrypt": setting.encrypt or None,
+            "heartbeats": gg.Heartbeats(
+                silent_seconds=silent_seconds,
+                lease_seconds=min(usual.lease_seconds, silent_seconds),
+                interval_seconds=min(usual.interval_seconds, silent_seconds / 4),
+            ),
+        }
+
+    def build(self, replica: Replica, setting: Setting, options: GossipConfig) -> Gossip:
+        """Begin a session, or go on with that of a rank that joined."""
+        settings = self.session_settings(options, setting)
+        if options.faults is not None:
+            links = FaultyLinks(Faults.parse(options.faults), encrypt=settings["encrypt"])
+            settings |= {"transport": links, "encrypt": None}
+        session = replica.session or gg.gossip(
+            replica.model,
+            replica.optimizers,
+            **settings,
+            process_group=None if replica.groups is None else replica.groups(GROUP),
+            recorder=replica.spans,
+        )
+        running = Gossip(
+            replica,
+            session,
+            every=options.every,
+            checkpoint_every=setting.checkpoint_every,
+            cut_every=_cut_every(options, setting),
+        )
+        if options.faults is not None:
+            running.notes.append(f"faults by script: {options.faults}")
+        return running
+
+
+def _cut_every(options: GossipConfig, setting: Setting) -> int | None:
+    steps = setting.checkpoint_every
+    return None if steps is None else max(1, steps // options.every)
+
+
+def _mode(options: GossipConfig, cut_every: int | None) -> gg.Stale | gg.Overlap | gg.Sync:
+    if options.mode == "stale":
+        return gg.Stale(max_staleness=options.max_staleness, cut_every=cut_every)
+    return _WAITING[options.mode](
+        deadline_seconds=options.deadline_seconds, floor_seconds=options.deadline_floor_seconds
+    )
+
+
+def _check_nothing_waits(options: GossipConfig, setting: Setting) -> None:
+    if setting.checkpoint_every is not None and setting.shuffle == "ring":
+        raise ValueError(
+            "checkpoints of shuffle ring wait for the rows that are on their way to neighbours, "
+            "and in mode stale no step waits: leave --checkpoint-every out, or use --shuffle "
+            "global."
+        )
+    if (steps := setting.checkpoint_every) is not None and steps % options.every:
+        whole = steps // options.every * options.every
+        near = [str(steps) for steps in (whole, whole + options.every) if steps]
+        raise ValueError(
+            f"checkpoint_every is {steps}, but in mode stale states are taken between rounds, "
+            f"which have {options.every} steps each (every): use --checkpoint-every "
+            f"{' or '.join(near)}."
+        )
+    if setting.shuffle == "ring" and setting.shuffle_deadline_seconds > 0:
+        raise ValueError(
+            f"shuffle ring waits up to {setting.shuffle_deadline_seconds:g} s for rows of a slow "
+            "neighbour, and in mode stale no step waits: use --shuffle-deadline-seconds 0, which "
+            "hands out old rows instead, or --shuffle global."
+        )

@@ -1,0 +1,66 @@
+"""Strategies by name, in the order that `--help` has them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from gossipgrad.train._options import from_plain
+
+from ._agd import Agd
+from ._all_reduce import AllReduceStrategy
+from ._averaged import EveryLogP
+from ._gossip import GossipStrategy
+from ._local import LocalStrategy
+from ._post_local import PostLocalStrategy
+from ._sparse import SPARSE_STRATEGIES
+from ._strategy import Strategy
+
+STRATEGIES: dict[str, Strategy] = {
+    strategy.name: strategy
+    for strategy in (
+        GossipStrategy(),
+        AllReduceStrategy(),
+        Agd(),
+        EveryLogP(),
+        LocalStrategy(),
+        PostLocalStrategy(),
+        *SPARSE_STRATEGIES,
+    )
+}
+
+
+def find(name: str) -> Strategy:
+    """The strategy of that name.
+
+    Raises:
+        ValueError: There is none.
+    """
+    if name not in STRATEGIES:
+        raise ValueError(f"strategy is {name!r}, but must be one of {', '.join(STRATEGIES)}.")
+    return STRATEGIES[name]
+
+
+def options_by_section() -> dict[str, type]:
+    """What options of strategies are made of, by the sections of `config.json` they stand in."""
+    return {one.section: one.options_type for one in STRATEGIES.values() if one.options_type}
+
+
+def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of every section: those that are given, and the defaults of the others.
+
+    Options of a section are an object of its type or, as JSON has them, values by name.
+
+    Raises:
+        ValueError: A section or an option is not known, or a value is not allowed.
+    """
+    types = options_by_section()
+    if unknown := options.keys() - types.keys():
+        raise ValueError(
+            f"options has {unknown.pop()!r}, but no strategy has such options; there are "
+            f"{', '.join(types)}."
+        )
+    return {
+        section: given
+        if isinstance(given := options.get(section, {}), kind)
+        else kind(**from_plain(kind, given, section))
+        for section, kind in types.items()
+    }

@@ -1,0 +1,270 @@
+"""Merged gradient sparsification, as strategies of the loop."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import gossipgrad as gg
+from gossipgrad.compression import check_density
+from gossipgrad.sparsification import Warmup, deal_states
+from gossipgrad.train._evaluate import Evaluation, TestPart
+from gossipgrad.train._options import check_at_least, check_fields, make_plain
+
+from ._all_reduce import ALL_REDUCED
+from ._lockstep import Lockstep
+from ._strategy import Replica, Setting, Strategy, Traffic, all_ranks
+
+_STAGES = Warmup(steps=1).densities
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SparseConfig:
+    """What is sent of gradients; used by `strategy` omgs, topk and lags alone."""
+
+    density: float = 0.001
+    """Share of the coordinates of a gradient that is sent; the rest is carried over."""
+    density_warmup_steps: int | None = None
+    """Steps of each of four stages at the start in which 0.25, 0.0625, 0.015625 and 0.004 are sent,
+    if that is more than density. None: a quarter of an epoch each, of a run of one epoch an eighth;
+    0: no stages."""
+    select: Literal["per_group", "per_tensor"] = "per_group"
+    """Whose largest coordinates are sent: of all tensors of a message together, or of each."""
+    momentum_correction: bool = False
+    """Apply the momentum of sgd before selection, as Deep Gradient Compression does, not after."""
+    value_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Number type of sparse values on the wire; None: float32."""
+    replan_every: int = 100
+    """Steps between looks at whether the plan of omgs still fits what is measured; 0: never, and no
+    plans compete in the first steps."""
+
+    def __post_init__(self) -> None:
+        make_plain(self)
+        check_fields(self)
+        check_at_least(self, 0, "density_warmup_steps", "replan_every")
+        check_density(self.density)
+
+
+def warmup_steps(options: SparseConfig, *, epochs: int, total_steps: int) -> int:
+    """Of each stage of the density's warm-up.
+
+    Example:
+        >>> warmup_steps(SparseConfig(), epochs=3, total_steps=300)
+        25
+        >>> warmup_steps(SparseConfig(), epochs=1, total_steps=100)
+        12
+    """
+    if options.density_warmup_steps is not None:
+        return options.density_warmup_steps
+    return total_steps // (len(_STAGES) * max(epochs, 2))
+
+
+class Sparse(Lockstep):
+    """A session of `gg.sparsify`: OMGS-SGD, and what it is compared with.
+
+    Exposed time is that of the waits at the end of backward. Bytes are those of rings: computed.
+    A checkpoint holds what each rank carries over; another number of ranks shares it out.
+
+    Args:
+        replica: What this rank trains.
+        setting: The ranks, and the run.
+        options: What is sent.
+        plan: How gradients are merged.
+        methods: What the plan chooses among for each group.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        setting: Setting,
+        options: SparseConfig,
+        *,
+        plan: str,
+        methods: tuple[str, ...],
+    ) -> None:
+        super().__init__(replica.model, replica.stop)
+        if "sparse" in methods:
+            self.against_divergence = "lower --lr, or give more --density-warmup-steps"
+        density = options.density
+        self._warmup: Warmup | None = None
+        stage_steps = warmup_steps(options, epochs=setting.epochs, total_steps=setting.total_steps)
+        if stage_steps:
+            density = self._warmup = Warmup(steps=stage_steps, then=options.density)
+        dtype = options.value_dtype
+        correction = None
+        momentum = setting.momentum if setting.optimizer == "sgd" else 0.0
+        if options.momentum_correction and momentum and "sparse" in methods:
+            # One rank corrects none, and its optimizer may come from ranks whose had none.
+            correction = momentum if dist.get_world_size() > 1 else None
+            for group in (
+                group for optimizer in replica.optimizers for group in optimizer.param_groups
+            ):
+                group["momentum"] = momentum if correction is None else 0.0
+        self._session = gg.sparsify(
+            replica.model,
+            replica.optimizers,
+            density=density,
+            plan=plan,
+            select=options.select,
+            methods=methods,
+            replan=options.replan_every or None,
+            value_dtype=None if dtype is None else getattr(torch, dtype),
+            momentum_correction=correction,
+            process_group=all_ranks(),
+            recorder=replica.spans,
+        )
+
+    def backward(self, loss: Tensor) -> None:
+        """Run the backward pass and with it the exchange; see `RunningStrategy.backward`."""
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            raise self.explained(error, "an exchange of gradients") from error
+
+    def evaluate(self, test: TestPart, *, final: bool) -> Evaluation:
+        """Evaluate as all in lockstep do; at the end, also say what was planned and starved."""
+        if final:
+            self.notes += self._told()
+        return super().evaluate(test, final=final)
+
+    def traffic(self) -> Traffic:
+        """Exposed time measured, bytes computed."""
+        stats = self._session.stats()
+        return Traffic(
+            bytes_sent=stats.bytes_sent,
+            exposed_seconds=stats.exposed_seconds,
+            mixing_seconds=stats.select_seconds,
+            extra_memory_bytes=stats.extra_memory_bytes,
+        )
+
+    def place(self) -> dict[str, Any]:
+        """What the session carries over, and has counted."""
+        return {"session": self._session.own_state()}
+
+    def go_to(self, place: Mapping[str, Any]) -> None:
+        """Take up what `place` gave."""
+        self._session.load_own_state(place["session"])
+
+    def start_at(self, steps: int, former: Sequence[Mapping[str, Any]]) -> None:
+        """Share out what the ranks of before carried over, and count their rounds on.
+
+        A warm-up goes by rounds that were made, and not by `steps`, which are those of this start.
+        """
+        here = self._session
+        dealt = deal_states([{"session": place["session"]} for place in former], here.world_size)
+        here.load_own_state(dealt[here.rank]["session"])
+
+    def close(self) -> None:
+        """Take the hooks off, and leave the private group."""
+        self._session.close()
+
+    def _part(self) -> None:
+        self._session.group.close()
+        super()._part()
+
+    def _told(self) -> list[str]:
+        stats = self._session.stats()
+        if not stats.groups:
+            return []
+        sparse = sum(group.method == "sparse" for group in stats.groups)
+        told = [f"gradients travelled in {len(stats.groups)} groups, {sparse} of them sparse"]
+        warmup = self._warmup
+        if sparse and warmup is not None and warmup(0) > warmup.then:
+            steps, last = len(_STAGES) * warmup.steps, warmup(stats.rounds - 1)
+            if stats.rounds > steps:
+                told.append(f"the density fell to {last:g} over the first {steps:,} steps")
+            else:
+                told.append(f"the density was {last:g} at the end, in a warm-up of {steps:,} steps")
+        if stats.predicted_seconds is not None and stats.measured_seconds is not None:
+            told.append(
+                f"from the first gradient to the last message: {1e3 * stats.measured_seconds:.3g} "
+                f"ms, predicted were {1e3 * stats.predicted_seconds:.3g}"
+            )
+        if stats.contest_seconds:
+            took = (f"{kind} {1e3 * s:.3g} ms" for kind, s in stats.contest_seconds.items())
+            told.append(f"a step took, when plans competed: {', '.join(took)}")
+        if stats.refused is not None:
+            told.append(stats.refused)
+        if stats.replans:
+            told.append(
+                f"the plan was changed {stats.replans} times, as costs or the density had changed"
+            )
+        if stats.starved_tensors:
+            told.append(
+                f"tensors of which nothing was sent for {stats.starved_after} steps: "
+                f"{stats.starved_tensors}, {stats.starved_share:.1%} of all elements"
+            )
+        return told
+
+
+class SparseStrategy(Strategy):
+    """Gradients merged by a plan, and sent sparse or dense.
+
+    Args:
+        name: Of the strategy.
+        what: It does.
+        plan: How gradients are merged.
+        methods: What the plan chooses among for each group.
+    """
+
+    section = "sparse"
+
+    def __init__(self, name: str, what: str, plan: str, *methods: str) -> None:
+        self.name, self.help = name, what
+        self._plan, self._methods = plan, methods
+        self.bytes_are = ALL_REDUCED
+        if "sparse" in methods:
+            self.options_type = SparseConfig
+            self.bytes_are = (
+                "computed: ring all-gathers of sparse messages, ring all-reduces of dense groups"
+            )
+
+    def unused(self, options: SparseConfig, setting: Setting) -> dict[str, str]:
+        """What only a plan by measurements needs, and what only momentum does."""
+        found = {}
+        if self._plan != "optimal":
+            found["replan_every"] = f"strategy is {self.name}"
+        if setting.optimizer != "sgd" or not setting.momentum:
+            found["momentum_correction"] = (
+                f"optimizer is {setting.optimizer}, and momentum is {setting.momentum}"
+            )
+        return found
+
+    def without_effect(self, options: SparseConfig, setting: Setting) -> list[str]:
+        """A warm-up that sends no more than what follows, or that never ends."""
+        if not options.density_warmup_steps:
+            return []
+        if options.density >= _STAGES[0]:
+            return [
+                f"density_warmup_steps={options.density_warmup_steps} is not used: a warm-up sends "
+                f"{_STAGES[0]} of a gradient at most, and density is {options.density}."
+            ]
+        if len(_STAGES) * options.density_warmup_steps >= setting.total_steps:
+            return [
+                f"density_warmup_steps is {options.density_warmup_steps}, and the warm-up has "
+                f"{len(_STAGES)} times as many, but the run has {setting.total_steps} steps: it "
+                f"never comes to send {options.density}. Make density_warmup_steps less, or train "
+                "for longer."
+            ]
+        return []
+
+    def build(self, replica: Replica, setting: Setting, options: SparseConfig | None) -> Sparse:
+        """Begin a session."""
+        options = options or SparseConfig()  # those of sparse messages; the others use none of them
+        return Sparse(replica, setting, options, plan=self._plan, methods=self._methods)
+
+
+SPARSE_STRATEGIES = (
+    SparseStrategy(
+        "omgs",
+        "sparse gradients, merged by the plan that is optimal by what the run measures",
+        *("optimal", "sparse", "dense"),
+    ),
+    SparseStrategy("wfbp", "dense gradients, each tensor alone", "wfbp", "dense"),
+    SparseStrategy("mg-wfbp", "dense gradients, merged by the published rule", "mg-wfbp", "dense"),
+    SparseStrategy("topk", "sparse gradients, all in one message", "single", "sparse"),
+    SparseStrategy("lags", "sparse gradients, each tensor alone", "layerwise", "sparse"),
+)
