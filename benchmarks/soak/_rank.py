@@ -172,7 +172,7 @@ def _train(
                 with session.consensus():
                     pass
             if step % _SAVE_EVERY == 0 or step == steps:
-                state = session.state_dict(settle=True)
+                state = session.state_dict(drain=True)
                 saver.save(state, step=step, wait_seconds=_LAST_SAVE_SECONDS, copy=False)
                 del state
             if step < steps:

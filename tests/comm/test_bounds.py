@@ -39,7 +39,7 @@ def test_rounds_of_a_silent_source_are_forgotten_and_its_old_parts_are_dropped(c
 
 def test_rounds_of_a_source_that_is_gone_are_forgotten(channels):
     a, b, c = channels(3)
-    b._transport.close()
+    b.transport.close()
     assert a.take(give_and_await(a, 0), 30.0) is Outcome.DEAD_PEER
     for round in range(1, ROUNDS):
         assert give_and_await(a, round).outcome is Outcome.DEAD_PEER

@@ -43,7 +43,7 @@ def test_close_is_quick_while_peers_are_silent_dead_or_many(channels):
         ends = channels(6)
         for peer in range(1, 6):
             post(ends[0], peer, round=peer)
-        ends[1]._transport.close()
+        ends[1].transport.close()
         ends[2].close()
         start = time.perf_counter()
         ends[0].close(linger_seconds=0.5)

@@ -108,16 +108,17 @@ def test_who_was_given_up_drives_nobodys_rounds(channels):
     assert a.heard == 7
 
 
-def test_a_settlement_of_an_older_generation_holds_up_no_later_one(channels):
-    """A collective that failed on one end leaves counts that differ; a generation begins anew."""
+def test_a_collective_of_an_older_generation_holds_up_no_later_one(channels):
+    """A collective that failed on one end leaves epochs that differ; a generation begins anew."""
     a, b = channels()
-    a.resume({0: a.settle(), 1: (1, -1)}, 0)
+    a.resume({0: a.fence(), 1: (1, -1)}, 0)
     for end in (a, b):
         end.enter(1, 0, [0, 1])
     until(lambda: a.poll() or b.poll() or min(a._ledgers[1].latest, b._ledgers[0].latest) > 0)
-    b.settle()
-    until(lambda: a.poll() or a._ledgers[1].known > a._ledgers[1].over)
-    assert post(a, 1).outcome is V, "b has come to a collective and posts nothing"
+    pair = post(a, 1), post(b, 0)
+    assert (a.take(pair[0], 30.0), b.take(pair[1], 30.0)) == (D, D)
+    b.fence()
+    assert a.take(post(a, 1, round=1), 30.0) is V, "b is in a collective and posts nothing"
 
 
 steps = st.lists(

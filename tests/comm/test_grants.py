@@ -108,7 +108,7 @@ def test_it_ends_when_there_is_nothing_to_wait_for_any_more(ranks, end, monkeypa
         case "voids":
             c.void(1, 0)
         case "sends":
-            c._transport.send(0, c._header(Kind.DATA, round=1).pack(), torch.zeros(8).byte())
+            c.transport.send(0, c._header(Kind.DATA, round=1).pack(), torch.zeros(8).byte())
         case "closes":
             a.close(LONG)
         case "enters":

@@ -56,7 +56,7 @@ def test_messages_that_do_not_fit_the_plan_are_dropped_and_counted(channels, cha
     header = Header(**({"size_bytes": 16} | GOOD | changed))
     payload = None if size is None else torch.zeros(size, dtype=torch.uint8)
     mine = post(a, 1)
-    b._transport.send(0, header.pack(), payload)
+    b.transport.send(0, header.pack(), payload)
     until(lambda: a.poll() or a.refused == 1)
     assert mine.open
     assert a.gone == {}

@@ -142,7 +142,7 @@ def test_a_peer_that_leaves_between_post_and_send_holds_no_ticket(channels):
     a, b = channels()
     go = threading.Event()
     mine = a.post(0, 0, torch.zeros(4), send_to=1, recv_from=1, ready=lambda: go.wait(30) and None)
-    b._transport.close()
+    b.transport.close()
     assert a.take(mine, 30.0) is Outcome.DEAD_PEER
     assert not mine.ticket.done
     go.set()

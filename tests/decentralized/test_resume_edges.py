@@ -167,7 +167,7 @@ def test_ranks_that_end_after_unequal_steps_settle_first():
         for step in range(4 - rank):
             set_gradients(model, rank, step)
             optimizer.step()
-        return session.state_dict(settle=True)
+        return session.state_dict(drain=True)
 
     states = on_sessions(2, train, dtype=torch.float64)
     assert [state["session"]["steps"] for state in states] == [4, 3]

@@ -6,6 +6,7 @@ from gossipgrad.comm._agreement import fingerprint as fingerprint
 from gossipgrad.comm._asked_store import AskedStore as AskedStore
 from gossipgrad.comm._asked_store import StoreSilentError as StoreSilentError
 from gossipgrad.comm._buckets import DEFAULT_BUCKET_BYTES as DEFAULT_BUCKET_BYTES
+from gossipgrad.comm._buckets import BucketLayout as BucketLayout
 from gossipgrad.comm._buckets import BucketPlan as BucketPlan
 from gossipgrad.comm._buckets import FlatBuffers as FlatBuffers
 from gossipgrad.comm._buckets import TensorSpec as TensorSpec

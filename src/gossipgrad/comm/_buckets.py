@@ -66,7 +66,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class BucketLayout:
     """A run of tensors that travel as one message.
 
     Attributes:
@@ -90,7 +90,7 @@ class BucketPlan:
     """
 
     specs: tuple[TensorSpec, ...]
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[BucketLayout, ...]
 
     @classmethod
     def make(
@@ -128,7 +128,7 @@ class BucketPlan:
             if sum(specs[i].numel for i in indices) * width >= bucket_bytes:
                 del filling[spec.dtype]
         buckets = [
-            Bucket(
+            BucketLayout(
                 indices=tuple(indices),
                 part=Part(
                     wire_dtype or specs[indices[0]].dtype, sum(specs[i].numel for i in indices)
@@ -148,7 +148,7 @@ class BucketPlan:
                 for number, part in enumerate(parts)
             ),
             buckets=tuple(
-                Bucket((number,), part, bucket.dtype)
+                BucketLayout((number,), part, bucket.dtype)
                 for number, (bucket, part) in enumerate(zip(self.buckets, parts, strict=True))
             ),
         )
@@ -169,7 +169,7 @@ class FlatBuffers:
 
     Attributes:
         flats: One flat tensor a bucket, of the wire type (or `dtype`), shape `(numel,)`.
-        views: For each bucket one view a tensor, in the order of `Bucket.indices`.
+        views: For each bucket one view a tensor, in the order of `BucketLayout.indices`.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ def _present(tensor: Tensor | None) -> Tensor:
     return tensor
 
 
-def split(flat: Tensor, plan: BucketPlan, bucket: Bucket) -> list[Tensor]:
+def split(flat: Tensor, plan: BucketPlan, bucket: BucketLayout) -> list[Tensor]:
     """Views of a flat bucket in its tensors' shapes."""
     sizes = [plan.specs[index].numel for index in bucket.indices]
     return [

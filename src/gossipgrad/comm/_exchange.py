@@ -37,8 +37,7 @@ class Exchange:
         received: The partner's part, flat, in host memory; only when `DELIVERED`.
         ticket: Done when the buffer that was posted may be written again.
         posted_seconds: When it was posted (`time.perf_counter`).
-        at: The place of its round among those of all generations.
-        known: The last settlement of `recv_from` that was known when it was posted.
+        at: The place of its round among those of all eras (`place`).
     """
 
     round: int
@@ -51,7 +50,6 @@ class Exchange:
     posted_seconds: float = field(default_factory=time.perf_counter)
     finished_seconds: float | None = None
     at: int = -1
-    known: int = 0
 
     @property
     def open(self) -> bool:

@@ -125,6 +125,13 @@ class _Delayed:
     payload: Tensor | None = field(compare=False)
     done: bool = field(default=False, compare=False)
 
+    def wait(self, timeout_seconds: float) -> bool:
+        """Waits until it has left, at most so long; whether it has."""
+        deadline = time.monotonic() + timeout_seconds
+        while not self.done and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return self.done
+
 
 class FaultyTransport:
     """Wraps a transport and lets `Faults` happen to what this rank sends.

@@ -6,8 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from gossipgrad.comm._ledger import Ledger
-from gossipgrad.comm._place import generation_of
+from gossipgrad.comm._ledger import Ledger, era_of
 from gossipgrad.comm._wire import Kind
 
 __all__ = ["Grants"]
@@ -44,7 +43,7 @@ class Grants:
         self._say = say
         self._asked: dict[int, int] = {}
         self._granted: defaultdict[int, int] = defaultdict(lambda: -1)
-        self._generation, self._last = 0, -1
+        self._era, self._last = 0, -1
         self._free = -1  # up to this place nothing waits any more
 
     def turn(self, peer: int, at: int) -> Callable[[float], None]:
@@ -67,21 +66,21 @@ class Grants:
         self._free = max(self._free, last)
         self._changed.notify_all()
 
-    def answer(self, generation: int, last: int) -> None:
+    def answer(self, era: int, last: int) -> None:
         """Grants what may be: rounds up to `last`, and the next one unless a part is awaited.
 
         Called whenever messages have come; so those that wait look at what they have told.
 
         Args:
-            generation: The membership this rank lives in; what was asked in an earlier one is void.
+            era: Of this rank; what was asked in an earlier one is void.
             last: Place of the last round that was posted here.
         """
-        self._generation, self._last = generation, last
+        self._era, self._last = era, last
         self._changed.notify_all()
         for peer, at in list(self._asked.items()):
             if at <= last or (at == last + 1 and not self._is_busy()):
                 del self._asked[peer]
-                if generation_of(at) == generation:
+                if era_of(at) == era:
                     self._say(Kind.GO, peer, at)
 
     def _wait(self, peer: int, at: int, timeout_seconds: float) -> None:
@@ -94,11 +93,9 @@ class Grants:
 
     def _must_wait(self, peer: int, at: int) -> bool:
         to = self._ledgers[peer]
-        if self.over or to.gone is not None or generation_of(at) < self._generation:
+        if self.over or to.gone is not None or era_of(at) < self._era:
             return False
         if at < self._last or at <= self._free:  # a later round, or a word, is behind it
-            return False
-        if to.known > to.over and at > to.settled_at:  # the peer has come to a collective
             return False
         came = max(self._granted[peer], to.latest)  # it sends that round itself
         return came < at and at not in to.voided and at not in to.cancelled

@@ -4,7 +4,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -27,10 +27,16 @@ class _Deferred:
     payload: Tensor | None
     ready: Callable[[], None] | None
     ticket: Ticket | None = None
+    sent: threading.Event = field(default_factory=threading.Event)
 
     @property
     def done(self) -> bool:
         return self.ticket is not None and self.ticket.done
+
+    def wait(self, timeout_seconds: float) -> bool:
+        deadline = time.monotonic() + timeout_seconds
+        self.sent.wait(timeout_seconds)
+        return self.ticket is not None and self.ticket.wait(max(0.0, deadline - time.monotonic()))
 
 
 class _Queue:
@@ -85,12 +91,13 @@ class _Queue:
                 except BaseException as error:
                     self.error = error
                 deferred.ticket = deferred.ticket or Sent()
+                deferred.sent.set()
                 self.waiting.popleft()
                 self.changed.notify_all()
 
 
 class Outbox:
-    """Sends to those who are not gone; each message says what its sender knew of the receiver.
+    """Sends to peers that are not gone.
 
     Each link has its own queue: a part that waits for its buffer or its turn holds up its own
     link only.
@@ -99,7 +106,6 @@ class Outbox:
         transport: Moves the bytes.
         lock: The channel's: held by whoever calls, and taken by the threads that send later.
         gone: Whether a peer is gone.
-        known: The number of a peer's last settlement that is known here.
 
     Attributes:
         linked: Peers to whom something was sent, or from whom something is awaited.
@@ -112,14 +118,12 @@ class Outbox:
         lock: threading.RLock,
         *,
         gone: Callable[[int], bool],
-        known: Callable[[int], int],
     ) -> None:
         self.linked: set[int] = set()
         self.bytes_sent = 0
         self._transport = transport
         self._lock = lock
         self._gone = gone
-        self._known = known
         self._queues: dict[int, _Queue] = {}
         self._tickets: list[tuple[int, Ticket]] = []
 
@@ -140,22 +144,20 @@ class Outbox:
             exchange.ticket = Sent()
             return
         self.check()
-        header = replace(header, known=self._known(peer))
         exchange.ticket = self._send(peer, header.pack(), payload, ready)
         self.linked.add(peer)
         self._tickets = [(to, t) for to, t in self._tickets if not t.done]
         self._tickets.append((peer, exchange.ticket))
         self.bytes_sent += header.size_bytes
 
-    def tell(self, header: Header, peers: Iterable[int]) -> None:
+    def notify(self, header: Header, peers: Iterable[int]) -> None:
         """Sends a message without payload; one of no order past those that wait for buffers."""
         for peer in peers:
             if not self._gone(peer):
-                told = replace(header, known=self._known(peer)).pack()
                 if header.kind in _OF_NO_ORDER:
-                    self._transmit(peer, told, None)
+                    self._transmit(peer, header.pack(), None)
                 else:
-                    self._send(peer, told, None, None)
+                    self._send(peer, header.pack(), None, None)
                 self.linked.add(peer)
 
     def check(self) -> None:

@@ -1,7 +1,7 @@
 """What a plan says of one bucket, and whether a message fits it."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from torch import Tensor
 from gossipgrad.comm._transport import Arrival
 from gossipgrad.comm._wire import Header, Kind, WireError
 
-__all__ = ["Part", "check_planned", "check_run", "header_of", "read", "values_of"]
+__all__ = ["Part", "check_planned", "check_run", "read", "values_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +49,6 @@ def check_run(run: bytes, credits: int) -> None:
         raise ValueError(f"run must be 16 bytes, got {len(run)}: use secrets.token_bytes(16)")
     if credits < 1:
         raise ValueError(f"credits must be at least 1, got {credits}")
-
-
-def header_of(bare: Header, plan: Sequence[Part]) -> Header:
-    """A header with what follows from its kind: size and type of a part, the round of a note."""
-    if bare.kind is Kind.DATA:
-        part = plan[bare.bucket]
-        return replace(bare, dtype=part.dtype, size_bytes=part.size_bytes)
-    return replace(bare, voided=(bare.round,)) if bare.kind is Kind.NOTE else bare
 
 
 def read(

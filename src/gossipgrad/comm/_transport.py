@@ -18,12 +18,20 @@ class Ticket(Protocol):
         """Whether the transport has let go of the payload's memory."""
         ...
 
+    def wait(self, timeout_seconds: float) -> bool:
+        """Waits until it is done, at most so long; whether it is. From any thread."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Sent:
     """A ticket that is done from the start: the bytes were copied, or nothing was sent."""
 
     done: bool = True
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """It is done."""
+        return True
 
 
 @dataclass(frozen=True, slots=True, eq=False)

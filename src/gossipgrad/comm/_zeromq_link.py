@@ -1,5 +1,6 @@
 """One end of a link over ZeroMQ: the socket that sends, and whether its peer is there."""
 
+import contextlib
 import time
 from dataclasses import dataclass
 
@@ -20,6 +21,24 @@ _GONE_AFTER_FAILURES = 2  # every peer listens before its address is told: refus
 _GONE_AFTER_BROKEN_OFF = 30  # a busy peer may take long to let us in
 _GONE_AFTER_SECONDS = 0.5  # what a peer sent before it left is still under way
 _COPY_BELOW_BYTES = 1 << 15  # below this a copy is cheaper than keeping track of the buffer
+
+
+@dataclass(frozen=True, slots=True)
+class _Tracked:
+    """A ticket of ZeroMQ's."""
+
+    tracker: zmq.MessageTracker
+
+    @property
+    def done(self) -> bool:
+        """Whether ZeroMQ has let go of the memory."""
+        return self.tracker.done
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """Waits until it is done, at most so long; whether it is."""
+        with contextlib.suppress(zmq.NotDone):
+            self.tracker.wait(timeout_seconds)
+        return self.tracker.done
 
 
 @dataclass(slots=True)
@@ -91,4 +110,4 @@ class Link:
             return Sent()
         ticket = self.socket.send(body, zmq.NOBLOCK, copy=False, track=True)
         assert ticket is not None
-        return ticket
+        return _Tracked(ticket)

@@ -181,7 +181,7 @@ class Links:
             raise WireError(f"rank {header.sender} is no neighbour")
         if header.sender in self.gone:
             raise WireError(f"rank {header.sender} is gone")
-        if header.kind is Kind.SETTLE and header.bucket >= self.world_size:
+        if header.kind is Kind.FENCE and header.bucket >= self.world_size:
             raise WireError(f"there is no rank {header.bucket}")
         if header.kind is Kind.DATA:
             self._lay_down(header, arrival.payload)

@@ -272,12 +272,12 @@ class Ring:
         peer = header.sender
         if header.kind is Kind.DATA:
             self._is_uneven |= header.epoch == 1
-        elif header.kind is Kind.NOTE:
+        elif header.kind is Kind.VOID:
             self.links.outgoing[peer].confirm(header.round)
         elif header.kind is Kind.LEAVE:
             self._settled_by[peer] = header.epoch
             self._lose(peer, header.round)
-        elif header.kind is Kind.SETTLE:
+        elif header.kind is Kind.FENCE:
             if header.bucket == peer:
                 link = self.links.incoming[peer]
                 link.due[header.epoch] = link.arrived
@@ -300,7 +300,7 @@ class Ring:
             self.rows.put_in(parcel)
         if link.taken > taken:
             self.moving_seconds += time.perf_counter() - start
-            self.links.say(peer, Kind.NOTE, round=link.taken)
+            self.links.say(peer, Kind.VOID, round=link.taken)
 
     def _has_room(self, link: Incoming) -> bool:
         if self._leaving:
@@ -322,7 +322,7 @@ class Ring:
             totals[rank] = total
             if self.links.downstream is not None:
                 self.links.say(
-                    self.links.downstream, Kind.SETTLE, round=total, bucket=rank, epoch=number
+                    self.links.downstream, Kind.FENCE, round=total, bucket=rank, epoch=number
                 )
 
     def _even(self, number: int) -> bool:
@@ -384,7 +384,7 @@ class Ring:
             for number, totals in self._totals.items():
                 for rank, total in totals.items():
                     self.links.say(
-                        self.links.downstream, Kind.SETTLE, round=total, bucket=rank, epoch=number
+                        self.links.downstream, Kind.FENCE, round=total, bucket=rank, epoch=number
                     )
 
     def _send(self, peer: int, parcel: Parcel) -> None:

@@ -23,18 +23,24 @@ from gossipgrad.comm import (
     resolve_transport,
 )
 from gossipgrad.compression import SharedMask
-from gossipgrad.decentralized._compress import resolve_compress
-from gossipgrad.decentralized._modes import Mode, Stale, check_never_waits, resolve_mode
 from gossipgrad.decentralized._session import GossipSession
 from gossipgrad.decentralized._settings import (
+    GossipSettings,
     Gradients,
     GradientsAndWeights,
     Payload,
-    Settings,
     check_compress,
-    check_numbers,
-    resolve_average_every,
+    resolve_compress,
     resolve_payload,
+)
+from gossipgrad.engine import (
+    Mode,
+    Replica,
+    Stale,
+    check_numbers,
+    check_stale,
+    resolve_average_every,
+    resolve_mode,
 )
 from gossipgrad.topology import SCHEDULE_NAMES, Schedule, by_name
 
@@ -172,8 +178,7 @@ def gossip(
         )
         with group.limit(start_timeout_seconds):
             return GossipSession(
-                model,
-                optimizers,
+                Replica(model, optimizers, door="gossip"),
                 settings,
                 group=group,
                 transport=resolve_transport(transport, encrypt=encrypt),
@@ -198,7 +203,7 @@ def resolve_settings(
     compress: str | SharedMask | None,
     seed: int,
     bucket_bytes: int,
-) -> Settings:
+) -> GossipSettings:
     """The settings of a run that begins with `world_size` ranks; warns of what has no effect.
 
     `check_settings` must have passed them.
@@ -215,7 +220,7 @@ def resolve_settings(
     masked = compressor is not None
     named = _named(topology, resolved_mode)
     schedule = _resolve_schedule(named, world_size, seed, seeds_all=not masked)
-    return Settings(
+    return GossipSettings(
         schedule=schedule,
         mode=resolved_mode,
         payload=resolved_payload,
@@ -266,14 +271,14 @@ def check_settings(
     resolve_average_every(average_every, 1)
     topology = _named(topology, resolved_mode)
     if isinstance(topology, str):
-        check_never_waits(
+        check_stale(
             resolved_mode,
             average_every=average_every,
             symmetric=by_name(topology, 4).symmetric,  # any is, of one or two ranks
             topology=repr(topology),
         )
     elif isinstance(topology, Schedule):
-        check_never_waits(
+        check_stale(
             resolved_mode,
             average_every=average_every,
             symmetric=topology.symmetric,

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gossipgrad._claims import Claim
 from gossipgrad.comm import (
     DEFAULT_BUCKET_BYTES,
     Group,
@@ -21,12 +20,10 @@ from gossipgrad.comm import (
     trained_parameters,
 )
 from gossipgrad.compression import SharedMask
-from gossipgrad.decentralized._arrival import Arrival
 from gossipgrad.decentralized._gossip import check_settings, resolve_settings
-from gossipgrad.decentralized._joiner import Joiner
-from gossipgrad.decentralized._modes import Mode
 from gossipgrad.decentralized._session import GossipSession
 from gossipgrad.decentralized._settings import Payload
+from gossipgrad.engine import Arrival, Claim, Joiner, Mode, Replica
 from gossipgrad.topology import Schedule
 
 __all__ = ["join"]
@@ -154,8 +151,7 @@ def join(
     group = Group(store, joiner.rank, world_size, members=(joiner.rank,))
     try:
         return GossipSession(
-            model,
-            optimizers,
+            Replica(model, optimizers, door="gossip"),
             settings,
             group=group,
             transport=transport,

@@ -1,29 +1,23 @@
-"""What the user chooses: payloads and the rest, as values, with strings as shorthand."""
+"""What the user of gossip chooses: payload, compression, and the rest, as values."""
 
-import math
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
-import torch
-
-from gossipgrad.comm import BucketPlan
 from gossipgrad.compression import SharedMask
-from gossipgrad.decentralized._modes import Mode, Overlap, Stale, Sync
-from gossipgrad.topology import Schedule
+from gossipgrad.engine import Mode, Overlap, RoundSettings, Stale, is_count
 
 __all__ = [
+    "GossipSettings",
     "Gradients",
     "GradientsAndWeights",
     "Payload",
-    "Settings",
     "Weights",
     "WeightsAndState",
+    "check_compress",
+    "resolve_compress",
+    "resolve_payload",
 ]
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +32,7 @@ class WeightsAndState:
     every: int = 1
 
     def __post_init__(self) -> None:
-        if not _is_count(self.every):
+        if not is_count(self.every):
             raise ValueError(
                 "every counts rounds between exchanges of state, a whole number from 1, got "
                 f"{self.every!r}"
@@ -67,49 +61,25 @@ _PAYLOADS: dict[str, Payload] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Everything that `gossip()` was asked for, resolved."""
+class GossipSettings(RoundSettings):
+    """Everything that `gossip()` was asked for, resolved.
 
-    schedule: Schedule
-    mode: Mode
+    Attributes:
+        payload: What travels.
+        compress: Which coordinates of the weights; None for all.
+        seed: Of the mask.
+    """
+
     payload: Payload
-    every: int
-    average_every: int | None
-    wire_dtype: torch.dtype | None
-    bucket_bytes: int
     compress: SharedMask | None = None
     seed: int = 0
 
-    @property
-    def snapshots(self) -> int:
-        """How many may be held at once: by default one that travels and one that is made."""
-        return self.mode.snapshots if isinstance(self.mode, Stale) else 2
-
-    @property
-    def sends_early(self) -> bool:
-        """Whether a round's weights leave as it begins, and not at its end."""
-        of_gradients = isinstance(self.payload, Gradients | GradientsAndWeights)
-        return not of_gradients and not isinstance(self.mode, Sync)
-
-    @property
-    def sends_whole(self) -> bool:
-        """Whether what travels are the weights, bit for bit."""
-        return self.wire_dtype is None and self.compress is None
-
     def describe(self) -> dict[str, Any]:
         """What must be equal on all ranks."""
-        plain = {
-            "topology": self.schedule.describe(),
-            "mode": self.mode,
-            "payload": self.payload,
-            "every": self.every,
-            "average_every": self.average_every,
-            "wire_dtype": self.wire_dtype,
-            "bucket_bytes": self.bucket_bytes,
-        }
+        described = super().describe()
         if self.compress is None:
-            return plain
-        return {**plain, "compress": self.compress, "seed": self.seed}
+            del described["compress"], described["seed"]
+        return described
 
 
 def resolve_payload(payload: Payload | str, mode: Mode) -> Payload:
@@ -123,7 +93,7 @@ def resolve_payload(payload: Payload | str, mode: Mode) -> Payload:
     of_gradients = isinstance(payload, Gradients | GradientsAndWeights)
     if of_gradients and isinstance(mode, Stale):
         raise ValueError(
-            f"payload {payload} and mode {mode}: a gradient that comes after its step is worth "
+            f"payload {payload} and mode {mode}: a gradient that arrives after its step is worth "
             "nothing, and no step waits for one: use payload='weights', or mode='overlap'"
         )
     if of_gradients and not isinstance(mode, Overlap):
@@ -135,7 +105,7 @@ def resolve_payload(payload: Payload | str, mode: Mode) -> Payload:
 
 
 def check_compress(compress: SharedMask | None, payload: Payload, seed: Any) -> None:
-    """Raises `ValueError` for payloads and seeds that a shared mask does not go with."""
+    """Raises `ValueError` for payloads that a mask does not go with."""
     if compress is None:
         return
     if not isinstance(payload, Weights):
@@ -148,33 +118,30 @@ def check_compress(compress: SharedMask | None, payload: Payload, seed: Any) -> 
         raise ValueError(f"seed must be a whole number from 0 to 2**64 - 1, got {seed!r}")
 
 
-def resolve_average_every(average_every: int | str | None, world_size: int) -> int | None:
-    """Steps between exact averages, None for never."""
-    if average_every == "log_p":
-        return max(1, math.ceil(math.log2(world_size)))
-    if average_every is None:
-        return None
-    if not isinstance(average_every, str) and _is_count(average_every):
-        return int(average_every)
+def resolve_compress(compress: Any) -> SharedMask | None:
+    """A shared mask by value, or by name and density: `"shared-mask:0.1"`; None for none.
+
+    Raises:
+        ValueError: It is no mask, or of no possible density.
+    """
+    if compress is None or isinstance(compress, SharedMask):
+        return compress
+    if isinstance(compress, str):
+        kind, _, density = compress.partition(":")
+        if kind == "top-k":
+            raise ValueError(
+                f"compress={compress!r}: gossip of the largest differences was removed. Use "
+                "gg.SharedMask(density), such as 'shared-mask:0.1', which goes with any topology "
+                "and keeps no copies of weights"
+            )
+        if kind == "shared-mask":
+            try:
+                share = float(density)
+            except ValueError:
+                pass
+            else:
+                return SharedMask(share)
     raise ValueError(
-        f"average_every must be a positive number of steps, 'log_p' or None, got {average_every!r}"
+        f"compress must be gg.SharedMask(density), or such as 'shared-mask:0.1', got "
+        f"{compress!r}: None sends all weights"
     )
-
-
-def check_numbers(*, every: object, bucket_bytes: object, wire_dtype: object) -> None:
-    """Raises `ValueError` for what no session can count, size or send by."""
-    if not _is_count(every):
-        raise ValueError(
-            f"every counts steps in a round, so it is at least 1, got {every!r}: give a whole "
-            "number, such as every=2"
-        )
-    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, Integral):
-        raise ValueError(
-            f"bucket_bytes is the size of a message, a whole number such as 2**20, got "
-            f"{bucket_bytes!r}"
-        )
-    if wire_dtype is not None and not isinstance(wire_dtype, torch.dtype):
-        raise ValueError(
-            f"wire_dtype must be a type such as torch.bfloat16, or None, got {wire_dtype!r}"
-        )
-    BucketPlan.make([], bucket_bytes=int(bucket_bytes), wire_dtype=wire_dtype)

@@ -6,18 +6,15 @@ from typing import Literal, get_args
 
 import torch
 
-from gossipgrad.decentralized import (
+from gossipgrad.decentralized import Payload, Weights, WeightsAndState, resolve_payload
+from gossipgrad.engine import (
     Mode,
     Overlap,
-    Payload,
     Stale,
     Sync,
-    Weights,
-    WeightsAndState,
-    check_never_waits,
+    check_stale,
     resolve_average_every,
     resolve_mode,
-    resolve_payload,
 )
 from gossipgrad.topology import Schedule, by_name
 
@@ -102,7 +99,7 @@ def make_plan(
         default = "matching" if isinstance(resolved, Stale) else "dissemination"
         schedule = _schedule(default if topology is None else topology, world_size, seed)
         if isinstance(resolved, Stale):
-            check_never_waits(
+            check_stale(
                 resolved,
                 average_every=average_every,
                 symmetric=schedule.symmetric,

@@ -9,14 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from gossipgrad.decentralized import (
-    NON_NEGATIVE,
-    Mode,
-    Payload,
-    Stale,
-    Sync,
-    WeightsAndState,
-)
+from gossipgrad.decentralized import Payload, WeightsAndState
+from gossipgrad.engine import NON_NEGATIVE, Mode, Stale, Sync
 from gossipgrad.topology import Schedule
 
 from ._exchange import Exchange

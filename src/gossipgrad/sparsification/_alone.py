@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from gossipgrad._unknown_scaler import warn_of_unknown_scaler
 from gossipgrad.comm import parameters_of
+from gossipgrad.engine import warn_of_unknown_scaler
 from gossipgrad.sparsification._session_state import nothing_counted
 from gossipgrad.sparsification._steps import SCALER_HARM
 from gossipgrad.sparsification._values import scale_of

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gossipgrad._claims import Claim
 from gossipgrad.comm import Group, agree_on, resolve_group
+from gossipgrad.engine import Claim
 from gossipgrad.errors import GossipError
 from gossipgrad.sparsification._agreed_density import AgreedDensity
 from gossipgrad.sparsification._density import (

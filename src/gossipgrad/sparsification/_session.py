@@ -11,7 +11,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from gossipgrad._claims import Claim
 from gossipgrad.comm import (
     Group,
     Recorder,
@@ -24,6 +23,7 @@ from gossipgrad.comm import (
     replica_state,
     trained_parameters,
 )
+from gossipgrad.engine import Claim
 from gossipgrad.errors import GossipError
 from gossipgrad.planning import Plan
 from gossipgrad.sparsification._aggregation import Aggregation

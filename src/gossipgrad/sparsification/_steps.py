@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gossipgrad._unknown_scaler import warn_of_unknown_scaler
 from gossipgrad.comm import parameters_of
+from gossipgrad.engine import warn_of_unknown_scaler
 from gossipgrad.errors import GossipError, ReplicaChangedError
 from gossipgrad.sparsification._aggregation import Aggregation
 from gossipgrad.sparsification._left_out import LeftOut

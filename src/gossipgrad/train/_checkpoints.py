@@ -249,7 +249,7 @@ class Checkpoints:
         label = max(max(label, last + 1) for _, label, last, _ in told)
         if not self._settle_rows():
             return "rows of the ring shuffle did not arrive"
-        return self._save_last(self._state(place, settle=not alike), label)
+        return self._save_last(self._state(place, drain=not alike), label)
 
     def _end_alone(self, steps: int, place: Place, why: str) -> str:
         label = self._strategy.checkpoint_label(steps) + self._base
@@ -281,12 +281,12 @@ class Checkpoints:
             return False
         return tuple(own.members) == (self._strategy.living or tuple(range(self._world_size)))
 
-    def _state(self, place: Place, *, settle: bool = False) -> dict[str, Any]:
+    def _state(self, place: Place, *, drain: bool = False) -> dict[str, Any]:
         session = self._strategy.session
         if session is None:
             state = replica_state(self._model, self._optimizers, copy=False)
         else:
-            state = session.state_dict(settle=settle, copy=False)
+            state = session.state_dict(drain=drain, copy=False)
         own = self._batches.state_dict() if isinstance(self._batches, RingBatches) else None
         return {
             **state,

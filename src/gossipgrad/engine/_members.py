@@ -21,10 +21,10 @@ from gossipgrad.comm import (
     finalize_early,
     is_joinable,
 )
-from gossipgrad.decentralized._arrival import Arrival
-from gossipgrad.decentralized._donor import Donor
-from gossipgrad.decentralized._rounds import Rounds
-from gossipgrad.decentralized._stale_rounds import StaleRounds
+from gossipgrad.engine._arrival import Arrival
+from gossipgrad.engine._donor import Donor
+from gossipgrad.engine._rounds import Rounds
+from gossipgrad.engine._stale_rounds import StaleRounds
 from gossipgrad.errors import AgreementError, GossipError
 from gossipgrad.topology import Schedule, among
 

@@ -9,11 +9,10 @@ __all__ = ["delta_of", "mix", "replace"]
 
 
 def delta_of(received: Tensor, snapshot: Tensor, dtype: torch.dtype) -> Tensor:
-    """`received - snapshot` in `dtype`, shape `(numel,)`; in place where the type is the same."""
+    """`received - snapshot` in `dtype`, shape `(numel,)`; in place of `received` if it can be."""
     if received.dtype == dtype:
         return received.sub_(snapshot)
-    delta = received.to(dtype, copy=True)
-    return delta.sub_(snapshot)
+    return received.to(dtype).sub_(snapshot)
 
 
 def mix(

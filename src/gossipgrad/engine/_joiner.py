@@ -24,7 +24,7 @@ from gossipgrad.comm import (
     ZeroMQTransport,
     joining_address,
 )
-from gossipgrad.decentralized._donor import PIECE_BYTES, RUN_KEY, WISH_KEY, RunInfo, answer_key
+from gossipgrad.engine._donor import PIECE_BYTES, RUN_KEY, WISH_KEY, RunInfo, answer_key
 from gossipgrad.errors import GossipError
 
 __all__ = ["Joiner", "address_of", "root_of"]

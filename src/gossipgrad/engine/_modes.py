@@ -1,28 +1,27 @@
-"""When a snapshot travels and when it is mixed: the modes, as values."""
+"""When a round's snapshots travel and when they are mixed: the modes, as values."""
 
 import math
 from dataclasses import dataclass
 from numbers import Integral, Real
 
-__all__ = ["Mode", "Overlap", "Stale", "Sync", "check_never_waits", "resolve_mode"]
+__all__ = ["Mode", "Overlap", "Stale", "Sync", "check_stale", "resolve_mode"]
 
-MAX_STALENESS = 15  # a link keeps the parts of 16 rounds that came before this rank was there
+MAX_STALENESS = 15  # a link keeps the early parts of 16 rounds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Waits:
-    """A mode in which the step waits for its partner.
+class _Waiting:
+    """A mode in which a step waits for its partner.
 
-    How long adapts to each link: median + `deviations` x MAD of how long after this rank's own
-    part its partner's parts came lately, at least `floor_seconds` and at most `deadline_seconds`.
-    A link that has told too little so far is given `deadline_seconds`.
+    The wait adapts to each link: median + `deviations` x MAD of how long after this rank's own part
+    its partner's parts arrived lately, at least `floor_seconds` and at most `deadline_seconds`. A
+    link with fewer than five arrivals gets `deadline_seconds`.
 
     Attributes:
-        deadline_seconds: How long a step waits at most for a partner that is alive but late. The
-            step then goes on without it, and what the partner sent is mixed in when it comes.
-        floor_seconds: How long it waits at least. The same as `deadline_seconds`, or more, for a
-            wait that does not adapt.
-        deviations: How many median absolute deviations beyond the median are still awaited.
+        deadline_seconds: The longest wait for a partner that is alive but late. The step then goes
+            on without it, and what the partner sent is mixed when it arrives.
+        floor_seconds: The shortest wait. As large as `deadline_seconds`, the wait does not adapt.
+        deviations: How many median absolute deviations beyond the median a step still waits.
     """
 
     deadline_seconds: float = 300.0
@@ -47,7 +46,7 @@ class _Waits:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Overlap(_Waits):
+class Overlap(_Waiting):
     """A snapshot leaves at the start of the step and is mixed at its end: the whole step hides it.
 
     `w += weight * (received - snapshot)`, which keeps the mean over ranks exactly (D-PSGD with one
@@ -56,26 +55,26 @@ class Overlap(_Waits):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sync(_Waits):
+class Sync(_Waiting):
     """Weights are exchanged after the update and mixed at once; nothing is hidden."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stale:
-    r"""No step waits for anyone: what a partner sent is mixed in whichever later step it comes.
+    r"""No step waits: what a partner sent is mixed in whichever later step it arrives.
 
     `w += weight * (received - snapshot)` as in `Overlap`, once on each end and however late, iff
     both ends sent: the mean over ranks is kept. After a step a rank's round is
     `max(own + 1, highest heard)`. Rounds that it jumps over are void, and so is a round for which
-    all snapshots are under way or whose partner owes an answer of more than `max_staleness` rounds
-    ago; the partner is told. Needs a schedule of symmetric pairs.
+    all snapshots are in flight or whose partner owes an answer of more than `max_staleness` rounds
+    ago; the partner is notified. Needs a schedule of symmetric pairs.
 
-    The bound is on what is under way: a snapshot is mixed before `max_staleness + 1` others were
+    The bound is on what is in flight: a snapshot is mixed before `max_staleness + 1` others were
     sent, or these others are not sent. The weight depends on it alone, and never on how late a
-    part really was, so that both ends take the same.
+    part really was, so that both ends use the same.
 
     Attributes:
-        max_staleness: Rounds, 0 to 15. 0 has one snapshot under way, as in `Overlap`.
+        max_staleness: Rounds, 0 to 15. 0 has one snapshot in flight, as in `Overlap`.
 
     Example:
         >>> [round(Stale(max_staleness=d).weight, 3) for d in range(5)]
@@ -107,42 +106,41 @@ class Stale:
 
     @property
     def snapshots(self) -> int:
-        """The most that are under way at once, `max_staleness + 1`."""
+        """The most that are in flight at once, `max_staleness + 1`."""
         return self.max_staleness + 1
 
 
 Mode = Overlap | Sync | Stale
 
-_MODES: dict[str, Mode] = {
-    "overlap": Overlap(),
-    "sync": Sync(),
-    "stale": Stale(),
-}
+_MODES: dict[str, Mode] = {"overlap": Overlap(), "sync": Sync(), "stale": Stale()}
 
 
 def resolve_mode(mode: Mode | str) -> Mode:
-    """A mode by name or value."""
+    """A mode by name or value.
+
+    Raises:
+        ValueError: If there is no such mode.
+    """
     if isinstance(mode, Mode):
         return mode
     if mode == "lagged":
         raise ValueError(
-            "mode='lagged', the authors' rule that keeps half of each update, was removed from "
-            "sessions. Use mode='overlap'; to study the rule, "
-            "gossipgrad.simulate.VirtualRanks(mode='lagged')"
+            "mode='lagged', the rule of GossipGraD's authors, is no longer trained over a network: "
+            "simulate it with virtual ranks, or use mode='overlap', which keeps the mean over ranks"
         )
     if not isinstance(mode, str) or mode not in _MODES:
         raise ValueError(f"mode must be one of {', '.join(map(repr, _MODES))}, got {mode!r}")
     return _MODES[mode]
 
 
-def check_never_waits(mode: Mode, *, average_every: object, symmetric: bool, topology: str) -> None:
+def check_stale(mode: Mode, *, average_every: object, symmetric: bool, topology: str) -> None:
     """Raises `ValueError` for what would make a step of mode stale wait, or lose the mean."""
     if not isinstance(mode, Stale):
         return
     if average_every is not None:
         raise ValueError(
             f"average_every={average_every!r} waits for all ranks, and in mode 'stale' no step "
-            "waits for anyone: leave it out, call session.average_() where all may wait, or use "
+            "waits: leave it out, call session.average_() where all may wait, or use "
             "mode='overlap'"
         )
     if not symmetric:

@@ -1,13 +1,12 @@
 """What a session has done so far, in numbers."""
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gossipgrad.decentralized._averaging import Averaging
-from gossipgrad.decentralized._members import Members
-from gossipgrad.decentralized._rounds import Rounds
-from gossipgrad.decentralized._sections import Sections
-from gossipgrad.decentralized._session_state import Carried
+from gossipgrad.engine._averaging import Averaging
+from gossipgrad.engine._flow import Flow
+from gossipgrad.engine._members import Members
+from gossipgrad.engine._rounds import Rounds
 
 __all__ = ["Stats", "collect"]
 
@@ -19,21 +18,21 @@ class Stats:
     Attributes:
         rounds: Rounds that this rank has closed.
         bytes_sent: Payload bytes sent to partners (collectives not counted), however that ended.
-        bytes_received: Payload bytes that came from partners, those of void rounds too, but
+        bytes_received: Payload bytes that arrived from partners, those of void rounds too, but
             not from one that was gone already.
         exposed_seconds: Time that steps were blocked on partners: not hidden by compute.
         mixing_seconds: Time spent on snapshots and mixing.
         outcomes: How many exchanges, counted by bucket, ended as `delivered`, `late`, `dead_peer`
             and `void`.
-        late_rounds: Rounds whose partner's part had not come when the step stopped waiting for it;
+        late_rounds: Rounds whose partner's part had not arrived when the step stopped waiting;
             in mode stale, not within `max_staleness` further rounds.
         void_rounds: Rounds without an exchange, because one end gave them up before it sent its
             part. In mode stale those that a slow rank jumps over, too.
-        extra_memory_bytes: Snapshots, residuals, the indices of a shared mask, and what came and
+        extra_memory_bytes: Snapshots, residuals, the indices of a shared mask, and what arrived and
             is not mixed yet, early or not: held beside the model.
         snapshot_limit_bytes: The most that snapshots may come to: `max_staleness + 1` of all that
-            travels in mode stale, else two. Parts that come early are not in it: a rank that is
-            stuck may find those of `max_staleness + 1` rounds of each other rank, mostly of one.
+            travels in mode stale, else two. Parts that arrive early are not in it: a rank that
+            hangs may find those of `max_staleness + 1` rounds of each other rank, mostly of one.
         clamps: Elements of non-negative optimizer state that mixing would have left below zero.
         refused_messages: Messages dropped because they did not fit the plan.
         consensus_distance_estimate: From the differences to this rank's own partners in the last
@@ -98,42 +97,42 @@ class Stats:
 
 def collect(
     rounds: Rounds | None,
-    sections: Sections,
+    flows: Sequence[Flow],
     averaging: Averaging,
-    carried: Carried,
     members: Members,
+    *,
     world_size: int,
     steps: int,
+    gradient_bytes: int,
 ) -> Stats:
     """The figures of a session; `rounds` is None where there are no partners."""
+    donor = members.donor
     counted = {} if rounds is None else {o.value: n for o, n in rounds.outcomes.items()}
-    squared = None if rounds is None else rounds.pair_distance.mean_square
-    p, here = world_size, max(2, len(members.current.living))
+    in_flight = () if rounds is None else rounds.in_flight
+    living = len(members.current.living)
     return Stats(
         rounds=0 if rounds is None else rounds.closed_rounds,
-        bytes_sent=carried.bytes_sent + (0 if rounds is None else rounds.channel.bytes_sent),
-        bytes_received=carried.bytes_received
-        + (0 if rounds is None else rounds.channel.bytes_received),
+        bytes_sent=0 if rounds is None else rounds.count("bytes_sent"),
+        bytes_received=0 if rounds is None else rounds.count("bytes_received"),
         exposed_seconds=0.0 if rounds is None else rounds.exposed_seconds,
         mixing_seconds=0.0 if rounds is None else rounds.mixing_seconds,
         outcomes={"delivered": 0, "late": 0, "dead_peer": 0, "void": 0, **counted},
         late_rounds=0 if rounds is None else rounds.late_rounds,
         void_rounds=0 if rounds is None else rounds.void_rounds,
-        snapshot_limit_bytes=sum(section.pool.limit_bytes for section in sections.all),
-        extra_memory_bytes=sum(section.memory_bytes for section in sections.all)
+        snapshot_limit_bytes=sum(flow.pool.limit_bytes for flow in flows),
+        extra_memory_bytes=sum(flow.memory_bytes for flow in flows)
         + (0 if rounds is None else rounds.channel.early_bytes)
-        + sum(t.received_bytes for t in (() if rounds is None else rounds.under_way)),
-        clamps=int(sum(int(section.clamped) for section in sections.all)),
-        refused_messages=carried.refused_messages
-        + (0 if rounds is None else rounds.channel.refused),
+        + sum(transfer.received_bytes for transfer in in_flight),
+        clamps=sum(int(bucket.clamped) for flow in flows for bucket in flow.buckets),
+        refused_messages=0 if rounds is None else rounds.count("refused"),
         consensus_distance_estimate=(
-            None if squared is None else math.sqrt(squared * (here - 1) / (2 * here))
+            None if rounds is None else rounds.pair_distance.estimate(living)
         ),
         consensus_distance=averaging.last_distance,
         averages=averaging.averages,
         averaged_bytes=averaging.averaged_bytes,
         averaging_seconds=averaging.seconds,
-        all_reduce_bytes=2 * (p - 1) * steps * sections.gradient_bytes // p,
-        replicas_given=0 if members.donor is None else members.donor.given,
-        giving_seconds=0.0 if members.donor is None else members.donor.seconds,
+        all_reduce_bytes=2 * (world_size - 1) * steps * gradient_bytes // world_size,
+        replicas_given=0 if donor is None else donor.given,
+        giving_seconds=0.0 if donor is None else donor.seconds,
     )

@@ -9,39 +9,32 @@ __all__ = ["RoundBefore"]
 
 _PATIENCE_SECONDS = 2.0
 _MOST_PATIENCE_SECONDS = 30.0
-_LOOK_SECONDS = 0.0005
-_HELD_UP_SECONDS = 0.005  # more than processors that are shared hold one up
-_ROUNDS = 16  # who is late does not wait itself, and would come upon those who do
+_HELD_UP_SECONDS = 0.005  # more than shared processors hold one up
+_ROUNDS = 16  # a late rank does not wait itself, and would collide with those who do
 
 
 class RoundBefore:
     """What was sent in the round before, and leaves before this one does.
 
     Two rounds that leave at once share the link, the partner of the first waits longer, and soon
-    everyone waits for someone. So it is where two rounds arrive at once: one that was held up by
-    its links, in this round or a few before it, asks its next partner before it sends. What a
-    partner does not take in holds up this round, and the words for other ranks behind it; a leave
-    that it does not give holds up this round until a word stands behind it. Either does so for two
-    seconds at most, or for twice the round before if that took longer, and never for more than
-    thirty.
+    every rank waits for another. The same where two rounds arrive at once: so a rank that was held
+    up by its links, in this round or a few before it, asks its next partner before it sends. Each
+    wait ends after two seconds, or twice the round before if that took longer, and never lasts more
+    than thirty.
 
     Args:
         tickets: Of all messages of that round.
         before: The one before it.
     """
 
-    def __init__(
-        self,
-        tickets: Sequence[Ticket] = (),
-        before: "RoundBefore | None" = None,
-    ) -> None:
+    def __init__(self, tickets: Sequence[Ticket] = (), before: "RoundBefore | None" = None) -> None:
         self._pending = list(tickets)
         self._begun_seconds = time.perf_counter()
         self._patience_seconds = _PATIENCE_SECONDS
         self._until_seconds: float | None = None
         self._asks_rounds = 0 if before is None else before._asks_rounds
 
-    def over(self, waited_seconds: float) -> None:
+    def end(self, waited_seconds: float) -> None:
         """That round is over, and this rank has waited for it so long after its compute."""
         took = time.perf_counter() - self._begun_seconds
         self._patience_seconds = min(max(_PATIENCE_SECONDS, 2 * took), _MOST_PATIENCE_SECONDS)
@@ -60,14 +53,14 @@ class RoundBefore:
             turn: Returns when the partner's link is free, or after so many seconds.
         """
         asks = turn is not None and self._asks_rounds > 0
-        if self._left() and not asks:
+        if self._has_left() and not asks:
             return filled
 
-        def ready() -> None:
+        def ready() -> None:  # in the thread of the link
             if self._until_seconds is None:  # all messages of a round share one wait
                 self._until_seconds = time.perf_counter() + self._patience_seconds
-            while not self._left() and time.perf_counter() < self._until_seconds:
-                time.sleep(_LOOK_SECONDS)
+            for ticket in list(self._pending):
+                ticket.wait(max(0.0, self._until_seconds - time.perf_counter()))
             if turn is not None and asks:
                 turn(self._until_seconds - time.perf_counter())
             if filled is not None:
@@ -75,6 +68,6 @@ class RoundBefore:
 
         return ready
 
-    def _left(self) -> bool:
+    def _has_left(self) -> bool:
         self._pending = [ticket for ticket in self._pending if not ticket.done]
         return not self._pending

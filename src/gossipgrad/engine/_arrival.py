@@ -1,4 +1,4 @@
-"""What one that joins begins with, and how it comes to the round that the others are at."""
+"""What a joiner begins with, and how it comes to the round that the others are at."""
 
 import time
 from collections.abc import Mapping
@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from gossipgrad.comm import Membership, Outcome
-from gossipgrad.decentralized._jumping import jump
-from gossipgrad.decentralized._rounds import Rounds
-from gossipgrad.decentralized._stale_rounds import StaleRounds
+from gossipgrad.engine._rounds import Rounds
+from gossipgrad.engine._stale_rounds import StaleRounds
 
 __all__ = ["Arrival", "Arriving", "place_of"]
 
@@ -17,15 +16,15 @@ _LISTEN_SECONDS = 0.05
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrival:
-    """What is known to one that joins before it enters.
+    """What a joiner knows before it enters.
 
     Attributes:
         membership: The newest generation that it has read; it is in none yet.
         name: Of the membership.
         donor: Whose replica it has.
-        place: Where the donor was; what `place_of` gave.
+        place: Where the donor was; what `place_of` returned.
         run: The run's 16 bytes.
-        carried: What the donor's loop gave.
+        carried: What the donor's loop passed on.
     """
 
     membership: Membership
@@ -43,10 +42,10 @@ def place_of(rounds: Rounds, steps: int, every: int) -> dict[str, int]:
 
 
 class Arriving:
-    """Brings a newcomer to the round of the others, from its entering to its first exchange.
+    """Brings a joiner to the round of the others, from its entering to its first exchange.
 
-    Its rounds are void, at once and everywhere, until it has made a step: then it tells the others
-    that it takes part, from the highest round that it has heard of. As long as nothing was
+    Its rounds are void, at once and everywhere, until it has made a step: then it notifies the
+    others that it takes part, from the highest round that it has heard of. As long as nothing was
     exchanged it may have heard of too low a one, and jumps.
 
     Args:
@@ -57,7 +56,7 @@ class Arriving:
     def __init__(self, place: Mapping[str, int], every: int) -> None:
         self._place = place
         self._every = every
-        self._told = False
+        self._takes_part = False
 
     def begin(self, rounds: Rounds, wait_seconds: float) -> int:
         """Waits a moment for the others to say where they are; how many steps that is."""
@@ -76,37 +75,37 @@ class Arriving:
             living: The members.
         """
         rounds.channel.poll()
-        if not self._told:
-            self._told = True
+        if not self._takes_part:
+            self._takes_part = True
             self._come_to(rounds, max(rounds.next_round, rounds.channel.heard))
             rounds.channel.arrive(rounds.next_round, living)
             return self._steps_at(rounds.next_round + 1)
         ahead = max(0, rounds.channel.heard - rounds.next_round)
         if steps % self._every or isinstance(rounds, StaleRounds):
             return steps
-        jump(rounds, rounds.channel.heard)
+        rounds.jump(rounds.channel.heard)
         return steps + ahead * self._every
 
-    def together(self, rounds: Rounds, living: tuple[int, ...]) -> int | None:
-        """When a round begins in which all have come together: this rank takes part from there on.
+    def collective(self, rounds: Rounds, living: tuple[int, ...]) -> int | None:
+        """When a round begins with a collective: this rank takes part from there on.
 
         Returns:
             The steps that this rank is at, None if it takes part already.
         """
-        if self._told:
+        if self._takes_part:
             return None
-        self._told = True
+        self._takes_part = True
         rounds.channel.arrive(rounds.next_round, living)
         return self._steps_at(rounds.next_round)
 
     def is_over(self, rounds: Rounds) -> bool:
         """Whether this rank has exchanged something with another."""
-        return self._told and rounds.outcomes[Outcome.DELIVERED] > 0
+        return self._takes_part and rounds.outcomes[Outcome.DELIVERED] > 0
 
     def _come_to(self, rounds: Rounds, round: int) -> None:
         rounds.next_round = round
         if isinstance(rounds, StaleRounds):
-            rounds.come_to(round, self._place["starts"])
+            rounds.starts = self._place["starts"]
 
     def _steps_at(self, round: int) -> int:
         return self._place["steps"] + (round - self._place["round"]) * self._every

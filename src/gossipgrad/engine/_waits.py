@@ -18,13 +18,13 @@ class Deadlines:
 
     MAD is the median absolute deviation from the median, scaled to be the standard deviation of a
     normal distribution: unlike that, it does not grow with a few arrivals that were very late. So
-    a link that is slow is given the time that it takes, and one that was prompt and falls silent
-    is not awaited for long.
+    a slow link gets the time that it needs, and one that was prompt and falls silent holds no step
+    up for long.
 
     Args:
-        floor_seconds: The least wait.
+        floor_seconds: The shortest wait.
         ceiling_seconds: The longest, and the wait for a link with fewer than five arrivals.
-        deviations: How many MAD beyond the median are still awaited.
+        deviations: How many MAD beyond the median a step still waits.
 
     Example:
         >>> deadlines = Deadlines(floor_seconds=0.1, ceiling_seconds=60.0, deviations=6.0)
@@ -45,11 +45,11 @@ class Deadlines:
         )
 
     def note(self, peer: int, seconds: float) -> None:
-        """Takes in how long after this rank's own part a peer's has come, 0 if it was earlier."""
+        """Notes how long after this rank's own part a peer's arrived, 0 if it was earlier."""
         self._arrivals[peer].append(seconds)
 
     def note_all(self, peer: int | None, exchanges: Iterable[Exchange]) -> None:
-        """Takes in how long the last of a round's parts took, if any has come."""
+        """Notes how long the last of a round's parts took, if any arrived."""
         taken = [
             (each.finished_seconds or each.posted_seconds) - each.posted_seconds
             for each in exchanges
@@ -70,9 +70,9 @@ class Deadlines:
 
 
 class Patience:
-    """What is left of a step's waits: those in vain take no longer together than the longest alone.
+    """What is left of a step's waits: all that were in vain last no longer than the longest alone.
 
-    A wait that was worth it is what the link usually takes, and costs the next one nothing.
+    A wait that ended with the part is what the link usually takes, and costs the next one nothing.
 
     Example:
         >>> patience = Patience()
@@ -96,5 +96,5 @@ class Patience:
         return max(0.0, seconds - self._spent_seconds)
 
     def spend(self, seconds: float) -> None:
-        """This step has waited so long for nothing."""
+        """This step has waited so long in vain."""
         self._spent_seconds += seconds

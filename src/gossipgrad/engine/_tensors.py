@@ -1,7 +1,7 @@
 """Which tensors of the user's model and optimizers travel."""
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,7 +11,14 @@ from torch.optim import Optimizer
 from gossipgrad.comm import TensorSpec, local, parameters_of
 from gossipgrad.errors import GossipError
 
-__all__ = ["Entry", "gradient_entries", "state_entries", "weight_entries"]
+__all__ = [
+    "NON_NEGATIVE",
+    "Entry",
+    "gradient_entries",
+    "largest_piece_bytes",
+    "state_entries",
+    "weight_entries",
+]
 
 # Adam and its kin; Adamax; Adagrad; RMSprop and Adadelta; Rprop; Adafactor, whose factors have the
 # shape of a parameter that is one row or one column.
@@ -30,26 +37,26 @@ class Entry:
     Attributes:
         spec: Name, local shape and type.
         parameter: The parameter itself, or the one that the state or gradient belongs to.
-        optimizer: Where the state is kept, None for weights and gradients.
-        key: The state's key; `"grad"` for gradients, None for weights.
+        read: Returns the tensor, None if it does not exist yet. None: it is the parameter itself.
+        non_negative: Whether mixing may not leave negative values behind.
         rows: First row and number of rows, of a tensor that travels in pieces.
     """
 
     spec: TensorSpec
     parameter: nn.Parameter
-    optimizer: Optimizer | None = None
-    key: str | None = None
+    read: Callable[[], Tensor | None] | None = None
+    non_negative: bool = False
     rows: tuple[int, int] | None = None
-
-    @property
-    def non_negative(self) -> bool:
-        """Whether mixing may not leave negative values behind."""
-        return self.optimizer is not None and self.key in NON_NEGATIVE
 
     def tensor(self) -> Tensor | None:
         """The live tensor (a DTensor's local shard, or rows), or None if it does not exist yet."""
-        whole = self._whole()
-        return whole if whole is None or self.rows is None else whole.narrow(0, *self.rows)
+        whole = self.parameter if self.read is None else self.read()
+        if whole is None:
+            return None
+        if whole.layout is not torch.strided:
+            TensorSpec.of(self.spec.name, whole)  # raises: a gradient may become sparse
+        held = local(whole)
+        return held if self.rows is None else held.narrow(0, *self.rows)
 
     def pieces(self, limit_bytes: int) -> list["Entry"]:
         """Itself, or if it is larger than `limit_bytes`, pieces of as many whole rows as fit."""
@@ -63,17 +70,6 @@ class Entry:
             spec = replace(self.spec, shape=(count, *shape[1:]))
             pieces.append(replace(self, spec=spec, rows=(start, count)))
         return pieces
-
-    def _whole(self) -> Tensor | None:
-        if self.key is None:
-            return local(self.parameter)
-        if self.optimizer is None:
-            grad = self.parameter.grad
-            if grad is not None and grad.layout is not torch.strided:
-                TensorSpec.of(self.spec.name, grad)
-            return None if grad is None else local(grad)
-        held = self.optimizer.state.get(self.parameter, {}).get(self.key)
-        return None if held is None else local(held)
 
 
 def largest_piece_bytes(
@@ -102,7 +98,7 @@ def weight_entries(parameters: dict[str, nn.Parameter]) -> list[Entry]:
 
 def gradient_entries(parameters: dict[str, nn.Parameter]) -> list[Entry]:
     """One entry a parameter, for its `.grad`."""
-    return [Entry(TensorSpec.of(name, p), p, key="grad") for name, p in parameters.items()]
+    return [Entry(TensorSpec.of(name, p), p, _gradient_of(p)) for name, p in parameters.items()]
 
 
 def state_entries(
@@ -123,8 +119,19 @@ def state_entries(
             if id(parameter) in names:
                 name = f"{names[id(parameter)]}: {key}"
                 spec = TensorSpec(name, tuple(local(parameter).shape), dtype)
-                entries.append(Entry(spec, parameter, optimizer, key))
+                read = _state_of(optimizer, parameter, key)
+                entries.append(Entry(spec, parameter, read, non_negative=key in NON_NEGATIVE))
     return entries
+
+
+def _gradient_of(parameter: nn.Parameter) -> Callable[[], Tensor | None]:
+    return lambda: parameter.grad
+
+
+def _state_of(
+    optimizer: Optimizer, parameter: nn.Parameter, key: str
+) -> Callable[[], Tensor | None]:
+    return lambda: optimizer.state.get(parameter, {}).get(key)
 
 
 def _stand_in(parameter: nn.Parameter) -> nn.Parameter:

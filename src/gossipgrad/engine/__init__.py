@@ -1,0 +1,32 @@
+"""What every family stands on: sessions, flows of tensors, rounds, averages, membership."""
+
+from gossipgrad.engine._arrival import Arrival as Arrival
+from gossipgrad.engine._claims import Claim as Claim
+from gossipgrad.engine._flow import Bucket as Bucket
+from gossipgrad.engine._flow import Flow as Flow
+from gossipgrad.engine._flow import Phase as Phase
+from gossipgrad.engine._gradient_hooks import GradientHooks as GradientHooks
+from gossipgrad.engine._joiner import Joiner as Joiner
+from gossipgrad.engine._modes import Mode as Mode
+from gossipgrad.engine._modes import Overlap as Overlap
+from gossipgrad.engine._modes import Stale as Stale
+from gossipgrad.engine._modes import Sync as Sync
+from gossipgrad.engine._modes import check_stale as check_stale
+from gossipgrad.engine._modes import resolve_mode as resolve_mode
+from gossipgrad.engine._replica import Replica as Replica
+from gossipgrad.engine._rounds import Rounds as Rounds
+from gossipgrad.engine._session import Session as Session
+from gossipgrad.engine._settings import RoundSettings as RoundSettings
+from gossipgrad.engine._settings import check_numbers as check_numbers
+from gossipgrad.engine._settings import is_count as is_count
+from gossipgrad.engine._settings import resolve_average_every as resolve_average_every
+from gossipgrad.engine._stats import Stats as Stats
+from gossipgrad.engine._step_hooks import StepHooks as StepHooks
+from gossipgrad.engine._step_hooks import warn_of_unknown_scaler as warn_of_unknown_scaler
+from gossipgrad.engine._surgery import Resize as Resize
+from gossipgrad.engine._surgery import Surgery as Surgery
+from gossipgrad.engine._tensors import NON_NEGATIVE as NON_NEGATIVE
+from gossipgrad.engine._tensors import Entry as Entry
+from gossipgrad.engine._tensors import gradient_entries as gradient_entries
+from gossipgrad.engine._tensors import state_entries as state_entries
+from gossipgrad.engine._tensors import weight_entries as weight_entries

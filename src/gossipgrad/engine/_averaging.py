@@ -1,0 +1,260 @@
+"""The exact average over all ranks: collectives that gossip does not need, but users do."""
+
+import json
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from gossipgrad.comm import Group, Recorder, distance_to_mean, mean_buffers
+from gossipgrad.engine._flow import Flow, Phase
+from gossipgrad.engine._members import Members
+from gossipgrad.engine._rounds import COLLECTIVE_SECONDS, Rounds
+from gossipgrad.errors import EvictedError, GossipError, ReplicaChangedError
+
+__all__ = ["Averaging"]
+
+logger = logging.getLogger(__name__)
+
+Kind = Literal[
+    "consensus", "average", "distance", "broadcast", "surgery", "periodic", "drain", "load", "agree"
+]
+_TRIES = 4  # what failed on one rank alone it may do again before it meets the others
+
+
+class DifferentCollectivesError(GossipError):
+    """The ranks called different collectives."""
+
+
+class Averaging:
+    """Brings all ranks to one collective, and averages flows.
+
+    Ranks may arrive with unequal step counts. Each says what it calls; a rank that calls the
+    periodic average while another is already in a collective of the user's goes on training
+    instead of waiting, and the other one waits on.
+
+    All ranks are those that live. When one is lost on the way to a collective, the others meet
+    again without it; when it is lost in the middle, they get an error, and may call again.
+
+    Args:
+        group: Where the collectives run.
+        members: Which generation that is among.
+        rounds: Whose rounds are brought to the same number; None if there are no partners.
+        joins: Whether this rank has joined others, who may have called collectives before.
+
+    Attributes:
+        last_distance: The consensus distance when it was last computed, None before.
+        averages: How often all replicas were made the average.
+        averaged_bytes: What was averaged then, all times together.
+        seconds: Spent in periodic averages, the wait for other ranks included.
+    """
+
+    def __init__(
+        self, group: Group, members: Members, rounds: Rounds | None, *, joins: bool = False
+    ) -> None:
+        self.last_distance: float | None = None
+        self.averages = 0
+        self.averaged_bytes = 0
+        self.seconds = 0.0
+        self._group = group
+        self._members = members
+        self._rounds = rounds
+        self._joins = joins
+        self._failed_in: int | None = None  # the generation in which a periodic average failed
+        self._number = 0  # of the user's collective that this rank is in
+
+    def meet(self, kind: Kind, changed: str | None = None) -> bool:
+        """Waits for all ranks; False if the others call something that this one must not.
+
+        Args:
+            kind: What this rank calls.
+            changed: The message if this rank's replica was changed behind the session's back.
+
+        Raises:
+            GossipError: If a rank has gone that is not known to be lost, the ranks call different
+                things, or others are at a later collective: this one failed there.
+            EvictedError: If the others have declared this rank lost.
+            ReplicaChangedError: On every rank, if one's replica was changed.
+        """
+        rounds = self._rounds
+        if rounds is None:
+            return True
+        if kind != "periodic":
+            self._number += 1
+        while True:
+            self._members.take_up(rounds)
+            mine = [kind, rounds.next_round, rounds.channel.fence(), changed, self._number]
+            try:
+                gathered = self._group.all_gather_object(mine, meets=True)
+            except GossipError:
+                rounds.channel.abort()
+                if self._group.broken is not None and self._members.changed():
+                    continue  # nothing was done yet: the living meet again
+                raise
+            except BaseException:  # Ctrl-C too must not leave partners waiting for us
+                rounds.channel.abort()
+                raise
+            rounds.next_round = max(view[1] for view in gathered)
+            views = dict(zip(self._group.members, gathered, strict=True))
+            rounds.channel.resume({r: view[2] for r, view in views.items()}, rounds.next_round)
+            kinds = [view[0] for view in gathered]
+            if kind == "periodic":
+                return set(kinds) == {"periodic"}
+            if "periodic" in kinds:
+                continue  # those train on, and call the same as this rank in the end
+            ahead = max(views, key=lambda rank: views[rank][4])
+            if self._joins and self._number < views[ahead][4]:
+                self._number = views[ahead][4]
+                continue  # and the others, who see that this rank is behind, meet again
+            self._joins = False
+            if self._number < views[ahead][4]:
+                missed, self._number = self._number, views[ahead][4] - 1
+                raise GossipError(
+                    f"rank {ahead} is at collective {views[ahead][4]} of the session and rank "
+                    f"{self._group.rank} at {missed}: it failed there. Nothing was changed; call "
+                    "it again, or go on: ranks that are ahead wait for the next one"
+                )
+            if any(view[4] < views[ahead][4] for view in gathered):
+                continue  # those behind see it, and meet again
+            for rank, view in views.items():
+                if view[3] is not None:
+                    raise ReplicaChangedError(f"on rank {rank}: {view[3]}")
+            if len(set(kinds)) > 1:
+                calls = ", ".join(f"rank {rank} calls {view[0]}" for rank, view in views.items())
+                raise DifferentCollectivesError(
+                    f"the ranks call different collectives: {calls}. Call the same collective of "
+                    "the session on every rank, in the same order"
+                )
+            return True
+
+    def periodically(self, flows: Sequence[Flow], step: int, recorder: Recorder | None) -> bool:
+        """The average that is due in a step, if it is possible; whether it was made.
+
+        Once it failed there is none any more, until the membership changes.
+        """
+        if self._failed_in == self._members.current.generation:
+            return False
+        start, made = time.perf_counter(), False
+        try:
+            made = self.meet("periodic")
+            if made:
+                self.average(flows)
+        except EvictedError:
+            raise
+        except GossipError as error:
+            self._failed_in = self._members.current.generation
+            logger.warning(
+                "rank %d: no periodic average before the membership changes: %s",
+                self._group.rank,
+                error,
+            )
+        end = time.perf_counter()
+        self.seconds += end - start
+        if recorder is not None:
+            recorder.span("average", start, end, step=step)
+        return made
+
+    def agree(self, value: Any) -> list[Any]:
+        """What every living rank passes, by rank; see `meet` for what is raised.
+
+        Waits for a rank whose last collective failed on it alone, and which calls that again.
+        """
+        json.dumps(value)  # before others are asked to meet
+        for left in reversed(range(_TRIES)):
+            try:
+                self.meet("agree")
+                break
+            except DifferentCollectivesError:
+                if left == 0:
+                    raise
+        return self._group.all_gather_object(value)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Inside, all ranks do the same: one that cannot finish breaks it for all, at once."""
+        try:
+            yield
+        except GossipError:
+            raise
+        except BaseException:
+            self._group.abandon()
+            raise
+
+    def drain(self) -> None:
+        """Mixes what is in flight, late parts too; all ranks have met."""
+        with self.together():
+            if self._rounds is not None:
+                self._rounds.drain(COLLECTIVE_SECONDS)
+
+    def restart(self) -> None:
+        """Lets rounds begin anew, by lower numbers too, from a state that all ranks have loaded."""
+        if self._rounds is not None:
+            self._rounds.channel.restart(self._rounds.next_round, self._group.members)
+
+    def average(self, flows: Sequence[Flow]) -> None:
+        """Drains, then makes all flows but gradients the exact average everywhere."""
+        averaged = [flow for flow in flows if flow.phase is not Phase.BEFORE_UPDATE]
+        self.drain()
+        with self.together():
+            means = {flow: self._mean([b.total() for b in flow.buckets]) for flow in averaged}
+            self._measure(means)
+        for flow, flats in means.items():
+            for bucket, flat in zip(flow.buckets, flats, strict=True):
+                bucket.load(flat)
+        self.averages += 1
+        self.averaged_bytes += sum(flat.nbytes for flats in means.values() for flat in flats)
+
+    def consensus(self, flows: Sequence[Flow]) -> dict[Flow, list[Tensor]]:
+        """The exact average of the weights, one flat tensor a bucket; changes nothing."""
+        with self.together():
+            means = {flow: self._mean(self._with_in_flight(flow)) for flow in flows}
+            self._measure(means)
+        return means
+
+    @contextmanager
+    def mean_buffers(self, model: nn.Module) -> Iterator[None]:
+        """Inside, the model's floating buffers (BatchNorm's statistics) are their mean."""
+        with ExitStack() as shown:
+            with self.together():
+                shown.enter_context(mean_buffers(model, self._group.mean_))
+            yield
+
+    def state_dict(self) -> dict[str, Any]:
+        """What averages have counted."""
+        names = ("last_distance", "averages", "averaged_bytes", "seconds")
+        return {name: getattr(self, name) for name in names}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over what `state_dict` returned."""
+        for name, value in state.items():
+            setattr(self, name, value)
+
+    def _mean(self, flats: list[Tensor]) -> list[Tensor]:
+        return [self._group.mean_(flat) for flat in flats]
+
+    def _with_in_flight(self, flow: Flow) -> list[Tensor]:
+        """A flow's totals with what is in flight added, and nothing changed."""
+        flats = [bucket.total() for bucket in flow.buckets]
+        for transfer in self._rounds.in_flight if self._rounds is not None else ():
+            if transfer.flow is not flow or self._rounds is None:
+                continue
+            transfer.wait_all(time.perf_counter() + COLLECTIVE_SECONDS)
+            for place in transfer.exchanges:
+                if place not in transfer.finished:
+                    delta = transfer.delta(place)
+                    if delta is not None:
+                        delta.add_to(flats[place], self._rounds.weight(transfer))
+        return flats
+
+    def _measure(self, means: dict[Flow, list[Tensor]]) -> None:
+        """Root mean square over the ranks of the distance between weights and their mean."""
+        pairs = (
+            (bucket.total(), mean)
+            for flow, flats in means.items()
+            if flow.in_consensus
+            for bucket, mean in zip(flow.buckets, flats, strict=True)
+        )
+        self.last_distance = distance_to_mean(pairs, self._group.mean_)

@@ -1,0 +1,232 @@
+"""Hooks on gradients: which are there, which groups are complete, and when backward ends."""
+
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.autograd.function import BackwardCFunction
+from torch.utils.hooks import RemovableHandle
+
+from gossipgrad.errors import GossipError
+
+__all__ = ["GradientHooks"]
+
+
+class GradientHooks:
+    """Calls back as the gradients of groups become complete, group by group, in their order.
+
+    A group is complete when each of its parameters has its gradient. Where groups are `ordered`,
+    as collectives have to be, one that is complete before its turn waits for those before it.
+
+    The end of a pass is an engine callback, as DistributedDataParallel's: it runs when the graph
+    task is done, in the thread that called `backward`, so that gradients are final when `backward`
+    returns and clipping sees them. torch has no public way to do that. The engine drops the
+    callback of a pass that raised; that is noticed too, and `on_abort` is called.
+
+    A backward pass that a `torch.autograd.Function` runs in its own backward, as checkpoints with
+    `use_reentrant=True` do, is a graph task inside another, and part of that pass.
+
+    Args:
+        parameters: In the order in which backward is expected to finish their gradients.
+        begin: Called as the first gradient of a pass arrives.
+        launch: Called with the number of each group as its turn comes.
+        end: Called once at the end of backward, after all or only some groups were launched.
+        on_abort: Called when a pass that had begun has raised.
+        on_second: Called with the place of a parameter that gets a second gradient after the first
+            was launched, and before `finish`; raises.
+        stamp: Returns what `stamps` keeps for a gradient that is ready.
+        ordered: Whether groups are launched in their order.
+
+    Attributes:
+        enabled: Whether gradients count; those of passes where they do not stay fresh.
+        fresh: For each parameter whether it got a gradient since the last round.
+        launched: How many groups of this pass have been launched.
+        stamps: When each gradient of this pass was ready; None before.
+        turns: By place, how many gradients of this pass came before it.
+        handles: Of the hooks, which hold none of this.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        *,
+        begin: Callable[[], None],
+        launch: Callable[[int], None],
+        end: Callable[[], None] = lambda: None,
+        on_abort: Callable[[], None] = lambda: None,
+        on_second: Callable[[int], None] | None = None,
+        stamp: Callable[[], Any] = time.perf_counter,
+        ordered: bool = True,
+    ) -> None:
+        self._begin, self._launch, self._end, self._on_abort = begin, launch, end, on_abort
+        self._on_second = on_second or _refuse_second
+        self._stamp = stamp
+        self._ordered = ordered
+        self.enabled = True
+        self.began = False
+        self.launched = 0
+        self.fresh = [False] * len(parameters)
+        self.stamps: list[Any] = [None] * len(parameters)
+        self.turns: dict[int, int] = {}
+        self._groups: list[Sequence[int]] = []
+        self._groups_of: list[list[int]] = []
+        self._missing: list[int] = []
+        self._is_launched: list[bool] = []
+        self._callback: weakref.ref[_Callback] | None = None
+        self._use(parameters)
+        # torch keeps such hooks where the garbage collector does not look: one that held this, and
+        # the parameters with it, would never be freed.
+        on_gradient = weakref.WeakMethod(self._on_gradient)
+
+        def hook(parameter: Tensor) -> None:
+            if (method := on_gradient()) is not None:
+                method(parameter)
+
+        self.handles: list[RemovableHandle] = []
+        try:
+            for parameter in parameters:
+                self.handles.append(parameter.register_post_accumulate_grad_hook(hook))
+        except BaseException:
+            self.remove()
+            raise
+
+    def regroup(self, groups: Sequence[Sequence[int]]) -> None:
+        """Groups of the parameters at these places, from now on; between passes."""
+        self._groups = list(groups)
+        self._groups_of = [[] for _ in self._parameters]
+        for number, places in enumerate(groups):
+            for place in places:
+                self._groups_of[place].append(number)
+
+    def reorder(self, parameters: Sequence[nn.Parameter]) -> None:
+        """The same parameters in another order, from now on; `regroup` has to follow."""
+        self.fresh = [self.fresh[self._places[id(parameter)]] for parameter in parameters]
+        self._use(parameters)
+
+    def open(self) -> None:
+        """Begins a pass: that of the first gradient, or one without a backward."""
+        self._begin()  # it may regroup
+        self.began, self.launched = True, 0
+        self._missing = [len(places) for places in self._groups]
+        self._is_launched = [False] * len(self._groups)
+        self.stamps, self.turns = [None] * len(self._parameters), {}
+
+    def is_running(self, *, seen_before: bool) -> bool:
+        """Whether a pass that has begun may still be going on.
+
+        One that raised between two graph tasks is known to be over only when its graph is gone;
+        a caller that has asked before, outside of any backward pass, need not wait for that.
+        """
+        return self.began and not (seen_before and torch._C._current_graph_task_id() == -1)
+
+    def launch_rest(self) -> None:
+        """Launches what has not been, complete or not."""
+        for group, is_launched in enumerate(self._is_launched):
+            if not is_launched:
+                self._launch_group(group)
+
+    def finish(self) -> None:
+        """The round of this pass is done: gradients to come belong to the next."""
+        self.began, self._callback = False, None
+        self.fresh = [False] * len(self._parameters)
+
+    def remove(self) -> None:
+        """Removes the hooks."""
+        self.enabled = False
+        for handle in self.handles:
+            handle.remove()
+        self.handles = []
+
+    def _use(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = list(parameters)
+        self._places = {id(parameter): place for place, parameter in enumerate(parameters)}
+
+    def _launch_group(self, group: int) -> None:
+        self._is_launched[group] = True
+        self.launched += 1
+        self._launch(group)
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        place = self._places[id(parameter)]
+        self.fresh[place] = True
+        if not self.enabled:
+            return
+        if not self.began:
+            self.open()
+            self._expect_end()
+        groups = self._groups_of[place]
+        if self.stamps[place] is None:
+            for group in groups:
+                self._missing[group] -= 1
+            self.turns[place] = len(self.turns)
+        elif any(self._is_launched[group] for group in groups):
+            self._on_second(place)
+        self.stamps[place] = self._stamp()
+        if not self._ordered:
+            for group in groups:
+                if not self._missing[group] and not self._is_launched[group]:
+                    self._launch_group(group)
+            return
+        while self.launched < len(self._missing) and not self._missing[self.launched]:
+            self._launch_group(self.launched)
+
+    def _expect_end(self) -> None:
+        callback = _Callback(self._end)
+        self._callback = weakref.ref(callback, self._on_dropped)
+        callback.queue()
+
+    def _on_dropped(self, callback: Any) -> None:
+        # The engine drops callbacks it has run, too, but then the round is over.
+        if self.began and callback is self._callback:
+            self._on_abort()
+
+
+class _Callback:
+    """The end of one pass, for the engine alone to hold, or the graph that it runs through."""
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self._end = end
+
+    def queue(self) -> None:
+        """Has it called at the end of the graph task that runs now."""
+        engine: Any = Variable._execution_engine
+        engine.queue_callback(self)
+
+    def __call__(self) -> None:
+        around = torch._C._current_autograd_node()
+        if isinstance(around, BackwardCFunction):
+            self._queue_around(around)
+            return
+        with torch.no_grad():
+            self._end()
+
+    def _queue_around(self, node: Any) -> None:
+        """Has it called at the end of the graph task in which `node` runs.
+
+        That cannot be said from in here, where the inner one is still the current. But what `node`
+        hands its gradients to runs after it, in the same task, unless only gradients of inputs
+        beyond are asked for: `torch.autograd.grad` around an inner pass ends no round.
+        """
+        handles: list[RemovableHandle] = []
+
+        def first(_: Any) -> None:
+            removed = [handles.pop() for _ in range(len(handles))]
+            for handle in removed:
+                handle.remove()
+            if removed:
+                self.queue()
+
+        following = (each for each, _ in node.next_functions if each is not None)
+        handles += [each.register_prehook(first) for each in following]
+
+
+def _refuse_second(place: int) -> None:
+    raise GossipError(
+        "a parameter got a second gradient in one backward pass, after the first was sent: it is "
+        "used by several parts of the model of which one is checkpointed with use_reentrant=True. "
+        "Checkpoint with use_reentrant=False"
+    )

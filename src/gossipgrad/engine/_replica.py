@@ -1,0 +1,168 @@
+"""A replica: the user's model and optimizers, what they train, and whether that was changed."""
+
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from gossipgrad.comm import is_sharded, local, parameters_of, trained_parameters
+from gossipgrad.engine._claims import Claim
+from gossipgrad.engine._surgery import Surgery, operate
+from gossipgrad.errors import ReplicaChangedError
+
+__all__ = ["Replica"]
+
+_WAY_OUT = (
+    "Call session.broadcast_() on every rank to make all replicas rank 0's, or "
+    "session.accept_changes() on this rank if the change is meant to be mixed in"
+)
+
+
+class Replica:
+    """The model and optimizers of one session; knows what was changed behind its back.
+
+    In-place changes are seen by torch's version counters and new storage by its address; writes
+    through `.data` into the same storage are not seen.
+
+    Args:
+        model: The model.
+        optimizers: In the order in which they step.
+        door: The function that makes the session, for messages.
+
+    Attributes:
+        trained: The parameters that the optimizers train, by name, as of the last `accept`.
+        version: How many surgeries were applied.
+        surgeries: Those, in their order.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], *, door: str) -> None:
+        self.model = model
+        self.optimizers = list(optimizers)
+        self.version = 0
+        self.surgeries: list[Surgery] = []
+        self.trained: dict[str, nn.Parameter] = {}
+        self._claim = Claim(door)
+        self._owned: list[tuple[int, bool]] = []
+        self._marks: list[tuple[int, int]] = []
+        self._loaded: list[str] = []
+        loaded = self._loaded  # so that hooks hold no more than this list
+        self._handles = []
+        try:
+            for optimizer in self.optimizers:
+                self._handles.append(
+                    optimizer.register_load_state_dict_post_hook(
+                        lambda optimizer: loaded.append(type(optimizer).__name__)
+                    )
+                )
+            self.accept()
+        except BaseException:
+            self.close()
+            raise
+
+    @torch.no_grad()
+    def accept(self) -> None:
+        """Takes the set of trained parameters as it is now.
+
+        Raises:
+            ValueError: A parameter is in another session that must have it alone.
+        """
+        trained = trained_parameters(self.model, self.optimizers)
+        self._claim.take(trained)
+        self._loaded.clear()
+        self.trained = trained
+        self._owned = self._owned_now()
+        self.note()
+
+    @torch.no_grad()
+    def note(self) -> None:
+        """Remembers the weights' versions after a change of our own."""
+        self._marks = self._marks_now()
+
+    @torch.no_grad()
+    def touched(self) -> list[str]:
+        """Names of parameters that changed since `note`."""
+        now = self._marks_now()
+        if now == self._marks:
+            return []
+        marks = zip(self.trained, now, self._marks, strict=True)
+        return [name for name, mark, before in marks if mark != before]
+
+    def check(self, is_as_sent: Callable[[], bool] = lambda: False) -> None:
+        """Checks that nothing was changed since `note` but by the session.
+
+        Args:
+            is_as_sent: Called if weights were written: whether they still are what they were.
+
+        Raises:
+            ReplicaChangedError: If something was; it names what.
+        """
+        self.check_set()
+        names = self.touched()
+        if names and not is_as_sent():
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise ReplicaChangedError(
+                f"parameter {names[0]!r}{more} changed outside optimizer.step() (load_state_dict, "
+                f"re-initialisation, ...). {_WAY_OUT}"
+            )
+
+    def check_set(self) -> None:
+        """Checks that the optimizers still train the same parameters, from the same state.
+
+        Raises:
+            ReplicaChangedError: If not; it names what is new, gone, or was loaded.
+        """
+        if self._loaded:
+            raise ReplicaChangedError(
+                f"{self._loaded[0]}.load_state_dict was called inside a session. {_WAY_OUT}"
+            )
+        if self._owned == self._owned_now():
+            return
+        now, before = trained_parameters(self.model, self.optimizers), self.trained
+        new = [name for name in now if now[name] is not before.get(name)]
+        gone = [name for name in before if name not in now]
+        what = [f"new: {', '.join(new)}"] if new else []
+        what += [f"gone: {', '.join(gone)}"] if gone else []
+        raise ReplicaChangedError(
+            "the parameters that the optimizers train have changed (add_param_group, "
+            f"requires_grad): {'; '.join(what) or 'in their order'}. Call session.broadcast_() on "
+            "every rank to go on with the new set"
+        )
+
+    def apply(self, surgery: Surgery) -> None:
+        """Changes shapes in place, with optimizer state, gradients and buffers; local.
+
+        Raises:
+            ValueError: If it does not fit; nothing is changed then.
+        """
+        operate(self.model, self.optimizers, surgery)
+        self.surgeries.append(surgery)
+        self.version += 1
+        self.note()
+
+    def reshard(self) -> None:
+        """Frees full parameters that FSDP2 has gathered and would use again; local.
+
+        After a forward pass without a backward pass, the root module keeps them for the next one.
+        They are copies: once the shards are written, the next pass must gather anew.
+        """
+        loaded = sys.modules.get("torch.distributed.fsdp")  # its import takes long where unused
+        if loaded is not None:
+            for module in self.model.modules():
+                if isinstance(module, loaded.FSDPModule):
+                    module.reshard()
+
+    def close(self) -> None:
+        """Removes the hooks, and gives the parameters up."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._claim.release()
+
+    def _marks_now(self) -> list[tuple[int, int]]:
+        whole = (local(p) if is_sharded(p) else p for p in self.trained.values())
+        return [(p._version, p.data_ptr()) for p in whole]
+
+    def _owned_now(self) -> list[tuple[int, bool]]:
+        return [(id(p), p.requires_grad) for o in self.optimizers for p in parameters_of(o)]

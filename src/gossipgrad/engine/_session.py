@@ -1,0 +1,907 @@
+"""The base of every family's session: hangs on the user's model and optimizers."""
+
+import secrets
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from gossipgrad.comm import (
+    Channel,
+    Group,
+    Heartbeats,
+    Membership,
+    Recorder,
+    Transport,
+    agree_on,
+    all_parameters,
+    broadcast_replica,
+    fingerprint,
+    is_sharded,
+    load_replica,
+    local,
+    misfit,
+    replica_state,
+)
+from gossipgrad.engine._admission import Admission, Carried
+from gossipgrad.engine._arrival import Arrival, Arriving
+from gossipgrad.engine._averaging import Averaging
+from gossipgrad.engine._flow import Flow, Phase
+from gossipgrad.engine._gradients import GradientExchange
+from gossipgrad.engine._members import Members
+from gossipgrad.engine._modes import Mode, Stale
+from gossipgrad.engine._replica import Replica
+from gossipgrad.engine._rounds import Rounds
+from gossipgrad.engine._saving import warn_of_lone_replicas
+from gossipgrad.engine._settings import RoundSettings
+from gossipgrad.engine._stale_rounds import StaleRounds
+from gossipgrad.engine._state import (
+    VERSION,
+    counters,
+    is_of_other_version,
+    load_counters,
+    load_residuals,
+    misses_residuals,
+    residuals,
+)
+from gossipgrad.engine._stats import Stats, collect
+from gossipgrad.engine._step_hooks import StepHooks
+from gossipgrad.engine._surgery import Surgery
+from gossipgrad.engine._tensors import largest_piece_bytes
+from gossipgrad.engine._waits import Deadlines
+from gossipgrad.errors import GossipError, ReplicaChangedError
+
+__all__ = ["Session"]
+
+S = TypeVar("S", bound="Session")
+
+_CLOSE_SECONDS = 10.0  # how long a normal close waits for what is in flight and has to leave
+_ENTER_BEATS = 2.0  # how long a joiner waits for others to say where they are
+_GROWTH = 4  # what a later plan may have in one message; links foresee it as they are made
+
+
+class Session:
+    """Trains one replica of several behind the user's own loop; the base of each family's session.
+
+    A family says which tensors travel, as flows, and in which phase of a step; the session brings
+    them to the partner of the round and back. `close()` it, or use it in a `with` statement.
+    Leaving the context by an exception closes without waiting.
+
+    Args:
+        replica: The user's model and optimizers.
+        settings: Of the rounds.
+        group: Where collectives run; closes with the session.
+        transport: Makes the links, from the group and the largest payload in bytes.
+        scaler: The `torch.amp.GradScaler` that steps the optimizer, if one does.
+        recorder: Gets spans of time.
+        heartbeats: How ranks watch over each other; None: the membership never changes.
+
+    Attributes:
+        group: Private collectives among the living ranks of this session.
+        schedule: Who meets whom in which round, while all ranks live.
+        replica: The user's model and optimizers.
+        settings: Of the rounds.
+        flows: What travels.
+        joined_with: What `carry` of the donor returned, where this rank has joined; else None.
+        joined_from: Which rank the donor was.
+    """
+
+    door: ClassVar[str] = "gossip"
+    """The function that makes such a session, for messages."""
+
+    def __init__(
+        self,
+        replica: Replica,
+        settings: RoundSettings,
+        *,
+        group: Group,
+        transport: Callable[[Group, int], Transport],
+        scaler: torch.amp.GradScaler | None = None,
+        recorder: Recorder | None = None,
+        heartbeats: Heartbeats | None = None,
+        arrival: Arrival | None = None,
+    ) -> None:
+        self.group = group
+        self.schedule = settings.schedule
+        self.replica = replica
+        self.settings = settings
+        self._recorder = recorder
+        self._heartbeats = heartbeats
+        self.joined_with: dict[str, Any] | None = None
+        self.joined_from: int | None = None
+        self._steps = self._equal_at_step = self._steps_of_others = 0
+        self._is_mid_step = self._in_consensus = self._is_closed = False
+        self._sends_gradients = True
+        self._rounds: Rounds | None = None
+        self._gradients: GradientExchange | None = None
+        self._hooks: StepHooks | None = None
+        self._admission: Admission | None = None
+        self._arriving: Arriving | None = None
+        self._farewell: Any = None
+        self._warning: RemovableHandle | None = None
+        try:
+            self._members = Members(group, settings.schedule, heartbeats, arrival)
+        except BaseException:
+            replica.close()
+            raise
+        try:
+            self._warning = warn_of_lone_replicas(replica.model, self._replicas_differ)
+            self.flows = self._deal()
+            self._hooks = StepHooks(
+                replica.optimizers,
+                scaler,
+                self._before_step,
+                self._after_step,
+                closures=not self._in_phase(Phase.BEFORE_UPDATE),
+                door=self.door,
+            )
+            if group.world_size > 1:
+                self._connect(transport, arrival)
+            joins = arrival is not None
+            self._averaging = Averaging(group, self._members, self._rounds, joins=joins)
+            if arrival is None:
+                self._begin()
+            else:
+                self._enter(arrival)
+        except BaseException:
+            self._close(wait_seconds=0.0)
+            raise
+
+    def _make_flows(self) -> list[Flow]:
+        """What travels, in the order of the buckets in the channel's plan; for families."""
+        raise NotImplementedError
+
+    # -- what a user calls ------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """This rank; at least `world_size` if it has joined."""
+        return self.group.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks took part at the start."""
+        return self.group.world_size
+
+    @property
+    def membership(self) -> Membership:
+        """Who lives in the generation that this rank trains in, who was lost, and who joined."""
+        return self._members.current
+
+    @property
+    def unreachable(self) -> dict[int, str]:
+        """Members that this rank lost while the rendezvous store could not be asked, and why."""
+        return self._members.unreachable(self._rounds)
+
+    @property
+    def departed(self) -> set[int]:
+        """Members that were lost, or left, while the rendezvous store could not be asked."""
+        return self._members.departed(self._rounds)
+
+    @property
+    def position(self) -> int:
+        """Steps that the run has made; no communication.
+
+        This rank's own, but in mode stale those of all rounds, jumped over or not: a slow rank is
+        where the others are, in fewer steps. One that has joined goes on where the others are, and
+        is there again after its first step. Let learning rates and ends of training go by it.
+        """
+        steps, every = self._steps, self.settings.every
+        return steps if self._rounds is None else self._rounds.position(steps, every)
+
+    @contextmanager
+    def consensus(self) -> Iterator[None]:
+        """Inside, the model is the exact average of the living replicas; outside, as it was.
+
+        A collective to enter, local to leave. Floating buffers (BatchNorm's statistics) are
+        averaged too; parameters that no optimizer trains stay as they are. Training is not
+        disturbed: what is in flight counts in the average and is mixed when its time comes, so a
+        run with evaluations equals one without, bit for bit. Ranks may call it after unequal step
+        counts; partners that are ahead do not wait.
+
+        Raises:
+            GossipError: If a member is lost in the middle (call again), or has gone and the
+                membership is frozen or has no heartbeats; or inside another. The model is unchanged
+                then.
+            ReplicaChangedError: On every rank, if one's weights were changed since its last step.
+        """
+        self._check_ready("consensus")
+        self._averaging.meet("consensus", self._pending_change())
+        means = self._averaging.consensus(self._weights)
+        kept: list[tuple[Tensor, Tensor]] = []
+        with self._averaging.mean_buffers(self.replica.model):
+            try:
+                for flow, flats in means.items():
+                    for bucket, flat in zip(flow.buckets, flats, strict=True):
+                        bucket.show(flat, kept)
+                self._in_consensus = True
+                yield
+            finally:
+                self._in_consensus = False
+                self.replica.reshard()
+                with torch.no_grad():
+                    for tensor, own in kept:
+                        tensor.copy_(own)
+                self.replica.note()
+
+    def average_(self) -> None:
+        """Makes the living replicas the exact average, optimizer state too if it travels.
+
+        A collective. What is in flight is mixed first.
+
+        Raises:
+            GossipError: As `consensus()`; what was in flight may be mixed then.
+        """
+        self._check_ready("average_")
+        self._averaging.meet("average", self._pending_change())
+        try:
+            self._averaging.average(self.flows)
+        finally:
+            self.replica.note()
+        self._equal_at_step = self._steps
+        self._begin()
+
+    def consensus_distance(self) -> float:
+        """Root mean square over ranks of the distance between weights and their mean, now.
+
+        A collective; changes nothing.
+
+        Raises:
+            GossipError: As `consensus()`.
+        """
+        self._check_ready("consensus_distance")
+        self._averaging.meet("distance", self._pending_change())
+        self._averaging.consensus(self._weights)
+        assert self._averaging.last_distance is not None
+        return self._averaging.last_distance
+
+    def broadcast_(self) -> None:
+        """Makes every replica that of rank 0 again: parameters, buffers and optimizer state.
+
+        A collective, for after `load_state_dict`, re-initialisation or `add_param_group` in the
+        middle of a session: the set of trained parameters is taken anew, and checked to be the
+        same on all ranks. What was in flight is given up.
+
+        Raises:
+            AgreementError: If the ranks now differ in names, shapes or dtypes.
+            GossipError: As `consensus()`; replicas may be half broadcast then, so call it again. Or
+                a single row of a new parameter is larger than the links of this session foresee.
+        """
+        self._check_ready("broadcast_")
+        self._averaging.meet("broadcast")
+        with self._averaging.together():
+            flows = self._deal()
+            if self._rounds is not None:
+                self._rounds.cancel()
+                self._use(flows)
+                broadcast_replica(self.group, self.replica.model, self.replica.optimizers)
+                self.group.barrier()  # no rank sends by the new plan before all have it
+            self.flows = flows
+        self.replica.accept()
+        if self._admission is not None:
+            self._admission.publish()
+        self._equal_at_step = self._steps
+        self._begin()
+
+    def apply_(self, surgery: Surgery) -> None:
+        """Removes rows or columns of parameters in place, on all ranks; a collective.
+
+        All ranks pass an equal surgery: it is linear, so it commutes with averaging, and replicas
+        need not be equal. What is in flight is mixed first; messages are smaller from the next
+        round on.
+
+        Raises:
+            ValueError: If it does not fit; nothing is changed then.
+            AgreementError: If the replicas differ in shapes afterwards.
+            GossipError: As `consensus()`.
+        """
+        self._check_ready("apply_")
+        self._averaging.meet("surgery", self._pending_change())
+        self._averaging.drain()
+        with self._averaging.together():
+            self.replica.apply(surgery)
+            self.flows = self._deal()
+            self._use(self.flows)
+            self.group.barrier()  # no rank sends by the new plan before all have it
+        self.replica.accept()
+        if self._admission is not None:
+            self._admission.publish()
+        self._begin()
+
+    def accept_changes(self) -> None:
+        """Says that weights of this rank were written on purpose and goes on from there; local.
+
+        The change is mixed into the others like any update.
+
+        Raises:
+            ReplicaChangedError: If the set of trained parameters has changed, or the optimizer was
+                loaded: only `broadcast_()` can take that in.
+        """
+        self.replica.check_set()
+        touched = set(self.replica.touched())
+        for flow in self._weights:
+            flow.clear_residuals(touched)
+        self.replica.note()
+
+    def synchronize(self) -> None:
+        """Mixes the gradients of this round with the partner's now, so that they can be clipped.
+
+        For payloads with gradients: `optimizer.step()` does it otherwise. Nothing to do for others.
+
+        Raises:
+            GossipError: If a gradient was written after it was sent.
+        """
+        if self._gradients is not None and (self._steps + 1) % self.settings.every == 0:
+            self._gradients.finish()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients of backward passes inside are not sent; for gradient accumulation.
+
+        Only payloads with gradients need it: weights travel at `optimizer.step()`.
+        """
+        before, self._sends_gradients = self._sends_gradients, False
+        self._arm()
+        try:
+            yield
+        finally:
+            self._sends_gradients = before
+            self._arm()
+
+    def agree(self, value: Any) -> list[Any]:
+        """What every living rank passes, in the order of their numbers; a collective.
+
+        For what is to be agreed before states are saved or loaded, such as the step. Values are
+        numbers, text, None, and lists and dicts of these. It waits as `consensus()` does, and for a
+        rank that has to do its last collective again.
+
+        Raises:
+            GossipError: If a member is lost in the middle (call again), or the ranks call different
+                collectives again and again.
+        """
+        self._check_ready("agree")
+        return self._averaging.agree(value)
+
+    def state_dict(self, *, drain: bool = False, copy: bool = True) -> dict[str, Any]:
+        """All that this rank needs to go on, at a boundary of rounds; nothing in flight is saved.
+
+        Call it between two steps, on every rank after equally many, and save each rank's under its
+        own name. It holds the model's parameters and buffers, the optimizers' state, and the
+        session's own. Not the state of schedulers, scalers, samplers and random numbers, which are
+        the user's, and not gradients, which a step may have accumulated.
+
+        In modes overlap and sync it is local. Late parts are waited for as in a step, and mixed;
+        what is late still is given up, with a warning. The open round of overlap is opened again
+        when the state is loaded, with the same weights. In the middle of a round of `every` steps
+        that round is mixed now.
+
+        In mode stale it is a collective: what is in flight is mixed on all ranks, as in
+        `average_()`. Each rank calls it at its own step, for example when `position` reaches a
+        number on which all have agreed.
+
+        Args:
+            drain: A collective in any mode, as in mode stale: for ranks that end after unequal
+                steps.
+            copy: False: of what lies in host memory the state holds the tensors themselves, and is
+                right until the next step begins. For callers that copy them at once. In mode stale
+                they are copied all the same.
+
+        Returns:
+            Tensors, numbers, text, lists and dicts in host memory: `"model"` by name;
+            `"residuals"`, what rounding took away from narrow weights, by the same names;
+            `"extra"`, `"optimizers"` and `"shard"` as of `replica_state`; `"session"`.
+
+        Raises:
+            GossipError: In the middle of a step, inside `consensus()`, or if something is no plain
+                value. Where it is a collective, also as `average_()`.
+            ReplicaChangedError: If weights were changed since the last step.
+        """
+        self._check_ready("state_dict")
+        if self._is_mid_step:
+            raise GossipError(
+                "state_dict() in the middle of a step: not all optimizers have stepped; call it "
+                "when the last one has"
+            )
+        if self._gradients is not None and self._gradients.has_begun:
+            raise GossipError(
+                "state_dict() between backward and step: gradients of this step have been sent, "
+                "and are in no state; call it when the optimizer has stepped"
+            )
+        rounds = self._rounds
+        if rounds is None:
+            return self._state(0, copy=copy)
+        if drain or isinstance(rounds, StaleRounds):
+            self._averaging.meet("drain", self._pending_change())
+            self._averaging.drain()
+            # What arrives as the next round begins may be mixed at once: the state holds copies.
+            state = self._state(rounds.next_round, copy=copy or isinstance(rounds, StaleRounds))
+            self._begin()
+            return state
+        self.replica.check(self._is_as_sent)
+        across = bool(self._in_phase(Phase.ACROSS))
+        is_boundary = self._steps % self.settings.every == 0
+        rounds.catch_up(closes=across and not is_boundary)
+        self.replica.note()
+        return self._state(rounds.next_round - (across and is_boundary), copy=copy)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where `state_dict` was taken; a collective.
+
+        Every rank loads its own, in a session of the same model, optimizers and settings, among as
+        many ranks. In modes overlap and sync training then goes on bit for bit as it would have, if
+        nothing was late and the states were taken after equally many steps. In mode stale the mean
+        over ranks is that of the states.
+
+        Raises:
+            ValueError: On every rank, if one's state does not fit; nothing is changed then.
+            GossipError: If a rank dies in the middle. The session is closed then; make a new one,
+                and load again.
+        """
+        self._check_ready("load_state_dict")
+        self._averaging.meet("load")
+        next_round = self._agree_to_load(state)
+        try:
+            with self._averaging.together():
+                self._load(state, next_round)
+                self._averaging.restart()
+                self.group.barrier()  # no rank sends before all have loaded
+            self._begin()
+        except BaseException:
+            self._close(wait_seconds=0.0)
+            raise
+
+    @property
+    def mode(self) -> Mode:
+        """When snapshots travel and are mixed."""
+        return self.settings.mode
+
+    @property
+    def round_number(self) -> int:
+        """Rounds behind this rank: closed, given up or jumped over; 0 without partners.
+
+        States that were taken in one round belong together, also of ranks that have made unequal
+        numbers of steps.
+        """
+        if self._rounds is None:
+            return 0
+        return self._rounds.next_round - bool(self._in_phase(Phase.ACROSS))
+
+    def stats(self) -> Stats:
+        """What this rank has done so far; no communication."""
+        return collect(
+            self._rounds,
+            self.flows,
+            self._averaging,
+            self._members,
+            world_size=self.world_size,
+            steps=self._steps - self._steps_of_others,
+            gradient_bytes=sum(local(p).nbytes for p in self.replica.trained.values()),
+        )
+
+    def close(self) -> None:
+        """Ends the session: mixes what is in flight, sends LEAVE, removes all hooks; local.
+
+        Waits for parts in flight, and for what was sent to leave, at most ten seconds each, and for
+        no rank. May be called twice. Ranks that go on training skip this one.
+        """
+        self._close(wait_seconds=_CLOSE_SECONDS)
+
+    def __enter__(self: S) -> S:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._close(wait_seconds=_CLOSE_SECONDS if kind is None else 0.0, error=error)
+
+    # -- joining ----------------------------------------------------------------------------
+
+    @property
+    def carry(self) -> Carried:
+        """What a joiner gets from this rank beside its replica, for a loop's own position.
+
+        Plain values (tensors, numbers, text, bytes, None, and lists and dicts of these), or a
+        function that returns them. It is called in the training thread as `optimizer.step()`
+        begins, when a joiner asks this rank: so schedulers and samplers are where they are for the
+        step that is about to be made. If it fails then, the joiner is told why, and training goes
+        on.
+
+        Raises:
+            GossipError: On assignment, if something is no plain value.
+        """
+        return None if self._admission is None else self._admission.carry
+
+    @carry.setter
+    def carry(self, values: Carried) -> None:
+        if self._admission is not None:
+            self._admission.carry = values
+
+    def join_address(self) -> str:
+        """Where others find this run to join it with `gg.join`; local, but for the store.
+
+        A short text: host and port of the rendezvous store, and where the run's keys are in it. Any
+        member may give it at any time, and it stays good for as long as the run lasts. It is not
+        secret: where links are encrypted, a joiner needs the secret of the run, too.
+
+        Raises:
+            ValueError: None can join this run; the message says what would have to be otherwise.
+            GossipError: The session is closed, or the store does not answer.
+        """
+        if self._is_closed:
+            raise GossipError("the session is closed: a run is joined while it lasts")
+        if self._admission is None:
+            raise ValueError(
+                "none can join this run: it began with one rank, which has no links: begin with two"
+            )
+        return self._admission.address()
+
+    def _why_not_join(self) -> str | None:
+        """Why none can join this run, as far as its settings say."""
+        if self._heartbeats is None:
+            return "its membership never changes: leave heartbeats=None out"
+        parameters = all_parameters(self.replica.model, self.replica.optimizers).values()
+        if any(is_sharded(parameter) for parameter in parameters):
+            return "its replicas are sharded, and one that joins would have to bring a whole mesh"
+        topology = self.schedule.describe()
+        if set(topology) != {"name", "world_size", "rotate", "seed"}:
+            return (
+                f"the schedule {topology['name']} was given for {self.world_size} ranks, and says "
+                "nothing of more: use a topology by its name, such as topology='matching'"
+            )
+        if self._in_phase(Phase.BEFORE_UPDATE):
+            return (
+                "it sends gradients during backward, at rounds that a joiner does not know yet: "
+                "use payload='weights'"
+            )
+        return None
+
+    def _enter(self, arrival: Arrival) -> None:
+        """Becomes a member of a run that others have begun."""
+        assert self._rounds is not None
+        assert self._heartbeats is not None
+        self._members.enter(self._rounds, arrival.donor)
+        self._arriving = Arriving(arrival.place, self.settings.every)
+        wait_seconds = _ENTER_BEATS * self._heartbeats.interval_seconds
+        self._steps = self._steps_of_others = self._arriving.begin(self._rounds, wait_seconds)
+        self.joined_with, self.joined_from = arrival.carried, arrival.donor
+        self._begin(sends=False)
+
+    def _follow(self, rounds: Rounds) -> None:
+        """After a step: lives in the newest generation, and in the others' round if it joined."""
+        self._members.take_up(rounds)
+        if self._arriving is None:
+            return
+        self._go_to(self._arriving.step(rounds, self._steps, self.membership.living))
+        if self._arriving.is_over(rounds):
+            self._arriving = None
+
+    def _go_to(self, steps: int) -> None:
+        """Counts steps that the others have made in between."""
+        self._steps_of_others += steps - self._steps
+        self._steps = steps
+
+    # -- a step -----------------------------------------------------------------------------
+
+    def _before_step(self) -> None:
+        if self._in_consensus:
+            raise GossipError("optimizer.step() inside consensus(): the weights are shared ones")
+        if self._rounds is None:
+            return
+        if not self._is_mid_step:
+            self.replica.check(self._is_as_sent)
+            if self._admission is not None:
+                self._admission.poll(self._steps)
+        self.synchronize()
+        self._is_mid_step = True
+
+    def _after_step(self) -> None:
+        self._is_mid_step = False
+        self._steps += 1
+        if self._gradients is not None:
+            self._gradients.end_step()
+        if self._rounds is not None:
+            try:
+                self._follow(self._rounds)
+                self._end_round(self._rounds)
+            finally:  # also when Ctrl-C ends it: what was mixed so far is ours
+                self._rounds.patience.renew()
+                self._arm()
+                self.replica.note()
+
+    def _end_round(self, rounds: Rounds) -> None:
+        """Mixes what is due when the optimizers have stepped, averages if that is due, sends."""
+        of = self.settings
+        closes = self._steps % of.every == 0
+        averages = of.average_every is not None and self._steps % of.average_every == 0
+        across, after = self._in_phase(Phase.ACROSS), self._in_phase(Phase.AFTER_UPDATE)
+        if closes and across and not averages:
+            rounds.advance(self._across_of)
+            return
+        if closes:
+            if after:
+                rounds.open([flow for flow in after if flow.is_due(rounds.next_round)])
+            elif not across:
+                rounds.next_round += 1  # gradients had their own transfers
+            rounds.close()
+        if averages and self._averaging.periodically(self.flows, self._steps, self._recorder):
+            self._equal_at_step = self._steps
+        if closes and across:
+            rounds.open(self._across_of(rounds.next_round))
+
+    def _begin(self, *, sends: bool = True) -> None:
+        """Sends the first snapshot, or arms the gradients, at the beginning of a round."""
+        rounds = self._rounds
+        if rounds is None:
+            return
+        if self._gradients is None and (flows := self._in_phase(Phase.BEFORE_UPDATE)):
+            self._gradients = GradientExchange(flows, rounds)
+        rounds.patience.renew()
+        if sends and self._in_phase(Phase.ACROSS):
+            if self._arriving is not None:
+                steps = self._arriving.collective(rounds, self.membership.living)
+                self._go_to(self._steps if steps is None else steps)
+            if self._steps % self.settings.every == 0:
+                rounds.open(self._across_of(rounds.next_round))
+        self._arm()
+        self.replica.note()
+
+    def _arm(self) -> None:
+        if self._gradients is not None:
+            closes = (self._steps + 1) % self.settings.every == 0
+            self._gradients.enable(self._sends_gradients and closes)
+
+    def _is_as_sent(self) -> bool:
+        """Whether the weights, though written, are still those of the open round's snapshot."""
+        assert self._rounds is not None
+        if self._steps % self.settings.every != 0:
+            return False
+        sent = {transfer.flow: transfer for transfer in self._rounds.in_flight}
+        return all(
+            flow.sends_whole and flow in sent and sent[flow].is_as_sent() for flow in self._weights
+        )
+
+    # -- its parts --------------------------------------------------------------------------
+
+    @property
+    def _weights(self) -> list[Flow]:
+        return [flow for flow in self.flows if flow.in_consensus]
+
+    def _in_phase(self, phase: Phase) -> list[Flow]:
+        return [flow for flow in self.flows if flow.phase is phase]
+
+    def _across_of(self, round: int) -> list[Flow]:
+        return [flow for flow in self._in_phase(Phase.ACROSS) if flow.is_due(round)]
+
+    def _describe(self) -> dict[str, Any]:
+        """What must be equal on all ranks."""
+        return {**self.settings.describe(), "heartbeats": self._heartbeats}
+
+    def _deal(self) -> list[Flow]:
+        """Makes the flows, and checks that all ranks do the same; a collective."""
+        replica = self.replica
+        replica.reshard()
+        flows = self._make_flows()
+        if self.world_size > 1:
+            agree_on(self.group, replica.model, replica.optimizers, self._describe())
+        if self._rounds is not None:
+            most_bytes = self._rounds.channel.largest_bytes
+            largest_bytes = max(part.size_bytes for flow in flows for part in flow.parts)
+            if most_bytes is not None and largest_bytes > most_bytes:
+                raise GossipError(
+                    f"a message of {largest_bytes} bytes is needed now, and links foresee "
+                    f"{most_bytes}: they look at all parameters that the model and its optimizers "
+                    "have as a session begins, trained or not. Nothing was changed; close this one "
+                    "and start another"
+                )
+        return flows
+
+    def _use(self, flows: Sequence[Flow]) -> None:
+        """Goes on with other flows; nothing is in flight, and all ranks do it."""
+        if self._gradients is not None:
+            self._gradients.remove()
+            self._gradients = None
+        if self._rounds is not None:
+            self._rounds.channel.replan([part for flow in flows for part in flow.parts])
+
+    def _connect(
+        self, transport: Callable[[Group, int], Transport], arrival: Arrival | None
+    ) -> None:
+        """Makes the links to the others and, unless this rank joins them, equal replicas."""
+        of, replica, members = self.settings, self.replica, self._members
+        run = (
+            bytes.fromhex(self.group.broadcast_object(secrets.token_hex(16)))
+            if arrival is None
+            else arrival.run
+        )
+        parts = [part for flow in self.flows for part in flow.parts]
+        pieces = largest_piece_bytes(
+            all_parameters(replica.model, replica.optimizers).values(),
+            of.bucket_bytes,
+            of.wire_dtype,
+        )
+        largest_bytes = max(*(part.size_bytes for part in parts), of.bucket_bytes, pieces)
+        channel = Channel(
+            transport(self.group, _GROWTH * largest_bytes),
+            run=run,
+            plan=parts,
+            credits=of.credits,
+            generation=0 if arrival is None else arrival.membership.generation,
+            news=members.watch,
+            peers=None if arrival is None else arrival.membership.living,
+        )
+        rounds: Rounds
+        if isinstance(of.mode, Stale):
+            rounds = StaleRounds(channel, of.schedule, mode=of.mode, recorder=self._recorder)
+        else:
+            deadlines = Deadlines(
+                floor_seconds=of.mode.floor_seconds,
+                ceiling_seconds=of.mode.deadline_seconds,
+                deviations=of.mode.deviations,
+            )
+            rounds = Rounds(channel, of.schedule, deadlines=deadlines, recorder=self._recorder)
+        # At interpreter exit a session that was not closed still sends LEAVE.
+        self._farewell = members.close_at_exit(self, rounds)
+        self._rounds = rounds
+        members.seat(rounds)
+        self._admission = Admission(
+            self.group,
+            members,
+            rounds,
+            replica,
+            lambda: fingerprint(replica.model, replica.optimizers, self._describe()),
+            every=of.every,
+            refusal=self._why_not_join(),
+        )
+        if arrival is None:
+            broadcast_replica(self.group, replica.model, replica.optimizers)
+            members.start()
+
+    def _replicas_differ(self) -> bool:
+        """Whether this replica is known to be one of several, and there is another way to save."""
+        if self._rounds is None or self._in_consensus or not self._members.meet(self._rounds):
+            return False
+        return self._steps > self._equal_at_step
+
+    def _check_ready(self, method: str) -> None:
+        if self._is_closed:
+            raise GossipError(f"the session is closed: call {self.door}() for a new one")
+        if self._in_consensus:
+            raise GossipError(
+                f"{method}() inside consensus(): the model is the average already, and goes back "
+                "to this rank's replica on exit. Call it after the block"
+            )
+        self.replica.reshard()
+
+    def _pending_change(self) -> str | None:
+        """What is wrong with the replica, if it was changed since the last step."""
+        if self._rounds is None:
+            return None
+        try:
+            self.replica.check(self._is_as_sent)
+        except ReplicaChangedError as error:
+            return str(error)
+        return None
+
+    # -- its state --------------------------------------------------------------------------
+
+    def _state(self, next_round: int, *, copy: bool) -> dict[str, Any]:
+        rounds, members = self._rounds, self._members.current
+        return {
+            **replica_state(self.replica.model, self.replica.optimizers, copy=copy),
+            "residuals": residuals(self.flows, copy=copy),
+            "session": {
+                "version": VERSION,
+                "rank": self.rank,
+                "world_size": self.world_size,
+                "settings": self.settings.must_fit(),
+                "generation": members.generation,
+                "living": list(members.living),
+                "steps": self._steps,
+                "equal_at_step": self._equal_at_step,
+                "next_round": next_round,
+                "starts": rounds.starts if isinstance(rounds, StaleRounds) else 0,
+                "counters": counters(rounds, self.flows, self._averaging),
+            },
+        }
+
+    def _agree_to_load(self, state: Mapping[str, Any]) -> int:
+        """In which round all ranks go on, if their states fit everywhere; a collective."""
+        problem = self._misfit(state)
+        mine = None if problem is not None else state["session"]["next_round"]
+        gathered = self.group.all_gather_object([problem, mine])
+        for rank, (why, _) in zip(self.group.members, gathered, strict=True):
+            if why is not None:
+                raise ValueError(f"the state cannot be loaded on rank {rank}: {why}")
+        rounds = [round for _, round in gathered]
+        if len(set(rounds)) > 1:
+            warnings.warn(
+                f"the states are of unlike rounds, {min(rounds)} to {max(rounds)}: an exchange "
+                "that one end alone had mixed shifts the mean over ranks. Take them after equally "
+                "many steps, or with state_dict(drain=True)",
+                stacklevel=3,
+            )
+        return max(rounds)
+
+    def _misfit(self, state: Mapping[str, Any]) -> str | None:
+        """Why a state, whatever it is, cannot be loaded here; None if it can."""
+        if (why := is_of_other_version(state)) is not None:
+            return why
+        try:
+            return (
+                self._unlike(state["session"])
+                or misfit(self.replica.model, self.replica.optimizers, state)
+                or misses_residuals(self.flows, state["residuals"])
+            )
+        except (KeyError, TypeError, IndexError, AttributeError):
+            return f"it is no state that state_dict() of a session returns (version {VERSION})"
+
+    def _unlike(self, session: Mapping[str, Any]) -> str | None:
+        if session["world_size"] != self.world_size:
+            return (
+                f"it was saved by {session['world_size']} ranks, here are {self.world_size}: begin "
+                "a session from the consensus of all (gg.average_states)"
+            )
+        if session["rank"] != self.rank:
+            return f"it is the state of rank {session['rank']}: load each rank's own"
+        settings = self.settings.must_fit()
+        for name in session["settings"] | settings:
+            was, here = session["settings"].get(name), settings.get(name)
+            if was != here:
+                return f"{name} was {was}, here it is {here}: use the same"
+        if any(rank >= session["world_size"] for rank in session["living"]):
+            return (
+                f"it was saved among the ranks {', '.join(map(str, session['living']))}, some of "
+                "which had joined: begin a session from the consensus of all (gg.average_states)"
+            )
+        if self._members.current.generation > 0:
+            return "ranks were lost or have joined since the session began: load into a new one"
+        return None
+
+    def _load(self, state: Mapping[str, Any], next_round: int) -> None:
+        session, rounds = state["session"], self._rounds
+        if self._gradients is not None:
+            self._gradients.remove()
+            self._gradients = None
+        if rounds is not None:
+            rounds.cancel()
+            rounds.next_round = next_round
+            if isinstance(rounds, StaleRounds):
+                rounds.starts = session["starts"]
+        load_replica(self.replica.model, self.replica.optimizers, state)
+        load_residuals(self.flows, state["residuals"])
+        load_counters(rounds, self.flows, self._averaging, session["counters"])
+        self._steps, self._equal_at_step = session["steps"], session["equal_at_step"]
+        self._is_mid_step = False
+        self.replica.accept()
+
+    # -- its end ----------------------------------------------------------------------------
+
+    def _close(self, wait_seconds: float, error: BaseException | None = None) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._hooks is not None:
+            self._hooks.remove()
+        if self._warning is not None:
+            self._warning.remove()
+        self.replica.close()
+        if self._gradients is not None:
+            self._gradients.remove()
+        if self._members.given_up:
+            wait_seconds = 0.0  # the others have given up what is in flight, too
+        try:
+            if self._farewell is not None:
+                self._farewell.detach()
+            if self._rounds is not None:
+                self._rounds.stop(wait_seconds, wait_seconds or 2.0)
+        finally:
+            self._members.end(error)
+            self.group.close()

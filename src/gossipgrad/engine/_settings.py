@@ -1,0 +1,100 @@
+"""Settings of rounds, which all ranks of a session share."""
+
+import math
+from dataclasses import dataclass, fields
+from numbers import Integral
+from typing import Any
+
+import torch
+
+from gossipgrad.comm import BucketPlan
+from gossipgrad.engine._modes import Mode, Stale
+from gossipgrad.topology import Schedule
+
+__all__ = ["RoundSettings", "check_numbers", "is_count", "resolve_average_every"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundSettings:
+    """When this rank meets whom, and how tensors are sent; a family adds its own.
+
+    Attributes:
+        schedule: Who meets whom in which round, while all ranks live.
+        mode: When a snapshot travels and is mixed.
+        every: Steps in a round.
+        average_every: Steps between exact averages over all ranks; None for never.
+        wire_dtype: What tensors are sent as; None for their own type.
+        bucket_bytes: Size of a message.
+    """
+
+    schedule: Schedule
+    mode: Mode
+    every: int
+    average_every: int | None
+    wire_dtype: torch.dtype | None
+    bucket_bytes: int
+
+    @property
+    def snapshots(self) -> int:
+        """How many may be held at once: by default one that travels and one that is made."""
+        return self.mode.snapshots if isinstance(self.mode, Stale) else 2
+
+    @property
+    def credits(self) -> int:
+        """Rounds that may be open on one link."""
+        return self.mode.snapshots if isinstance(self.mode, Stale) else 1
+
+    def describe(self) -> dict[str, Any]:
+        """What must be equal on all ranks."""
+        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {"topology": named.pop("schedule").describe(), **named}
+
+    def must_fit(self) -> dict[str, str]:
+        """What must be the same where a state is loaded; how long steps wait may be another."""
+        described = self.describe()
+        staleness = (
+            f", max_staleness {self.mode.max_staleness}" if isinstance(self.mode, Stale) else ""
+        )
+        described["mode"] = f"{type(self.mode).__name__.lower()}{staleness}"
+        return {name: str(value) for name, value in described.items()}
+
+
+def is_count(value: object) -> bool:
+    """Whether it is a whole number from 1."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
+
+
+def resolve_average_every(average_every: int | str | None, world_size: int) -> int | None:
+    """Steps between exact averages, None for never.
+
+    Raises:
+        ValueError: If it is no such number.
+    """
+    if average_every == "log_p":
+        return max(1, math.ceil(math.log2(world_size)))
+    if average_every is None:
+        return None
+    if not isinstance(average_every, str) and is_count(average_every):
+        return int(average_every)
+    raise ValueError(
+        f"average_every must be a positive number of steps, 'log_p' or None, got {average_every!r}"
+    )
+
+
+def check_numbers(*, every: object, bucket_bytes: object, wire_dtype: object) -> None:
+    """Raises `ValueError` for what no session can count, size or send by."""
+    if not is_count(every):
+        raise ValueError(
+            f"every counts steps in a round, so it is at least 1, got {every!r}: give a whole "
+            "number, such as every=2"
+        )
+    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, Integral):
+        raise ValueError(
+            f"bucket_bytes is the size of a message, a whole number such as 2**20, got "
+            f"{bucket_bytes!r}"
+        )
+    if wire_dtype is not None and not isinstance(wire_dtype, torch.dtype):
+        raise ValueError(
+            f"wire_dtype must be a type such as torch.bfloat16, or None, got {wire_dtype!r}"
+        )
+    BucketPlan.make([], bucket_bytes=int(bucket_bytes), wire_dtype=wire_dtype)

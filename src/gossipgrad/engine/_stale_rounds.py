@@ -1,0 +1,153 @@
+"""Rounds in which no step waits: what has arrived is mixed, what cannot be sent at once is void."""
+
+import time
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from gossipgrad.comm import Channel, Outcome, Recorder
+from gossipgrad.engine._flow import Flow
+from gossipgrad.engine._modes import Stale
+from gossipgrad.engine._rounds import COLLECTIVE_SECONDS, FlowsOf, Rounds
+from gossipgrad.engine._transfer import Transfer, release
+from gossipgrad.engine._waits import Deadlines
+from gossipgrad.topology import Schedule
+
+__all__ = ["StaleRounds"]
+
+
+class StaleRounds(Rounds):
+    """Rounds of mode stale: `open` and `close` never wait, `drain` does, for collectives.
+
+    This rank's next round is `max(own + 1, highest heard)`. Those between are void, as is one for
+    which no snapshot is free, or whose partner has owed an answer for more than `max_staleness`
+    of this rank's rounds: a partner that hangs holds one or two snapshots, not all. A rank voids a
+    round only before it sends its part and notifies the partner at once, so an exchange counts on
+    both ends or on neither. The schedule's pairs must be symmetric.
+
+    Args:
+        channel: Where exchanges are posted; its credits are the mode's snapshots.
+        schedule: Who meets whom in which round.
+        mode: The staleness, and the weight that follows from it.
+        recorder: Gets the spans, if there is one.
+
+    Attributes:
+        starts: Rounds that began without a step: the first, and after averages.
+    """
+
+    def __init__(
+        self, channel: Channel, schedule: Schedule, *, mode: Stale, recorder: Recorder | None = None
+    ) -> None:
+        never = Deadlines(
+            floor_seconds=COLLECTIVE_SECONDS, ceiling_seconds=COLLECTIVE_SECONDS, deviations=1.0
+        )
+        super().__init__(channel, schedule, deadlines=never, recorder=recorder)
+        self._mode = mode
+        self.starts = 0
+        self._opened = 0  # rounds that were this rank's, whether or not it sent its part
+        self._opened_at: dict[int, int] = {}  # of the rounds in flight
+        self._late_rounds: set[int] = set()
+
+    def position(self, steps: int, every: int) -> int:
+        """Rounds behind this rank, those jumped over too, in steps."""
+        return max(0, self.next_round - self.starts) * every + steps % every
+
+    def weight(self, transfer: Transfer) -> float:
+        """How much of the delta this rank adds: of a matrix, at most what is stable."""
+        limit = self._mode.weight
+        return min(limit, self.schedule.weight(transfer.round, self._rank, default=limit))
+
+    def open(self, flows: Sequence[Flow]) -> None:
+        """Opens a round without a step: the first, and one after a collective."""
+        before = self.next_round
+        try:
+            self._open_next(flows)
+        finally:
+            self.starts += self.next_round - before
+
+    def close(self) -> None:
+        """Mixes what has arrived, and goes on to the highest round heard of."""
+        self.channel.poll()
+        self._mix_arrived(list(self._open))
+        self._note_late()
+        self.jump(self.channel.heard)
+        self.closed_rounds += 1
+
+    def advance(self, flows_of: FlowsOf) -> None:
+        """Closes the round, then opens the next, which may be a later one than before."""
+        self.close()
+        self._open_next(flows_of(self.next_round))
+
+    def drain(
+        self,
+        wait_seconds: float | None = None,
+        following: Mapping[Flow, Transfer] | None = None,
+    ) -> None:
+        """Mixes what is in flight, and waits for what may still arrive `wait_seconds` at most."""
+        wait = COLLECTIVE_SECONDS if wait_seconds is None else wait_seconds
+        deadline = time.perf_counter() + wait
+        for transfer in list(self._open):
+            transfer.wait_all(deadline)
+        self._mix_arrived(list(self._open))
+
+    def _open_next(self, flows: Sequence[Flow]) -> None:
+        """Sends the next round's snapshots, or voids the round; mixes what has arrived already."""
+        start = time.perf_counter()
+        round, peers = self.next_round, self.partners
+        self._opened += 1
+        transfers: list[Transfer] | None = None
+        if peers.send_to is not None and not self._owes(peers.send_to):
+            transfers = self._begin(flows, 0.0)
+        if not transfers:
+            self.next_round += 1
+            if peers.send_to is not None:
+                self.void(round, peers)
+            return
+        self._send(transfers)
+        self._spent("snapshot", start, round=round)
+        self._mix_arrived(transfers)
+
+    def _take_on(self, transfers: Sequence[Transfer]) -> None:
+        for transfer in transfers:
+            self._opened_at.setdefault(transfer.round, self._opened)
+        self._open.extend(transfers)
+
+    def _owes(self, partner: int) -> bool:
+        """Whether the partner has not answered for longer than the mode foresees."""
+        return any(
+            transfer.peers.send_to == partner
+            and self._opened - self._opened_at[transfer.round] > self._mode.max_staleness
+            for transfer in self._open
+        )
+
+    def _mix_arrived(self, transfers: Sequence[Transfer]) -> None:
+        """Mixes what has arrived of some transfers; those that are finished are dropped."""
+        squares: list[Tensor] = []
+        for transfer in transfers:
+            for place, exchange in sorted(transfer.exchanges.items()):
+                if place in transfer.finished or exchange.open:
+                    continue
+                self.receive(transfer, place, 0.0)
+                delta = transfer.delta(place)
+                if delta is not None and delta.square is not None:
+                    squares.append(delta.square)
+                self.mix(transfer, place, delta)
+        finished = [transfer for transfer in transfers if transfer.is_finished]
+        release(finished)
+        for transfer in finished:
+            self._open.remove(transfer)
+            if all(other.round != transfer.round for other in self._open):
+                del self._opened_at[transfer.round]
+                self._late_rounds.discard(transfer.round)
+        self.pair_distance.note(squares, self.schedule.period)
+
+    def _note_late(self) -> None:
+        """Counts, once each, the rounds whose partners are later than the mode foresees."""
+        late = set()
+        for transfer in self._open:
+            age = self._opened - self._opened_at[transfer.round]
+            if age >= self._mode.max_staleness and transfer.round not in self._late_rounds:
+                late.add(transfer.round)
+                self.outcomes[Outcome.LATE] += len(transfer.exchanges) - len(transfer.finished)
+        self._late_rounds |= late
+        self.late_rounds += len(late)

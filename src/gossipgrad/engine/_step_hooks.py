@@ -1,0 +1,139 @@
+"""Hooks on the user's optimizers and scaler: one call before a step, one after it."""
+
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from gossipgrad.errors import GossipError
+
+__all__ = ["StepHooks"]
+
+_FRAMES = 12  # from a step hook up to the scaler's own step there are about five
+
+
+class StepHooks:
+    """Calls `before` ahead of every optimizer's step and `after` once the last one has stepped.
+
+    `torch.amp.GradScaler` does not call `optimizer.step` when it finds an overflow, and so no step
+    hook fires. With `scaler` given, its `step` is wrapped: a skipped step calls both like any
+    other, so that the partner does not wait. A scaler that is used without being given is noticed
+    at the first step through it, and warned about.
+
+    torch fires an optimizer's hooks twice where its `step` calls that of a parent class of which a
+    plain instance exists: only the outer call counts here.
+
+    Args:
+        optimizers: In the order in which they step; the last one ends the step.
+        scaler: The scaler the user steps with, if any.
+        before: Called with no arguments before each optimizer's step.
+        after: Called with no arguments after the last optimizer's step.
+        closures: Whether a step may compute its gradients itself.
+        door: The function that made the session, for messages.
+        harm: What happens where the session does not know the scaler, for the warning.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        scaler: torch.amp.GradScaler | None,
+        before: Callable[[], None],
+        after: Callable[[], None],
+        *,
+        closures: bool = True,
+        door: str = "gossip",
+        harm: str = "a step that the scaler skips will leave this rank's partner waiting",
+    ) -> None:
+        self._last = optimizers[-1]
+        self._before, self._after = before, after
+        self._closures, self._door, self._harm = closures, door, harm
+        self._scaler = scaler
+        self._has_stepped = False
+        self._knows_scaler = scaler is not None
+        # By optimizer. A step that raised leaves its own here: `_is_inner` sees that it is over.
+        self._depth: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._handles = []
+        try:
+            for optimizer in optimizers:
+                self._handles.append(optimizer.register_step_pre_hook(self._on_pre))
+                self._handles.append(optimizer.register_step_post_hook(self._on_post))
+            if scaler is not None:
+                self._plain_step = scaler.step
+                scaler.step = self._scaled_step  # type: ignore[method-assign]
+        except BaseException:
+            self.remove()
+            raise
+
+    def remove(self) -> None:
+        """Removes all hooks and gives the scaler its own `step` back."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        if self._scaler is not None and self._scaler.__dict__.get("step") == self._scaled_step:
+            del self._scaler.__dict__["step"]
+
+    def _on_pre(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._depth.get(optimizer) and _calls_of_step(optimizer) > 1:
+            self._depth[optimizer] += 1
+            return
+        self._depth[optimizer] = 1
+        if not self._knows_scaler:
+            self._knows_scaler = True
+            warn_of_unknown_scaler(self._door, self._harm)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is not None and not self._closures:
+            raise GossipError(
+                "optimizer.step(closure) computes gradients after they should have been exchanged: "
+                "with gradients in the payload call backward() and then step(), or "
+                'send payload="weights"'
+            )
+        self._before()
+
+    def _on_post(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._depth[optimizer] = self._depth.get(optimizer, 1) - 1
+        if self._depth[optimizer]:
+            return
+        self._has_stepped = True
+        if optimizer is self._last:
+            self._after()
+
+    def _scaled_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        self._has_stepped = False
+        result = self._plain_step(optimizer, *args, **kwargs)
+        if not self._has_stepped and optimizer is self._last:
+            self._before()
+            self._after()
+        return result
+
+
+def _calls_of_step(optimizer: Optimizer) -> int:
+    """How many of torch's wrappers around this optimizer's `step` are being called."""
+    frame, calls = sys._getframe(2), 0
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "wrapper" and frame.f_globals.get("__name__") == "torch.optim.optimizer":
+            args = frame.f_locals.get("args", ())
+            calls += bool(args) and args[0] is optimizer
+        frame = frame.f_back
+    return calls
+
+
+def warn_of_unknown_scaler(door: str, harm: str) -> None:
+    """Warns if `torch.amp.GradScaler.step` is among the callers of a step hook."""
+    code = torch.amp.GradScaler.step.__code__
+    frame = sys._getframe(2)
+    for _ in range(_FRAMES):
+        if frame is None:
+            return
+        if frame.f_code is code:
+            warnings.warn(
+                "optimizer.step() is called by a GradScaler that the session does not know: "
+                f"{harm}. Pass {door}(..., scaler=scaler)",
+                stacklevel=5,
+            )
+            return
+        frame = frame.f_back
