@@ -24,6 +24,8 @@ from gossipgrad.comm._heartbeats import Heartbeats as Heartbeats
 from gossipgrad.comm._in_process import Hub as Hub
 from gossipgrad.comm._in_process import InProcessTransport as InProcessTransport
 from gossipgrad.comm._interface import joining_address as joining_address
+from gossipgrad.comm._mailbox import Mail as Mail
+from gossipgrad.comm._mailbox import Mailbox as Mailbox
 from gossipgrad.comm._mean import distance_to_mean as distance_to_mean
 from gossipgrad.comm._mean import mean_buffers as mean_buffers
 from gossipgrad.comm._mean import widened as widened

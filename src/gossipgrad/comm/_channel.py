@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 
 from torch import Tensor
@@ -16,7 +17,7 @@ from gossipgrad.comm._ledger import LOST, Ledgers, era_of, place
 from gossipgrad.comm._news import News, Unheard
 from gossipgrad.comm._outbox import Outbox
 from gossipgrad.comm._part import Part, check_planned, check_run, read, values_of
-from gossipgrad.comm._transport import Arrival, Lost, Transport
+from gossipgrad.comm._transport import Arrival, Lost, Ticket, Transport
 from gossipgrad.comm._turn import Turn
 from gossipgrad.comm._wire import Header, Kind, WireError
 
@@ -80,6 +81,7 @@ class Channel:
         )
         self._grants = Grants(self._lock, self._ledgers, self._say)
         self._last = -1  # place of the last round that was posted here
+        self._accept_mail: Callable[[Header, Tensor | None], bool] | None = None
         self._in_collective = False
         self._later_epoch = 0  # of a peer that takes part in rounds of it
         self.heard = -1  # the highest round that a message has named
@@ -329,6 +331,25 @@ class Channel:
             while not self._outbox.empty and time.perf_counter() < deadline:
                 self.poll(0.005)
 
+    # -- mail -------------------------------------------------------------------------------
+
+    def attach(self, accept: Callable[[Header, Tensor | None], bool]) -> None:
+        """Calls `accept` for all mail from now on; it returns whether it fits, and at once."""
+        with self._lock:
+            assert self._accept_mail is None, "a channel has one mailbox"
+            self._accept_mail = accept
+
+    def send_mail(
+        self, key: int, version: int, values: Tensor, peers: Iterable[int]
+    ) -> list[Ticket]:
+        """Sends a version of a mailbox's tensor to peers that are not gone; returns at once."""
+        bare = self._header(Kind.MAIL, version)
+        header = replace(bare, bucket=key, dtype=values.dtype, size_bytes=values.nbytes)
+        with self._lock:
+            if self.closed:
+                return []
+            return [self._outbox.mail(peer, header, values) for peer in {*peers} - {self.rank}]
+
     # -- messages ---------------------------------------------------------------------------
 
     def _place(self, round: int) -> int:
@@ -381,6 +402,10 @@ class Channel:
                 # Our link to it broke, not its to us: without a message it would wait for us.
                 ledger.was_notified = True
                 self.transport.send(peer, self._header(Kind.PART, 0).pack())
+            return
+        if kind is Kind.MAIL:
+            accept = self._accept_mail
+            self.refused += accept is None or not accept(header, arrival.payload)
             return
         if kind is Kind.LEAVE:
             self._lose(peer, _LEFT)

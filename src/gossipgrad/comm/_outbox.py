@@ -150,6 +150,14 @@ class Outbox:
         self._tickets.append((peer, exchange.ticket))
         self.bytes_sent += header.size_bytes
 
+    def mail(self, peer: int, header: Header, payload: Tensor) -> Ticket:
+        """Sends a message with a payload that belongs to no exchange."""
+        if self._gone(peer):
+            return Sent()
+        self.linked.add(peer)
+        self.bytes_sent += header.size_bytes
+        return self._send(peer, header.pack(), payload, None)
+
     def notify(self, header: Header, peers: Iterable[int]) -> None:
         """Sends a message without payload; one of no order past those that wait for buffers."""
         for peer in peers:

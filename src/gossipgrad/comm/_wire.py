@@ -31,6 +31,7 @@ class Kind(enum.IntEnum):
     PART = 6  # the sender has lost its link to the receiver, and receives nothing any more
     ASK = 7  # may the sender send its part of `round`?
     GO = 8  # it may
+    MAIL = 9  # version `round` of the tensor with key `bucket`, for the mailbox
 
 
 @dataclass(frozen=True, slots=True)
