@@ -1,8 +1,5 @@
 """A gossip session: weights, optimizer state and gradients as flows of the engine."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 
 from gossipgrad.decentralized._settings import (
@@ -12,7 +9,6 @@ from gossipgrad.decentralized._settings import (
     WeightsAndState,
 )
 from gossipgrad.engine import (
-    Entry,
     Flow,
     Phase,
     Session,
@@ -51,51 +47,19 @@ class GossipSession(Session):
             )
         after = isinstance(of.mode, Sync) or isinstance(of.payload, GradientsAndWeights)
         phase = Phase.AFTER_UPDATE if after else Phase.ACROSS
-        is_of_gradients = isinstance(of.payload, Gradients)
-        flows = self._flows_of(
-            [],
+        flows = Flow.deal(
             "weights",
-            Phase.NEVER if is_of_gradients else phase,
+            Phase.NEVER if isinstance(of.payload, Gradients) else phase,
             weight_entries(replica.trained),
+            of,
             in_consensus=True,
             mask=of.compress,
             seed=of.seed,
         )
         if isinstance(of.payload, WeightsAndState):
-            entries = state_entries(replica.trained, replica.optimizers)
-            flows += self._flows_of(flows, "state", phase, entries, every=of.payload.every)
+            state = state_entries(replica.trained, replica.optimizers)
+            flows += Flow.deal("state", phase, state, of, behind=flows, every=of.payload.every)
         if isinstance(of.payload, Gradients | GradientsAndWeights):
-            entries = gradient_entries(replica.trained)
-            flows += self._flows_of(flows, "gradients", Phase.BEFORE_UPDATE, entries)
-        return flows
-
-    def _flows_of(
-        self,
-        before: Sequence[Flow],
-        name: str,
-        phase: Phase,
-        entries: Sequence[Entry],
-        **options: Any,
-    ) -> list[Flow]:
-        """A flow for each device, numbered behind those before."""
-        of = self.settings
-        by_device: dict[torch.device, list[Entry]] = {}
-        for entry in entries:
-            pieces = entry.pieces(of.bucket_bytes)
-            by_device.setdefault(entry.parameter.device, []).extend(pieces)
-        first = sum(len(flow.buckets) for flow in before)
-        flows: list[Flow] = []
-        for pieces in by_device.values():
-            flow = Flow(
-                name,
-                phase,
-                pieces,
-                first_bucket=first,
-                bucket_bytes=of.bucket_bytes,
-                wire_dtype=of.wire_dtype,
-                snapshots=of.snapshots,
-                **options,
-            )
-            first += len(flow.buckets)
-            flows.append(flow)
+            gradients = gradient_entries(replica.trained)
+            flows += Flow.deal("gradients", Phase.BEFORE_UPDATE, gradients, of, behind=flows)
         return flows

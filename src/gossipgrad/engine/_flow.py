@@ -5,6 +5,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from gossipgrad.comm import (
 )
 from gossipgrad.compression import SharedMask
 from gossipgrad.engine._mixing import delta_of, mix, replace
+from gossipgrad.engine._settings import RoundSettings
 from gossipgrad.engine._tensors import Entry
 
 __all__ = ["Bucket", "Delta", "Flow", "Phase", "Sendable"]
@@ -371,6 +373,48 @@ class Flow:
         self.parts = wire.parts
         self.sends_whole = wire_dtype is None and mask is None
         self.pool = SnapshotPool(wire, self.device, snapshots)
+
+    @classmethod
+    def deal(
+        cls,
+        name: str,
+        phase: Phase,
+        entries: Sequence[Entry],
+        settings: RoundSettings,
+        *,
+        behind: Sequence["Flow"] = (),
+        **options: Any,
+    ) -> list["Flow"]:
+        """One flow for each device of the entries, which are cut to pieces of at most a bucket.
+
+        Args:
+            name: See `Flow`.
+            phase: See `Flow`.
+            entries: The tensors, in the order of the forward pass.
+            settings: Of the session: bucket size, wire type, snapshots.
+            behind: Flows before these in the channel's plan.
+            **options: See `Flow`: `every`, `in_consensus`, `mask`, `seed`.
+        """
+        by_device: dict[torch.device, list[Entry]] = {}
+        for entry in entries:
+            pieces = entry.pieces(settings.bucket_bytes)
+            by_device.setdefault(entry.parameter.device, []).extend(pieces)
+        first = sum(len(flow.buckets) for flow in behind)
+        flows: list[Flow] = []
+        for pieces in by_device.values():
+            flow = cls(
+                name,
+                phase,
+                pieces,
+                first_bucket=first,
+                bucket_bytes=settings.bucket_bytes,
+                wire_dtype=settings.wire_dtype,
+                snapshots=settings.snapshots,
+                **options,
+            )
+            first += len(flow.buckets)
+            flows.append(flow)
+        return flows
 
     @property
     def memory_bytes(self) -> int:

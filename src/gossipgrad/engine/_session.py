@@ -153,8 +153,22 @@ class Session:
             raise
 
     def _make_flows(self) -> list[Flow]:
-        """What travels, in the order of the buckets in the channel's plan; for families."""
+        """What travels, in the order of the buckets in the channel's plan; for families.
+
+        Called again after `broadcast_()` and `apply_()`. Flows must not hold the session: what is
+        in flight keeps them, and a session that no one holds any more ends.
+        """
         raise NotImplementedError
+
+    def _after_update(self) -> None:
+        """Called when the optimizers have stepped, before anything is mixed; for families."""
+
+    def _family_state(self) -> dict[str, Any]:
+        """What a family adds to a state: tensors and plain values."""
+        return {}
+
+    def _load_family_state(self, state: Mapping[str, Any]) -> None:
+        """Takes over what `_family_state` returned."""
 
     # -- what a user calls ------------------------------------------------------------------
 
@@ -607,6 +621,7 @@ class Session:
         self._steps += 1
         if self._gradients is not None:
             self._gradients.end_step()
+        self._after_update()
         if self._rounds is not None:
             try:
                 self._follow(self._rounds)
@@ -809,6 +824,7 @@ class Session:
                 "next_round": next_round,
                 "starts": rounds.starts if isinstance(rounds, StaleRounds) else 0,
                 "counters": counters(rounds, self.flows, self._averaging),
+                "family": self._family_state(),
             },
         }
 
@@ -878,6 +894,7 @@ class Session:
         load_replica(self.replica.model, self.replica.optimizers, state)
         load_residuals(self.flows, state["residuals"])
         load_counters(rounds, self.flows, self._averaging, session["counters"])
+        self._load_family_state(session["family"])
         self._steps, self._equal_at_step = session["steps"], session["equal_at_step"]
         self._is_mid_step = False
         self.replica.accept()
