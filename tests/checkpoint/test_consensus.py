@@ -58,11 +58,11 @@ def test_the_mean_is_rounded_once(saved):
     assert list(found) == list(models[0])
 
 
-def test_what_replicas_are_owed_is_added_before_rounding(tmp_path):
+def test_residuals_are_added_before_rounding(tmp_path):
     one = torch.ones(2, dtype=torch.bfloat16)
     tiny = torch.tensor([2.0**-10, 0.0])
-    save(tmp_path, 0, {"w": one}, world_size=2, outstanding={"w": 3 * tiny})
-    save(tmp_path, 1, {"w": one}, world_size=2, outstanding={"w": 7 * tiny})
+    save(tmp_path, 0, {"w": one}, world_size=2, residuals={"w": 3 * tiny})
+    save(tmp_path, 1, {"w": one}, world_size=2, residuals={"w": 7 * tiny})
     wanted = torch.tensor([1 + 2.0**-7, 1.0], dtype=torch.bfloat16)
     assert_same(checkpoint.consensus(tmp_path), {"w": wanted})
 

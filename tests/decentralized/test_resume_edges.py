@@ -1,5 +1,7 @@
 """States that do not fit, or were not taken together; replicas of another number of ranks."""
 
+import threading
+
 import pytest
 import torch
 
@@ -94,6 +96,18 @@ def test_a_state_can_be_loaded_into_a_session_that_has_trained():
         assert refused == 0
 
 
+def test_a_state_of_an_older_version_is_refused():
+    states = states_after(2, 2)
+    for state in states:
+        state["session"] = {"version": 1}
+
+    def load(session, model, optimizer, rank):
+        with pytest.raises(ValueError, match=r"is of version 1.*gg.load_replica"):
+            session.load_state_dict(states[rank])
+
+    on_sessions(2, load)
+
+
 def test_states_taken_after_unequal_steps_are_told_and_nobody_waits_for_ever():
     states = [states_after(2, 6)[0], states_after(2, 5)[1]]
 
@@ -103,9 +117,49 @@ def test_states_taken_after_unequal_steps_are_told_and_nobody_waits_for_ever():
             backward(model, rank, step)
             optimizer.step()
         session.group.barrier()
-        return session.stats().torn_rounds
+        return session.stats().outcomes
 
-    assert on_sessions(2, train) == [0, 1]
+    with pytest.warns(UserWarning, match="unlike rounds, 5 to 6"):
+        outcomes = on_sessions(2, train)
+    assert all(counts["delivered"] > 0 == counts["late"] for counts in outcomes)
+
+
+@pytest.mark.parametrize("mode", ["overlap", "sync"])
+def test_what_is_late_is_given_up_with_a_warning_and_the_state_can_be_loaded(mode, caplog):
+    """Rank 1 does not make its last two steps before rank 0 has saved."""
+    saved = threading.Event()
+    waits = {"overlap": gg.Overlap, "sync": gg.Sync}[mode]
+    patient = waits(deadline_seconds=0.2, floor_seconds=0.2)
+
+    def train(session, model, optimizer, rank):
+        for step in range(5):
+            if step == 3 and rank == 1:
+                assert saved.wait(60.0)
+            set_gradients(model, rank, step)
+            optimizer.step()
+        state = session.state_dict()
+        if rank == 0:
+            saved.set()
+        session.group.barrier()
+        with session.consensus():
+            shown = flat(model)
+        return state, shown
+
+    found = on_sessions(2, train, mode=patient, topology="matching")
+    assert "gave up round" in caplog.text
+    states = [state for state, _ in found]
+    assert torch.equal(found[0][1], found[1][1])
+
+    def go_on(session, model, optimizer, rank):
+        session.load_state_dict(states[rank])
+        for step in range(5, 9):
+            set_gradients(model, rank, step)
+            optimizer.step()
+        session.group.barrier()
+        return session.stats().outcomes
+
+    for counts in on_sessions(2, go_on, mode=mode, topology="matching"):
+        assert counts["delivered"] > 0
 
 
 def test_ranks_that_end_after_unequal_steps_settle_first():
@@ -126,17 +180,16 @@ def test_ranks_that_end_after_unequal_steps_settle_first():
         set_gradients(model, rank, 9)
         optimizer.step()
         session.group.barrier()
-        return shown, session.stats().torn_rounds
+        return shown
 
-    for shown, torn in on_sessions(2, go_on, dtype=torch.float64):
-        assert torn == 0
+    for shown in on_sessions(2, go_on, dtype=torch.float64):
         for name, value in shown.items():
             torch.testing.assert_close(value, mean[name], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_mean_of_all_states_is_the_consensus(dtype):
-    """With a snapshot under way on both ends, and with what rounding took from narrow weights."""
+    """With what rounding took from narrow weights."""
 
     def train(session, model, optimizer, rank):
         for step in range(5):

@@ -79,7 +79,7 @@ def test_numbers_of_numpy_are_numbers():
     assert numbers == [3, 3, 2**20, 3, 3]
     assert {type(number) for number in numbers} == {int}
     assert type(gg.Overlap(deadline_seconds=np.float32(0.5)).deadline_seconds) is float
-    assert type(gg.Stale(cut_every=count).cut_every) is int
+    assert type(gg.Stale(max_staleness=count).max_staleness) is int
 
 
 @pytest.mark.usefixtures("unchecked_types")

@@ -104,7 +104,10 @@ def stop_and_resume(world_size: int, stop: int, end: int, **settings: Any) -> No
 
 def session_of_training(session: dict[str, Any]) -> dict[str, Any]:
     """What a state has of a session, less times and what has just come."""
-    left_out = ("exposed_seconds", "mixing_seconds", "carried")
-    rounds = {k: v for k, v in (session["rounds"] or {}).items() if k not in left_out}
-    averaging = {k: v for k, v in session["averaging"].items() if k != "seconds"}
-    return {**session, "rounds": rounds, "averaging": averaging}
+    counters = dict(session["counters"])
+    for name in ("rounds", "averages"):
+        if name in counters:
+            counters[name] = {k: v for k, v in counters[name].items() if "seconds" not in k}
+    if "links" in counters:
+        counters["links"] = counters["links"]["bytes_sent"]
+    return {**session, "counters": counters}

@@ -1,14 +1,11 @@
 """When ranks save, and under which label: what they come to without a loop around it."""
 
-import dataclasses
-
 import pytest
 import torch
 from torch import nn
 
 from gossipgrad import checkpoint
-from gossipgrad.train import GossipConfig, TrainConfig, _checkpoints
-from gossipgrad.train._check import check
+from gossipgrad.train import TrainConfig, _checkpoints
 from gossipgrad.train._checkpoints import Checkpoints, Place
 from gossipgrad.train._layout import RunDir
 from gossipgrad.train.strategies._local import Local
@@ -23,29 +20,16 @@ def any_disk(monkeypatch):
 
 
 class Apart(Local):
-    """Ranks that agree over a group, and stand where `round` says if they are stale."""
+    """Ranks that agree over a group."""
 
     meets = True
 
-    def __init__(self, model, group, cut_every=None):
+    def __init__(self, model, group):
         super().__init__(model)
-        self._group, self._cut_every = group, cut_every
-        self.round = 0
-
-    @property
-    def is_stale(self):
-        return self._cut_every is not None
+        self._group = group
 
     def agree(self, value):
         return self._group.all_gather_object(value)
-
-    def checkpoint_label(self, steps):
-        if self._cut_every is None:
-            return steps
-        return self.round // self._cut_every * self._cut_every
-
-    def checkpoint_due(self, steps, every):
-        return self.is_stale or super().checkpoint_due(steps, every)
 
 
 class NoBatches:
@@ -59,9 +43,9 @@ class NoBatches:
 class Rank:
     """Checkpoints of a rank whose replica is how many steps it has made."""
 
-    def __init__(self, path, rank, group, *, every, resume_step=None, cut_every=None):
+    def __init__(self, path, rank, group, *, every, resume_step=None):
         self.model, self.events = nn.Linear(1, 1), []
-        self.strategy = Apart(self.model, group, cut_every)
+        self.strategy = Apart(self.model, group)
         resumed = {} if resume_step is None else {"resume": path, "resume_step": resume_step}
         config = TrainConfig(checkpoint_every=every, keep_checkpoints=9, **resumed)
         self.saves = Checkpoints(
@@ -120,32 +104,6 @@ def test_labels_meet_again_after_ranks_were_stopped_after_unequal_steps(tmp_path
     assert weights(tmp_path, 12) == [12, 12]
 
 
-def test_labels_of_stale_ranks_meet_though_they_stand_on_two_sides_of_a_new_cut(tmp_path):
-    def first(rank, group):
-        one = Rank(tmp_path, rank, group, every=8, cut_every=8)
-        one.saves.begin(None)
-        one.strategy.round = 49 + 2 * rank
-        one.steps([1])
-        one.saves.close()
-
-    run_ranks(2, first)
-    assert checkpoint.steps(tmp_path / "checkpoints") == [48]
-
-    def second(rank, group):
-        one = Rank(tmp_path, rank, group, every=5, resume_step=48, cut_every=5)
-        one.strategy.round = 49 + 2 * rank
-        one.saves.begin(one.place(1))
-        for round in range(49 + 2 * rank, 62):
-            one.strategy.round = round
-            one.steps([round])
-            assert one.saves._saver.wait(50.0)
-        one.saves.close()
-
-    run_ranks(2, second)
-    assert checkpoint.steps(tmp_path / "checkpoints") == [48, 55, 60]
-    assert weights(tmp_path, 55) == [55, 55]
-
-
 def test_the_last_one_is_saved_again_where_a_rank_could_not(tmp_path):
     in_the_way = tmp_path / "checkpoints" / "step-000000008" / "rank-0001"
 
@@ -197,47 +155,3 @@ def test_ranks_that_do_not_come_together_each_save_their_own(tmp_path):
     assert second.startswith("the ranks did not come together for it; ")
     assert second.endswith("each rank that is left has saved its own, this one step 6")
     assert checkpoint.steps(tmp_path / "checkpoints") == [4, 6]
-
-
-def test_no_step_waits_for_a_slow_disk_in_mode_stale(tmp_path):
-    waits = []
-
-    def main(rank, group):
-        for cut_every in (None, 4):
-            one = Rank(tmp_path / str(cut_every), rank, group, every=4, cut_every=cut_every)
-            one.saves.begin(None)
-            one.saves._saver.save = lambda *_, wait_seconds, **__: not waits.append(wait_seconds)
-            one.strategy.round = 4
-            one.steps([4])
-            one.saves.close()
-
-    run_ranks(1, main)
-    assert waits == [_checkpoints._WRITE_SECONDS, 0.0]
-
-
-def test_a_state_of_mode_stale_waits_for_the_disk_while_steps_go_on(tmp_path):
-    def main(rank, group):
-        one = Rank(tmp_path, rank, group, every=4, cut_every=4)
-        one.saves.begin(None)
-        saver, idle = one.saves._saver, False
-        wait = saver.wait
-        saver.wait = lambda seconds: idle and wait(seconds)
-        one.strategy.round = 4
-        one.steps([4, 5, 6])
-        assert saver.stats().saved == 0
-        idle = True
-        one.steps([7])
-        one.saves.close()
-
-    run_ranks(1, main)
-    assert checkpoint.steps(tmp_path / "checkpoints") == [4]
-    assert weights(tmp_path, 4, ranks=1) == [4]
-
-
-def test_states_that_would_lie_within_a_round_of_mode_stale_are_refused():
-    config = TrainConfig(
-        checkpoint_every=5, options={"gossip": GossipConfig(mode="stale", every=2)}
-    )
-    with pytest.raises(ValueError, match=r"is 5, but in mode stale .* --checkpoint-every 4 or 6\."):
-        check(config, 2)
-    check(dataclasses.replace(config, checkpoint_every=6), 2)

@@ -20,7 +20,7 @@ def consensus(
     step: int | None = None,
     run: str | None = None,
     key: str = "model",
-    owed: str = "outstanding",
+    residuals: str = "residuals",
 ) -> dict[str, Tensor]:
     """The mean over ranks of what they have saved: the model that a run has trained.
 
@@ -35,8 +35,8 @@ def consensus(
             Where beside it, under `model_names` for `model`, there is a dict of names, the model
             gets those, each with the tensor under the name that it leads to: so that it has tied
             weights under all their names, and not what its own `state_dict()` leaves out.
-        owed: Where the state has what is still to be added to weights (parts that had come and
-            were not mixed yet), by the same names, as far as there is any.
+        residuals: Where the state has what rounding took away from narrow weights, by the same
+            names, as far as there is any; it is added.
 
     Returns:
         By name, on the CPU: floating-point and complex tensors are the mean over ranks, summed in
@@ -46,7 +46,7 @@ def consensus(
         ValueError: Ranks are missing (with their numbers), of unlike runs, or have unlike models;
             or a file is not what was saved, and which.
     """
-    return mean_of(Path(directory), whole_of(Path(directory), step, run), key, owed)
+    return mean_of(Path(directory), whole_of(Path(directory), step, run), key, residuals)
 
 
 def export_safetensors(
@@ -57,7 +57,7 @@ def export_safetensors(
     run: str | None = None,
     rank: int | None = None,
     key: str = "model",
-    owed: str = "outstanding",
+    residuals: str = "residuals",
     overwrite: bool = False,
 ) -> Path:
     """Write the consensus of a checkpoint, or the replica of one rank, as a safetensors file.
@@ -71,7 +71,7 @@ def export_safetensors(
         run: Refuse that of another run; None: take any.
         rank: None: the consensus; a rank: its replica as it was, without the others.
         key: As for `consensus`.
-        owed: As for `consensus`; replicas are written without it.
+        residuals: As for `consensus`; replicas are written without it.
         overwrite: Whether a file that is there may be replaced.
 
     Returns:
@@ -86,7 +86,7 @@ def export_safetensors(
     directory = Path(directory)
     if rank is None:
         whole = whole_of(directory, step, run)
-        tensors = mean_of(directory, whole, key, owed)
+        tensors = mean_of(directory, whole, key, residuals)
         told = {"replica": f"consensus of ranks {', '.join(map(str, whole.members))}"}
     else:
         whole = manifest(directory, rank=rank, step=step, run=run)

@@ -25,14 +25,14 @@ def replica_of(folder: Path, part: Manifest, key: str) -> dict[str, Tensor]:
     return _named(weights, _names(folder, state, key))
 
 
-def mean_of(directory: Path, whole: Manifest, key: str, owed: str) -> dict[str, Tensor]:
-    """The mean of the weights of all ranks, with what they are owed."""
+def mean_of(directory: Path, whole: Manifest, key: str, residuals: str) -> dict[str, Tensor]:
+    """The mean of the weights of all ranks, with what rounding took away from them."""
     sums: dict[str, Tensor] = {}
     kinds: _Kinds = {}
     names: dict[str, str] = {}
     for rank in whole.members:
         # In a call of its own: what was read of one rank goes before that of the next is read.
-        found = _add(sums, kinds, directory, rank, whole.step, key, owed)
+        found = _add(sums, kinds, directory, rank, whole.step, key, residuals)
         names = names or found
     count = len(whole.members)
     mean = {
@@ -49,27 +49,29 @@ def _add(
     rank: int,
     step: int,
     key: str,
-    owed: str,
+    residuals: str,
 ) -> dict[str, str]:
     """Adds a rank to the sums, and gives the names that it tells."""
     folder = folder_of(directory, step, rank)
-    state = read_state(folder, manifest(directory, rank=rank, step=step), (key, owed, key + _NAMES))
+    state = read_state(
+        folder, manifest(directory, rank=rank, step=step), (key, residuals, key + _NAMES)
+    )
     weights = _weights(folder, state, key)
     own = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in weights.items()}
     if not kinds:
         kinds |= own
     _check_alike(folder, own, kinds)
-    outstanding = _weights(folder, state, owed) if state.get(owed) else {}
-    if unknown := sorted(set(outstanding) - set(weights)):
-        raise ValueError(f"{folder} has {unknown[0]!r} under {owed!r}, but not under {key!r}")
+    narrow = _weights(folder, state, residuals) if state.get(residuals) else {}
+    if unknown := sorted(set(narrow) - set(weights)):
+        raise ValueError(f"{folder} has {unknown[0]!r} under {residuals!r}, but not under {key!r}")
     for name, tensor in weights.items():
         if (wide := _wide(tensor.dtype)) is None:
             sums.setdefault(name, tensor)
             continue
         total = sums.setdefault(name, torch.zeros(tensor.shape, dtype=wide))
         total += tensor.to(wide)
-        if name in outstanding:
-            total += outstanding[name].to(wide)
+        if name in narrow:
+            total += narrow[name].to(wide)
     return _names(folder, state, key)
 
 

@@ -22,7 +22,7 @@ def export_dcp(
     step: int | None = None,
     run: str | None = None,
     key: str = "model",
-    owed: str = "outstanding",
+    residuals: str = "residuals",
 ) -> Path:
     """Write the consensus of a checkpoint for `torch.distributed.checkpoint`.
 
@@ -36,7 +36,7 @@ def export_dcp(
         step: Which; None: the newest that is complete.
         run: Refuse that of another run; None: take any.
         key: As for `consensus`.
-        owed: As for `consensus`.
+        residuals: As for `consensus`.
 
     Returns:
         The folder written.
@@ -50,7 +50,7 @@ def export_dcp(
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise ValueError(f"{target} exists and is no empty folder: name another one")
     target_of(target, overwrite=True)
-    weights = consensus(directory, step=step, run=run, key=key, owed=owed)
+    weights = consensus(directory, step=step, run=run, key=key, residuals=residuals)
     with _quiet():
         checkpoint.save({key: weights}, checkpoint_id=target, no_dist=True)
     return target

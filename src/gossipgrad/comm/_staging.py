@@ -50,11 +50,6 @@ class Snapshot:
         self.buffers.fill(bucket, tensors)
         return self._ready(bucket)
 
-    def put(self, bucket: int, flat: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
-        """Copies what another snapshot held of a bucket; returns the same as `take`."""
-        self.flats[bucket].copy_(flat)
-        return self._ready(bucket)
-
     def hold(self, ticket: Ticket) -> None:
         """Keeps the snapshot from being written again before `ticket` is done."""
         self._tickets = [held for held in self._tickets if not held.done]

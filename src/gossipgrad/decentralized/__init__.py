@@ -3,8 +3,6 @@
 from gossipgrad.decentralized._average_states import average_states as average_states
 from gossipgrad.decentralized._compress import resolve_compress as resolve_compress
 from gossipgrad.decentralized._data_parallel import GossipDataParallel as GossipDataParallel
-from gossipgrad.decentralized._delivery_log import DeliveryLog as DeliveryLog
-from gossipgrad.decentralized._delivery_log import Opening as Opening
 from gossipgrad.decentralized._gossip import check_settings as check_settings
 from gossipgrad.decentralized._gossip import gossip as gossip
 from gossipgrad.decentralized._join import join as join

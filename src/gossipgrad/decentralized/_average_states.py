@@ -20,7 +20,7 @@ def average_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         states: What `GossipSession.state_dict()` or `replica_state` gave, of every rank.
 
     Returns:
-        `"model"`: the mean of the weights and floating buffers, with what each is still owed;
+        `"model"`: the mean of the weights and floating buffers, with their residuals;
         others, and extra states of modules, are those of the first. `"optimizers"`: the mean of
         each floating state of a parameter's shape (momentum, moments), over those that have it;
         all else, step counters and hyper-parameters among it, is that of the first.
@@ -46,7 +46,7 @@ def average_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "model": {
             name: _mean(
                 [state["model"][name] for state in states],
-                [state.get("outstanding", {}).get(name) for state in states],
+                [state.get("residuals", {}).get(name) for state in states],
             )
             for name in first["model"]
         },
@@ -62,14 +62,14 @@ def _kinds(state: Mapping[str, Any]) -> list[tuple[str, list[int]]]:
     return [(each["kind"], list(each["sizes"])) for each in state["optimizers"]]
 
 
-def _mean(values: Sequence[Tensor], owed: Sequence[Tensor | None]) -> Tensor:
+def _mean(values: Sequence[Tensor], residuals: Sequence[Tensor | None]) -> Tensor:
     if not values[0].is_floating_point():
         return values[0].clone()
     total = torch.zeros(values[0].shape, dtype=torch.float64)
-    for value, more in zip(values, owed, strict=True):
+    for value, residual in zip(values, residuals, strict=True):
         total += value
-        if more is not None:
-            total += more
+        if residual is not None:
+            total += residual
     return (total / len(values)).to(values[0].dtype)
 
 

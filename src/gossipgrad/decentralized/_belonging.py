@@ -23,7 +23,6 @@ from gossipgrad.decentralized._arrival import Arrival, Arriving, place_of
 from gossipgrad.decentralized._donor import Donor, RunInfo
 from gossipgrad.decentralized._joiner import address_of, root_of
 from gossipgrad.decentralized._members import Members
-from gossipgrad.decentralized._modes import Stale
 from gossipgrad.decentralized._rounds import Rounds
 from gossipgrad.decentralized._sections import Sections
 from gossipgrad.decentralized._settings import Gradients, GradientsAndWeights, Settings
@@ -144,8 +143,6 @@ class Belonging(ABC):
                 f"payload {self._settings.payload} sends gradients during backward, at rounds that "
                 "a joiner does not know yet: use payload='weights'"
             )
-        if isinstance(self._settings.mode, Stale) and self._settings.mode.replay is not None:
-            return "it replays a log, in which nobody joined"
         return None
 
     def _begin_giving(self) -> None:

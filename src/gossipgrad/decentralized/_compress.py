@@ -4,9 +4,7 @@ from typing import Any
 
 from gossipgrad.compression import SharedMask
 
-__all__ = ["name_of", "resolve_compress"]
-
-_MASK = "shared-mask"
+__all__ = ["resolve_compress"]
 
 
 def resolve_compress(compress: Any) -> SharedMask | None:
@@ -25,7 +23,7 @@ def resolve_compress(compress: Any) -> SharedMask | None:
                 "gg.SharedMask(density), such as 'shared-mask:0.1', which goes with any topology "
                 "and keeps no copies of weights"
             )
-        if kind == _MASK:
+        if kind == "shared-mask":
             try:
                 share = float(density)
             except ValueError:
@@ -36,8 +34,3 @@ def resolve_compress(compress: Any) -> SharedMask | None:
         f"compress must be gg.SharedMask(density), or such as 'shared-mask:0.1', got "
         f"{compress!r}: None sends all weights"
     )
-
-
-def name_of(compress: SharedMask) -> str:
-    """The name with which `resolve_compress` makes it again."""
-    return f"{_MASK}:{float(compress.density)!r}"

@@ -7,7 +7,6 @@ from gossipgrad.comm import Channel, Group, News, Recorder, Transport
 from gossipgrad.decentralized._arrival import Arrival
 from gossipgrad.decentralized._deadlines import Deadlines
 from gossipgrad.decentralized._modes import Stale
-from gossipgrad.decentralized._replayed_rounds import ReplayedRounds
 from gossipgrad.decentralized._rounds import Rounds
 from gossipgrad.decentralized._sections import Sections
 from gossipgrad.decentralized._settings import Settings
@@ -68,8 +67,7 @@ def make_rounds(
         peers=None if arrival is None else arrival.membership.living,
     )
     if isinstance(mode, Stale):
-        kind = StaleRounds if mode.replay is None else ReplayedRounds
-        return kind(channel, settings.schedule, mode=mode, recorder=recorder)
+        return StaleRounds(channel, settings.schedule, mode=mode, recorder=recorder)
     return Rounds(
         channel,
         settings.schedule,

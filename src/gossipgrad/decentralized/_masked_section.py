@@ -79,10 +79,6 @@ class MaskedDelta(Delta):
         """Adds `weight` times itself to a whole flat bucket."""
         total.index_add_(0, self.at.in_bucket(), self.pieces[0], alpha=weight)
 
-    def whole(self, numel: int) -> Tensor:
-        """For each of so many elements of the bucket what it brings, shape `(numel,)`."""
-        return self.flat.new_zeros(numel).index_copy_(0, self.at.in_bucket(), self.pieces[0])
-
 
 class MaskedSection(Section):
     """A section of weights that sends, in each round, the coordinates that a mask says.

@@ -1,10 +1,8 @@
 """When a snapshot travels and when it is mixed: the modes, as values."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from numbers import Integral, Real
-
-from gossipgrad.decentralized._delivery_log import DeliveryLog
 
 __all__ = ["Mode", "Overlap", "Stale", "Sync", "check_never_waits", "resolve_mode"]
 
@@ -78,13 +76,6 @@ class Stale:
 
     Attributes:
         max_staleness: Rounds, 0 to 15. 0 has one snapshot under way, as in `Overlap`.
-        cut_every: Rounds after which ranks take their states (`session.cuts` rises); None: they
-            take none. A rank that would jump over such a round comes down on it: so each exchange
-            has been sent by both ends in their states, or by neither, however unlike their steps.
-        record: Keep a log of what this rank opens and mixes, `session.delivery_log`, a few integers
-            a step.
-        replay: Such a log, of this rank: each step waits for what it mixed then, and mixes nothing
-            else, so that the run repeats bit for bit.
 
     Example:
         >>> [round(Stale(max_staleness=d).weight, 3) for d in range(5)]
@@ -92,20 +83,8 @@ class Stale:
     """
 
     max_staleness: int = 2
-    cut_every: int | None = None
-    record: bool = False
-    replay: DeliveryLog | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.cut_every is not None and (
-            isinstance(self.cut_every, bool)
-            or not isinstance(self.cut_every, Integral)
-            or int(self.cut_every) < 1
-        ):
-            raise ValueError(
-                f"cut_every counts rounds between states, a whole number from 1, got "
-                f"{self.cut_every!r}: or None, where no states are taken"
-            )
         number = self.max_staleness
         if (
             isinstance(number, bool)
@@ -117,8 +96,6 @@ class Stale:
                 f"{number!r}: 2 bears most networks, and each further round costs a snapshot"
             )
         object.__setattr__(self, "max_staleness", int(number))
-        if self.cut_every is not None:
-            object.__setattr__(self, "cut_every", int(self.cut_every))
 
     @property
     def weight(self) -> float:

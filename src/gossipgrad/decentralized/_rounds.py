@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
@@ -21,7 +21,6 @@ __all__ = ["Rounds"]
 logger = logging.getLogger(__name__)
 
 TOGETHER_SECONDS = 300.0  # in a collective, to which all have come: for what is on its way
-_REMEMBERED = 64  # rounds: by these it is told at a resume whose end has mixed what
 
 
 class Rounds:
@@ -41,7 +40,6 @@ class Rounds:
         late_rounds: Rounds whose parts had not come when they were due.
         pair_distance: To the partners of the last period.
         void_rounds: Rounds that one of the two ends gave up before it sent its part.
-        mixed: The last rounds of which something was mixed, and whose part that was.
     """
 
     def __init__(
@@ -60,7 +58,6 @@ class Rounds:
         self.void_rounds = 0
         self.patience = Patience()
         self.outcomes: Counter[Outcome] = Counter()
-        self.mixed: deque[tuple[int, int | None]] = deque(maxlen=_REMEMBERED)
         self.exposed_seconds = 0.0
         self.mixing_seconds = 0.0
         self._rank = channel.rank
@@ -196,18 +193,32 @@ class Rounds:
             del self._under_way[0]
         self.pair_distance.note(squares, self.schedule.period)
 
-    def catch_up(self) -> None:
-        """Mixes what is late, and waits for it as a step would; the open round stays open."""
+    def catch_up(self, *, closes: bool) -> None:
+        """Mixes what is late, waiting for it as a step would, and gives up what is late still.
+
+        The open round stays open, unless this `closes` it, too.
+        """
+        if closes:
+            self.settle()
         waits = [self.deadline(transfer) for transfer in self._late]
         squares: list[Tensor] = []
         self._settle_late(squares, max(waits, default=0.0))
         self.pair_distance.note(squares, self.schedule.period)
+        while self._late:
+            self._give_up_oldest()
 
-    def take_on(self, transfers: Sequence[Transfer], *, late: bool = False) -> None:
-        """Looks after transfers that were sent, of the open round or of one that is late."""
-        if late:
-            self._late.extend(transfers)
-            return
+    @property
+    def open_bytes(self) -> int:
+        """What was sent in the open round."""
+        return sum(
+            transfer.section.parts[bucket].size_bytes
+            for transfer in self._under_way
+            for bucket in transfer.exchanges
+            if transfer.peers.send_to is not None
+        )
+
+    def take_on(self, transfers: Sequence[Transfer]) -> None:
+        """Looks after transfers that were sent."""
         self._under_way.extend(transfers)
         self._sent = RoundBefore([t for tr in transfers for t in tr.tickets], self._sent)
         self._listener.expect(transfers)
@@ -254,12 +265,9 @@ class Rounds:
 
     def mix(self, transfer: Transfer, bucket: int, delta: Delta | None) -> None:
         """Mixes a delta into its bucket, if there is one; the bucket is dealt with then."""
-        transfer.tell(bucket, delta)
         if delta is None:
             transfer.taken.add(bucket)
             return
-        if (met := (transfer.round, transfer.peers.recv_from)) not in self.mixed:
-            self.mixed.append(met)
         start = time.perf_counter()
         weight = self.weight(transfer)
         # Right before: an interrupt that comes while torch adds is raised when it has added.
@@ -375,7 +383,7 @@ class Rounds:
         transfer = self._late.pop(0)
         transfer.cancel()
         logger.warning(
-            "rank %d: gave up round %d with rank %s, which is stuck; the mean over ranks may shift "
+            "rank %d: gave up round %d with rank %s, which is late; the mean over ranks may shift "
             "by what it mixes alone",
             self._rank,
             transfer.round,

@@ -43,11 +43,6 @@ class Delta:
         """Adds `weight` times itself to a whole flat bucket."""
         total.add_(self.flat, alpha=weight)
 
-    def whole(self, numel: int) -> Tensor:
-        """For each of so many elements of the bucket what it brings, shape `(numel,)`."""
-        assert len(self.flat) == numel
-        return self.flat
-
 
 class Section:
     """Buckets over some entries, their snapshots, and the residuals of narrow weights.
@@ -113,6 +108,12 @@ class Section:
     def residuals(self, bucket: int) -> list[Tensor | None]:
         """The residuals of a bucket's tensors."""
         return [self._residuals[i] for i in self.plan.buckets[bucket].indices]
+
+    @property
+    def narrow(self) -> list[tuple[Entry, Tensor]]:
+        """The entries of narrow weights, with their residuals."""
+        pairs = zip(self.entries, self._residuals, strict=True)
+        return [(entry, residual) for entry, residual in pairs if residual is not None]
 
     @property
     def parts(self) -> tuple[Part, ...]:

@@ -2,17 +2,15 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from torch import Tensor
 
 from gossipgrad.comm import Channel, Outcome, Recorder
 from gossipgrad.decentralized._deadlines import Deadlines
-from gossipgrad.decentralized._delivery_log import DeliveryLog, Mixed, Opening
 from gossipgrad.decentralized._jumping import jump
 from gossipgrad.decentralized._modes import Stale
 from gossipgrad.decentralized._rounds import TOGETHER_SECONDS, Rounds
-from gossipgrad.decentralized._section import Delta, Section
+from gossipgrad.decentralized._section import Section
 from gossipgrad.decentralized._transfer import Transfer
 from gossipgrad.topology import Peers, Schedule
 
@@ -37,9 +35,6 @@ class StaleRounds(Rounds):
         schedule: Who meets whom in which round.
         mode: The staleness, and the weight that follows from it.
         recorder: Gets the spans, if there is one.
-
-    Attributes:
-        log: What was opened and mixed, if the mode records.
     """
 
     def __init__(
@@ -51,50 +46,14 @@ class StaleRounds(Rounds):
         self._opened = 0  # rounds that were this rank's, whether or not it sent its part
         self._opened_at: dict[int, int] = {}  # of the rounds under way
         self._late_ones: set[int] = set()
-        self._last_opened = self._cut_at = -1
-        self.log = DeliveryLog() if mode.record or mode.replay is not None else None
-        self._mixed: Mixed = []
 
     def position(self, steps: int, every: int) -> int:
         """Rounds behind this rank, those jumped over too, in steps."""
         return max(0, self.next_round - self.starts) * every + steps % every
 
-    @property
-    def cuts(self) -> int:
-        """How many rounds there were at which states are taken, up to the last of this rank's."""
-        return 0 if self._mode.cut_every is None else max(0, self._cut_at) // self._mode.cut_every
-
-    def place(self) -> dict[str, Any]:
-        """Where this rank is, as plain values."""
-        return {
-            "starts": self.starts,
-            "opened": self._opened,
-            "opened_at": dict(self._opened_at),
-            "late": sorted(self._late_ones),
-            "last_opened": self._last_opened,
-            "cut_at": self._cut_at,
-            "log": None if self.log is None else self.log.tensor(),
-        }
-
-    def go_to(self, place: Mapping[str, Any]) -> None:
-        """Takes up what `place` gave."""
-        self.starts, self._opened = place["starts"], place["opened"]
-        self._opened_at = dict(place["opened_at"])
-        self._late_ones = set(place["late"])
-        self._last_opened, self._cut_at = place["last_opened"], place["cut_at"]
-        if self.log is not None and place["log"] is not None:
-            self.log = DeliveryLog(place["log"])  # else it begins here
-
-    def forget_lost(self) -> None:
-        """Looks after no round any more of which nothing is under way."""
-        rounds = {transfer.round for transfer in self._under_way}
-        self._opened_at = {r: opened for r, opened in self._opened_at.items() if r in rounds}
-        self._late_ones &= rounds
-
     def come_to(self, round: int, starts: int) -> None:
         """Goes on at a round that others are at, `starts` of theirs having begun without a step."""
         self.next_round, self.starts = round, starts
-        self._last_opened = self._cut_at = round - 1
 
     def weight(self, transfer: Transfer) -> float:
         """How much of the delta this rank takes: of a matrix, at most what is stable."""
@@ -102,11 +61,8 @@ class StaleRounds(Rounds):
         return min(limit, self.schedule.weight(transfer.round, self._rank, default=limit))
 
     def open(self, sections: Sequence[Section]) -> None:
-        """Opens a round without a step: the first, and one after all ranks came together.
-
-        No states are taken here, so a cut that all come to or pass in this way is none.
-        """
-        before = self._last_opened = self.next_round
+        """Opens a round without a step: the first, and one after all ranks came together."""
+        before = self.next_round
         try:
             self._open(sections)
         finally:
@@ -116,22 +72,18 @@ class StaleRounds(Rounds):
         """Sends the next round's snapshots, or voids the round; what has come already is mixed."""
         start = time.perf_counter()
         round, peers = self.next_round, self.partners
-        sits_out = self._begin_opening()
+        self._opened += 1
         transfers: list[Transfer] = []
-        if peers.send_to is not None and not sits_out and not self._owes(peers.send_to):
+        if peers.send_to is not None and not self._owes(peers.send_to):
             transfers = self._snapshots(sections, round, peers)
         if not transfers:
             self.next_round += 1
             if peers.send_to is not None:
                 self._void(round, peers)
-            self._record(Opening(round, sent=False, closed=self._mixed_now()))
             return
         self._send(transfers)
         self._spent("snapshot", start, round=round)
-        sent = any(e.open or e.received is not None for e in transfers[0].exchanges.values())
-        mixed = self._mixed_now()
         self._take_in(transfers)
-        self._record(Opening(round, sent=sent, closed=mixed, taken=self._mixed_now()))
 
     def close(self) -> None:
         """Mixes what has come, and goes on to the highest round heard of."""
@@ -158,42 +110,11 @@ class StaleRounds(Rounds):
             transfer.await_parts(deadline)
         self._take_in(list(self._under_way))
 
-    def take_on(self, transfers: Sequence[Transfer], *, late: bool = False) -> None:
+    def take_on(self, transfers: Sequence[Transfer]) -> None:
         """Looks after transfers that were sent; none is late here."""
         for transfer in transfers:
             self._opened_at.setdefault(transfer.round, self._opened)
         self._under_way.extend(transfers)
-
-    def mix(self, transfer: Transfer, bucket: int, delta: Delta | None) -> None:
-        """Mixes a delta, and keeps in mind that it was now."""
-        super().mix(transfer, bucket, delta)
-        if delta is not None and self.log is not None:
-            self._mixed.append((transfer.round, transfer.section.first_bucket + bucket))
-
-    def _begin_opening(self) -> bool:
-        """Counts the next round as opened; whether nothing may be sent in it for a cut's sake.
-
-        States are taken after the first opening at the round of the cut, or behind it. They hold
-        what was sent up to that round, and nothing of later ones, on any rank: so each exchange is
-        in the states of both its ends, or of none. A rank that a collective has taken past the cut
-        sends nothing in the first round behind it, since its partner may have done so after its
-        own state.
-        """
-        round, every = self.next_round, self._mode.cut_every
-        cuts = every is not None and round // every > self._last_opened // every
-        self._last_opened = round
-        self._opened += 1
-        if cuts:
-            self._cut_at = round
-        return cuts and round % every != 0
-
-    def _mixed_now(self) -> Mixed:
-        mixed, self._mixed = self._mixed, []
-        return mixed
-
-    def _record(self, opening: Opening) -> None:
-        if self.log is not None:
-            self.log.add(opening)
 
     def _owes(self, partner: int) -> bool:
         """Whether the partner has not answered for longer than the mode foresees."""
@@ -220,17 +141,12 @@ class StaleRounds(Rounds):
                     begun.release()
         return transfers
 
-    def _take_in(self, transfers: Sequence[Transfer], *, mixes: bool = True) -> None:
-        """Mixes what has come of some transfers; those that are complete are under way no more.
-
-        With `mixes` False only what is void is dealt with.
-        """
+    def _take_in(self, transfers: Sequence[Transfer]) -> None:
+        """Mixes what has come of some transfers; those that are complete are under way no more."""
         squares: list[Tensor] = []
         for transfer in transfers:
             for bucket, exchange in sorted(transfer.exchanges.items()):
-                if bucket in transfer.taken or exchange.open:
-                    continue
-                if mixes or transfer.delta(bucket) is None:
+                if bucket not in transfer.taken and not exchange.open:
                     self._take_one(transfer, bucket, squares)
         self._let_go(transfers)
         self.pair_distance.note(squares, self.schedule.period)
@@ -264,8 +180,5 @@ class StaleRounds(Rounds):
         self.late_rounds += len(late)
 
     def _jump(self) -> None:
-        """Voids the rounds between this rank's and the highest heard of, or the last cut there."""
-        heard, every = self.channel.heard, self._mode.cut_every
-        if every is not None and (cut := heard // every * every) >= self.next_round:
-            heard = cut
-        jump(self, heard)
+        """Voids the rounds between this rank's and the highest heard of."""
+        jump(self, self.channel.heard)

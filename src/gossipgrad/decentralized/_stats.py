@@ -36,8 +36,6 @@ class Stats:
             stuck may find those of `max_staleness + 1` rounds of each other rank, mostly of one.
         clamps: Elements of non-negative optimizer state that mixing would have left below zero.
         refused_messages: Messages dropped because they did not fit the plan.
-        torn_rounds: Rounds that a resumption found mixed at one end alone; the mean over ranks has
-            shifted by them. 0 if the states were taken as they should be.
         consensus_distance_estimate: From the differences to this rank's own partners in the last
             period; None before the first round and where no weights travel. It costs no traffic.
             Partners that met recently are closer than any two ranks, so it tends to read low.
@@ -65,7 +63,6 @@ class Stats:
     snapshot_limit_bytes: int
     clamps: int
     refused_messages: int
-    torn_rounds: int
     consensus_distance_estimate: float | None
     consensus_distance: float | None
     averages: int
@@ -129,7 +126,6 @@ def collect(
         clamps=int(sum(int(section.clamped) for section in sections.all)),
         refused_messages=carried.refused_messages
         + (0 if rounds is None else rounds.channel.refused),
-        torn_rounds=carried.torn_rounds,
         consensus_distance_estimate=(
             None if squared is None else math.sqrt(squared * (here - 1) / (2 * here))
         ),

@@ -2,10 +2,9 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from gossipgrad.comm import (
     Channel,
@@ -36,7 +35,6 @@ class Transfer:
         self.counted: set[int] = set()  # buckets of which it is known how they ended
         self.taken: set[int] = set()  # those that are dealt with: mixed, or nothing came
         self.behind = RoundBefore()
-        self.told_of: list[Callable[[int, Delta | None], None]] = []
         self._channel = channel
         self._deltas: dict[int, Delta] = {}
         self._versions: dict[int, int] = {}
@@ -72,10 +70,6 @@ class Transfer:
     def fill(self, bucket: int) -> None:
         """Copies a bucket into the snapshot."""
         self._filled[bucket] = self.section.fill(self.snapshot, bucket, self.meeting)
-
-    def refill(self, bucket: int, flat: Tensor) -> None:
-        """Lays what an earlier snapshot held into this one."""
-        self._filled[bucket] = self.snapshot.put(bucket, flat)
 
     def post(self, bucket: int) -> None:
         """Sends a bucket, and copies it into the snapshot before if that was not done."""
@@ -148,20 +142,6 @@ class Transfer:
             self._deltas[bucket] = delta
             exchange.received = None
             return delta
-
-    def bring(self, bucket: int, flat: Tensor) -> None:
-        """Takes a delta that came before, with nothing sent for it now."""
-        at = self.section.first_bucket + bucket
-        exchange = Exchange(self.round, at, None, self.peers.recv_from)
-        exchange.finish(Outcome.DELIVERED)
-        self.exchanges[bucket] = exchange
-        here = flat.to(self.section.device, copy=True)
-        self._deltas[bucket] = self.section.delta(bucket, here, self.round)
-
-    def tell(self, bucket: int, delta: Delta | None) -> None:
-        """Says to who wants to know what a bucket came to, right before it is mixed."""
-        for tell in self.told_of:
-            tell(bucket, delta)
 
     def told(self, bucket: int) -> dict[str, object]:
         """What a trace tells of an exchange that is over."""

@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 
 from gossipgrad import checkpoint
 from gossipgrad.comm import load_replica, misfit, replica_state
-from gossipgrad.decentralized import GossipSession
-from gossipgrad.errors import GossipError
+from gossipgrad.errors import EvictedError, GossipError
 
 from ._batches import Batches, RingBatches
 from ._config import TrainConfig
@@ -22,13 +21,11 @@ from ._metrics import Event
 from ._random_state import load_random_state, random_state
 from .strategies import RunningStrategy
 
-# How long the write of the checkpoint before is awaited, but in mode stale, where no step waits.
-# Where the disk is slower than that, ranks leave out one here and another there, and few are
-# complete.
+# How long the write of the checkpoint before is awaited. Where the disk is slower than that, ranks
+# leave out one here and another there, and few are complete.
 _WRITE_SECONDS = 2.0
 _LAST_SECONDS = 60.0  # the same, for the last one
 _SETTLE_SECONDS = 60.0  # how long rows on their way to neighbours are awaited
-_MOST_PENDING_STEPS = 64  # that a state of mode stale is kept back for what it lacks
 _OF_A_RUN = frozenset({"strategy", "batches", "random", "loop"})  # beside replica and session
 
 
@@ -48,10 +45,9 @@ class Place:
 
 
 class Checkpoints:
-    """The checkpoints of one rank: each rank saves its own state, and waits for no other.
+    """The checkpoints of one rank: each rank saves its own state.
 
-    In mode stale ranks take theirs as they pass the same rounds, and a state is kept back until it
-    is known of each of its exchanges how it ended, and nothing else is being written.
+    In mode stale all come together for that, each as its position comes to the next checkpoint.
 
     Args:
         config: The options, resolved.
@@ -90,7 +86,6 @@ class Checkpoints:
         self._saver: checkpoint.Saver | None = None
         self._last = self._base = 0
         self._attempt = ""
-        self._pending: tuple[int, dict[str, Any], int] | None = None
 
     def resume(self) -> Place:
         """Brings everything where the checkpoint of `resume_step` has it; a collective.
@@ -121,7 +116,6 @@ class Checkpoints:
         session = self._strategy.session
         if session is not None:
             session.load_state_dict(state)
-            self._tell_torn(session, state["session"])
         else:
             load_replica(self._model, self._optimizers, state)
         if isinstance(self._batches, RingBatches):
@@ -170,20 +164,21 @@ class Checkpoints:
         if self._saver is None or every is None:
             return
         self._saver.wait(0.0)  # says what has failed meanwhile
-        self._send_pending(steps)
         label = self._strategy.checkpoint_label(steps) + self._base
         if label <= self._last or not self._strategy.checkpoint_due(steps, every):
             return
         if not self._settle_rows():
             return
         self._last = label
-        state = self._state(place())
-        if not self._strategy.is_stale:
-            self._save(state, label)
-            return
-        self._send_pending(steps, always=True)
-        self._pending = label, state, steps
-        self._send_pending(steps)
+        try:
+            self._save(self._state(place()), label)
+        except EvictedError:
+            raise
+        except GossipError as error:
+            if not self._strategy.is_stale:
+                raise
+            text = f"rank {self._rank}: the checkpoint of step {label} is left out: {error}"
+            self._emit({"event": "checkpoint", "text": text})
 
     def end(self, steps: int, place: Place, *, together: bool) -> str | None:
         """Saves the last one, with all ranks that live; why there is none of all, if so.
@@ -198,7 +193,6 @@ class Checkpoints:
         """
         if self._saver is None:
             return None
-        self._send_pending(steps, always=True)
         try:
             if together:
                 return self._end_together(steps, place)
@@ -292,7 +286,7 @@ class Checkpoints:
         if session is None:
             state = replica_state(self._model, self._optimizers, copy=False)
         else:
-            state = session.state_dict(settle=settle, copy=self._strategy.is_stale)
+            state = session.state_dict(settle=settle, copy=False)
         own = self._batches.state_dict() if isinstance(self._batches, RingBatches) else None
         return {
             **state,
@@ -311,30 +305,10 @@ class Checkpoints:
             return misfit(self._model, self._optimizers, state)
         return None  # a session looks for itself
 
-    def _tell_torn(self, session: GossipSession, saved: Mapping[str, Any]) -> None:
-        rounds = saved["rounds"]
-        before = 0 if rounds is None else rounds["carried"]["torn_rounds"]
-        if torn := session.stats().torn_rounds - before:
-            self._strategy.notes.append(
-                f"rounds that were mixed at one end alone when the checkpoint was taken: {torn}; "
-                "the mean over ranks has shifted by them"
-            )
-
-    def _send_pending(self, steps: int, *, always: bool = False) -> None:
-        if self._pending is None:
-            return
+    def _save(
+        self, state: dict[str, Any], label: int, wait_seconds: float = _WRITE_SECONDS
+    ) -> bool:
         assert self._saver is not None
-        label, state, since = self._pending
-        complete = "session" not in state or GossipSession.is_complete(state)
-        due = complete or steps - since > _MOST_PENDING_STEPS
-        if always or (due and self._saver.wait(0.0)):
-            self._pending = None
-            self._save(state, label)
-
-    def _save(self, state: dict[str, Any], label: int, wait_seconds: float | None = None) -> bool:
-        assert self._saver is not None
-        if wait_seconds is None:
-            wait_seconds = 0.0 if self._strategy.is_stale else _WRITE_SECONDS
         return self._saver.save(
             state,
             step=label,

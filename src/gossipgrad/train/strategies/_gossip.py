@@ -159,7 +159,7 @@ class GossipStrategy(Strategy):
         silent_seconds, usual = setting.lost_after_seconds, gg.Heartbeats()
         return {
             "topology": options.topology,
-            "mode": _mode(options, _cut_every(options, setting)),
+            "mode": _mode(options),
             "payload": options.payload,
             "every": options.every,
             "average_every": options.average_every,
@@ -192,21 +192,15 @@ class GossipStrategy(Strategy):
             session,
             every=options.every,
             checkpoint_every=setting.checkpoint_every,
-            cut_every=_cut_every(options, setting),
         )
         if options.faults is not None:
             running.notes.append(f"faults by script: {options.faults}")
         return running
 
 
-def _cut_every(options: GossipConfig, setting: Setting) -> int | None:
-    steps = setting.checkpoint_every
-    return None if steps is None else max(1, steps // options.every)
-
-
-def _mode(options: GossipConfig, cut_every: int | None) -> gg.Stale | gg.Overlap | gg.Sync:
+def _mode(options: GossipConfig) -> gg.Stale | gg.Overlap | gg.Sync:
     if options.mode == "stale":
-        return gg.Stale(max_staleness=options.max_staleness, cut_every=cut_every)
+        return gg.Stale(max_staleness=options.max_staleness)
     return _WAITING[options.mode](
         deadline_seconds=options.deadline_seconds, floor_seconds=options.deadline_floor_seconds
     )
@@ -218,14 +212,6 @@ def _check_nothing_waits(options: GossipConfig, setting: Setting) -> None:
             "checkpoints of shuffle ring wait for the rows that are on their way to neighbours, "
             "and in mode stale no step waits: leave --checkpoint-every out, or use --shuffle "
             "global."
-        )
-    if (steps := setting.checkpoint_every) is not None and steps % options.every:
-        whole = steps // options.every * options.every
-        near = [str(steps) for steps in (whole, whole + options.every) if steps]
-        raise ValueError(
-            f"checkpoint_every is {steps}, but in mode stale states are taken between rounds, "
-            f"which have {options.every} steps each (every): use --checkpoint-every "
-            f"{' or '.join(near)}."
         )
     if setting.shuffle == "ring" and setting.shuffle_deadline_seconds > 0:
         raise ValueError(

@@ -36,7 +36,6 @@ class Gossip(RunningStrategy):
         *,
         every: int,
         checkpoint_every: int | None = None,
-        cut_every: int | None = None,
     ) -> None:
         super().__init__()
         self.model = replica.model
@@ -48,7 +47,7 @@ class Gossip(RunningStrategy):
         self._told: set[str] = set()
         self._every = every
         self._accord: StopTogether | None = None
-        self._cut_every = cut_every
+        self._checkpoint_every = checkpoint_every
         if checkpoint_every is not None and not self.is_stale:
             self._accord = StopTogether(
                 self._session.group,
@@ -146,13 +145,14 @@ class Gossip(RunningStrategy):
         return self._session.agree(value)
 
     def checkpoint_label(self, steps: int) -> int:
-        """The steps of the rounds up to here; in mode stale to where all take their states.
+        """The steps of the rounds up to here; in mode stale to where all come together to save.
 
         Ranks that were stopped after unequal steps stand in the same round when they go on.
         """
-        if self.is_stale and self._cut_every is not None:
-            return self._session.cuts * self._cut_every * self._every
-        if self._session.world_size == 1 or self.is_stale:
+        if self.is_stale:
+            every = self._checkpoint_every or 1
+            return self.position(steps) // every * every
+        if self._session.world_size == 1:
             return steps
         own = steps - self._ahead
         return self._ahead + self._session.round_number * self._every + own % self._every
