@@ -89,8 +89,7 @@ class Resumable(ABC):
             settle: A collective in any mode, as in mode stale: for ranks that end after unequal
                 steps.
             copy: False: of what lies in host memory the state holds the tensors themselves, and is
-                right until the next step begins. For who copies them at once. In mode stale they
-                are copied all the same.
+                right until the next step begins. For who copies them at once.
 
         Returns:
             Tensors, numbers, text, lists and dicts: `"model"` by name; `"residuals"`, what rounding
@@ -120,8 +119,7 @@ class Resumable(ABC):
             self._averaging.meet("settle", self._pending_change())
             with self._averaging.together():
                 rounds.settle(TOGETHER_SECONDS)  # what is late, too
-            # What comes as the next round begins may be mixed at once, so the state holds copies.
-            state = self._state(rounds.next_round, copy=copy or isinstance(rounds, StaleRounds))
+            state = self._state(rounds.next_round, copy=copy)
             self._begin()
             return state
         self._watch.check(self._is_as_sent)

@@ -61,15 +61,18 @@ class StaleRounds(Rounds):
         return min(limit, self.schedule.weight(transfer.round, self._rank, default=limit))
 
     def open(self, sections: Sequence[Section]) -> None:
-        """Opens a round without a step: the first, and one after all ranks came together."""
+        """Opens a round without a step: the first, and one after all ranks came together.
+
+        Nothing is mixed here, so that weights are as a collective or a loaded state left them.
+        """
         before = self.next_round
         try:
             self._open(sections)
         finally:
             self.starts += self.next_round - before
 
-    def _open(self, sections: Sequence[Section]) -> None:
-        """Sends the next round's snapshots, or voids the round; what has come already is mixed."""
+    def _open(self, sections: Sequence[Section]) -> list[Transfer]:
+        """Sends the next round's snapshots, or voids the round."""
         start = time.perf_counter()
         round, peers = self.next_round, self.partners
         self._opened += 1
@@ -80,10 +83,10 @@ class StaleRounds(Rounds):
             self.next_round += 1
             if peers.send_to is not None:
                 self._void(round, peers)
-            return
+            return []
         self._send(transfers)
         self._spent("snapshot", start, round=round)
-        self._take_in(transfers)
+        return transfers
 
     def close(self) -> None:
         """Mixes what has come, and goes on to the highest round heard of."""
@@ -96,7 +99,7 @@ class StaleRounds(Rounds):
     def advance(self, of_round: Callable[[int], Sequence[Section]]) -> None:
         """Closes the round, then opens the next, which may be a later one than before."""
         self.close()
-        self._open(of_round(self.next_round))
+        self._take_in(self._open(of_round(self.next_round)))
 
     def settle(
         self,
