@@ -49,7 +49,7 @@ ACTS = [
     Act(name="lost", resumes="overlap", options={"resume_step": 3}, members=(0, 2)),
     Act(name="local", options={"strategy": "local"}),
     Act(name="local-two", resumes="local", world_size=2, members=(0, 1)),
-    Act(name="stale", options={"gossip": STALE, "checkpoint_every": 4}),
+    Act(name="stale", options={"options": {"gossip": STALE}, "checkpoint_every": 4}),
     Act(
         name="stale-again",
         resumes="stale",

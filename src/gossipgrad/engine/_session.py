@@ -402,8 +402,7 @@ class Session:
             drain: A collective in any mode, as in mode stale: for ranks that end after unequal
                 steps.
             copy: False: of what lies in host memory the state holds the tensors themselves, and is
-                right until the next step begins. For callers that copy them at once. In mode stale
-                they are copied all the same.
+                right until the next step begins. For callers that copy them at once.
 
         Returns:
             Tensors, numbers, text, lists and dicts in host memory: `"model"` by name;
@@ -432,8 +431,7 @@ class Session:
         if drain or isinstance(rounds, StaleRounds):
             self._averaging.meet("drain", self._pending_change())
             self._averaging.drain()
-            # What arrives as the next round begins may be mixed at once: the state holds copies.
-            state = self._state(rounds.next_round, copy=copy or isinstance(rounds, StaleRounds))
+            state = self._state(rounds.next_round, copy=copy)
             self._begin()
             return state
         self.replica.check(self._is_as_sent)

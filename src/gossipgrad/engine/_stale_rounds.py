@@ -58,7 +58,10 @@ class StaleRounds(Rounds):
         return min(limit, self.schedule.weight(transfer.round, self._rank, default=limit))
 
     def open(self, flows: Sequence[Flow]) -> None:
-        """Opens a round without a step: the first, and one after a collective."""
+        """Opens a round without a step: the first, and one after a collective.
+
+        Nothing is mixed here, so that weights are as a collective or a loaded state left them.
+        """
         before = self.next_round
         try:
             self._open_next(flows)
@@ -76,7 +79,7 @@ class StaleRounds(Rounds):
     def advance(self, flows_of: FlowsOf) -> None:
         """Closes the round, then opens the next, which may be a later one than before."""
         self.close()
-        self._open_next(flows_of(self.next_round))
+        self._mix_arrived(self._open_next(flows_of(self.next_round)))
 
     def drain(
         self,
@@ -90,8 +93,8 @@ class StaleRounds(Rounds):
             transfer.wait_all(deadline)
         self._mix_arrived(list(self._open))
 
-    def _open_next(self, flows: Sequence[Flow]) -> None:
-        """Sends the next round's snapshots, or voids the round; mixes what has arrived already."""
+    def _open_next(self, flows: Sequence[Flow]) -> list[Transfer]:
+        """Sends the next round's snapshots, or voids the round."""
         start = time.perf_counter()
         round, peers = self.next_round, self.partners
         self._opened += 1
@@ -102,10 +105,10 @@ class StaleRounds(Rounds):
             self.next_round += 1
             if peers.send_to is not None:
                 self.void(round, peers)
-            return
+            return []
         self._send(transfers)
         self._spent("snapshot", start, round=round)
-        self._mix_arrived(transfers)
+        return transfers
 
     def _take_on(self, transfers: Sequence[Transfer]) -> None:
         for transfer in transfers:

@@ -314,7 +314,6 @@ class Checkpoints:
             step=label,
             members=self._strategy.living,
             wait_seconds=wait_seconds,
-            copy=not self._strategy.is_stale,  # whose states hold copies
         )
 
     def _settle_rows(self) -> bool:
