@@ -24,7 +24,7 @@ nitpicky = True
 nitpick_ignore_regex = [
     (
         r"py:.*",
-        r"(torch|numpy|np|jaxtyping|collections|concurrent|pathlib|os|abc|enum|typing|threading|signal"
+        r"(torch|numpy|np|jaxtyping|collections|concurrent|pathlib|os|abc|enum|typing|threading|signal|weakref"
         r"|contextlib|dist|nn)\..*",
     ),
     (
