@@ -127,7 +127,7 @@ class Rounds:
 
     @property
     def in_flight(self) -> Sequence[Transfer]:
-        """What was sent and is not mixed: of the open round, and late ones."""
+        """What was sent and is not mixed, of the open round and late ones."""
         return [*self._late, *self._open]
 
     @property

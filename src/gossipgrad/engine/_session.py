@@ -474,7 +474,7 @@ class Session:
 
     @property
     def round_number(self) -> int:
-        """Rounds behind this rank: closed, given up or jumped over; 0 without partners.
+        """Rounds behind this rank, closed, given up or jumped over; 0 without partners.
 
         States that were taken in one round belong together, also of ranks that have made unequal
         numbers of steps.

@@ -36,7 +36,7 @@ class RoundSettings:
 
     @property
     def snapshots(self) -> int:
-        """How many may be held at once: by default one that travels and one that is made."""
+        """How many may be held at once; by default one that travels and one that is made."""
         return self.mode.snapshots if isinstance(self.mode, Stale) else 2
 
     @property
