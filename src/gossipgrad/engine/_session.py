@@ -51,7 +51,7 @@ from gossipgrad.engine._state import (
 )
 from gossipgrad.engine._stats import Stats, collect
 from gossipgrad.engine._step_hooks import StepHooks
-from gossipgrad.engine._surgery import Surgery
+from gossipgrad.engine._surgery import Surgery, check_surgery
 from gossipgrad.engine._tensors import largest_piece_bytes
 from gossipgrad.engine._waits import Deadlines
 from gossipgrad.errors import GossipError, ReplicaChangedError
@@ -292,10 +292,10 @@ class Session:
             flows = self._deal()
             if self._rounds is not None:
                 self._rounds.cancel()
-                self._use(flows)
+            self._use(flows)
+            if self._rounds is not None:
                 broadcast_replica(self.group, self.replica.model, self.replica.optimizers)
                 self.group.barrier()  # no rank sends by the new plan before all have it
-            self.flows = flows
         self.replica.accept()
         if self._admission is not None:
             self._admission.publish()
@@ -315,12 +315,12 @@ class Session:
             GossipError: As `consensus()`.
         """
         self._check_ready("apply_")
+        check_surgery(self.replica.model, surgery)
         self._averaging.meet("surgery", self._pending_change())
         self._averaging.drain()
         with self._averaging.together():
             self.replica.apply(surgery)
-            self.flows = self._deal()
-            self._use(self.flows)
+            self._use(self._deal())
             self.group.barrier()  # no rank sends by the new plan before all have it
         self.replica.accept()
         if self._admission is not None:
@@ -718,6 +718,7 @@ class Session:
 
     def _use(self, flows: Sequence[Flow]) -> None:
         """Goes on with other flows; nothing is in flight, and all ranks do it."""
+        self.flows = list(flows)
         if self._gradients is not None:
             self._gradients.remove()
             self._gradients = None

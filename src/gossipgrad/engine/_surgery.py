@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from gossipgrad.comm import is_sharded
 from gossipgrad.engine._tensors import NON_NEGATIVE
 
-__all__ = ["Resize", "Surgery", "operate"]
+__all__ = ["Resize", "Surgery", "check_surgery", "operate"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,17 +73,8 @@ class Surgery:
     attributes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
-@torch.no_grad()
-def operate(model: nn.Module, optimizers: Sequence[Optimizer], surgery: Surgery) -> None:
-    """Applies a surgery in place: the objects that are the parameters stay the same.
-
-    Parameters, buffers, gradients and each optimizer state of a parameter's shape follow. Hooks on
-    parameters, param groups and schedulers go on working. DistributedDataParallel has to be wrapped
-    anew.
-
-    Raises:
-        ValueError: If a name is unknown or a resize does not fit; nothing is changed then.
-    """
+def check_surgery(model: nn.Module, surgery: Surgery) -> None:
+    """Raises `ValueError` if a surgery names what a model does not have, or does not fit it."""
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     for name, resizes in surgery.resizes.items():
         tensor = parameters.get(name, buffers.get(name))
@@ -94,11 +85,26 @@ def operate(model: nn.Module, optimizers: Sequence[Optimizer], surgery: Surgery)
         for resize in resizes:
             if (why := resize.misfit(tensor)) is not None:
                 raise ValueError(f"the surgery does not fit {name!r}: {why}")
+    modules = dict(model.named_modules())
     for path, values in surgery.attributes.items():
-        module = model.get_submodule(path)
         for attribute in values:
-            if not isinstance(getattr(module, attribute, None), int):
-                raise ValueError(f"module {path!r} has no number {attribute!r}")
+            if not isinstance(getattr(modules.get(path), attribute, None), int):
+                raise ValueError(f"the surgery names {path}.{attribute}, which is no number here")
+
+
+@torch.no_grad()
+def operate(model: nn.Module, optimizers: Sequence[Optimizer], surgery: Surgery) -> None:
+    """Applies a surgery in place: the objects that are the parameters stay the same.
+
+    Parameters, buffers, gradients and each optimizer state of a parameter's shape follow. Hooks on
+    parameters, param groups and schedulers go on working. DistributedDataParallel has to be wrapped
+    anew.
+
+    Raises:
+        ValueError: If it does not fit; nothing is changed then.
+    """
+    check_surgery(model, surgery)
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     for name, resizes in surgery.resizes.items():
         if name in buffers:
             _replace(buffers[name], _weight(buffers[name], resizes))
