@@ -8,13 +8,13 @@ from beartype import beartype
 from beartype.roar import BeartypeCallHintParamViolation
 from jaxtyping import TypeCheckError
 
-from gossipgrad.comm._place import place
+from gossipgrad.comm._ledger import place
 from gossipgrad.simulate._setting import together
 
 
 def test_types_are_checked():
     with pytest.raises(BeartypeCallHintParamViolation, match="generation"):
-        place("first", 1)
+        place("first", 0, 1)
 
 
 def test_shapes_are_checked():

@@ -226,17 +226,6 @@ def test_resume_voids_what_the_others_never_sent(channels):
     assert after[0].received.tolist() == [2.0] * 4
 
 
-def test_a_fenced_peer_is_waited_for_again_after_resume(channels):
-    a, b = channels()
-    came = {0: a.fence(), 1: b.fence()}
-    until(lambda: b.poll() or b._ledgers[0].era == 1)
-    assert post(b, 0, round=0).outcome is V
-    for channel in (a, b):
-        channel.resume(came, 1)
-    pair = post(b, 0, round=1), post(a, 1, round=1)
-    assert (b.take(pair[0], 30.0), a.take(pair[1], 30.0)) == (D, D)
-
-
 def test_replan_goes_on_with_other_buckets(channels):
     a, b = channels()
     pair = post(a, 1), post(b, 0)

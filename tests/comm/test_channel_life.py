@@ -166,16 +166,6 @@ def test_early_parts_of_a_peer_that_left_are_freed_with_its_generation(channels,
     assert a.early_bytes == 0
 
 
-def test_rounds_that_are_refused_for_a_silent_peer_are_named_ever_more_rarely(channels):
-    a, _ = channels()
-    told = []
-    say = a._outbox.tell
-    a._outbox.tell = lambda header, peers: (told.append(header.round), say(header, peers))
-    for number in range(400):
-        post(a, 1, round=number)
-    assert 64 <= len(told) < 100
-
-
 def test_an_interrupted_close_leaves_no_thread_and_no_link(monkeypatch):
     before = {*ours()}
     ends = make_transports("in-process", 2)

@@ -7,7 +7,6 @@ import torch
 
 from gossipgrad.comm import Channel, Outcome, Part
 from support.links import RUN
-from support.waiting import until
 from support.wires import Wires
 
 D, L, V = Outcome.DELIVERED, Outcome.LATE, Outcome.VOID

@@ -92,7 +92,7 @@ def test_who_has_come_to_the_round_grants_it_whatever_it_still_awaits(ranks):
 
 @pytest.mark.parametrize(
     "end",
-    ["leaves", "voids", "sends", "closes", "enters", "goes on", "gives up", "settles", "meets"],
+    ["leaves", "voids", "sends", "closes", "enters", "goes on", "gives up", "fences", "meets"],
 )
 def test_it_ends_when_there_is_nothing_to_wait_for_any_more(ranks, end, monkeypatch):
     if end != "closes":  # it is woken, and does not find out by looking again
@@ -117,10 +117,10 @@ def test_it_ends_when_there_is_nothing_to_wait_for_any_more(ranks, end, monkeypa
             post(a, 1, round=2)
         case "gives up":
             a.void(2, 1)
-        case "settles":  # here: what is told of it stands behind the part
-            a.settle()
+        case "fences":  # here: what is told of it stands behind the part
+            a.fence()
         case "meets":  # and there, where this round is no more
-            c.settle()
+            c.fence()
     until(lambda: a.closed or a.poll() or a._outbox.empty)
     assert time.perf_counter() - start < LONG / 2
 
@@ -128,8 +128,8 @@ def test_it_ends_when_there_is_nothing_to_wait_for_any_more(ranks, end, monkeypa
 def test_a_part_for_one_that_has_come_to_a_collective_does_not_wait(ranks):
     (a, _, c), (wire, _, _) = ranks
     post(c, 1, round=0)
-    c.settle()
-    until(lambda: a.poll() or a._ledgers[2].known)
+    c.fence()
+    until(lambda: a.poll() or a._ledgers[2].era)
     a.turn(1, 2)(LONG)  # nothing is awaited of it in return
     assert wire.said == []
 

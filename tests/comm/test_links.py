@@ -47,7 +47,7 @@ def post(channel, peer, round=0, value=0.0):
         ({"size_bytes": 16}, None),
         ({"bucket": 1}, 16),
         ({"round": -1}, 16),
-        ({"kind": Kind.NOTE, "dtype": None, "size_bytes": 0}, 4),
+        ({"kind": Kind.VOID, "dtype": None, "size_bytes": 0}, 4),
         ({"kind": Kind.LEAVE, "run": bytes(16), "dtype": None, "size_bytes": 0}, None),
     ],
 )

@@ -12,6 +12,9 @@ CPU = torch.device("cpu")
 class Held:
     done = False
 
+    def wait(self, timeout_seconds):
+        return self.done
+
 
 def plan_of(*sizes):
     return BucketPlan.make(
