@@ -1,11 +1,15 @@
 """What a session computes is what the reference computes, bit for bit where sums have an order."""
 
+import random
+
 import pytest
 import torch
 
+from gossipgrad.planning import AffineCost, Method, SortingCost, omgs_greedy
 from gossipgrad.sparsification import Warmup
+from gossipgrad.sparsification._reference import merge
 from support.replicas import adam, assert_same_bits
-from support.sparse import backward_of, train, train_reference
+from support.sparse import assume_costs, backward_of, train, train_reference
 
 SINGLE, LAYERWISE = [4], [1, 1, 1, 1]
 
@@ -100,3 +104,28 @@ class SkipsNonFinite(torch.optim.SGD):
         grads = [p.grad for group in self.param_groups for p in group["params"]]
         if all(bool(grad.isfinite().all()) for grad in grads):
             super().step()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_greedy_plan_is_that_of_the_paper_s_merge_rule(seed):
+    draw = random.Random(seed)
+    backward = [draw.expovariate(1.0) for _ in range(12)]
+    sizes = [draw.choice((1, 2, 10, 40, 200)) for _ in range(12)]
+    select = SortingCost(gamma_seconds=draw.uniform(0, 0.01))
+    send = AffineCost(alpha_seconds=draw.uniform(0, 3), beta_seconds_per_byte=draw.uniform(0, 0.05))
+    fast = omgs_greedy(backward, sizes, Method("sparse", select, send))
+    assert [each.stop - each.start for each in fast.groups] == merge(backward, sizes, select, send)
+
+
+def test_greedy_sparse_sessions_follow_it(monkeypatch):
+    """`plan="greedy", methods=("sparse",)` is OMGS-SGD, on measured times."""
+    assume_costs(monkeypatch, sparse=1e-3)
+    settings = {"density": 0.1, "methods": ("sparse",)}
+    ours = train(2, 24, plan="greedy", look=lambda s: (s.plan, s._planner), **settings)
+    plan, planner = ours[0][1]
+    sizes = [{"0.weight": 48, "0.bias": 8, "2.weight": 24, "2.bias": 3}[n] for n in plan.names]
+    method = planner.costs[0].method()
+    by_paper = merge(
+        planner.backward_seconds, sizes, method.select_seconds, method.communicate_seconds
+    )
+    assert [each.stop - each.start for each in plan.groups] == by_paper

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gossipgrad as gg
-from gossipgrad.planning import Group as Merge
+from gossipgrad.planning import Merge
 from support.ranks import run_ranks
 from support.replicas import network
 from support.sparse import backward_of, same_weights, start
