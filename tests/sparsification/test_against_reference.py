@@ -48,7 +48,6 @@ def test_plans(plan, groups, world_size):
         {"density": Warmup(densities=(0.5, 0.25), steps=2, then=0.05)},
         {"density": 0.1, "value_dtype": torch.bfloat16},
         {"density": 0.1, "value_dtype": torch.float16},
-        {"density": 1.0},
     ],
     ids=lambda settings: ", ".join(f"{k} {v}" for k, v in settings.items())[:40],
 )
@@ -56,6 +55,21 @@ def test_settings(settings):
     ours = train(3, 6, plan=100, optimizer=adam, **settings)
     theirs = train_reference(3, 6, [2, 2], optimizer=adam, **settings)
     assert_same_bits([held for held, _ in ours], weights(theirs))
+
+
+def test_all_is_sent_by_an_all_reduce_and_then_a_part():
+    """Sums of two ranks have one order; momentum goes on through the change."""
+
+    def plain(parameters):
+        return torch.optim.SGD(parameters, lr=0.05)
+
+    both = {"density": Warmup(densities=(1.0,), steps=3, then=0.1), "optimizer": plain}
+    ours = train(2, 6, plan=100, momentum_correction=0.9, look=lambda s: s.stats(), **both)
+    theirs = train_reference(2, 6, [2, 2], momentum=0.9, **both)
+    assert_same_bits([held for held, _ in ours], weights(theirs))
+    for _, stats in ours:
+        whole, part = 83 * 4, sum(group.bytes_sent for group in stats.groups)
+        assert stats.bytes_sent == 3 * whole + 3 * part
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])

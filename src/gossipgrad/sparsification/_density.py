@@ -78,7 +78,7 @@ class Warmup:
         return max(self.then, self.densities[stage]) if stage < len(self.densities) else self.then
 
 
-DEFAULT_DENSITY = Warmup()
+DEFAULT_DENSITY = Warmup(densities=(1.0, 0.25, 0.0625, 0.015625))
 
 Density = float | int | Callable[[int], float] | Mapping[str, float]
 """A share, a function from the step to it, or shares by name of the parameter.

@@ -28,7 +28,8 @@ Rules. The comments in the code name the rule that a line implements.
     R5  Aggregation. G = 0; for r = 0, ..., p - 1 in this order: G[I_r] += q(a_r[I_r]); then
         G = G / p. (`_sparse_allreduce_async`, `synchronize`.)
     R6  Update. Every rank's optimizer takes G for its gradient. (`step`.)
-    R7  A group that is not sparsified: G = (a_0 + ... + a_(p-1)) / p, e = 0.
+    R7  A group that is not sparsified, or all of which is sent:
+        G = (a_0 + ... + a_(p-1)) / p, e = 0.
     R8  Momentum correction: u = m u + g, a = e + u, and u[I] = 0 besides (factor masking).
         (Deep Gradient Compression, Algorithm 1 and section 3.2; `DGCSGDMemory.compensate`.)
     R9  A step whose G is not finite anywhere leaves e and u as they were, on all ranks; G is NaN
@@ -197,7 +198,7 @@ class Reference:
         total = torch.zeros(sum(sizes), dtype=self.e[0][first].dtype)
         for r in range(self.p):  # R5: in this order
             a = self._selected_from(r, places)
-            if not sparse:
+            if not sparse or self.rho(self.t) >= 1:
                 total += a  # R7
                 self._keep(self.e[r], places, torch.zeros_like(a))
                 continue

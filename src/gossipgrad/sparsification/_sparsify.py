@@ -82,10 +82,11 @@ def sparsify(
             a GAN, has a session of its own, and the passes of the others run inside its
             `no_sync()`: a round is one of all parameters of the session, whatever the loss was.
         density: The share of coordinates that is sent, above 0 and at most 1; a function from the
-            step to it, such as the default, `gg.sparsification.Warmup(steps=250, then=0.01)`, which
-            goes by the step alone and is asked for up to a hundred at once; or shares by name, of
-            which the first that fits counts, and which with `select="per_group"` add up to how much
-            is sent of a group, whichever it is.
+            step to it, such as a `gg.sparsification.Warmup`, which the default is: all for 250
+            steps, then 0.25, 0.0625 and 0.015625 for as many, then 0.01. It goes by the step alone
+            and is asked for up to a hundred at once. Or shares by name, of which the first that
+            fits counts, and which with `select="per_group"` add up to how much is sent of a group,
+            whichever it is.
         plan: `"optimal"`; a published rule: `"greedy"` (OMGS-SGD's, which decides on the first two
             tensors, too, and theirs does not), `"mg-wfbp"`, `"wfbp"` or `"layerwise"` (each tensor
             alone), `"single"` (all in one); bytes at which a group is full; or a
