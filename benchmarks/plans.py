@@ -5,7 +5,7 @@
   orders of magnitude, costs are affine; computing, selecting and sending matter alike.
 * Time and proved gap of plans for 161 and for 1,000 tensors with three methods, processor time of
   one thread. A thousand tensors are those of a network, drawn with replacement. What is above a
-  second for 161 and ten for 1,000, or is proved to less than 1e-4, is said, and fails.
+  second for 161 and ten for 1,000, or is proved to less than `MOST_GAPS`, is said, and fails.
 * Every profile that comes along, by number of ranks and bandwidth, as `gossipgrad plan` has it:
   the step with each alternative, and what of the gradient is compressed.
 
@@ -57,7 +57,7 @@ BANDWIDTHS = ("50Mbit", "100Mbit", "1Gbit", "10Gbit")
 TIMED = (("resnet50", 161), ("gpt2", 148), ("resnet50", 1000), ("gpt2", 1000))
 THREE = ("sparse", "dense", "fp16")
 MOST_SECONDS = ((161, 1.0), (1000, 10.0))  # of one core, by tensors
-MOST_GAP = 1e-4 * (1 + MISSED)  # the tolerance of plans
+MOST_GAPS = ((161, 1e-3), (1000, 0.1))  # by tensors
 
 Step = tuple[list[float], list[int]]
 
@@ -109,14 +109,14 @@ def random_cases(one: int, three: int) -> dict[str, Any]:
     worst = 0.0
     for _ in range(one):
         step, methods = drawn(rng, rng.randint(2, 10), 1)
-        best = plan(*step, methods, tolerance=0).finish_seconds
+        best = plan(*step, methods).finish_seconds
         worst = max(worst, abs(best / least(step, methods) - 1))
         for name, rule in RULES.items():
             ratios[name].append(rule(*step, methods[0]).finish_seconds / best)
     worst_of_three = 0.0
     for _ in range(three):
         step, methods = drawn(rng, rng.randint(2, 7), 3)
-        best = plan(*step, methods, tolerance=0).finish_seconds
+        best = plan(*step, methods).finish_seconds
         worst_of_three = max(worst_of_three, abs(best / least(step, methods) - 1))
     return {
         "one_method": {"cases": one, "largest_difference": worst},
@@ -175,8 +175,9 @@ def over_limits(rows: Sequence[dict[str, Any]]) -> list[str]:
         most = next(seconds for tensors, seconds in MOST_SECONDS if row["tensors"] <= tensors)
         if row["cpu_seconds"] > most:
             said.append(f"{where}: {row['cpu_seconds']:.2f} s, above {most:g} s")
-        if row["gap"] > MOST_GAP:
-            said.append(f"{where}: gap {row['gap']:.1e}, above {MOST_GAP:.1e}")
+        most = next(gap for tensors, gap in MOST_GAPS if row["tensors"] <= tensors)
+        if row["gap"] > most:
+            said.append(f"{where}: gap {row['gap']:.1e}, above {most:.1e}")
     return said
 
 

@@ -14,7 +14,7 @@ from gossipgrad.sparsification import _merged
 from ._kinds import ALONE, KINDS, METHODS
 from ._selection import Curve, ReplayedSelection, cost_of
 
-_MOST_ROUNDS = 20
+_MOST_ROUNDS = 200
 
 
 class Sparsified(Contestant):
@@ -47,7 +47,7 @@ class Sparsified(Contestant):
             size_factor=surroundings.size_factor,
         )
         self.session = gg.sparsify(
-            self.model, self.optimizer, density=density, plan=plan, methods=METHODS, replan=None
+            self.model, self.optimizer, density=density, plan=plan, methods=METHODS
         )
         if isinstance(plan, Plan):
             self.session._aggregation.regroup(plan.groups, names=names)
@@ -65,19 +65,19 @@ class Sparsified(Contestant):
         }
 
     def told(self) -> dict[str, Any]:
-        """Steps until the session has its plan; that, and all that it was made of."""
+        """Steps until the session has decided on a plan; that, and all that it was made of."""
         for _ in range(_MOST_ROUNDS):
-            if self.session.plan is not None:
+            planner, aggregation = self.session._planner, self.session._aggregation
+            if planner.decided:
                 break
             self.step()
         assert self.session.plan is not None
-        planner, aggregation = self.session._planner, self.session._aggregation
         return {
             "plan": self.session.plan.to_json(),
-            "backward_seconds": planner._backward,
+            "backward_seconds": planner.backward_seconds,
             "sizes": aggregation.sizes,
             "names": aggregation.names,
-            "costs": {costs.name: asdict(costs) for costs in planner._costs},
+            "costs": {costs.name: asdict(costs) for costs in planner.costs},
             "first_gradient_seconds": self.model.groups[0].seconds,
             "refused": planner.refused,
         }

@@ -16,6 +16,7 @@ from gossipgrad.cli._plan_report import compare
 from gossipgrad.cli._units import percent_text
 from gossipgrad.compression import SparseFormat
 from gossipgrad.planning import (
+    LEAST_SAVING,
     AffineCost,
     PiecewiseCost,
     Plan,
@@ -28,8 +29,6 @@ from gossipgrad.planning import (
     wfbp,
 )
 from gossipgrad.simulate import Network
-from gossipgrad.sparsification import Replan
-from gossipgrad.sparsification._contest import Contest
 from support.plan_command import SMALL, found, run, written
 from support.unchecked import types_unchecked
 
@@ -129,28 +128,20 @@ def test_a_fast_network_refuses_compression(profile, capsys):
 
 
 def test_compression_has_to_save_what_it_has_to_in_a_session(profile, capsys):
-    """Of steps as long as predicted, a session keeps the plan that the verdict is for."""
     refused = set()
     for rate in ("8Gbit", "15Gbit", "15.9Gbit", "20Gbit"):
         told = found(capsys, profile, "--rate", rate, "--latency", "1us")
         assert "sparse" in {group["method"] for group in told["groups"]}
         rivals = {each["name"]: each for each in told["alternatives"]}
         whole = rivals["best, none compressed"]["step_seconds"]
-        contest = Contest(2, gain=Replan().gain, lossy={0})
-        while contest.winner is None:
-            took = (told["step_seconds"], whole)[contest.running]
-            if contest.round_over(took, took):
-                contest.agree([contest.told()])
-        if contest.winner == 0:
-            assert told["verdict"].endswith("% longer.")
+        saved = 1 - told["step_seconds"] / whole
+        refused.add(saved < LEAST_SAVING)
+        if saved < LEAST_SAVING:
+            assert percent_text(saved) in told["verdict"]
+            assert told["verdict"].endswith("send all, as --methods dense plans it.")
         else:
-            saved = percent_text(1 - told["step_seconds"] / whole)
-            assert told["verdict"].endswith(
-                f"compression would save {saved}, less than the 5 % that a session asks for: send "
-                "all, as --methods dense plans it."
-            )
-        refused.add(contest.winner)
-    assert refused == {0, 1}
+            assert told["verdict"].endswith("% longer.")
+    assert refused == {False, True}
 
 
 def test_what_is_not_allowed_but_better_is_told(profile, capsys):

@@ -10,7 +10,7 @@ from gossipgrad.cli._plan_costs import all_methods, network_of
 from gossipgrad.cli._plan_figure import text_lanes
 from gossipgrad.cli._plan_options import PlanOptions
 from gossipgrad.cli._plan_report import compare
-from gossipgrad.planning import Group, Plan
+from gossipgrad.planning import Merge, Plan
 from support.plan_command import SMALL, run, written
 
 
@@ -28,7 +28,7 @@ def as_planned(found, groups):
     return replace(found, best=best, spans=spans)
 
 
-MIXED = [Group(0, 1, "sparse"), Group(1, 3, "dense"), Group(3, 4, "sparse")]
+MIXED = [Merge(0, 1, "sparse"), Merge(1, 3, "dense"), Merge(3, 4, "sparse")]
 
 
 def test_lanes_have_the_whole_time():
@@ -61,7 +61,7 @@ def test_lanes_show_what_is_under_way_and_tell_groups_apart():
 def test_a_table_of_many_groups_is_cut(tmp_path, capsys, monkeypatch, tensors):
     names = [f"tensor{place}" for place in range(tensors)]
     path = written(tmp_path, parameters=[[name, 1000, 0.001] for name in names])
-    alone = [Group(place, place + 1, "dense") for place in range(tensors)]
+    alone = [Merge(place, place + 1, "dense") for place in range(tensors)]
     monkeypatch.setattr(_plan, "compare", lambda *of: as_planned(compare(*of), alone))
     assert run(path) == 0
     shown = capsys.readouterr().out

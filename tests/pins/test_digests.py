@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 import gossipgrad as gg
-from gossipgrad.planning import Group as PlannedGroup
+from gossipgrad.planning import Merge as PlannedGroup
 from gossipgrad.planning import Plan
 from support.ranks import run_ranks
 

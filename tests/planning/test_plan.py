@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import random
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -11,14 +12,18 @@ import pytest
 
 from gossipgrad.planning import (
     AffineCost,
-    Group,
+    Merge,
     Method,
     PiecewiseCost,
     Plan,
+    Profile,
+    _optimal,
+    dense_all_reduce,
     mg_wfbp,
     omgs_greedy,
     plan,
     single,
+    sparse_all_gather,
     wfbp,
 )
 
@@ -91,7 +96,7 @@ def least_of_all(backward, sizes, methods):
 @pytest.mark.parametrize("seed", range(60))
 def test_none_of_all_plans_finishes_earlier(seed):
     backward, sizes, methods = case(seed, tensors=1 + seed % 6)
-    found = plan(backward, sizes, methods, tolerance=0)
+    found = plan(backward, sizes, methods)
     least = least_of_all(backward, sizes, methods)
     assert found.finish_seconds == pytest.approx(least, rel=1e-12)
     assert found.gap <= 1e-12
@@ -103,17 +108,17 @@ def test_none_of_all_plans_finishes_earlier(seed):
 @pytest.mark.parametrize("seed", range(4))
 def test_none_finishes_earlier_with_more_tensors_and_one_method(seed):
     backward, sizes, methods = case(seed, tensors=10)
-    found = plan(backward, sizes, methods[:1], tolerance=0)
+    found = plan(backward, sizes, methods[:1])
     least = least_of_all(backward, sizes, methods[:1])
     assert found.finish_seconds == pytest.approx(least, rel=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_what_is_proved_holds_where_a_gap_is_allowed(seed):
+def test_what_is_proved_holds_where_fronts_are_cut(seed, monkeypatch):
+    monkeypatch.setattr(_optimal, "_WIDTHS", (1, 2))
     backward, sizes, methods = case(seed, tensors=6)
     least = least_of_all(backward, sizes, methods)
-    found = plan(backward, sizes, methods, tolerance=0.2)
-    assert found.gap <= 0.2 * (1 + 1e-9)
+    found = plan(backward, sizes, methods)
     assert found.lower_bound_seconds <= least * (1 + 1e-12)
     assert least <= found.finish_seconds * (1 + 1e-12)
 
@@ -122,7 +127,6 @@ def test_what_is_proved_holds_where_a_gap_is_allowed(seed):
 def test_never_above_a_published_rule(seed):
     backward, sizes, methods = case(seed, tensors=40)
     found = plan(backward, sizes, methods)
-    assert found.gap <= 1e-4
     for method in methods:
         for rule in RULES:
             other = rule(backward, sizes, method)
@@ -138,7 +142,7 @@ def test_the_counter_example_to_the_published_rule():
     assert found.gap == 0
     for published in (True, False):
         greedy = omgs_greedy(backward, sizes, method, as_published=published)
-        assert greedy.groups == (Group(0, 3, "sparse"),)
+        assert greedy.groups == (Merge(0, 3, "sparse"),)
         assert greedy.finish_seconds == pytest.approx(18.2)
 
 
@@ -156,8 +160,8 @@ def test_each_group_takes_the_method_that_suits_it():
 
 def test_of_equal_methods_the_first_is_taken():
     one, other = (affine(name, (0.0, 0.0), (1.0, 1.0)) for name in ("one", "other"))
-    assert plan([1], [1], [one, other]).groups == (Group(0, 1, "one"),)
-    assert plan([1], [1], [other, one]).groups == (Group(0, 1, "other"),)
+    assert plan([1], [1], [one, other]).groups == (Merge(0, 1, "one"),)
+    assert plan([1], [1], [other, one]).groups == (Merge(0, 1, "other"),)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +181,7 @@ def test_costs_mean_what_they_give_for_one_size(cost):
         Method(name="any", select_seconds=cost, communicate_seconds=cost),
         affine("affine", (0.0, 0.1), (2.0, 0.05)),
     ]
-    found = plan(backward, sizes, methods, tolerance=0)
+    found = plan(backward, sizes, methods)
     assert found.finish_seconds == pytest.approx(least_of_all(backward, sizes, methods))
 
 
@@ -251,7 +255,7 @@ def test_json_and_back():
 
 
 def test_names_are_kept_and_files_without_them_are_read():
-    bare = Plan(groups=(Group(0, 2, "a"),), finish_seconds=2, lower_bound_seconds=1)
+    bare = Plan(groups=(Merge(0, 2, "a"),), finish_seconds=2, lower_bound_seconds=1)
     assert "names" not in bare.to_json()
     assert Plan.from_json(bare.to_json()).names == ()
     named = replace(bare, names=("last", "first"))
@@ -270,13 +274,13 @@ def test_names_are_kept_and_files_without_them_are_read():
 )
 def test_names_that_are_none(names, message):
     plain = getattr(Plan.__init__, "__wrapped__", Plan.__init__)
-    given = {"groups": (Group(0, 2, "a"),), "finish_seconds": 2, "lower_bound_seconds": 1}
+    given = {"groups": (Merge(0, 2, "a"),), "finish_seconds": 2, "lower_bound_seconds": 1}
     with pytest.raises(ValueError, match=message):
         plain(object.__new__(Plan), **given, names=names)
 
 
 def test_a_plan_without_a_bound_has_a_gap_without_one():
-    group = Group(0, 1, "a")
+    group = Merge(0, 1, "a")
     assert Plan(groups=(group,), finish_seconds=1.0, lower_bound_seconds=0.0).gap == math.inf
 
 
@@ -302,5 +306,24 @@ def test_methods_that_are_none():
         plan([1], [1], [dense, dense])
     with pytest.raises(ValueError, match="a method needs a name"):
         affine("", (0.0, 0.0), (1.0, 0.0))
-    with pytest.raises(ValueError, match="tolerance is -1: give a share"):
-        plan([1], [1], [dense], tolerance=-1)
+
+
+def test_many_tensors_take_little_time_and_lose_little():
+    """A network's sizes, with links on which some groups are better sent whole."""
+    profile = Profile.load("resnet50")
+    hop = AffineCost.from_rate(rate_bits_per_second=1e9, latency_seconds=50e-6)
+    methods = [
+        dense_all_reduce(hop.ring_all_reduce(4)),
+        dense_all_reduce(hop.ring_all_reduce(4), name="fp16", element_bytes=2),
+        sparse_all_gather(
+            hop.ring_all_gather(4),
+            density=0.001,
+            world_size=4,
+            select=AffineCost(alpha_seconds=1e-4, beta_seconds_per_byte=2e-9),
+        ),
+    ]
+    assert len(profile.elements) == 161
+    begun = time.process_time()
+    found = plan(profile.backward_seconds, profile.elements, methods)
+    assert time.process_time() - begun < 1.0
+    assert found.gap < 1e-3

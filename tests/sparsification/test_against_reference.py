@@ -1,11 +1,15 @@
 """What a session computes is what the reference computes, bit for bit where sums have an order."""
 
+import random
+
 import pytest
 import torch
 
+from gossipgrad.planning import AffineCost, Method, SortingCost, omgs_greedy
 from gossipgrad.sparsification import Warmup
+from gossipgrad.sparsification._reference import merge
 from support.replicas import adam, assert_same_bits
-from support.sparse import backward_of, train, train_reference
+from support.sparse import assume_costs, backward_of, train, train_reference
 
 SINGLE, LAYERWISE = [4], [1, 1, 1, 1]
 
@@ -44,7 +48,6 @@ def test_plans(plan, groups, world_size):
         {"density": Warmup(densities=(0.5, 0.25), steps=2, then=0.05)},
         {"density": 0.1, "value_dtype": torch.bfloat16},
         {"density": 0.1, "value_dtype": torch.float16},
-        {"density": 1.0},
     ],
     ids=lambda settings: ", ".join(f"{k} {v}" for k, v in settings.items())[:40],
 )
@@ -52,6 +55,21 @@ def test_settings(settings):
     ours = train(3, 6, plan=100, optimizer=adam, **settings)
     theirs = train_reference(3, 6, [2, 2], optimizer=adam, **settings)
     assert_same_bits([held for held, _ in ours], weights(theirs))
+
+
+def test_all_is_sent_by_an_all_reduce_and_then_a_part():
+    """Sums of two ranks have one order; momentum goes on through the change."""
+
+    def plain(parameters):
+        return torch.optim.SGD(parameters, lr=0.05)
+
+    both = {"density": Warmup(densities=(1.0,), steps=3, then=0.1), "optimizer": plain}
+    ours = train(2, 6, plan=100, momentum_correction=0.9, look=lambda s: s.stats(), **both)
+    theirs = train_reference(2, 6, [2, 2], momentum=0.9, **both)
+    assert_same_bits([held for held, _ in ours], weights(theirs))
+    for _, stats in ours:
+        whole, part = 83 * 4, sum(group.bytes_sent for group in stats.groups)
+        assert stats.bytes_sent == 3 * whole + 3 * part
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
@@ -100,3 +118,28 @@ class SkipsNonFinite(torch.optim.SGD):
         grads = [p.grad for group in self.param_groups for p in group["params"]]
         if all(bool(grad.isfinite().all()) for grad in grads):
             super().step()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_greedy_plan_is_that_of_the_paper_s_merge_rule(seed):
+    draw = random.Random(seed)
+    backward = [draw.expovariate(1.0) for _ in range(12)]
+    sizes = [draw.choice((1, 2, 10, 40, 200)) for _ in range(12)]
+    select = SortingCost(gamma_seconds=draw.uniform(0, 0.01))
+    send = AffineCost(alpha_seconds=draw.uniform(0, 3), beta_seconds_per_byte=draw.uniform(0, 0.05))
+    fast = omgs_greedy(backward, sizes, Method("sparse", select, send))
+    assert [each.stop - each.start for each in fast.groups] == merge(backward, sizes, select, send)
+
+
+def test_greedy_sparse_sessions_follow_it(monkeypatch):
+    """`plan="greedy", methods=("sparse",)` is OMGS-SGD, on measured times."""
+    assume_costs(monkeypatch, sparse=1e-3)
+    settings = {"density": 0.1, "methods": ("sparse",)}
+    ours = train(2, 24, plan="greedy", look=lambda s: (s.plan, s._planner), **settings)
+    plan, planner = ours[0][1]
+    sizes = [{"0.weight": 48, "0.bias": 8, "2.weight": 24, "2.bias": 3}[n] for n in plan.names]
+    method = planner.costs[0].method()
+    by_paper = merge(
+        planner.backward_seconds, sizes, method.select_seconds, method.communicate_seconds
+    )
+    assert [each.stop - each.start for each in plan.groups] == by_paper

@@ -98,7 +98,7 @@ def test_a_session_that_nobody_kept_ends_with_its_optimizer():
 
 @pytest.mark.parametrize("again", [False, True], ids=["at the start", "in broadcast_"])
 def test_a_session_without_memory_for_its_groups_leaves_no_hook(again, monkeypatch):
-    def fail(*args):
+    def fail(*args, **kwargs):
         raise MemoryError("no room")
 
     def rank_main(rank, group):
@@ -106,13 +106,13 @@ def test_a_session_without_memory_for_its_groups_leaves_no_hook(again, monkeypat
         if again:
             session = start(group, model=model)[2]
             group.barrier()
-            monkeypatch.setattr(_aggregation, "made_anew", fail)
+            monkeypatch.setattr(_aggregation, "MergedGroup", fail)
             group.barrier()
             with pytest.raises(MemoryError) as kept:
                 session.broadcast_()
             session.close()
         else:
-            monkeypatch.setattr(_aggregation, "made_anew", fail)
+            monkeypatch.setattr(_aggregation, "MergedGroup", fail)
             with pytest.raises(MemoryError) as kept:
                 start(group, model=model)
         backward_of(model, rank, 0)

@@ -10,7 +10,7 @@ import gossipgrad as gg
 from gossipgrad.sparsification import _planner
 from support.ranks import run_ranks
 from support.replicas import network, sgd
-from support.sparse import backward_of, costs_that_say, same_weights, start, states_after
+from support.sparse import assume_costs, backward_of, same_weights, start, states_after
 from support.unchecked import types_unchecked
 
 
@@ -77,31 +77,36 @@ def test_an_exception_inside_backward_is_told_to_the_others_at_once():
     run_ranks(2, rank_main)
 
 
-@pytest.mark.parametrize(("work", "failing"), [("measure_costs", 1), ("planned", 0)])
+@pytest.mark.parametrize(("work", "failing"), [("advance", 1), ("_computed", 0)])
 def test_an_exception_between_rounds_ends_them_on_all_ranks_and_the_last_one_counts(
     monkeypatch, work, failing
 ):
-    """The plan is made after the seventh round, whose step is then taken as without a plan."""
-    if work == "planned":
-        monkeypatch.setattr(_planner, "measure_costs", costs_that_say(sparse=1e-3, dense=1e-2))
-    real = getattr(_planner, work)
+    """The step of the last round is then taken as without a plan."""
+    if work == "_computed":
+        assume_costs(monkeypatch, sparse=1e-3, dense=1e-2)
+    of = _planner.CostMeasurement if work == "advance" else _planner
+    real = getattr(of, work)
 
     def fails_there(*args, **kwargs):
-        if threading.current_thread().name == f"rank {failing}":
+        thread = threading.current_thread().name
+        if thread in (f"rank {failing}", "gossipgrad plan"):
             raise MemoryError("it does not fit")
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(_planner, work, fails_there)
+    monkeypatch.setattr(of, work, fails_there)
 
     def rank_main(rank, group):
         model, optimizer, session = start(group, "optimal")
-        with session:
-            for step in range(6):
+        error = MemoryError if rank == failing else gg.GossipError
+
+        def steps():
+            for step in range(20):
                 backward_of(model, rank, step)
                 optimizer.step()
-            error = MemoryError if rank == failing else gg.GossipError
+
+        with session:
             with pytest.raises(error) as raised:
-                backward_of(model, rank, 6)
+                steps()
             assert "take their step" in "".join(raised.value.__notes__)
             optimizer.step()
             state = session.state_dict()
@@ -111,13 +116,12 @@ def test_an_exception_between_rounds_ends_them_on_all_ranks_and_the_last_one_cou
                 backward_of(model, rank, 7)
         return state
 
-    for state, expected in zip(
-        run_ranks(2, rank_main), states_after(7, plan="single"), strict=True
-    ):
+    states = run_ranks(2, rank_main)
+    rounds = states[0]["session"]["counted"]["rounds"]
+    for state, expected in zip(states, states_after(rounds, plan="single"), strict=True):
         torch.testing.assert_close(state["shard"], expected["shard"], rtol=0, atol=0)
         of, like = (each["session"] for each in (state, expected))
         torch.testing.assert_close(of["residuals"], like["residuals"], rtol=0, atol=0)
-        assert of["counted"]["rounds"] == 7
 
 
 def test_unequal_step_counts_end_without_a_hang():
@@ -256,7 +260,6 @@ def test_replicas_that_cannot_be_made_equal_do_not_train_on_alone(change, error)
         ({"value_dtype": torch.int8}, "value_dtype must be one of torch.float32"),
         ({"momentum_correction": 1.0}, "momentum_correction is 1.0: it is the momentum itself"),
         ({"momentum_correction": 0.9}, "has one of its own: use torch.optim.SGD.*momentum=0"),
-        ({"replan": 0}, "replan must be a number of steps from 1, .* got 0"),
     ],
 )
 def test_wrong_settings(settings, message):
@@ -268,10 +271,6 @@ def test_wrong_settings(settings, message):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: gg.sparsification.Replan(every=0), "every counts steps between looks"),
-        (lambda: gg.sparsification.Replan(threshold="x"), "threshold is 'x': it is a relative"),
-        (lambda: gg.sparsification.Replan(drift=True), "drift is True: it is a relative error"),
-        (lambda: gg.sparsification.Replan(gain="x"), "gain is 'x': it is a share of the time"),
         (lambda: gg.sparsification.Warmup(steps=1, densities=0.5), "such as .*, got 0.5"),
         (lambda: start(None, scaler=3), "scaler must be the torch.amp.GradScaler .*, got 3"),
         (lambda: start(None, recorder=3), r"a method span\(name, .*got 3"),
@@ -329,3 +328,34 @@ def test_a_step_whose_round_is_refused_ends_the_session_on_all_ranks():
             assert told.wait(20)  # leaving would tell it, too
 
     run_ranks(2, rank_main)
+
+
+@pytest.mark.parametrize("density", [0.01, 0.001, gg.sparsification.Warmup(then=0.005)])
+def test_a_density_that_costs_accuracy_is_warned_of(density):
+    def rank_main(rank, group):
+        with start(group, "single", density=density)[-1]:
+            group.barrier()
+
+    with pytest.warns(UserWarning, match="Leave density out") as warned:
+        run_ranks(2, rank_main)
+    assert len(warned) == 2  # one a rank
+
+
+def test_the_default_density_falls_by_steps_to_a_hundredth():
+    def rank_main(rank, group):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with gg.sparsify(model, optimizer, process_group=group, plan="single") as session:
+            backward_of(model, rank, 0)
+            optimizer.step()
+            group.barrier()
+            assert session.stats().groups[0].chosen == 83
+            state = session.state_dict()
+            state["session"]["counted"]["rounds"] = 1000
+            session.load_state_dict(state)
+            backward_of(model, rank, 1)
+            optimizer.step()
+            group.barrier()
+            return session.stats().groups[0].chosen
+
+    assert run_ranks(2, rank_main) == [1, 1]  # of 83, rounded up

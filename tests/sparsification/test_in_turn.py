@@ -8,7 +8,6 @@ from torch import nn
 import gossipgrad as gg
 from gossipgrad.comm import Group
 from support.ranks import run_ranks
-from support.sparse import same_weights
 
 
 def players():
@@ -60,83 +59,6 @@ def test_each_with_a_session_of_its_own_gets_its_own_gradients():
     for place in range(2):
         carried, due = (sum(each[part][place] for each in told) / 2 for part in (2, 1))
         torch.testing.assert_close(told[0][0][place] + carried, due, rtol=1e-9, atol=1e-9)
-
-
-def in_one_session(rank, group, **settings):
-    """Two players, their losses and optimizers, and the session that they share."""
-    g, d = players()
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (g, d)]
-    settings = {"plan": "single", "density": 0.1, **settings}
-    session = gg.sparsify(nn.ModuleList([g, d]), optimizers, process_group=group, **settings)
-    return [g, d], *losses(g, d, rank), optimizers, session
-
-
-def test_in_one_session_they_are_warned_of():
-    def rank_main(rank, group):
-        _, d_loss, g_loss, (g_optimizer, d_optimizer), session = in_one_session(rank, group)
-        with session:
-            for loss, optimizer in ((d_loss, d_optimizer), (g_loss, g_optimizer)):
-                optimizer.zero_grad()
-                loss().backward()
-                optimizer.step()
-
-    with pytest.warns(UserWarning, match="thrown away before their optimizer stepped"):
-        run_ranks(2, rank_main)
-
-
-def test_who_steps_less_often_with_all_that_has_met_is_not_warned():
-    def rank_main(rank, group):
-        both, d_loss, g_loss, optimizers, session = in_one_session(rank, group)
-        with session:
-            for step in range(4):
-                (d_loss() + g_loss()).backward()
-                for optimizer in optimizers[step % 2 :]:
-                    optimizer.step()
-                    optimizer.zero_grad()
-        return [m.weight.detach() for m in both]
-
-    assert same_weights(run_ranks(2, rank_main))
-
-
-def test_a_step_that_a_scaler_leaves_out_is_not_warned_of_where_nothing_is_compressed():
-    def rank_main(rank, group):
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        (g, _), d_loss, g_loss, optimizers, session = in_one_session(
-            rank, group, methods=("dense",), scaler=scaler
-        )
-        factors = [1.0, float("inf"), 1.0]
-        g.weight.register_hook(lambda gradient: gradient * factors.pop())
-        with session:
-            while factors:
-                scaler.scale(d_loss() + g_loss()).backward()
-                for optimizer in reversed(optimizers):
-                    scaler.step(optimizer)
-                scaler.update()
-                for optimizer in optimizers:
-                    optimizer.zero_grad()
-            assert scaler.get_scale() == 2.0
-            session.group.barrier()
-
-    run_ranks(2, rank_main)
-
-
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
-def test_passes_whose_gradients_have_a_graph_are_not_warned_of():
-    """They add up in new tensors: that is not the end of the old."""
-
-    def rank_main(rank, group):
-        _, d_loss, g_loss, (g_optimizer, d_optimizer), session = in_one_session(rank, group)
-        with session:
-            for create_graph in (False, True, True):
-                d_loss().backward(create_graph=create_graph)
-                d_optimizer.step()
-                d_optimizer.zero_grad()
-                g_loss().backward(create_graph=create_graph)
-            g_optimizer.step()
-            g_optimizer.zero_grad()
-            session.group.barrier()
-
-    run_ranks(2, rank_main)
 
 
 def layers():

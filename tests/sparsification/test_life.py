@@ -5,12 +5,11 @@ import threading
 import weakref
 
 import pytest
-import torch
 
 import gossipgrad as gg
 from support.ranks import run_ranks
-from support.replicas import network, sgd
-from support.sparse import backward_of, same_weights, start, states_after
+from support.replicas import network
+from support.sparse import backward_of, same_weights, start
 
 
 def all_dropped(ranks: int) -> threading.Barrier:
@@ -67,27 +66,3 @@ def test_a_model_may_outlive_its_optimizer_and_with_it_the_session():
         assert same_weights([[p.grad for p in each.parameters()] for each in (model, plain)])
 
     run_ranks(2, rank_main)
-
-
-def test_one_rank_alone_pays_out_in_a_session_that_nobody_keeps():
-    (state,) = gg.sparsification.deal_states(states_after(2), 1)
-
-    def begun():
-        model = network()
-        optimizer = sgd(list(model.parameters()))
-        session = gg.sparsify(model, optimizer, plan="layerwise", density=0.2)
-        session.load_state_dict(state)
-        return model, optimizer, weakref.ref(session)
-
-    model, optimizer, session = begun()
-    gc.collect()
-    plain = network()
-    plain.load_state_dict(model.state_dict())
-    for each in (model, plain):
-        backward_of(each, 0, 0)
-    for name, residual in state["session"]["residuals"].items():
-        own = plain.get_parameter(name).grad
-        torch.testing.assert_close(model.get_parameter(name).grad, own + residual)
-    del model, optimizer, each
-    gc.collect()
-    assert session() is None

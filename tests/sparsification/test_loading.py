@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from torch import nn
 
 import gossipgrad as gg
-from gossipgrad.sparsification import _planner, deal_states
+from gossipgrad.sparsification import deal_states
 from support.ranks import run_ranks
 from support.replicas import network
-from support.sparse import backward_of, costs_that_say, same_weights, start, states_after
+from support.sparse import assume_costs, backward_of, same_weights, start, states_after
 
 
 def test_states_of_different_steps_do_not_belong_together():
@@ -27,27 +28,21 @@ def test_states_of_different_steps_do_not_belong_together():
 
 
 def test_states_of_two_runs_do_not_belong_together(monkeypatch):
-    """Whatever planners know of a run decides when they meet: ranks would wait for ever."""
-    monkeypatch.setattr(_planner, "measure_costs", costs_that_say(sparse=1e-3, dense=1.0))
-    states = states_after(9, plan="optimal", replan=gg.sparsification.Replan(every=1))
+    """What planners know of a run decides when they call collectives: ranks would wait."""
+    assume_costs(monkeypatch, sparse=1e-3, dense=1.0)
+    states = states_after(20, plan="optimal")
     whole = states[1]["session"]
-    planner = whole["planner"]
     assert deal_states(states, 2)
-    for name in planner:
-        other = [{}] if name == "stamps" else "another"
-        states[1]["session"] = {**whole, "planner": {**planner, name: other}}
+    for name in whole["planner"]:
+        states[1]["session"] = {**whole, "planner": {**whole["planner"], name: "another"}}
         with pytest.raises(ValueError, match="0 and 1 are not of the same plan, or of two runs"):
             deal_states(states, 2)
-    drift = {**planner["drift"], "slower": planner["drift"]["slower"] + 1.0}
-    states[1]["session"] = {**whole, "planner": {**planner, "drift": drift}}
 
     def rank_main(rank, group):
-        model, _, session = start(group, "optimal", model=network(1), replan=1)
+        model, _, session = start(group, "optimal", model=network(1))
         with session:
             before = [p.detach().clone() for p in model.parameters()]
-            with pytest.raises(
-                ValueError, match="0 and 1 are not of the same plan, or of two runs"
-            ):
+            with pytest.raises(ValueError, match="0 and 1 are not of the same plan"):
                 session.load_state_dict(states[rank])
             assert same_weights([list(model.parameters()), before])
 
@@ -144,23 +139,23 @@ def test_states_that_do_not_fit_are_refused_on_all_ranks():
     [({}, "dense"), ({"methods": ("sparse",)}, "sparse"), ({"plan": "single"}, "sparse")],
 )
 def test_saved_groups_come_back_where_the_same_plan_is_asked_for(settings, method, monkeypatch):
-    monkeypatch.setattr(_planner, "measure_costs", costs_that_say(sparse=1.0, dense=1e-3))
-    states = states_after(9, plan="optimal")
+    assume_costs(monkeypatch, sparse=1.0, dense=1e-3)
+    states = states_after(20, plan="optimal")
     assert {made[2] for made in states[0]["session"]["plan"]["groups"]} == {"dense"}
 
     def rank_main(rank, group):
         model, optimizer, session = start(
-            group, model=network(1), **{"plan": "optimal", "replan": 2, **settings}
+            group, model=network(1), **{"plan": "optimal", **settings}
         )
         with session:
             session.load_state_dict(states[rank])
             assert {of.method for of in session.stats().groups} == {method}
             assert session.stats().residual_ratio is None
-            for step in range(9, 24):
+            for step in range(5):
                 backward_of(model, rank, step)
                 optimizer.step()
             assert {of.method for of in session.stats().groups} == {method}
-            assert session.stats().rounds == 24
+            assert session.stats().rounds == 25
             session.group.barrier()
 
     run_ranks(2, rank_main)
@@ -203,27 +198,81 @@ def test_a_state_is_refused_where_what_is_trained_has_changed_since_the_start(fr
 
 
 def test_a_plan_measured_by_another_number_of_ranks_is_not_kept(monkeypatch):
-    def measured(settings, group, *_, **__):
-        slow = "dense" if group.world_size == 2 else "sparse"
-        return costs_that_say(**{"sparse": 1e-3, "dense": 1e-3, slow: 1.0})(settings)
-
-    monkeypatch.setattr(_planner, "measure_costs", measured)
-    states = states_after(9, plan="optimal")
-    dealt = deal_states(states, 3)
-    assert {made[2] for made in states[0]["session"]["plan"]["groups"]} == {"sparse"}
+    assume_costs(monkeypatch, sparse=1e-3)
+    settings = {"plan": "optimal", "methods": ("sparse",)}
+    dealt = deal_states(states_after(20, **settings), 3)
 
     def rank_main(rank, group):
-        model, optimizer, session = start(group, "optimal", model=network(1))
+        model, optimizer, session = start(group, model=network(1), **settings)
         with session:
             session.load_state_dict(dealt[rank])
             assert session.plan is None
-            for step in range(9, 18):
+            for step in range(20):
                 backward_of(model, rank, step)
                 optimizer.step()
-            assert {of.method for of in session.stats().groups} == {"dense"}
+            assert session.plan is not None
             session.group.barrier()
 
     run_ranks(3, rank_main)
+
+
+class Normed(nn.Sequential):
+    """With statistics that are each rank's own."""
+
+    def __init__(self):
+        super().__init__(nn.BatchNorm1d(6), nn.Linear(6, 3))
+
+
+@pytest.mark.parametrize("deals", [False, True])
+def test_statistics_of_batchnorm_stay_each_rank_s_own(deals):
+    kept = {}
+
+    def trained(rank, group):
+        model, optimizer, session = start(group, model=Normed())
+        with session:
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(torch.randn(8, 6) + rank).sum().backward()
+                optimizer.step()
+            kept[rank] = model[0].running_mean.clone()
+            group.barrier()
+            return session.state_dict()
+
+    states = run_ranks(2, trained)
+    states = deal_states(states, 2) if deals else states
+
+    def loaded(rank, group):
+        model, _, session = start(group, model=Normed())
+        with session:
+            session.load_state_dict(states[rank])
+            group.barrier()
+        return model[0].running_mean
+
+    for rank, mean in enumerate(run_ranks(2, loaded)):
+        assert torch.equal(mean, kept[rank])
+    assert not torch.equal(kept[0], kept[1])
+
+
+def test_one_rank_counts_on_and_gives_up_what_several_carried_over():
+    (state,) = deal_states(states_after(3), 1)
+    model, optimizer, session = start(None)
+    with session:
+        with pytest.warns(UserWarning, match="given up"):
+            session.load_state_dict(state)
+        backward_of(model, 0, 3)
+        own = [p.grad.clone() for p in model.parameters()]
+        optimizer.step()
+        assert same_weights([own, [p.grad for p in model.parameters()]])
+        assert session.stats().rounds == 4
+        states = deal_states([session.state_dict()], 2)
+
+    def several(rank, group):
+        with start(group)[-1] as session:
+            session.load_state_dict(states[rank])
+            assert session.stats().rounds == 4
+            group.barrier()
+
+    run_ranks(2, several)
 
 
 def test_a_session_that_is_over_has_no_state_but_figures():

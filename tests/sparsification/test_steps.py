@@ -173,41 +173,6 @@ def test_a_parameter_that_is_frozen_behind_the_session_is_not_stepped(plan):
     assert same_weights(run_ranks(2, rank_main))
 
 
-@pytest.mark.parametrize("method", ["sparse", "dense", "fp16"])
-@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaler"])
-def test_a_step_without_gradients_on_any_rank_does_nothing(method, scaled):
-    """As one before the first, to please a scheduler, does without a session."""
-
-    def rank_main(rank, group):
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if scaled else None
-        model = network()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        settings = {"plan": "single", "density": 0.1, "methods": (method,), "scaler": scaler}
-        with gg.sparsify(model, optimizer, process_group=group, **settings) as session:
-            for _ in range(2):
-                optimizer.zero_grad()
-                before = [p.detach().clone() for p in model.parameters()]
-                kept = session.state_dict()["session"]["residuals"]
-                optimizer.step()
-                assert all(p.grad is None for p in model.parameters())
-                assert same_weights([before, list(model.parameters())])
-                now = session.state_dict()["session"]["residuals"]
-                assert kept.keys() == now.keys()
-                assert all(torch.equal(kept[name], now[name]) for name in kept)
-                loss = model(torch.ones(4, 6) + rank).square().mean()
-                if scaler is None:
-                    loss.backward()
-                    optimizer.step()
-                else:
-                    scaler.scale(loss).backward()
-                    scaler.step(optimizer)
-                    scaler.update()
-            session.group.barrier()
-        return [p.detach() for p in model.parameters()]
-
-    assert same_weights(run_ranks(2, rank_main))
-
-
 @pytest.mark.parametrize("methods", [("sparse",), ("dense",)])
 @pytest.mark.parametrize("nothing", [None, 0.0])
 def test_a_rank_without_gradients_gets_those_of_the_others_and_sends_nothing(methods, nothing):
@@ -234,33 +199,6 @@ def test_a_rank_without_gradients_gets_those_of_the_others_and_sends_nothing(met
     told = run_ranks(2, rank_main)
     assert same_weights(told)
     assert any(bool(g.any()) for g in told[1][4:])
-
-
-@pytest.mark.parametrize(
-    ("gradient", "settings"),
-    [
-        (-1e-9, {"methods": ("fp16",)}),
-        (-1e-9, {"density": 0.25, "value_dtype": torch.float16}),
-        (-1e-45, {"methods": ("dense",)}),
-    ],
-    ids=["fp16", "narrow values", "dense"],
-)
-def test_what_is_too_small_to_be_sent_is_not_taken_for_nothing(gradient, settings):
-    """The optimizer with a gradient decays the weights: so must the other."""
-
-    def rank_main(rank, group):
-        model = network()
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=0.1)
-        with gg.sparsify(model, optimizer, process_group=group, plan="single", **settings):
-            if rank == 0:
-                for p in model.parameters():
-                    p.grad = torch.full_like(p, gradient)
-            optimizer.step()
-            assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
-            group.barrier()
-        return [p.detach() for p in model.parameters()]
-
-    assert same_weights(run_ranks(2, rank_main))
 
 
 def test_what_has_not_met_when_a_closure_returns_does_so_then():
@@ -397,3 +335,42 @@ def test_zeros_that_a_frozen_parameter_was_left_with_are_no_gradient():
         return [p.detach() for p in model.parameters()]
 
     assert same_weights(run_ranks(2, rank_main))
+
+
+def test_no_sync_goes_on_after_broadcast():
+    def rank_main(rank, group):
+        model, optimizer, session = begin(group)
+        with session:
+            with session.no_sync():
+                session.broadcast_()
+                backward_of(model, rank, 0)
+                own = [p.grad.clone() for p in model.parameters()]
+                assert session.stats().rounds == 0
+            optimizer.step()
+            assert session.stats().rounds == 1
+            assert not same_weights([own, [p.grad for p in model.parameters()]])
+            backward_of(model, rank, 1)
+            assert session.stats().rounds == 2
+            session.group.barrier()
+
+    run_ranks(2, rank_main)
+
+
+def test_a_step_without_gradients_on_any_rank_sends_nothing():
+    """It goes by zeros, and nothing that is carried over is spent on it."""
+
+    def rank_main(rank, group):
+        model, optimizer, session = begin(group, density=0.1)
+        with session:
+            backward_of(model, rank, 0)
+            optimizer.step()
+            optimizer.zero_grad()
+            kept = session.state_dict()["session"]["residuals"]
+            before = [p.detach().clone() for p in model.parameters()]
+            optimizer.step()
+            now = session.state_dict()["session"]["residuals"]
+            assert all(torch.equal(kept[name], now[name]) for name in kept)
+            assert same_weights([before, list(model.parameters())])
+            session.group.barrier()
+
+    run_ranks(2, rank_main)

@@ -1,24 +1,26 @@
 """Sparse sessions on threads, and the reference beside them."""
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from itertools import groupby
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import gossipgrad as gg
 from gossipgrad.comm import Group
+from gossipgrad.sparsification import _planner
 from gossipgrad.sparsification._costs import Costs
 from gossipgrad.sparsification._reference import Reference
 from support.ranks import run_ranks
 from support.replicas import network, sgd
 
 __all__ = [
+    "assume_costs",
     "backward_of",
-    "blocks",
-    "costs_that_say",
     "same_weights",
+    "slow_down",
     "start",
     "states_after",
     "train",
@@ -33,11 +35,6 @@ def backward_of(model: nn.Module, rank: int, step: int, count: int = 5) -> None:
     batch = torch.randn(count, 6, generator=generator).to(model[0].weight.dtype)
     target = torch.randn(count, 3, generator=generator)
     (model(batch).float() - target).square().mean().backward()
-
-
-def blocks(ran: Iterable[Hashable]) -> list[tuple[Hashable, int]]:
-    """What ran in turn, and for how many rounds."""
-    return [(each, len([*rounds])) for each, rounds in groupby(ran)]
 
 
 def start(
@@ -79,15 +76,36 @@ def same_weights(told: Sequence[Sequence[torch.Tensor]]) -> bool:
     return all(torch.equal(a, b) for other in told[1:] for a, b in zip(told[0], other, strict=True))
 
 
-def costs_that_say(**seconds: float) -> Callable[..., list[Costs]]:
-    """Curves that grow from nothing to what is said for 1,000 elements, by method."""
+def assume_costs(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:
+    """Nothing is measured: costs grow from nothing to these for 1,000 elements, by method."""
 
-    def measured(settings, *_, **__):
-        return [
-            Costs(name, (1, 1000), (1e-9, 1e-9), (1e-9, seconds[name])) for name in settings.methods
-        ]
+    class Assumed:
+        def __init__(self, settings: Any, *_: object, **__: object) -> None:
+            self._methods = settings.methods
 
-    return measured
+        def advance(self) -> list[Costs]:
+            return [
+                Costs(name, (1, 1000), (1e-9, 1e-9), (1e-9, seconds[name]))
+                for name in self._methods
+            ]
+
+    monkeypatch.setattr(_planner, "CostMeasurement", Assumed)
+
+
+def slow_down(group: Group, *, dense_seconds: float = 0.0, bytes_per_second: float = 1e12) -> None:
+    """Gives the collectives of a group the speed of a slow network, and all-reduces some more."""
+    all_reduce_, all_gather_into_ = group.all_reduce_, group.all_gather_into_
+
+    def slow_all_reduce_(tensor: torch.Tensor) -> torch.Tensor:
+        time.sleep(dense_seconds + tensor.nbytes / bytes_per_second)
+        return all_reduce_(tensor)
+
+    def slow_all_gather_into_(gathered: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
+        time.sleep(mine.nbytes / bytes_per_second)
+        return all_gather_into_(gathered, mine)
+
+    group.all_reduce_ = slow_all_reduce_
+    group.all_gather_into_ = slow_all_gather_into_
 
 
 def train(

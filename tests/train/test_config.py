@@ -202,13 +202,9 @@ def test_warns_of_options_without_effect():
     post_local = PostLocalConfig(local_steps=3)
     with pytest.warns(UserWarning, match="local_steps=3 is not used: strategy is agd"):
         TrainConfig(strategy="agd", options={"post_local": post_local}).warn_of_unused()
-    sparse = SparseConfig(density=0.01, replan_every=7)
-    with pytest.warns(UserWarning, match=r"density=0\.01 is not used: strategy is wfbp"):
-        TrainConfig(
-            strategy="wfbp", options={"sparse": SparseConfig(density=0.01)}
-        ).warn_of_unused()
-    with pytest.warns(UserWarning, match="replan_every=7 is not used: strategy is topk"):
-        TrainConfig(strategy="topk", options={"sparse": sparse}).warn_of_unused()
+    sparse = SparseConfig(density=0.02)
+    with pytest.warns(UserWarning, match=r"density=0\.02 is not used: strategy is wfbp"):
+        TrainConfig(strategy="wfbp", options={"sparse": sparse}).warn_of_unused()
     TrainConfig(strategy="omgs", options={"sparse": sparse}).warn_of_unused()
     with pytest.raises(ValueError, match=r"density is 0\.0: it is the share"):
         SparseConfig(density=0.0)

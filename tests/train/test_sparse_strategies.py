@@ -51,7 +51,7 @@ def warm_up(rank, store):
     """The densities of all steps, and what is told of them, with and without a warm-up."""
     found = []
     for stage_steps in (None, 0, 3):
-        sparse = SparseConfig(density_warmup_steps=stage_steps)
+        sparse = SparseConfig(density=0.001, density_warmup_steps=stage_steps)
         model = network()
         optimizer = sgd(model)
         strategy = start(rank, "topk", model, optimizer, epochs=1, options={"sparse": sparse})

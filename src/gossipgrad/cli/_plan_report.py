@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from gossipgrad.planning import (
+    LEAST_SAVING,
     Method,
     Plan,
     Profile,
@@ -17,7 +18,6 @@ from gossipgrad.planning import (
     threshold,
     wfbp,
 )
-from gossipgrad.sparsification import Replan
 
 from ._plan_methods import AS_IS, NARROW
 from ._units import percent_text
@@ -93,7 +93,7 @@ class Comparison:
         )
         if _ONLY_DENSE not in others:
             return f"{what}; --methods has nothing else."
-        whole_seconds, gain = self.step_seconds(others[_ONLY_DENSE]), Replan().gain
+        whole_seconds, gain = self.step_seconds(others[_ONLY_DENSE]), LEAST_SAVING
         if self.step_seconds(self.best) < (1 - gain) * whole_seconds:
             more = percent_text(self.longer(others[_ONLY_DENSE]))
             return f"{what}: without compression a step would take {more} longer."

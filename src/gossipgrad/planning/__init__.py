@@ -2,6 +2,7 @@
 
 from gossipgrad.planning._cost import AffineCost as AffineCost
 from gossipgrad.planning._cost import PiecewiseCost as PiecewiseCost
+from gossipgrad.planning._merge_plan import LEAST_SAVING as LEAST_SAVING
 from gossipgrad.planning._merge_plan import Plan as Plan
 from gossipgrad.planning._methods import SortingCost as SortingCost
 from gossipgrad.planning._methods import dense_all_reduce as dense_all_reduce
@@ -14,6 +15,6 @@ from gossipgrad.planning._rules import omgs_greedy as omgs_greedy
 from gossipgrad.planning._rules import single as single
 from gossipgrad.planning._rules import threshold as threshold
 from gossipgrad.planning._rules import wfbp as wfbp
-from gossipgrad.planning._timeline import Group as Group
+from gossipgrad.planning._timeline import Merge as Merge
 from gossipgrad.planning._timeline import Method as Method
 from gossipgrad.planning._timeline import Span as Span

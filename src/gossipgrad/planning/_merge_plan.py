@@ -6,9 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ._step import checked_step, finite
-from ._timeline import Group, Method, Span, moments
+from ._timeline import Merge, Method, Span, moments
 
-__all__ = ["Plan", "planned"]
+__all__ = ["LEAST_SAVING", "Plan", "planned"]
+
+LEAST_SAVING = 0.05
+"""Share of a step that compression has to save: what is left for later steps costs accuracy."""
 
 _FORMAT = "gossipgrad plan"
 _VERSION = 1
@@ -37,7 +40,7 @@ class Plan:
 
     Example:
         >>> plan = Plan(
-        ...     groups=(Group(0, 2, "dense"), Group(2, 3, "sparse")),
+        ...     groups=(Merge(0, 2, "dense"), Merge(2, 3, "sparse")),
         ...     finish_seconds=1.5, lower_bound_seconds=1.0,
         ... )
         >>> plan.gap
@@ -46,7 +49,7 @@ class Plan:
         True
     """
 
-    groups: tuple[Group, ...]
+    groups: tuple[Merge, ...]
     finish_seconds: float | int
     lower_bound_seconds: float | int
     names: tuple[str, ...] = ()
@@ -181,7 +184,7 @@ class Plan:
         if not isinstance(names, list | tuple):
             raise ValueError(f"names is {names!r}: it is a list, a name for each tensor")
         return cls(
-            groups=tuple(Group(*row) for row in rows),
+            groups=tuple(Merge(*row) for row in rows),
             finish_seconds=value["finish_seconds"],
             lower_bound_seconds=value["lower_bound_seconds"],
             names=tuple(names),
@@ -189,7 +192,7 @@ class Plan:
 
 
 def planned(
-    groups: Sequence[Group],
+    groups: Sequence[Merge],
     backward_seconds: Sequence[float | int],
     sizes: Sequence[int],
     methods: Sequence[Method],

@@ -1,63 +1,53 @@
-"""The plan that finishes first, with proof: bounds and plans from either end, in turns."""
+"""The plan that finishes first: a shortest path with two lengths, over fronts of states."""
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
+from jaxtyping import Float, Int
 
 from ._merge_plan import Plan, planned
-from ._ranges import Choices, all_choices
 from ._rules import mg_wfbp, omgs_greedy, single, wfbp
-from ._step import checked_step, finite
-from ._sweep import Keep, knowing_nothing, sweep
-from ._timeline import Group, Method, by_name
+from ._step import checked_step
+from ._timeline import Merge, Method, by_name, cost, take_arrays
 
 __all__ = ["plan"]
 
-_PATIENCE = 10_000_000  # states looked at before what is within the tolerance is good enough
-_ENOUGH = 90_000_000  # states looked at before it is given up
-_WIDEST = 1 << 16
-_ROUNDING = 1e-12
-_SURE = 1e-8  # relative: more than rounding can add up to
+_WIDTHS = (4, 32, 256)  # states of a front that are kept, pass by pass
+_MANY_TENSORS = 320  # for which the widest pass would take seconds
+
+Seconds = Float[np.ndarray, "..."]
+Places = Int[np.ndarray, " state"]
 
 
 def plan(
-    backward_seconds: Sequence[float | int],
-    sizes: Sequence[int],
-    methods: Sequence[Method],
-    *,
-    tolerance: float | int = 1e-4,
+    backward_seconds: Sequence[float | int], sizes: Sequence[int], methods: Sequence[Method]
 ) -> Plan:
     """The groups, each with its method, that finish first.
 
     The model of time: one thread computes the gradients, in their order, and after the last one of
     a group selects what of it travels; groups travel one after another, each once it is selected.
 
-    This is a shortest path with two lengths, selection and communication, and neither alone tells
-    which of two halves is better. So states of plans in the making are kept in fronts, in passes
-    from the first gradient and from the last in turns: each pass leaves out what, by the fronts of
-    the pass before it, cannot beat the best plan that is known. Passes that keep some states of
-    each front, ever more of them, find plans; passes that keep convex hulls of parts of it, ever
-    smaller parts, bound what any plan can do, until the two meet. Where the states that a pass may
-    keep are all there are, it is a bound, too.
+    A plan of the first tensors is a state of two times: selection so far, and when communication so
+    far ends. One that is worse in both than another is never part of the best plan; the others are
+    a front. Fronts are extended by each group that may come next. States that cannot finish before
+    the best plan that is known are left out. Where no front has more states than are kept, the plan
+    is exact, up to rounding; otherwise the fronts keep states spread over their length, and the
+    plan is the best that was found. A last pass then keeps states that are better than all that
+    they stand for: no plan finishes before what comes out.
 
-    Time and memory grow with the square of the tensors: 161 with three methods take some tenths of
-    a second and 1,000 some seconds, and some hundreds of megabytes, on one core. Cases that are
-    given up take about ten seconds.
+    Time and memory grow with the square of the tensors.
 
     Args:
         backward_seconds: Of each tensor, in the order in which backward finishes them: from when
             the gradient before was there until this one is.
         sizes: Their elements.
         methods: How a group may travel.
-        tolerance: By how much the plan may miss the earliest finish, relative to that. 0 is exact,
-            up to rounding.
 
     Returns:
         The plan, never above `wfbp`, `mg_wfbp`, `omgs_greedy` and `single` by any of the methods.
-        Its `gap` is proved. Where that asks for too much work, the gap is above `tolerance`, and
-        the plan the best that was found.
+        Its `gap` is 0 where it is exact; elsewhere it is proved, and often far above the truth.
 
     Raises:
         ValueError: There is no tensor or no list of methods, two methods have one name, a size is
@@ -74,86 +64,176 @@ def plan(
         ...     communicate_seconds=lambda elements: 4 + 0.5 * elements,
         ... )
         >>> found = plan([1, 3, 3], [10, 1, 1], [method])
-        >>> [(group.start, group.stop) for group in found.groups], round(found.finish_seconds, 9)
+        >>> [(merge.start, merge.stop) for merge in found.groups], round(found.finish_seconds, 9)
         ([(0, 1), (1, 3)], 16.0)
         >>> round(omgs_greedy([1, 3, 3], [10, 1, 1], method).finish_seconds, 9)
         18.2
     """
     times, counts = checked_step(backward_seconds, sizes)
     by_name(methods)
-    if not finite(tolerance) >= 0:
-        raise ValueError(f"tolerance is {tolerance!r}: give a share of the time, 0 or more")
-    choices, asked = all_choices(counts, methods)
-    best = _best_by_rule(times, counts, asked)
-    reached = np.array([0.0, *accumulate(times)])
-    bound, made = float(reached[-1]), 0
-    spared = math.inf  # what was left out so far, and counts in no later pass, finishes no sooner
-    ahead = {forward: knowing_nothing(len(counts)) for forward in (False, True)}
-    for forward, keep, width in _passes():
-        below, hard_below = best.finish_seconds, best.finish_seconds / (1 + tolerance)
-        if keep is Keep.BEST:  # the best that is known gets by, too
-            below = hard_below = math.nextafter(below * (1 + _SURE), math.inf)
-        elif keep is Keep.MEMBERS:  # any better plan makes what follows cheaper
-            hard_below = below
-        swept = sweep(
-            choices,
-            reached,
-            ahead[not forward],
-            forward=forward,
-            keep=keep,
-            width=width,
-            below=below,
-            patience=_PATIENCE - made,
-            hard_below=hard_below,
-            most=_ENOUGH - made,
-        )
-        if swept is None:
-            break
-        # Or groups are missing, and nothing would be proved.
-        assert keep is not Keep.BEST or swept.finish_seconds < below, "no pass to the other end"
-        if swept.chosen:
-            found = planned(_groups(choices, swept.chosen, asked), times, counts, asked)
+    best = min(
+        (
+            rule(times, counts, method)
+            for method in methods
+            for rule in (single, wfbp, mg_wfbp, omgs_greedy, _as_published)
+        ),
+        key=lambda each: each.finish_seconds,
+    )
+    groups = _Groups.of(times, counts, methods)
+    ahead = groups.bounds()
+    width = _WIDTHS[0]
+    for width in _WIDTHS if len(counts) <= _MANY_TENSORS else _WIDTHS[:-1]:
+        chosen, _, is_exact = groups.search(*ahead, best.finish_seconds, width)
+        if chosen:
+            merges = [Merge(start, stop, methods[at].name) for start, stop, at in chosen]
+            found = planned(merges, times, counts, methods)
             best = min(best, found, key=lambda each: each.finish_seconds)
-        if swept.bounds:
-            spared = min(spared, swept.below)
-            bound = max(bound, min(swept.finish_seconds, spared, best.finish_seconds))
-            ahead[forward] = swept.fronts
-            choices = choices.only(swept.useful)
-        made += swept.made
-        if best.finish_seconds <= bound * (1 + tolerance + _ROUNDING):
-            break
-    assert bound <= best.finish_seconds * (1 + _SURE), "a plan finishes before what was proved"
-    return planned(best.groups, times, counts, methods, bound)
+        if is_exact:
+            return planned(best.groups, times, counts, methods, best.finish_seconds)
+    _, bound, _ = groups.search(*ahead, best.finish_seconds, width, optimistic=True)
+    return planned(best.groups, times, counts, methods, min(bound, best.finish_seconds))
 
 
-def _passes() -> Iterator[tuple[bool, Keep, int]]:
-    """Whether forward, what is kept, and how much."""
-    yield True, Keep.BEST, 1
-    yield False, Keep.MEMBERS, 4
-    yield False, Keep.PIECES, 1
-    yield True, Keep.MEMBERS, 8
-    width, forward = 4, True
-    while width <= _WIDEST:
-        yield forward, Keep.MEMBERS, 8 * width
-        yield forward, Keep.PIECES, width
-        width, forward = 2 * width, not forward
+def _as_published(times: Sequence[float], counts: Sequence[int], method: Method) -> Plan:
+    return omgs_greedy(times, counts, method, as_published=True)
 
 
-def _best_by_rule(
-    backward_seconds: Sequence[float | int], sizes: Sequence[int], methods: Sequence[Method]
-) -> Plan:
-    found = []
-    for method in methods:
-        found += [rule(backward_seconds, sizes, method) for rule in (single, wfbp, mg_wfbp)]
-        found += [
-            omgs_greedy(backward_seconds, sizes, method, as_published=published)
-            for published in (True, False)
-        ]
-    return min(found, key=lambda each: each.finish_seconds)
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    """Every group of consecutive tensors by every method.
+
+    Attributes:
+        reached: Seconds of backward up to each place between tensors, from 0.
+        select: By method, start and stop: seconds on the thread of backward; infinite where a group
+            would not be one.
+        communicate: The same: seconds on the wire.
+    """
+
+    reached: Seconds
+    select: Seconds
+    communicate: Seconds
+
+    @classmethod
+    def of(
+        cls, times: Sequence[float], counts: Sequence[int], methods: Sequence[Method]
+    ) -> "_Groups":
+        ends = np.concatenate([[0], np.cumsum(np.array(counts, np.int64))])
+        start, stop = np.triu_indices(len(ends), 1)
+        distinct, place = np.unique(ends[stop] - ends[start], return_inverse=True)
+        tables = []
+        for what in ("select_seconds", "communicate_seconds"):
+            table = np.full((len(methods), len(ends), len(ends)), np.inf)
+            for at, method in enumerate(methods):
+                table[at, start, stop] = _seconds(method, what, distinct)[place]
+            tables.append(table)
+        return cls(np.array([0.0, *accumulate(times)]), *tables)
+
+    def bounds(self) -> tuple[Seconds, Seconds]:
+        """From each place on: the least communication, and the earliest finish of what is to come.
+
+        The second is from the start of backward, as if nothing had been selected before.
+        """
+        last = len(self.reached) - 1
+        communicate, finish = np.zeros(last + 1), np.zeros(last + 1)
+        for place in range(last - 1, -1, -1):
+            after = slice(place + 1, None)
+            later = self.communicate[:, place, after] + communicate[after]
+            communicate[place] = later.min()
+            ends = np.maximum(finish[after], self.reached[after] + later)
+            finish[place] = (ends + self.select[:, place, after]).min()
+        return communicate, finish
+
+    def search(
+        self,
+        communicate: Seconds,
+        finish: Seconds,
+        below: float,
+        width: int,
+        *,
+        optimistic: bool = False,
+    ) -> tuple[list[tuple[int, int, int]], float, bool]:
+        """The best plan that is found to finish before `below`; an empty one where none is.
+
+        Args:
+            communicate: As `bounds` gives it.
+            finish: The same.
+            below: What does not finish before this is left out.
+            width: How many states of a front are kept.
+            optimistic: Whether these are better than those that are left out; then no plan finishes
+                before what comes out, and it may be none.
+
+        Returns:
+            The groups as start, stop and place of the method; when they finish; and whether no
+            front was cut.
+        """
+        last, is_exact = len(self.reached) - 1, True
+        # Of all states: selection so far, end of communication so far, and where they come from.
+        selected, ended = np.zeros(1), np.zeros(1)
+        source, method = np.full(1, -1), np.full(1, -1)
+        place = np.zeros(1, np.int64)
+        for stop in range(1, last + 1):
+            select = self.select[:, place, stop] + selected
+            end = np.maximum(ended, self.reached[stop] + select)
+            end += self.communicate[:, place, stop]
+            hopeful = end + communicate[stop] < below
+            hopeful &= select + finish[stop] < below
+            of, parent = np.nonzero(hopeful)
+            if not of.size:
+                continue
+            x, y = select[of, parent], end[of, parent]
+            kept = _front(x, y)
+            if kept.size > width and stop < last:
+                worth = np.maximum(y + communicate[stop], x + finish[stop])[kept]
+                spread, least = _spread(x[kept], y[kept], worth, width)
+                kept, is_exact = kept[spread], False
+                if optimistic:
+                    x[kept], y[kept] = least
+            selected, ended = np.append(selected, x[kept]), np.append(ended, y[kept])
+            source, method = np.append(source, parent[kept]), np.append(method, of[kept])
+            place = np.append(place, np.full(kept.size, stop))
+        arrived = np.flatnonzero(place == last)
+        if not arrived.size:
+            return [], below, is_exact
+        at = int(arrived[np.argmin(ended[arrived])])
+        chosen, finished = [], float(ended[at])
+        while source[at] >= 0:
+            before = int(source[at])
+            chosen.append((int(place[before]), int(place[at]), int(method[at])))
+            at = before
+        return chosen[::-1], finished, is_exact
 
 
-def _groups(choices: Choices, chosen: Sequence[int], methods: Sequence[Method]) -> list[Group]:
-    return [
-        Group(int(choices.start[at]), int(choices.stop[at]), methods[choices.method[at]].name)
-        for at in chosen
-    ]
+def _front(x: Seconds, y: Seconds) -> Places:
+    """The states that no other is as good as in both times, `x` rising."""
+    order = np.lexsort((y, x))
+    falling = y[order]
+    least = np.minimum.accumulate(falling)
+    better = np.ones(order.size, bool)
+    better[1:] = falling[1:] < least[:-1]
+    return order[better]
+
+
+def _spread(
+    x: Seconds, y: Seconds, worth: Seconds, width: int
+) -> tuple[Places, tuple[Seconds, Seconds]]:
+    """At most `width` states of a front: of each stretch of it the one that may finish first.
+
+    And the least of both times in its stretch.
+    """
+    stretch = np.minimum((x - x[0]) / (x[-1] - x[0]) * width, width - 1).astype(np.int64)
+    order = np.lexsort((worth, stretch))
+    first = np.ones(order.size, bool)
+    first[1:] = stretch[order][1:] != stretch[order][:-1]
+    heads = np.flatnonzero(first)  # the front, too, is in the order of its stretches
+    return order[heads], (x[heads], np.minimum.reduceat(y, heads))
+
+
+def _seconds(method: Method, what: str, sizes: Int[np.ndarray, " size"]) -> Seconds:
+    """What a method asks for groups of these sizes, checked."""
+    if take_arrays(function := getattr(method, what)):
+        # As floats: products of whole numbers would overflow in an array, and not outside.
+        with np.errstate(all="ignore"):
+            found = np.asarray(function(sizes.astype(np.float64)), np.float64)
+        if found.shape == sizes.shape and np.all(np.isfinite(found) & (found >= 0)):
+            return found
+    return np.array([cost(method, what, elements) for elements in sizes.tolist()])

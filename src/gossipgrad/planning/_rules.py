@@ -5,7 +5,7 @@ from itertools import pairwise
 
 from ._merge_plan import Plan, planned
 from ._step import checked_step, finite
-from ._timeline import Group, Method, check_method, cost
+from ._timeline import Merge, Method, check_method, cost
 
 __all__ = ["mg_wfbp", "omgs_greedy", "single", "threshold", "wfbp"]
 
@@ -169,5 +169,5 @@ def _cut(
 ) -> Plan:
     """The plan whose groups but the first begin at these tensors."""
     ends = [0, *cuts, len(sizes)]
-    groups = [Group(start, stop, method.name) for start, stop in pairwise(ends)]
+    groups = [Merge(start, stop, method.name) for start, stop in pairwise(ends)]
     return planned(groups, backward_seconds, sizes, [method])

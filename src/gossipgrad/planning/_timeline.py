@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from ._step import finite
 
 __all__ = [
-    "Group",
+    "Merge",
     "Method",
     "Moments",
     "Span",
@@ -55,7 +55,7 @@ class Method:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class Merge:
     """Tensors `start` to `stop - 1`, in the order of backward, that travel in one message.
 
     Attributes:
@@ -102,7 +102,7 @@ class Moments(NamedTuple):
 
 
 def moments(
-    groups: Sequence[Group],
+    groups: Sequence[Merge],
     backward_seconds: Sequence[float | int],
     sizes: Sequence[int],
     methods: Sequence[Method],

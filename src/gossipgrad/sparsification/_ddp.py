@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from gossipgrad.comm import Group, agree_on, resolve_group
 from gossipgrad.engine import Claim
 from gossipgrad.errors import GossipError
-from gossipgrad.sparsification._agreed_density import AgreedDensity
 from gossipgrad.sparsification._density import (
+    DEFAULT_DENSITY,
+    AgreedDensity,
     Density,
     counts_of,
     describe_density,
     resolve_density,
 )
-from gossipgrad.sparsification._held import Held
-from gossipgrad.sparsification._merged import MergedGroup
+from gossipgrad.sparsification._merged import CarriedOver, MergedGroup
 from gossipgrad.sparsification._queue import OrderedQueue
 from gossipgrad.sparsification._settings import check_selection
 
@@ -85,7 +85,7 @@ class CommHook:
         self,
         model: nn.Module,
         *,
-        density: Density = 0.001,
+        density: Density = DEFAULT_DENSITY,
         select: str = "per_group",
         value_dtype: torch.dtype | None = None,
         process_group: dist.ProcessGroup | Group | None = None,
@@ -112,6 +112,7 @@ class CommHook:
             self._claim.release()
             self._group.close()
             raise
+        self._asked = resolved
         self._density = AgreedDensity(resolved, self._group)
         self._queue = OrderedQueue(f"gossipgrad comm hook, rank {self._group.rank}")
         self._farewell = weakref.finalize(self, _leave, self._queue, self._group)
@@ -140,7 +141,7 @@ class CommHook:
         self._rounds, self._together = state["rounds"], False
         # Who has not loaded comes to no round of who has, but sees that they have gone on.
         self._group.enter(self._group.generation + 1, self._group.members)
-        self._density = self._density.anew()
+        self._density = AgreedDensity(self._asked, self._group)
         self._groups.clear()
         self._loaded = {name: value.clone() for name, value in state["residuals"].items()}
 
@@ -173,13 +174,13 @@ class CommHook:
     def _begin_round(self) -> None:
         """Sees that messages will be of one size on all ranks; nothing else is under way now."""
         if not self._together:
-            told = self._group.all_gather_object(self._rounds)
-            for rank, rounds in enumerate(told):
-                if rounds != told[0]:
+            rounds_of = self._group.all_gather_object(self._rounds)
+            for rank, rounds in enumerate(rounds_of):
+                if rounds != rounds_of[0]:
                     raise GossipError(
                         f"the state of the communication hook is after {rounds} rounds on rank "
-                        f"{rank}, but {told[0]} on rank 0: load states that all ranks saved after "
-                        "the same step"
+                        f"{rank}, but {rounds_of[0]} on rank 0: load states that all ranks saved "
+                        "after the same step"
                     )
             self._together = True
         self._density.at([""], self._rounds)
@@ -220,7 +221,7 @@ class CommHook:
                 value_dtype=self._value_dtype,
                 momentum=None,
             )
-            made.load([Held(self._loaded.pop(name, None)) for name in names])
+            made.load([CarriedOver(self._loaded.pop(name, None)) for name in names])
             known = self._groups[bucket.index()] = names, made
         made = known[1]
         densities = self._density.at(names, self._rounds - 1)
@@ -228,11 +229,11 @@ class CommHook:
         return made
 
     def _residuals(self) -> dict[str, Tensor]:
-        held = dict(self._loaded)
+        residuals = dict(self._loaded)
         for names, made in self._groups.values():
-            pairs = zip(names, made.held(), strict=True)
-            held |= {name: of.residual for name, of in pairs if of.residual is not None}
-        return held
+            pairs = zip(names, made.carried_over(), strict=True)
+            residuals |= {name: of.residual for name, of in pairs if of.residual is not None}
+        return residuals
 
 
 def ddp_hook(state: CommHook, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

@@ -1,9 +1,10 @@
 """One group of merged gradients: its storage, what is sent of it, and what comes back."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -12,13 +13,20 @@ from torch import Tensor
 from gossipgrad.comm import Group, widened
 from gossipgrad.compression import SparseFormat, top_k
 from gossipgrad.errors import GossipError
-from gossipgrad.sparsification._held import Held
-from gossipgrad.sparsification._streams import make_hand
-from gossipgrad.sparsification._values import all_finite, all_minus_zero
+from gossipgrad.sparsification._streams import make_staging
 
-__all__ = ["DENSE_DTYPES", "MergedGroup", "Timing"]
+__all__ = ["DENSE_DTYPES", "CarriedOver", "MergedGroup", "Timing"]
 
 DENSE_DTYPES = {"dense": None, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class CarriedOver(NamedTuple):
+    """What is carried over of one tensor; None stands for nothing, or zeros."""
+
+    residual: Tensor | None = None
+    velocity: Tensor | None = None
+    rounds_without: int = 0
+    """Rounds since a coordinate of it was last chosen."""
 
 
 @dataclass(slots=True)
@@ -28,11 +36,6 @@ class Timing:
     select_seconds: float = 0.0
     gather_seconds: float = 0.0
     add_seconds: float = 0.0
-
-    @property
-    def communicate_seconds(self) -> float:
-        """All that is done beside backward."""
-        return self.gather_seconds + self.add_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,6 @@ class MergedGroup:
         sizes: Elements of each tensor.
         numel: Of all.
         finite: Whether all that came in the last round was.
-        silent: Whether no rank brought anything to it; known where this rank did not.
         rounds_without: For each tensor how many rounds went by since a coordinate was last chosen.
         timing: Of the last round.
     """
@@ -86,7 +88,6 @@ class MergedGroup:
         self.numel = sum(self.sizes)
         self.counts: tuple[int, ...] = ()
         self.finite = True
-        self.silent = False
         self.rounds_without = torch.zeros(len(parameters), dtype=torch.int64)
         self.timing = Timing()
         self._shapes = [p.shape for p in parameters]
@@ -94,7 +95,7 @@ class MergedGroup:
         self._per_tensor = per_tensor
         self._momentum = momentum
         self._device = parameters[0].device
-        self._hand = make_hand(self._device)
+        self._staging = make_staging(self._device)
         dtype = parameters[0].dtype
         for parameter in parameters:
             dtype = torch.promote_types(dtype, parameter.dtype)
@@ -109,14 +110,14 @@ class MergedGroup:
         self._format: SparseFormat | None = None
         self._message = self._gathered = torch.empty(0, dtype=torch.uint8)
         self._chosen: _Chosen | None = None
-        self._absent = False  # whether this rank brings nothing to this round
+        self._kept_out = False  # whether this rank sends zeros in this round
         self._old_kept = False  # whether the buffer of sums still holds the old residual
         self._moved: float | None = None  # the factor, once velocities have this round's gradient
 
     @property
     def sparse(self) -> bool:
-        """Whether less than all is sent."""
-        return self.method == "sparse"
+        """Whether less than all is sent: at density 1 an all-reduce moves fewer bytes."""
+        return self.method == "sparse" and sum(self.counts) < self.numel
 
     @property
     def bytes_sent(self) -> int:
@@ -124,7 +125,7 @@ class MergedGroup:
         others = self._world_size - 1
         if self.sparse:  # 0 before it is known how many coordinates are sent
             return 0 if self._format is None else others * self._format.size_bytes
-        width = (DENSE_DTYPES[self.method] or self.dtype).itemsize
+        width = (DENSE_DTYPES.get(self.method) or self.dtype).itemsize
         return 2 * others * self.numel * width // self._world_size
 
     @property
@@ -145,9 +146,13 @@ class MergedGroup:
 
     def use_counts(self, counts: Sequence[int]) -> None:
         """How many coordinates are sent from now on: of each tensor, or of all together."""
-        if self.counts == tuple(counts) or not self.sparse:
+        if self.counts == tuple(counts) or self.method != "sparse":
             return
         self.counts = tuple(counts)
+        if not self.sparse:
+            self._format = None
+            self._message = self._gathered = torch.empty(0, dtype=torch.uint8)
+            return
         self._format = SparseFormat(self.numel, sum(counts), self._value_dtype)
         size = self._format.size_bytes
         self._message = torch.zeros(size, dtype=torch.uint8, device=self._device)
@@ -155,26 +160,26 @@ class MergedGroup:
             size * self._world_size, dtype=torch.uint8, device=self._device
         )
 
-    def held(self) -> list[Held]:
-        """What is carried over, of each tensor."""
+    def carried_over(self) -> list[CarriedOver]:
+        """Of each tensor."""
         none: list[Tensor | None] = [None] * len(self.sizes)
         of = (self._residual_views or none, self._velocity_views or none, self.rounds_without)
-        return [Held(r, v, int(without)) for r, v, without in zip(*of, strict=True)]
+        return [CarriedOver(r, v, int(without)) for r, v, without in zip(*of, strict=True)]
 
     @torch.no_grad()
-    def load(self, held: Sequence[Held]) -> None:
-        """Takes up what `held` gave, of this group or of others with the same tensors."""
-        self.rounds_without = torch.tensor([each.rounds_without for each in held])
-        for place, (residual, velocity, _) in enumerate(held):
+    def load(self, carried: Sequence[CarriedOver]) -> None:
+        """Loads what `carried_over` gave, of this group or of others with the same tensors."""
+        self.rounds_without = torch.tensor([each.rounds_without for each in carried])
+        for at, (residual, velocity, _) in enumerate(carried):
             if residual is not None:
                 self._need_residual()
-                self._residual_views[place].copy_(residual)
+                self._residual_views[at].copy_(residual)
             if velocity is not None and self._momentum is not None:
                 self._need_velocity()
-                self._velocity_views[place].copy_(velocity)
+                self._velocity_views[at].copy_(velocity)
 
-    def shed(self) -> None:
-        """Gives up sums and messages, and with them all rounds to come; `held` stays."""
+    def free_buffers(self) -> None:
+        """Frees sums and messages: there are no more rounds; `carried_over` stays."""
         self._total, self._total_views = torch.empty(0, dtype=self.dtype), []
         self._message = self._gathered = torch.empty(0, dtype=torch.uint8)
 
@@ -189,31 +194,26 @@ class MergedGroup:
     def begin(self, grads: Sequence[Tensor | None]) -> None:
         """Selects from residual plus gradients and packs the message; None counts as zeros."""
         start = perf_counter()
-        self._absent = False
+        self._kept_out = False
         if self.sparse:
             self._need_residual()
         self._accumulate(grads)
         if self.sparse:
             self._select()
-        self._hand.give()
+        self._staging.mark_written()
         self.timing = Timing(select_seconds=perf_counter() - start)
 
     @torch.no_grad()
-    def begin_absent(self, zero: float) -> None:
-        """Instead of `begin`: packs zeros, and what is carried over stays as it is.
-
-        A sum is -0.0 only where all that is added is: if every rank gives that zero, the round is
-        `silent`.
-        """
-        self._absent = True
+    def begin_with_zeros(self) -> None:
+        """Instead of `begin`, on a rank without gradients: what is carried over stays as it is."""
+        self._kept_out = True
         if self.sparse:
             assert self._format is not None
             indices = torch.arange(self._format.count, device=self._device)
-            values = torch.full_like(indices, zero, dtype=self.dtype)
-            self._format.pack(indices, values, self._message)
+            self._format.pack(indices, torch.zeros_like(indices, dtype=self.dtype), self._message)
         else:
-            self._total.fill_(zero)
-        self._hand.give()
+            self._total.zero_()
+        self._staging.mark_written()
         self.timing = Timing()
 
     @torch.no_grad()
@@ -223,28 +223,21 @@ class MergedGroup:
         Raises:
             GossipError: A rank is gone, or sent what is no message of this group.
         """
-        with self._hand.taken():
+        with self._staging.on_stream():
             if self.sparse:
                 self._exchange_sparse(group)
             else:
                 self._exchange_dense(group)
 
     @torch.no_grad()
-    def rehearse(self) -> None:
-        """Adds up as `exchange` does, as if all ranks had sent what this one has; local."""
-        with self._hand.taken():
-            self._gathered.view(self._world_size, -1).copy_(self._message)
-            self._add_up(self._gathered)
-
-    @torch.no_grad()
     def write(self, grads: Sequence[Tensor]) -> None:
         """The mean over ranks into the gradients."""
-        self._hand.take_back()
+        self._staging.wait_received()
         torch._foreach_copy_(list(grads), self._total_views)
 
     def accept(self) -> None:
         """The round is done: what was sent is no longer carried over."""
-        if self._absent:
+        if self._kept_out:
             return
         if not self.sparse:
             self._residual, self._residual_views = None, []
@@ -260,9 +253,9 @@ class MergedGroup:
 
         What was chosen is put back, and this round's gradient taken out again.
         """
-        if self._absent:
+        if self._kept_out:
             return
-        self._hand.take_back()
+        self._staging.wait_received()
         chosen, self._chosen = self._chosen, None
         if chosen is not None:
             if self._velocity is not None and chosen.velocities is not None:
@@ -304,7 +297,7 @@ class MergedGroup:
     def _accumulate(self, grads: Sequence[Tensor | None]) -> None:
         """Residual plus gradient, or plus velocity, into the buffer of sums."""
         self._moved = None
-        if self._momentum is not None and all_finite(grads):
+        if self._momentum is not None and _all_finite(grads):
             self._need_velocity()
             for velocity, grad in zip(self._velocity_views, grads, strict=True):
                 velocity.mul_(self._momentum)
@@ -317,7 +310,7 @@ class MergedGroup:
             if grad is None:
                 total.zero_() if residual is None else total.copy_(residual)
             elif residual is None:
-                torch.add(grad, 0.0, out=total)  # which makes -0.0 to 0.0: see `begin_absent`
+                torch.add(grad, 0.0, out=total)
             else:
                 torch.add(residual, grad, out=total)
 
@@ -340,7 +333,6 @@ class MergedGroup:
         self._old_kept = True
         assert self._residual is not None
         self._residual[indices] = values - sent.to(values.dtype)
-        sent.add_(0.0)  # what rounding has made -0.0 is something all the same: see `begin_absent`
         velocities = None
         if self._velocity is not None and self._moved is not None:
             velocities = self._velocity[indices]
@@ -350,10 +342,10 @@ class MergedGroup:
     def _exchange_sparse(self, group: Group) -> None:
         start = perf_counter()
         gathered = self._gathered
-        host = self._hand.to_host(self._message)
+        host = self._staging.to_host(self._message)
         received = gathered if host is self._message else torch.empty_like(gathered, device="cpu")
         group.all_gather_into_(received, host)
-        messages = self._hand.from_host(received, gathered)
+        messages = self._staging.from_host(received, gathered)
         self.timing.gather_seconds = perf_counter() - start
         self._add_up(messages)
 
@@ -377,24 +369,29 @@ class MergedGroup:
             finite = finite and bool(values.isfinite().all())
             self._total.index_add_(0, indices, values.to(self.dtype))
         self._total.div_(self._world_size)
-        self.silent = self._absent and all(all_minus_zero(values) for _, values in unpacked)
         self.finite = finite
         self.timing.add_seconds = perf_counter() - start
 
     def _exchange_dense(self, group: Group) -> None:
         start = perf_counter()
-        narrow = DENSE_DTYPES[self.method]
+        narrow = DENSE_DTYPES.get(self.method)
         if narrow is None:
-            host = self._hand.to_host(self._total)
+            host = self._staging.to_host(self._total)
         else:  # divided before: sums of fp16 overflow soon
-            host = self._hand.to_host(self._total.div_(self._world_size).to(narrow))
-            if not self._absent:
-                host.add_(0.0)
+            host = self._staging.to_host(self._total.div_(self._world_size).to(narrow))
         group.all_reduce_(host)
-        self.silent = self._absent and all_minus_zero(host)  # dividing makes more -0.0
         if host is not self._total:
             self._total.copy_(host)
         if narrow is None:
             self._total.div_(self._world_size)
         self.finite = math.isfinite(float(self._total.sum()))
         self.timing.gather_seconds = perf_counter() - start
+
+
+def _all_finite(grads: Iterable[Tensor | None]) -> bool:
+    """By sums, in a type that sums of finite gradients do not overflow."""
+    return all(
+        math.isfinite(float(grad.sum(dtype=widened(grad.dtype))))
+        for grad in grads
+        if grad is not None
+    )

@@ -12,7 +12,6 @@ from torch.utils.hooks import RemovableHandle
 
 from gossipgrad.errors import GossipError
 from gossipgrad.sparsification._streams import make_clock
-from gossipgrad.sparsification._weakly import weakly
 
 __all__ = ["Passes"]
 
@@ -70,7 +69,7 @@ class Passes:
         self._callback: weakref.ref[_Callback] | None = None
         self._use(parameters)
         self.handles = [
-            parameter.register_post_accumulate_grad_hook(weakly(self._on_gradient))
+            parameter.register_post_accumulate_grad_hook(_weakly(self._on_gradient))
             for parameter in parameters
         ]
 
@@ -98,14 +97,6 @@ class Passes:
         there.sort(key=lambda place: self._turns[place])
         seconds = self._clock.seconds([self.stamps[place] for place in there]) if there else []
         return dict(zip(there, seconds, strict=True))
-
-    def under_way(self, *, seen_before: bool) -> bool:
-        """Whether a pass that has begun may still be going on.
-
-        One that raised between two graph tasks is known to be over only when its graph is gone;
-        who has asked before, and asks outside of any backward pass, need not wait for that.
-        """
-        return self.began and not (seen_before and torch._C._current_graph_task_id() == -1)
 
     def launch_rest(self) -> None:
         """Launches what has not been, complete or not."""
@@ -156,10 +147,10 @@ class Passes:
 
     def _await_end(self) -> None:
         callback = _Callback(self._end)
-        self._callback = weakref.ref(callback, self._let_go)
+        self._callback = weakref.ref(callback, self._is_dropped)
         callback.queue()
 
-    def _let_go(self, of: Any) -> None:
+    def _is_dropped(self, of: Any) -> None:
         # The engine drops callbacks it has run, too, but then the round is over.
         if self.began and of is self._callback:
             self._broken_off()
@@ -202,3 +193,18 @@ class _Callback:
 
         following = (each for each, _ in node.next_functions if each is not None)
         handles += [each.register_prehook(first) for each in following]
+
+
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls a bound method as long as its object lives; then it does nothing.
+
+    For hooks on gradients: torch keeps them where the garbage collector does not look, so what
+    such a hook holds, and the parameters that this holds in turn, would never be freed.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        alive = reference()
+        return None if alive is None else alive(*args)
+
+    return call

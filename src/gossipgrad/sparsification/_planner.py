@@ -2,51 +2,66 @@
 
 import logging
 import statistics
-from collections import deque
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from time import perf_counter
 from typing import Any
 
 from gossipgrad.comm import Group
-from gossipgrad.planning import Group as Merge
-from gossipgrad.planning import Plan
+from gossipgrad.errors import GossipError
+from gossipgrad.planning import (
+    LEAST_SAVING,
+    Merge,
+    Method,
+    Plan,
+    mg_wfbp,
+    omgs_greedy,
+    plan,
+    single,
+    threshold,
+    wfbp,
+)
 from gossipgrad.sparsification._aggregation import Aggregation
-from gossipgrad.sparsification._backward import backward_of, medians
-from gossipgrad.sparsification._contest import Contest
-from gossipgrad.sparsification._costs import Costs, measure_costs
-from gossipgrad.sparsification._drift import DensityWatch, Drift
-from gossipgrad.sparsification._rivals import Rivals, rivals_of
-from gossipgrad.sparsification._rules import alternatives, merges_without_times, planned
-from gossipgrad.sparsification._settings import Settings, check_plan_fits
-from gossipgrad.sparsification._verdicts import compresses, refusal_by_prediction
+from gossipgrad.sparsification._comparison import Comparison
+from gossipgrad.sparsification._costs import CostMeasurement, Costs
+from gossipgrad.sparsification._density import final_density
+from gossipgrad.sparsification._settings import MEASURED_RULES, Settings, check_plan_fits
 
 __all__ = ["Planner"]
 
 logger = logging.getLogger("gossipgrad")
 
 _WARM_ROUNDS = 2  # take memory, start threads, fill caches
-_MEASURED_ROUNDS = 5
-_OTHER_DENSITY = 1.5  # by what factor it must change for costs to be others
-_REMEMBERED_ROUNDS = 100  # whose times a look at drift compares
-_BEFORE_CONTESTS = {"rivals": Rivals(None).state(), "usual": None, "learns_usual": False}
+_TIMED_ROUNDS = 5
+_ALIKE = 1.5  # densities by less than that factor apart: a plan is for both
+_ALTERNATIVES = ("layerwise", "single", "mg-wfbp", "greedy")
+_RULES: dict[str, Callable[..., Plan]] = {
+    "optimal": plan,
+    "greedy": omgs_greedy,
+    "mg-wfbp": mg_wfbp,
+    "layerwise": wfbp,
+    "wfbp": wfbp,
+    "single": single,
+}
 
 
 class Planner:
     """The plan of a session, agreed on by all ranks.
 
     A plan that needs measurements begins as one group: selection comes after the last gradient
-    then, and the times of gradients are those of backward alone. After a few rounds of that, the
-    ranks measure selection and collectives together, rank 0 computes the plan from medians over
-    rounds and ranks, and all change to it between two rounds.
+    then, and the times of gradients are those of backward alone. What follows is done after steps,
+    and takes of each no longer than about another step:
 
-    The optimal plan has rivals then: the best that sends all and the best whose groups are all
-    sparse, and those of one group, if they are predicted to take up to three times as long. All are
-    used in turn, and the fastest stays: see `Contest`. It is put off where the density will be
-    another before the end. A plan that follows, after drift or at another density, has to be
-    expected to gain, by what is predicted and what steps took beyond that in contests before; then
-    it competes with the one that is there. A look in the middle of a contest ends it, and another
-    begins.
+    1. Backward is timed.
+    2. The ranks measure selection and collectives together, at the density that training goes on
+       with after a `Warmup`.
+    3. Rank 0 computes the plan from medians over rounds and ranks, on a thread of its own; all
+       change to it between two rounds.
+    4. `"optimal"` alone, once the density is that of the plan: the plan and the best one that sends
+       all are used in turn for some steps, and the faster stays. One that compresses has to save
+       `LEAST_SAVING` of a step: what it leaves for later rounds costs accuracy.
 
     Args:
         settings: Of the session.
@@ -54,306 +69,301 @@ class Planner:
         group: Whose ranks agree.
 
     Attributes:
-        merges: The groups to begin with.
-        plan: The one in use, which was computed or given; None for a rule that needs no times, and
-            until then.
+        first_merges: The groups to begin with.
+        plan: The one that was computed or given; None for a rule that needs no times, and until
+            then.
         alternatives: Predicted seconds of the rules, by name and method.
-        rivals: What competes with it, or has.
-        refused: Why nothing is compressed, None if something is or nobody asked; during a contest,
-            as it was before.
-        replans: How often the plan was changed for another.
+        compared_seconds: Of a step with the plan and with dense; empty before both were used.
+        backward_seconds: Of each tensor, as measured, in the order of the plan.
+        costs: Of each method, as measured.
+        refused: Why nothing is compressed, None if something is or nobody asked.
     """
 
     def __init__(self, settings: Settings, sizes_bytes: Sequence[int], group: Group) -> None:
         self.plan: Plan | None = settings.plan if isinstance(settings.plan, Plan) else None
-        self.merges = _first_merges(settings, sizes_bytes)
+        self.first_merges = _first_merges(settings, sizes_bytes)
         self.alternatives: dict[str, float] = {}
+        self.compared_seconds: dict[str, float] = {}
         self.refused: str | None = None
-        self.replans = 0
         self._settings = settings
         self._group = group
-        self._stamps: list[dict[str, float]] = []
-        self._rounds = 0
-        self._backward: list[float] | None = None  # in the order of the plan
-        self._costs: list[Costs] = []
-        self._density = 0.0  # that of these costs
-        self._known: dict[float, list[Costs]] = {}
-        self._times: deque[list[float]] = deque(maxlen=_REMEMBERED_ROUNDS)
-        replan, optimal = settings.replan, settings.plan == "optimal"
-        self._drift = Drift(replan) if replan is not None and optimal else None
-        used = settings.methods if optimal else settings.methods[:1]
-        self._watch = DensityWatch() if replan is not None and "sparse" in used else None
-        self._contests = optimal and replan is not None and replan.contest
-        self.rivals = Rivals(replan if self._contests else None)
-        self._decided: Plan | None = None  # the last that was meant to stay
-        self._usual: list[float] | None = None  # what groups take that had won a contest
-        self._learns_usual = False
         self._ended_seconds = perf_counter()  # when the last round and all that followed had ended
+        self._start()
+
+    def _start(self) -> None:
+        self.backward_seconds: list[float] = []
+        self.costs: list[Costs] = []
+        self._rounds = 0
+        self._stamps: list[dict[str, float]] = []
+        self._periods: list[float] = []
+        self._measurement: CostMeasurement | None = None
+        self._computation: _Computation | None = None
+        self._comparison: Comparison | None = None
+        self._density = 0.0  # that the plan is for
+        self._dense: Plan | None = None  # what the plan is yet to be compared with
 
     @property
-    def measuring(self) -> bool:
-        """Whether a plan is asked for that is not there yet."""
-        return self._settings.measures and self.plan is None
+    def decided(self) -> bool:
+        """Whether there is a plan, and nothing that it is yet to be compared with."""
+        return self.plan is not None and self._dense is None
 
-    @property
-    def lasting(self) -> Plan | None:
-        """What a state goes on with: the plan in use, or the first of those that compete."""
-        return self.rivals.first or self.plan
+    def restart(self, aggregation: Aggregation) -> None:
+        """Measures and plans anew in the steps to come, with one group until then; a collective.
+
+        Raises:
+            ValueError: The plan is not one that is measured.
+            GossipError: The ranks are not at the same step.
+        """
+        if not self._settings.measures:
+            raise ValueError(
+                f"plan={self._settings.plan!r} measures nothing, so there is nothing to plan anew: "
+                "replan() is for 'optimal', 'greedy' and 'mg-wfbp'"
+            )
+        rounds = self._group.all_gather_object(aggregation.rounds)
+        if len(set(rounds)) > 1:
+            raise GossipError(f"replan() after {rounds} rounds: call it after the same step on all")
+        self._start()
+        self.plan, self.refused = None, None
+        self.compared_seconds = {}
+        aggregation.regroup(self.first_merges)
 
     def after_round(self, aggregation: Aggregation) -> None:
-        """Notes what a round took, and changes the plan when it is time to; a collective then."""
+        """Notes what a round took, and goes on with the plan; a collective at times."""
         if not self._settings.measures:
             return
-        took = _took(aggregation, self._ended_seconds)
-        self._rounds += 1
-        if self.plan is None:
-            if self._rounds > _WARM_ROUNDS:
-                self._stamps.append(aggregation.stamps())
-            if len(self._stamps) == _MEASURED_ROUNDS:
-                self._begin(aggregation)
+        period_seconds = perf_counter() - self._ended_seconds
+        if self._comparison is not None:
+            self._compare(aggregation, period_seconds)
+        elif self.plan is not None:
+            if self._dense is not None and aggregation.density <= _ALIKE * self._density:
+                self._comparison = Comparison(self._group)
+        elif self._computation is not None:
+            self._take_computed(aggregation)
+        elif self._measurement is not None:
+            if (costs := self._measurement.advance()) is not None:
+                self.costs = costs
+                self._compute(aggregation)
         else:
-            self._look(aggregation, took)
+            self._time_backward(aggregation, period_seconds)
         self._ended_seconds = perf_counter()
 
     def state(self) -> dict[str, Any]:
-        """For a session's state: plain values."""
+        """For a session's state: plain values, the same on all ranks."""
         return {
-            "plan": None if self.lasting is None else self.lasting.to_json(),
-            "decided": None if self._decided is None else self._decided.to_json(),
-            "backward_seconds": self._backward,
-            "stamps": list(self._stamps),  # of which more come
-            "rounds": self._rounds,
+            "plan": None if self.plan is None else self.plan.to_json(),
+            "dense": None if self._dense is None else self._dense.to_json(),
             "density": self._density,
-            "at_once_bytes": self._group.at_once_bytes,
             "alternatives": self.alternatives,
-            "rivals": self.rivals.state(),
-            "usual": self._usual,
-            "learns_usual": self._learns_usual,
+            "compared_seconds": self.compared_seconds,
             "refused": self.refused,
-            "replans": self.replans,
-            "drift": None if self._drift is None else self._drift.state(),
-            "watch": None if self._watch is None else self._watch.state(),
         }
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Takes up what `state` gave, the same on all ranks but for stamps.
-
-        Costs are measured anew at the next look. Until then messages go the way that was faster. A
-        contest that was under way begins anew, with the groups of its first plan. States of before
-        there were contests know of none.
-        """
-        state = {**_BEFORE_CONTESTS, "decided": state["plan"], **state}
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Takes up what `state` gave; a measurement or comparison under way begins anew."""
+        self._start()
         self.plan = None if state["plan"] is None else Plan.from_json(state["plan"])
-        self._decided = None if state["decided"] is None else Plan.from_json(state["decided"])
-        self._backward, self._stamps = state["backward_seconds"], list(state["stamps"])
-        self._rounds, self._density = state["rounds"], state["density"]
+        self._dense = None if state["dense"] is None else Plan.from_json(state["dense"])
+        self._density = state["density"]
         self.alternatives, self.refused = dict(state["alternatives"]), state["refused"]
-        self.replans = state["replans"]
-        self._costs, self._known = [], {}
-        self._group.at_once_bytes = state["at_once_bytes"]
-        self._usual, self._learns_usual = state["usual"], state["learns_usual"]
-        self._times.clear()
-        if self._drift is not None and state["drift"] is not None:
-            self._drift.load(state["drift"])
-        if self._watch is not None and state["watch"] is not None:
-            self._watch.load(state["watch"])
-        self.rivals.load(state["rivals"])
-        if state["rivals"]["plans"] and not self.rivals.compete:  # nobody does here
-            assert self.plan is not None
-            self._usual, self._learns_usual = None, False
-            self._decide(self.plan)
+        self.compared_seconds = dict(state["compared_seconds"])
 
-    def _look(self, aggregation: Aggregation, took: tuple[float, float]) -> None:
-        """Whether the plan is to be another, after a round that took this."""
-        away = self._watch is not None and not _alike(aggregation.density, self._density)
-        if self._watch is not None and self._watch.look_due(away=away):
-            self._watch.looked()
-            self._again(aggregation)
-        elif away:
-            pass  # it is for another density, and its times are
-        elif self.rivals.compete:
-            self._compete(aggregation, took)
-        elif self._drift is not None:
-            self._times.append(_travelled(aggregation))
-            if self._drift.due(self._rounds) and self._drifted(aggregation.sizes):
-                self._drift.measured_anew(self._rounds)
-                self._known.clear()
-                self.rivals.forget()
-                self._learns_usual = self._usual is not None
-                self._again(aggregation)
-
-    def _begin(self, aggregation: Aggregation) -> None:
-        """The first plan: the order of gradients, their times, and all costs."""
-        told = self._group.all_gather_object(medians(self._stamps))
-        self._stamps = []
-        names, self._backward = backward_of(told, aggregation.names)
-        aggregation.regroup(self.merges, names=names)
-        self._measure(aggregation)
-        plans, _ = self._computed(aggregation)
-        near = self.rivals.near(plans)
-        self._take(near, near[0], aggregation)
-
-    def _again(self, aggregation: Aggregation) -> None:
-        """Costs are others than those of the plan: another plan, if it gains enough."""
-        assert self.plan is not None
-        replan = self._settings.replan
-        assert replan is not None
-        self.rivals.break_off()
-        self._measure(aggregation)
-        plans, seconds = self._computed(aggregation)
-        if self.rivals.undecided:
-            near = self.rivals.near(plans)
-            self._take(near, near[0], aggregation)
+    def _time_backward(self, aggregation: Aggregation, period_seconds: float) -> None:
+        self._rounds += 1
+        if self._rounds > _WARM_ROUNDS:
+            self._stamps.append(aggregation.stamps())
+            self._periods.append(period_seconds)
+        if len(self._stamps) < _TIMED_ROUNDS:
             return
-        bound_seconds = min(plans[0].lower_bound_seconds, seconds)
-        now = replace(self.plan, finish_seconds=seconds, lower_bound_seconds=bound_seconds)
-        if better := self.rivals.better(now, plans, replan.gain):
-            self._take([now, *better], better[0], aggregation)
+        mine = [_medians(self._stamps), statistics.median(self._periods)]
+        of_ranks = self._group.all_gather_object(mine)
+        names, self.backward_seconds = backward_of(
+            [stamps for stamps, _ in of_ranks], aggregation.names
+        )
+        aggregation.regroup(self.first_merges, names=names)
+        self._density = aggregation.average(
+            final_density(self._settings.density, names, aggregation.rounds)
+        )
+        self._measurement = CostMeasurement(
+            self._settings,
+            self._group,
+            aggregation.device,
+            aggregation.dtype,
+            elements=sum(aggregation.sizes),
+            tensors=len(aggregation.sizes),
+            density=self._density,
+            step_seconds=statistics.median(period for _, period in of_ranks),
+        )
 
-    def _measure(self, aggregation: Aggregation) -> None:
-        """The costs at this density, measured unless they are known; a collective then."""
-        self._times.clear()
-        now = aggregation.density
-        known = next((density for density in self._known if _alike(density, now)), None)
-        if known is None:
-            known = now
-            self._known[now] = measure_costs(
-                self._settings,
-                self._group,
-                aggregation.device,
-                aggregation.dtype,
-                elements=sum(aggregation.sizes),
-                tensors=len(aggregation.sizes),
-                density=now,
-                known=[costs for measured in self._known.values() for costs in measured],
-            )
-        self._density, self._costs = known, self._known[known]
-        for costs in self._costs:
-            if costs.at_once_bytes is not None:
-                self._group.at_once_bytes = costs.at_once_bytes
-
-    def _computed(self, aggregation: Aggregation) -> tuple[list[Plan], float]:
-        """What rank 0 computes, on all ranks: the plan that was asked for, and its rivals.
-
-        And how long the one in use takes; 0 where there is none. Processors of two kinds round
-        differently, and what each rank computed for itself would be two numbers.
-        """
-        told: dict[str, Any] = {}
+    def _compute(self, aggregation: Aggregation) -> None:
+        self._measurement = None
+        self._computation = _Computation()
         if self._group.rank == 0:
-            assert self._backward is not None
-            sizes, methods = aggregation.sizes, [costs.method() for costs in self._costs]
-            assert isinstance(self._settings.plan, str)
-            plans = [planned(self._settings.plan, self._backward, sizes, methods)]
-            if self._contests:
-                plans += rivals_of(plans[0], self._backward, sizes, methods)
-            now = () if self.plan is None else self.plan.timeline(self._backward, sizes, methods)
-            names = tuple(aggregation.names)
-            told = {
-                "plans": [replace(plan, names=names).to_json() for plan in plans],
-                "seconds": max((span.end_seconds for span in now), default=0.0),
-                "alternatives": alternatives(self._backward, sizes, methods),
-            }
-        told = self._group.broadcast_object(told)
-        self.alternatives = dict(told["alternatives"])
-        return [Plan.from_json(plan) for plan in told["plans"]], told["seconds"]
+            self._computation.start(
+                partial(
+                    _computed,
+                    self._settings,
+                    self.backward_seconds,
+                    aggregation.sizes,
+                    tuple(aggregation.names),
+                    [each.method() for each in self.costs],
+                )
+            )
 
-    def _take(self, plans: Sequence[Plan], favourite: Plan, aggregation: Aggregation) -> None:
-        """Lets plans compete; takes the favourite where there is nothing to, or no time."""
-        competes = self._contests and len(plans) > 1
-        ends = aggregation.density_after(Contest.most_rounds(len(plans)))
-        if competes and (ends is None or _alike(ends, self._density)):
-            self.rivals.hold(plans)
-            self._use(plans[0], aggregation)
-            return
-        self.rivals.undecided = competes
-        self._usual, self._learns_usual = None, False
-        self._decide(favourite)
-        self._use(favourite, aggregation)
+    def _take_computed(self, aggregation: Aggregation) -> None:
+        """What rank 0 has computed, on all ranks, if it is done.
 
-    def _compete(self, aggregation: Aggregation, took: tuple[float, float]) -> None:
-        """Goes on with the contest after a round that took this; a collective at times."""
-        verdict = self.rivals.after_round(*took, self._group)
-        if verdict is None:
-            self._use(self.rivals.running, aggregation)
-            return
-        self._usual, self._learns_usual = None, True
-        if self._drift is not None:
-            self._drift.begin_anew(self._rounds)
-        if not verdict.predicted and self._group.rank == 0:
-            logger.info("plans were not as fast as predicted: %s", verdict)
-        self._decide(verdict.plan, verdict.refusal or self.refused)
-        self._use(verdict.plan, aggregation)
-
-    def _decide(self, plan: Plan, refusal: str | None = None) -> None:
-        """This plan stays, until there is reason for another.
-
-        If it compresses nothing though something might be, for the reason given, or by prediction.
+        Processors of two kinds round differently: what each rank computed for itself would be two
+        plans.
         """
-        self.replans += self._decided is not None and self._decided.groups != plan.groups
-        self._decided = plan
-        before, self.refused = self.refused, None
-        might = self._settings.plan == "optimal" and "sparse" in self._settings.methods
-        if might and not compresses(plan):
-            self.refused = refusal or refusal_by_prediction(plan, self.alternatives)
-            if before is None and self._group.rank == 0:
-                logger.warning("%s", self.refused)
+        assert self._computation is not None
+        found = self._group.broadcast_object(self._computation.poll())
+        if found is None:
+            return
+        self._computation = None
+        self.alternatives = dict(found["alternatives"])
+        self.plan = Plan.from_json(found["plan"])
+        if found["dense"] is not None and is_sparse(self.plan):
+            self._dense = Plan.from_json(found["dense"])
+        elif found["dense"] is not None:
+            self._refuse(
+                f"gradients are predicted to be together after {_ms(self.plan.finish_seconds)} ms, "
+                f"with every group sparse after {_ms(found['sparse_seconds'])} ms at best"
+            )
+        aggregation.regroup(self.plan.groups)
 
-    def _use(self, plan: Plan, aggregation: Aggregation) -> None:
-        """Comes last: where memory for groups is short on one rank, all know the same."""
-        self.plan = plan
-        if plan.groups != aggregation.merges:
-            aggregation.regroup(plan.groups)
-
-    def _drifted(self, sizes: Sequence[int]) -> bool:
-        """Whether what groups took in the last rounds is not what was expected; a collective.
-
-        That is what was predicted, or what they took in the first look after a contest: who wins
-        one does so because, or although, predictions are wrong.
-        """
-        assert self._drift is not None
+    def _compare(self, aggregation: Aggregation, period_seconds: float) -> None:
+        assert self._comparison is not None
+        assert self._dense is not None
         assert self.plan is not None
-        mine = [statistics.median(each) for each in zip(*self._times, strict=True)]
-        told = self._group.all_gather_object([mine, self._predicted(sizes)])
-        self._times.clear()
-        # Who comes last does not wait: its times are those of the network.
-        measured = [min(each) for each in zip(*(times for times, _ in told), strict=True)]
-        if self._learns_usual:
-            self._usual, self._learns_usual = measured, False
-        expected = self._usual or told[0][1]
-        if expected is None:
-            return True  # predictions were lost in a resume
-        return self._drift.look(self._rounds, measured, expected)
+        comparison, dense, own = self._comparison, self._dense, self.plan
+        later_seconds = dense.finish_seconds - own.finish_seconds
+        comparison.note(period_seconds, later_seconds)
+        if not comparison.over:
+            groups = dense.groups if comparison.dense_next else own.groups
+            if groups != aggregation.merges:
+                aggregation.regroup(groups)
+            return
+        self._comparison = self._dense = None
+        self.compared_seconds = comparison.seconds
+        with_plan, with_dense = comparison.seconds["plan"], comparison.seconds.get("dense")
+        if with_dense is not None and with_plan > (1 - LEAST_SAVING) * with_dense:
+            self.plan = dense
+            self._refuse(
+                f"measured in the run, a step takes {_ms(with_dense)} ms so, and "
+                f"{_ms(with_plan)} ms with compression"
+            )
+        if self.plan.groups != aggregation.merges:
+            aggregation.regroup(self.plan.groups)
 
-    def _predicted(self, sizes: Sequence[int]) -> list[float] | None:
-        """Seconds of the collective of each group, and of adding up; None after a resume."""
-        assert self.plan is not None
-        methods = {costs.name: costs.method() for costs in self._costs}
-        if not methods:
-            return None
-        return [
-            float(methods[merge.method].communicate_seconds(sum(sizes[merge.start : merge.stop])))
-            for merge in self.plan.groups
-        ]
-
-
-def _took(aggregation: Aggregation, since_seconds: float) -> tuple[float, float]:
-    """Seconds of the round that has just ended, and since the end of the one before."""
-    return aggregation.last_seconds, perf_counter() - since_seconds
+    def _refuse(self, why: str) -> None:
+        self.refused = f"nothing is compressed: {why}"
+        if self._group.rank == 0:
+            logger.warning("%s", self.refused)
 
 
-def _travelled(aggregation: Aggregation) -> list[float]:
-    """Seconds of the collective of each group in the last round, and of adding up."""
-    return [made.timing.communicate_seconds for made in aggregation.groups]
+class _Computation:
+    """Something that is computed on a thread, while training goes on."""
+
+    def __init__(self) -> None:
+        self._found: list[dict[str, Any]] = []
+        self._error: Exception | None = None
+
+    def start(self, compute: Callable[[], dict[str, Any]]) -> None:
+        threading.Thread(
+            target=self._run, args=(compute,), name="gossipgrad plan", daemon=True
+        ).start()
+
+    def poll(self) -> dict[str, Any] | None:
+        """What came out; None until then."""
+        if self._error is not None:
+            raise self._error
+        return self._found[0] if self._found else None
+
+    def _run(self, compute: Callable[[], dict[str, Any]]) -> None:
+        try:
+            self._found.append(compute())
+        except Exception as error:
+            self._error = error
 
 
-def _alike(density: float, other: float) -> bool:
-    """Whether what is sent at one costs about as much as at the other."""
-    return max(density, other) <= _OTHER_DENSITY * min(density, other)
+def backward_of(
+    of_ranks: Sequence[Mapping[str, float]], names: Sequence[str]
+) -> tuple[list[str], list[float]]:
+    """The order of gradients, and how long backward takes for each after the one before.
+
+    The order is rank 0's; where that has no gradient of a parameter, it comes last. Times are
+    medians over the ranks that have one.
+
+    Args:
+        of_ranks: Of each rank, seconds from the first gradient to each, by name.
+        names: Of all parameters.
+    """
+    first = of_ranks[0]
+    ordered = sorted(first, key=lambda name: first[name])
+    ordered += [name for name in names if name not in first]
+    ready = _medians(of_ranks)
+    backward, before = [], ready.get(ordered[0], 0.0)
+    for name in ordered:
+        at = ready.get(name, before)
+        backward.append(max(0.0, at - before))
+        before = max(before, at)
+    return ordered, backward
+
+
+def is_sparse(plan: Plan) -> bool:
+    """Whether less than all is sent of some group."""
+    return any(merge.method == "sparse" for merge in plan.groups)
+
+
+def _medians(stamps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """By name, over those in which it had a gradient."""
+    return {
+        name: statistics.median(times[name] for times in stamps if name in times)
+        for name in dict.fromkeys(name for times in stamps for name in times)
+    }
+
+
+def _computed(
+    settings: Settings,
+    backward: Sequence[float],
+    sizes: Sequence[int],
+    names: tuple[str, ...],
+    methods: Sequence[Method],
+) -> dict[str, Any]:
+    """The plan that was asked for; the best that sends all, if that is to be compared with it."""
+    assert isinstance(settings.plan, str)
+    optimal = settings.plan == "optimal"
+    made = _RULES[settings.plan](backward, sizes, methods if optimal else methods[0])
+    others = {
+        f"{name}, {method.name}": _RULES[name](backward, sizes, method).finish_seconds
+        for method in methods
+        for name in _ALTERNATIVES
+    }
+    found: dict[str, Any] = {
+        "plan": replace(made, names=names).to_json(),
+        "dense": None,
+        "alternatives": others,
+    }
+    dense = [method for method in methods if method.name != "sparse"]
+    if optimal and dense and len(dense) < len(methods):
+        found["dense"] = replace(plan(backward, sizes, dense), names=names).to_json()
+        found["sparse_seconds"] = min(others[f"{name}, sparse"] for name in _ALTERNATIVES)
+    return found
 
 
 def _first_merges(settings: Settings, sizes_bytes: Sequence[int]) -> tuple[Merge, ...]:
     """The groups that a session begins with: those asked for, or one until times are known."""
-    if isinstance(settings.plan, Plan):
-        check_plan_fits(settings.plan, len(sizes_bytes), settings.methods)
-        return settings.plan.groups
-    return merges_without_times(settings.plan, sizes_bytes, settings.methods[0])
+    rule = settings.plan
+    if isinstance(rule, Plan):
+        check_plan_fits(rule, len(sizes_bytes), settings.methods)
+        return rule.groups
+    if isinstance(rule, int):
+        make: Callable[..., Plan] = partial(threshold, size_bytes=rule, element_bytes=1)
+    else:
+        make = single if rule in MEASURED_RULES else _RULES[rule]
+    free = Method(settings.methods[0], lambda size: 0.0, lambda size: 0.0)
+    return make([0.0] * len(sizes_bytes), sizes_bytes, free).groups
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g}"

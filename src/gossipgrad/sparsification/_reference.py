@@ -13,6 +13,10 @@ Letters
     I_r          the k coordinates of a_r that are largest in magnitude; of equal ones the first
     q(.)         what the wire carries: a cast to the type of values, if one is given
     u_r, m       velocity and its factor, with momentum correction
+    t_b, p       backward time and elements of each tensor
+    t_s(n)       seconds to select from n elements; t_c(n): to send what was selected of them
+    tau_b, tau_s, tau_c   when backward, selection and communication of a tensor begin
+    t_w, t_save  what waiting for the next tensor costs a group, and what sending both at once saves
 
 Rules. The comments in the code name the rule that a line implements.
     R1  Merging. Gradients are concatenated by group, groups in the order of backward, and
@@ -24,14 +28,24 @@ Rules. The comments in the code name the rule that a line implements.
     R5  Aggregation. G = 0; for r = 0, ..., p - 1 in this order: G[I_r] += q(a_r[I_r]); then
         G = G / p. (`_sparse_allreduce_async`, `synchronize`.)
     R6  Update. Every rank's optimizer takes G for its gradient. (`step`.)
-    R7  A group that is not sparsified: G = (a_0 + ... + a_(p-1)) / p, e = 0.
+    R7  A group that is not sparsified, or all of which is sent:
+        G = (a_0 + ... + a_(p-1)) / p, e = 0.
     R8  Momentum correction: u = m u + g, a = e + u, and u[I] = 0 besides (factor masking).
         (Deep Gradient Compression, Algorithm 1 and section 3.2; `DGCSGDMemory.compensate`.)
     R9  A step whose G is not finite anywhere leaves e and u as they were, on all ranks; G is NaN
         everywhere then, so that no optimizer takes a part of the step that another leaves out.
+    R10 Merging rule: the group of l is merged with the next tensor iff t_w < t_save, where
+            tau_s(l) = tau_b(l) + t_b(l)
+            tau_c(l) = max(tau_c(l-1) + t_c(l-1), tau_s(l) + t_s(l))
+            t_w      = t_b(l+1) + t_s(p_l + p_l+1) - t_s(p_l) - t_s(p_l+1)
+                       - (tau_c(l) - (tau_s(l) + t_s(l)))
+            t_save   = t_c(p_l) + t_c(p_l+1) - t_c(p_l + p_l+1)
+        and times of a merged tensor are those of its parts, added. (`_generate_groups_mgs`.)
 
 Deviations from the authors' code
-    1. Groups are given here; how the session finds them is in `gossipgrad.planning`.
+    1. Groups of `Reference` are given; `merge` finds those of R10, and decides on the first two
+       tensors, too, which the published code always binds together, while its times say that it
+       has not. The session's own plan is the optimum: `gossipgrad.planning.plan`.
     2. Residuals belong to tensors and not to groups: another plan takes them over.
     3. R9. The published code adds what is not finite to the residual, which then stays so.
     4. Ties are broken by place, where `torch.topk` makes no promise.
@@ -59,6 +73,40 @@ def top_k(a: Float[Tensor, " n"], k: int) -> Int[Tensor, " k"]:
     """I: the k largest magnitudes, of equal ones the first; NaN above inf above all else."""
     magnitude = a.abs().nan_to_num(nan=torch.inf, posinf=torch.finfo(a.dtype).max)
     return magnitude.sort(descending=True, stable=True).indices[:k].sort().values  # R3
+
+
+def merge(
+    t_b: Sequence[float | int],
+    p: Sequence[int],
+    t_s: Callable[[int], float],
+    t_c: Callable[[int], float],
+) -> list[int]:
+    """How many tensors each group has by the paper's rule (R10), in the order of backward.
+
+    Written as the code has it: all times are made anew after each merge.
+
+    Example:
+        >>> merge([1, 3, 3], [10, 1, 1], lambda n: 0.1 * n, lambda n: 4 + 0.5 * n)
+        [3]
+    """
+    L = len(p)
+    t_b, p, merged = list(map(float, t_b)), list(p), [1] * L
+    for l in range(L - 1):  # noqa: E741
+        tau_b = tau_c = busy = ready = 0.0
+        for i in range(l + 1):  # those merged into a later one take no time
+            if not p[i]:
+                continue
+            tau_s = tau_b + t_b[i]
+            tau_c = max(busy, tau_s + t_s(p[i]))  # R10
+            busy = tau_c + t_c(p[i])
+            tau_b = ready = tau_s + t_s(p[i])
+        t_w = t_b[l + 1] + t_s(p[l] + p[l + 1]) - t_s(p[l]) - t_s(p[l + 1]) - (tau_c - ready)
+        t_save = t_c(p[l]) + t_c(p[l + 1]) - t_c(p[l] + p[l + 1])
+        if t_w < t_save:  # R10
+            t_b[l + 1], p[l + 1] = t_b[l + 1] + t_b[l], p[l + 1] + p[l]
+            merged[l + 1] += merged[l]
+            t_b[l], p[l], merged[l] = 0.0, 0, 0
+    return [count for count in merged if count]
 
 
 class Reference:
@@ -150,7 +198,7 @@ class Reference:
         total = torch.zeros(sum(sizes), dtype=self.e[0][first].dtype)
         for r in range(self.p):  # R5: in this order
             a = self._selected_from(r, places)
-            if not sparse:
+            if not sparse or self.rho(self.t) >= 1:
                 total += a  # R7
                 self._keep(self.e[r], places, torch.zeros_like(a))
                 continue

@@ -1,5 +1,6 @@
-"""A session: the user's model and optimizer, with gradients that meet as sparse messages."""
+"""A session: the user's model and optimizer, with gradients averaged by sparse messages."""
 
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,22 +28,20 @@ from gossipgrad.engine import Claim
 from gossipgrad.errors import GossipError
 from gossipgrad.planning import Plan
 from gossipgrad.sparsification._aggregation import Aggregation
-from gossipgrad.sparsification._alone import Alone
 from gossipgrad.sparsification._planner import Planner
 from gossipgrad.sparsification._queue import OrderedQueue
 from gossipgrad.sparsification._session_state import (
-    apart,
     change,
-    count_on,
-    counted,
+    check_all_fit,
+    counts_of_session,
     load_session,
-    saved_at,
+    new_counts,
     session_misfit,
     session_state,
 )
 from gossipgrad.sparsification._settings import Settings, check_parameters, in_order_of
-from gossipgrad.sparsification._stats import SparseStats, collect, collect_alone
-from gossipgrad.sparsification._steps import StepWatch
+from gossipgrad.sparsification._stats import SparseStats, collect, collect_single
+from gossipgrad.sparsification._steps import SingleRank, StepWatch
 
 __all__ = ["SparseSession"]
 
@@ -72,14 +71,15 @@ class SparseSession:
         self._recorder = recorder
         self._in_consensus = self._closed = False
         self._aggregation: Aggregation | None = None
-        self._alone: Alone | None = None
+        self._single: SingleRank | None = None
+        self._no_sync_blocks = 0
         self._planner: Planner | None = None
         self._watch: StepWatch | None = None
-        self._farewell: weakref.finalize | None = None
+        self._finalizer: weakref.finalize | None = None
         self._at_close: SparseStats | None = None
         self._claim = Claim("sparsify")
         try:
-            self._meet()
+            self._begin()
         except BaseException:
             self.close()
             raise
@@ -96,12 +96,10 @@ class SparseSession:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan in use, which was given, or to which a rule that measures times has come.
+        """The plan, which was given or computed by a rule that measures times.
 
-        While plans compete, the one whose turn it is.
-
-        None until then, with one rank, and for rules without times: `"wfbp"`, `"layerwise"`,
-        `"single"` and a number of bytes.
+        It stays while a dense one is compared with it. None until it is there, with one rank, and
+        for rules without times: `"wfbp"`, `"layerwise"`, `"single"` and a number of bytes.
         """
         return None if self._planner is None else self._planner.plan
 
@@ -127,9 +125,6 @@ class SparseSession:
         """Root mean square over ranks of the distance between weights and their mean, now.
 
         A collective; changes nothing. It is 0 unless weights were written on one rank alone.
-
-        Raises:
-            GossipError: If a rank is gone.
         """
         self._check_together("consensus_distance")
         mean = self.group.mean_
@@ -143,9 +138,7 @@ class SparseSession:
         `add_param_group`: the set of trained parameters is taken anew. Residuals are given up, and
         a plan that is measured is measured anew; rounds and bytes are counted on, so that a warm-up
         goes on where it was.
-
-        When it raises, the session is over: steps and backward passes raise, too, so that no rank
-        trains on alone, until the session is closed.
+        When it raises, the session is over: steps and backward passes raise until it is closed.
 
         Raises:
             AgreementError: If the ranks now differ in names, shapes or dtypes.
@@ -153,7 +146,7 @@ class SparseSession:
         """
         self._check_together("broadcast_")
         try:
-            self._meet()
+            self._begin()
         except BaseException as error:
             if self._aggregation is None:
                 self.close()
@@ -164,12 +157,22 @@ class SparseSession:
                 )
             raise
 
-    def agree(self, value: Any) -> list[Any]:
-        """What every rank has, a value of JSON, by rank; a collective.
+    def replan(self) -> None:
+        """Measures backward, selection and network anew, and plans by that; a collective.
+
+        For when the network or the density has changed for good: nothing is measured again by
+        itself. The next steps go as the first ones of the session did. Called between two steps.
 
         Raises:
-            GossipError: If a rank is gone.
+            ValueError: The plan is not one that is measured.
+            GossipError: If a rank is gone, or the ranks are not at the same step.
         """
+        self._check_together("replan")
+        if self._aggregation is not None and self._planner is not None:
+            self._planner.restart(self._aggregation)
+
+    def agree(self, value: Any) -> list[Any]:
+        """What every rank has, a value of JSON, by rank; a collective."""
         self._check_together("agree")
         return self.group.all_gather_object(value)
 
@@ -183,15 +186,13 @@ class SparseSession:
         more than once. With a scaler it is needed: a step that is left out because its last pass
         was not finite is lost with all that its earlier passes have sent, residuals in it.
         """
-        if self._aggregation is None:
-            yield
-            return
-        passes = self._aggregation.passes
-        before, passes.enabled = passes.enabled, False
+        self._no_sync_blocks += 1
+        self._enable_rounds()
         try:
             yield
         finally:
-            passes.enabled = before
+            self._no_sync_blocks -= 1
+            self._enable_rounds()
 
     def stats(self) -> SparseStats:
         """What this rank has done so far, also when the session is closed; no communication."""
@@ -199,7 +200,7 @@ class SparseSession:
             return self._at_close
         if self._aggregation is not None and self._planner is not None:
             return collect(self._aggregation, self._planner)
-        return collect_alone({} if self._alone is None else self._alone.counts)
+        return collect_single(0 if self._single is None else self._single.rounds)
 
     def state_dict(self) -> dict[str, Any]:
         """All that this rank needs to go on as if it had never stopped; local.
@@ -230,7 +231,9 @@ class SparseSession:
         if self._aggregation is not None and self._aggregation.passes.began:
             raise GossipError("a state in the middle of a backward pass: take it between steps")
         own = session_state(self._settings, self._aggregation, self._planner, self.group)
-        return own if self._alone is None else own | self._alone.state()
+        if self._single is not None:
+            own["counted"] = {**new_counts(), "rounds": self._single.rounds}
+        return own
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where `state_dict` was taken; a collective.
@@ -238,8 +241,8 @@ class SparseSession:
         Every rank loads its own, all saved after the same step; `deal_states` makes those of
         another number of ranks. With the same plan asked for, of the same methods, training then
         goes on bit for bit as it would have with as many ranks. Another plan takes over what is
-        carried over, and is measured anew. One rank alone withholds nothing: it adds that to its
-        first gradients, and counts its steps as rounds.
+        carried over, and is measured anew. One rank withholds nothing: what several carried over is
+        given up there, and a warning says so; its steps count as rounds.
 
         Raises:
             ValueError: On every rank, if one's state does not fit; nothing is changed then.
@@ -250,7 +253,8 @@ class SparseSession:
             session = state["session"]
             why = self._misfit(session)
             why = why or misfit(self._model, self._optimizers, state)
-        self._agree_to_load(why, session)
+        self._check_together("load_state_dict")
+        check_all_fit(self.group, why, session)
         load_replica(self._model, self._optimizers, state)
         self._load_own(session)
 
@@ -261,7 +265,8 @@ class SparseSession:
             ValueError: On every rank, if one's state does not fit; nothing is changed then.
             GossipError: If a rank is gone.
         """
-        self._agree_to_load(self._misfit(state), state)
+        self._check_together("load_own_state")
+        check_all_fit(self.group, self._misfit(state), state)
         self._load_own(state)
 
     def close(self) -> None:
@@ -269,22 +274,15 @@ class SparseSession:
 
         Ranks that go on training get a `GossipError` from their next step. So does this one where
         it is closed in the middle of a backward pass, by a signal handler, a hook or another
-        thread: that pass raises, and so do steps, with gradients that have not met, until `close`
-        is called again after it.
+        thread: that pass raises, and leaves this rank's own gradients in `.grad`.
         """
-        inside = self._aggregation is not None and self._aggregation.passes.under_way(
-            seen_before=self._closed
-        )
         try:
             if not self._closed:
                 self._closed = True
                 self._at_close = self.stats()
         finally:
-            if inside and self._aggregation is not None:
-                self._aggregation.close()  # but the watch on the optimizers stays
-            else:
-                self._let_go()
-                self._claim.release()
+            self._remove_hooks()
+            self._claim.release()
             self.group.close()
 
     def __enter__(self) -> "SparseSession":
@@ -297,45 +295,49 @@ class SparseSession:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
-        self.close()  # the pass in which the first may have been is over
 
-    def _meet(self) -> None:
+    def _begin(self) -> None:
         """Makes the replicas equal, and the hooks, which may be there already; a collective."""
         of, group = self._settings, self.group
         parameters = self._trained()
         self._claim.take(parameters)
-        counts = None if self._alone is None else self._alone.counts
-        if self._aggregation is not None:
-            counts = counted(self._aggregation)
+        counts = new_counts() if self._aggregation is None else counts_of_session(self._aggregation)
+        if self._single is not None:
+            counts["rounds"] = self._single.rounds
         if self.world_size == 1:
-            self._let_go()
-            self._alone = Alone(self._optimizers, self._scaler, counts)
-            self._alone.keeps = self
+            self._remove_hooks()
+            self._single = SingleRank(self._optimizers, counts["rounds"], self._scaler)
+            self._single.session = self
         else:
             check_parameters(parameters)
             agree_on(group, self._model, self._optimizers, of.describe())
             backwards = in_order_of(of.plan, dict(reversed(parameters.items())))
             planner = Planner(of, [p.nbytes for p in backwards.values()], group)
             broadcast_replica(group, self._model, self._optimizers)
-            self._let_go()
+            self._remove_hooks()
             self._aggregation = Aggregation(
                 backwards,
                 group,
                 of,
-                planner.merges,
+                planner.first_merges,
                 after_round=planner.after_round,
                 scaler=self._scaler,
                 recorder=self._recorder,
             )
-            count_on(self._aggregation, counts)
+            self._aggregation.count_from(counts)
+            self._enable_rounds()
             self._planner = planner
             self._watch = StepWatch(self._model, self._optimizers, self._aggregation, self._scaler)
-            self._watch.keeps = self
+            self._watch.session = self
         # It holds nothing that holds the session: who drops model and optimizers need not close.
-        held = self._aggregation
-        left = (None, []) if held is None else (held.queue, held.passes.handles)
-        self._farewell = weakref.finalize(self, _leave, group, *left)
-        self._farewell.atexit = False  # pyrefly: ignore[missing-attribute]
+        aggregation = self._aggregation
+        of_rounds = () if aggregation is None else (aggregation.queue, aggregation.passes.handles)
+        self._finalizer = weakref.finalize(self, _leave, group, *of_rounds)
+        self._finalizer.atexit = False  # pyrefly: ignore[missing-attribute]
+
+    def _enable_rounds(self) -> None:
+        if self._aggregation is not None:
+            self._aggregation.passes.enabled = not self._no_sync_blocks
 
     def _trained(self) -> dict[str, nn.Parameter]:
         """What is trained now, and has elements."""
@@ -347,34 +349,29 @@ class SparseSession:
         changed = None if self._aggregation is None else change(self._aggregation, trained)
         return changed or session_misfit(self._settings, self.group, trained, session)
 
-    def _agree_to_load(self, why: str | None, session: Any) -> None:
-        """Returns if the states of all ranks fit, and belong together."""
-        self._check_together("load_state_dict")
-        told = self.group.all_gather_object([why, None if why else saved_at(session)])
-        for rank, (problem, at) in enumerate(told):
-            if problem is not None:
-                raise ValueError(f"the state cannot be loaded on rank {rank}: {problem}")
-            if at != told[0][1]:
-                raise ValueError(apart(rank, told[0][1], at))
-
     def _load_own(self, session: Any) -> None:
-        if self._alone is not None:
-            self._alone.load(session, self._trained())
+        if self._single is not None:
+            self._single.count_from(session["counted"]["rounds"])
+            if any(bool(residual.any()) for residual in session["residuals"].values()):
+                warnings.warn(
+                    "what several ranks carried over in residuals is given up: one rank sends "
+                    "nothing, and carries nothing over",
+                    stacklevel=3,
+                )
         elif self._aggregation is not None and self._planner is not None:
             load_session(self._settings, self._aggregation, self._planner, session)
         if self._watch is not None:
             self._watch.start_over()
 
-    def _let_go(self) -> None:
-        if self._farewell is not None:
-            self._farewell.detach()
-        if self._alone is not None:
-            self._alone.remove()
-        if self._watch is not None:
-            self._watch.remove()
+    def _remove_hooks(self) -> None:
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        for hooks in (self._single, self._watch):
+            if hooks is not None:
+                hooks.remove()
         if self._aggregation is not None:
             self._aggregation.close()
-        self._alone = self._watch = self._aggregation = None
+        self._single = self._watch = self._aggregation = None
 
     def _check_together(self, method: str) -> None:
         self._check_ready(method)
@@ -391,7 +388,9 @@ class SparseSession:
             )
 
 
-def _leave(group: Group, queue: OrderedQueue | None, handles: Sequence[RemovableHandle]) -> None:
+def _leave(
+    group: Group, queue: OrderedQueue | None = None, handles: Sequence[RemovableHandle] = ()
+) -> None:
     for handle in handles:
         handle.remove()
     if queue is not None:

@@ -6,27 +6,25 @@ from typing import Any
 from torch import Tensor, nn
 
 from gossipgrad.comm import Group
-from gossipgrad.planning import Group as Merge
-from gossipgrad.planning import Plan
+from gossipgrad.planning import Merge, Plan
 from gossipgrad.sparsification._aggregation import Aggregation
-from gossipgrad.sparsification._held import Held
+from gossipgrad.sparsification._merged import CarriedOver
 from gossipgrad.sparsification._planner import Planner
 from gossipgrad.sparsification._settings import Settings
 
 __all__ = [
-    "apart",
     "change",
-    "count_on",
-    "counted",
+    "check_all_fit",
+    "counts_of_session",
     "deal_states",
     "load_session",
-    "nothing_counted",
+    "new_counts",
     "saved_at",
     "session_misfit",
     "session_state",
 ]
 
-VERSION = 2
+VERSION = 3
 _COUNTED = {
     **dict.fromkeys(("rounds", "nonfinite_rounds", "bytes_sent", "all_reduce_bytes"), 0),
     **dict.fromkeys(("exposed_seconds", "select_seconds", "communicate_seconds"), 0.0),
@@ -51,20 +49,20 @@ def session_state(
         "residuals": {},
         "velocities": {},
         "rounds_without": {},
-        "counted": nothing_counted(),
+        "counted": new_counts(),
         "planner": None if planner is None else planner.state(),
     }
     if aggregation is not None:
-        lasting = None if planner is None else planner.lasting
-        merges = aggregation.merges if lasting is None else lasting.groups
+        plan = None if planner is None else planner.plan
+        merges = aggregation.merges if plan is None else plan.groups
         session |= {
             "plan": {
                 "names": list(aggregation.names),
                 "groups": [[m.start, m.stop, m.method] for m in merges],
             },
-            "counted": counted(aggregation),
+            "counted": counts_of_session(aggregation),
         }
-        for name, (residual, velocity, rounds_without) in aggregation.held().items():
+        for name, (residual, velocity, rounds_without) in aggregation.carried_over().items():
             session["rounds_without"][name] = rounds_without
             if residual is not None:
                 session["residuals"][name] = residual.to("cpu", copy=True)
@@ -110,26 +108,44 @@ def saved_at(session: Mapping[str, Any]) -> dict[str, Any]:
     A planner decides on each rank by itself when it is time for a collective, from what all ranks
     know: where they know different things, some would wait for others for ever.
     """
-    planner = session["planner"]
-    if planner is not None:
-        planner = {**planner, "stamps": len(planner["stamps"])}  # the times are of each rank
     return {
         "asked": session["asked"],
         "plan": session["plan"],
-        "planner": planner,
+        "planner": session["planner"],
         "rounds": session["counted"]["rounds"],
     }
 
 
-def apart(rank: int, first: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """In what the state of a rank was not saved with that of rank 0, both by `saved_at`."""
-    way_out = "give those that all ranks saved after the same step"
-    if first["rounds"] != other["rounds"]:
-        return (
-            f"the states of ranks 0 and {rank} are not of the same step: they were saved after "
-            f"{first['rounds']} and {other['rounds']} rounds; {way_out}"
+def check_all_fit(group: Group, why: str | None, session: Any) -> None:
+    """Raises `ValueError` if the states of all ranks do not fit, or not together; a collective.
+
+    Args:
+        group: Of the session.
+        why: Why that of this rank does not, None if it does.
+        session: That of this rank.
+    """
+    of_ranks = group.all_gather_object([why, None if why else saved_at(session)])
+    for rank, (problem, _) in enumerate(of_ranks):
+        if problem is not None:
+            raise ValueError(f"the state cannot be loaded on rank {rank}: {problem}")
+    check_same_save([at for _, at in of_ranks])
+
+
+def check_same_save(saves: Sequence[Mapping[str, Any]]) -> None:
+    """Raises `ValueError` if states, each by `saved_at`, were not saved between the same steps."""
+    first = saves[0]
+    for rank, other in enumerate(saves):
+        if other == first:
+            continue
+        way_out = "give those that all ranks saved after the same step"
+        if first["rounds"] != other["rounds"]:
+            raise ValueError(
+                f"the states of ranks 0 and {rank} are not of the same step: they were saved after "
+                f"{first['rounds']} and {other['rounds']} rounds; {way_out}"
+            )
+        raise ValueError(
+            f"the states of ranks 0 and {rank} are not of the same plan, or of two runs: {way_out}"
         )
-    return f"the states of ranks 0 and {rank} are not of the same plan, or of two runs: {way_out}"
 
 
 def load_session(
@@ -141,32 +157,26 @@ def load_session(
         planner.load(session["planner"])
         merges = [Merge(*each) for each in session["plan"]["groups"]]
         names = session["plan"]["names"]
-    held = {
-        name: Held(
+    carried = {
+        name: CarriedOver(
             session["residuals"].get(name),
             session["velocities"].get(name),
             session["rounds_without"].get(name, 0),
         )
         for name in names
     }
-    aggregation.regroup(merges, names=names, held=held)
-    count_on(aggregation, session["counted"])
+    aggregation.regroup(merges, names=names, carried=carried)
+    aggregation.count_from(session["counted"])
 
 
-def counted(aggregation: Aggregation) -> dict[str, Any]:
+def counts_of_session(aggregation: Aggregation) -> dict[str, Any]:
     """How far it has come."""
     return {name: getattr(aggregation, name) for name in _COUNTED}
 
 
-def nothing_counted() -> dict[str, Any]:
-    """What `counted` gives at the beginning."""
+def new_counts() -> dict[str, Any]:
+    """What `counts_of_session` gives at the beginning."""
     return dict(_COUNTED)
-
-
-def count_on(aggregation: Aggregation, counts: Mapping[str, Any] | None) -> None:
-    """Goes on from what `counted` gave, None for nothing."""
-    for name, value in (counts or {}).items():
-        setattr(aggregation, name, value)
 
 
 def deal_states(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[str, Any]]:
@@ -174,8 +184,9 @@ def deal_states(states: Sequence[Mapping[str, Any]], world_size: int) -> list[di
 
     What all ranks together carry over is kept: rank `r` of the new ones gets the residuals of the
     old ranks `r`, `r + world_size`, ..., added up, times the new world size over the old one, since
-    a mean is over that many. Weights and optimizer state are equal on all ranks, and rank 0's;
-    rounds are counted on. What was measured for a plan is not kept: costs go by the number of
+    a mean is over that many. Weights and optimizer state are equal on all ranks; buffers, such as
+    BatchNorm's statistics, are those of the old rank `r`, where there was one. Rounds are counted
+    on. What was measured for a plan is not kept: costs go by the number of
     ranks, and a session that asks for such a plan measures anew. One rank corrects no momentum:
     from and to it there are no velocities, and `momentum_correction` may be another.
 
@@ -203,16 +214,13 @@ def deal_states(states: Sequence[Mapping[str, Any]], world_size: int) -> list[di
             f"states of the ranks {ranks} were given, of a session of {old}: give those of all its "
             "ranks, in their order"
         )
-    told = [saved_at(state["session"]) for state in states]
-    for rank, at in enumerate(told):
-        if at != told[0]:
-            raise ValueError(apart(rank, told[0], at))
+    check_same_save([saved_at(state["session"]) for state in states])
     dealt = []
     for rank in range(world_size):
         session = dict(states[0]["session"])
         mine = [state["session"] for state in states[rank::world_size]]
         for kind in ("residuals", "velocities"):
-            session[kind] = _added([each[kind] for each in mine], world_size / old)
+            session[kind] = _sums([each[kind] for each in mine], world_size / old)
         session |= {"rank": rank, "world_size": world_size}
         if world_size != old:
             session["planner"] = None
@@ -223,11 +231,11 @@ def deal_states(states: Sequence[Mapping[str, Any]], world_size: int) -> list[di
                     for name, value in session["settings"].items()
                     if name != "momentum_correction"
                 }
-        dealt.append({**states[0], "session": session})
+        dealt.append({**states[rank % old], "session": session})
     return dealt
 
 
-def _added(parts: Sequence[Mapping[str, Tensor]], factor: float) -> dict[str, Tensor]:
+def _sums(parts: Sequence[Mapping[str, Tensor]], factor: float) -> dict[str, Tensor]:
     total: dict[str, Tensor] = {}
     for part in parts:
         for name, tensor in part.items():

@@ -1,6 +1,5 @@
 """What the user chooses, resolved and checked."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +13,9 @@ from gossipgrad.compression import VALUE_DTYPES
 from gossipgrad.planning import Plan
 from gossipgrad.sparsification._density import Density, describe_density
 from gossipgrad.sparsification._merged import DENSE_DTYPES
-from gossipgrad.sparsification._rules import RULES
 
 __all__ = [
-    "METHODS",
-    "Replan",
+    "MEASURED_RULES",
     "Settings",
     "check_listeners",
     "check_momentum",
@@ -27,71 +24,17 @@ __all__ = [
     "check_plan_fits",
     "check_selection",
     "in_order_of",
-    "resolve_replan",
 ]
 
 METHODS = ("sparse", *DENSE_DTYPES)
 SELECTIONS = ("per_group", "per_tensor")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Replan:
-    """When a plan is looked at again, and what it takes to leave it.
-
-    Times of groups are compared with what was predicted, by a cumulative sum of relative errors
-    on each side, so that one slow step means nothing and a lasting change a lot. Once it is over
-    the threshold, costs are measured anew, and the ranks change to the new plan only if that is
-    predicted to gain enough. Each measurement doubles the steps to the next look; a state that is
-    loaded brings the doublings with it, not `every`.
-
-    `"optimal"` lets plans compete: the one that is predicted to be the fastest with the best that
-    sends all, the best whose groups are all sparse, and those of one group, where these are
-    predicted to take up to three times as long. They are used in turn for a few steps each, two for
-    up to 21 together, three for up to 33 and five for up to 45, and the fastest stays; one that
-    saves less than `gain` does not take the place of the first, and one that compresses has to save
-    as much of the time of those that send all. A rival whose first step shows it to be far slower
-    has no other; one that loses later costs the time of about eight steps at most. What was found
-    holds against predictions from then on, until drift is found.
-
-    Every plan that is measured is also looked at when the density has changed by more than half,
-    and stays so for a number of steps: 1 at first, and after each such look twice as many. Costs
-    are measured once at each density; one that comes back takes those it had, until drift is found.
-
-    Attributes:
-        every: Steps between looks for drift, which the plan `"optimal"` alone is looked at for.
-        drift: Relative error that is taken for noise, each look.
-        threshold: Sum of what is beyond it at which costs are measured anew.
-        gain: Share of the step's time that another plan must save, 0 to 1.
-        contest: Whether `"optimal"` lets plans compete in real steps, if not predictions decide.
-
-    Raises:
-        ValueError: A number is out of range, or `contest` is not one of True and False.
-    """
-
-    every: int = 100
-    drift: float = 0.25
-    threshold: float = 1.0
-    gain: float = 0.05
-    contest: bool = True
-
-    def __post_init__(self) -> None:
-        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
-            raise ValueError(
-                f"every counts steps between looks, a whole number from 1, got {self.every!r}"
-            )
-        for name in ("drift", "threshold"):
-            value = getattr(self, name)
-            if not (_is_real(value) and math.isfinite(value) and value > 0):
-                raise ValueError(f"{name} is {value!r}: it is a relative error, above 0")
-        if not (_is_real(self.gain) and 0 <= self.gain < 1):
-            raise ValueError(f"gain is {self.gain!r}: it is a share of the time, from 0 to below 1")
-        if not isinstance(self.contest, bool):
-            raise ValueError(f"contest is {self.contest!r}: it is True or False")
+MEASURED_RULES = ("optimal", "greedy", "mg-wfbp")
+RULES = (*MEASURED_RULES, "layerwise", "wfbp", "single")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Everything that `sparsify()` was asked for, with density and `replan` resolved.
+    """Everything that `sparsify()` was asked for, with density resolved.
 
     Raises:
         ValueError: For the first thing that no session could have.
@@ -101,7 +44,6 @@ class Settings:
     plan: str | int | Plan
     select: str
     methods: Sequence[str]
-    replan: Replan | None
     value_dtype: torch.dtype | None
     momentum_correction: float | int | None
 
@@ -137,7 +79,7 @@ class Settings:
     @property
     def measures(self) -> bool:
         """Whether the plan waits for measurements of the first steps."""
-        return isinstance(self.plan, str) and RULES[self.plan].measured
+        return isinstance(self.plan, str) and self.plan in MEASURED_RULES
 
     def describe(self) -> dict[str, Any]:
         """What must be equal on all ranks."""
@@ -146,7 +88,6 @@ class Settings:
             "plan": self.plan,
             "select": self.select,
             "methods": self.methods,
-            "replan": self.replan,
             "value_dtype": self.value_dtype,
             "momentum_correction": self.momentum_correction,
         }
@@ -204,7 +145,9 @@ def check_momentum(optimizers: Sequence[Optimizer], momentum_correction: float |
 def check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
     """Raises `ValueError` if gradients of these cannot be merged."""
     if not parameters:
-        raise ValueError("the optimizers train no parameter that requires gradients: nothing meets")
+        raise ValueError(
+            "the optimizers train no parameter that requires gradients: nothing is averaged"
+        )
     for name, parameter in parameters.items():
         if is_sharded(parameter):
             raise ValueError(
@@ -258,29 +201,13 @@ def in_order_of(plan: object, parameters: dict[str, nn.Parameter]) -> dict[str, 
     return {name: parameters[name] for name in plan.names}
 
 
-def resolve_replan(replan: Replan | int | None) -> Replan | None:
-    """A number of steps or a value; None for never.
-
-    Raises:
-        ValueError: It is neither.
-    """
-    if replan is None or isinstance(replan, Replan):
-        return replan
-    if isinstance(replan, bool) or not isinstance(replan, int) or replan < 1:
-        raise ValueError(
-            "replan must be a number of steps from 1, a gg.sparsification.Replan(...), or None "
-            f"for never, got {replan!r}"
-        )
-    return Replan(every=replan)
-
-
 def _is_real(value: object) -> bool:
     """Whether it is a number, and no truth value."""
     return isinstance(value, float | int) and not isinstance(value, bool)
 
 
 def _plans() -> str:
-    return f"one of {_named(list(RULES))}, a threshold in bytes, or a gossipgrad.planning.Plan"
+    return f"one of {_named(RULES)}, a threshold in bytes, or a gossipgrad.planning.Plan"
 
 
 def _named(names: Sequence[str]) -> str:

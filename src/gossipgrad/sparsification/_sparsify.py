@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,15 +12,18 @@ from torch.optim import Optimizer
 
 from gossipgrad.comm import Group, Recorder, check_optimizers, resolve_group, trained_parameters
 from gossipgrad.planning import Plan
-from gossipgrad.sparsification._density import Density, resolve_density
+from gossipgrad.sparsification._density import (
+    DEFAULT_DENSITY,
+    Density,
+    resolve_density,
+    warn_of_loss,
+)
 from gossipgrad.sparsification._session import SparseSession
 from gossipgrad.sparsification._settings import (
-    Replan,
     Settings,
     check_listeners,
     check_momentum,
     check_optimizers_fit,
-    resolve_replan,
 )
 
 __all__ = ["sparsify"]
@@ -29,17 +33,17 @@ def sparsify(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer],
     *,
-    density: Density = 0.001,
+    density: Density = DEFAULT_DENSITY,
     plan: str | int | Plan = "optimal",
     select: str = "per_group",
     methods: Sequence[str] = ("sparse", "dense"),
-    replan: Replan | int | None = 100,
     value_dtype: torch.dtype | None = None,
     momentum_correction: float | None = None,
     scaler: torch.amp.GradScaler | None = None,
     process_group: dist.ProcessGroup | Group | None = None,
     mesh: DeviceMesh | None = None,
     recorder: Recorder | None = None,
+    **removed: Any,
 ) -> SparseSession:
     """Trains `model` with sparse gradients: from now on every backward pass aggregates them.
 
@@ -53,9 +57,8 @@ def sparsify(
 
     Gradients travel in groups while backward goes on. `plan="optimal"` measures backward,
     selection and network in the first steps, and computes which tensors to merge and which not to
-    compress: within 1 part in 10,000 of the best under the timeline model, or as `session.plan.gap`
-    says. Then that plan competes with dense and sparse ones in some real steps, and the fastest
-    stays. It refuses to compress where that does not pay, and says so.
+    compress. Then that plan is compared once with dense gradients in real steps, and the faster
+    stays: it refuses to compress where that does not pay, and says so.
 
     All ranks wait for the slowest in every step. When one has died, `backward()` raises on the
     others: that step's gradients are not aggregated, weights and residuals are as before it. One
@@ -79,8 +82,9 @@ def sparsify(
             a GAN, has a session of its own, and the passes of the others run inside its
             `no_sync()`: a round is one of all parameters of the session, whatever the loss was.
         density: The share of coordinates that is sent, above 0 and at most 1; a function from the
-            step to it, such as `gg.sparsification.Warmup(steps=...)`, which goes by the step alone
-            and is asked for up to a hundred at once; or shares by name, of which the first that
+            step to it, such as a `gg.sparsification.Warmup`, which the default is: all for 250
+            steps, then 0.25, 0.0625 and 0.015625 for as many, then 0.01. It goes by the step alone
+            and is asked for up to a hundred at once. Or shares by name, of which the first that
             fits counts, and which with `select="per_group"` add up to how much is sent of a group,
             whichever it is.
         plan: `"optimal"`; a published rule: `"greedy"` (OMGS-SGD's, which decides on the first two
@@ -92,10 +96,6 @@ def sparsify(
             tensor as many as its size demands, so that none starves.
         methods: What `"optimal"` may choose among: `"sparse"`, `"dense"` (all-reduce), `"fp16"`
             and `"bf16"` (all-reduce of rounded gradients). Other plans use the first.
-        replan: Steps between looks at whether `"optimal"` still fits the network, or a
-            `gg.sparsification.Replan(...)`; other measured plans are looked at when the density
-            has changed. None for never: the plan that is predicted first stays, whatever becomes of
-            the density, and none compete.
         value_dtype: What values of sparse messages travel as, such as `torch.bfloat16`; what
             rounding takes away is carried over. None: float32, float64 for such gradients.
         momentum_correction: Momentum of Deep Gradient Compression, applied before selection, such
@@ -107,6 +107,7 @@ def sparsify(
         process_group: Whose ranks take part; by default all. Nothing is sent on it. A `gg.Group`
             becomes the session's own, and closes with it.
         mesh: A one-dimensional mesh whose ranks take part, in place of `process_group`.
+        **removed: Arguments of earlier versions, each with an error that says what to use instead.
         recorder: Gets spans of time, for example a `gossipgrad.trace.Trace`.
 
     Returns:
@@ -133,6 +134,7 @@ def sparsify(
         Sparsification on GPUs, INFOCOM 2020. Deviations are numbered in
         `gossipgrad.sparsification._reference`.
     """
+    _check_removed(removed)
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     check_optimizers(optimizers)
     group = resolve_group(process_group, mesh, asks="sparsify()")
@@ -145,11 +147,12 @@ def sparsify(
             plan=plan,
             select=select,
             methods=methods,
-            replan=resolve_replan(replan),
             value_dtype=value_dtype,
             momentum_correction=momentum_correction,
         )
         check_momentum(optimizers, settings.momentum_correction)
+        if group.world_size > 1 and "sparse" in settings.methods:
+            warn_of_loss(settings.density, stacklevel=2)
         if momentum_correction and group.world_size == 1:
             warnings.warn(
                 f"momentum_correction={momentum_correction} does nothing with one rank: the "
@@ -162,3 +165,16 @@ def sparsify(
     except BaseException:
         group.close()
         raise
+
+
+def _check_removed(given: dict[str, Any]) -> None:
+    """Raises for arguments that there are no more, or never were."""
+    if "replan" in given:
+        raise ValueError(
+            "replan is no argument any more: plans are measured once, in the first steps, and "
+            "compared once with dense gradients. Leave it out, and call session.replan() on all "
+            "ranks when the network or the density has changed for good; plan=session.plan keeps "
+            "one plan as it stands"
+        )
+    if given:
+        raise TypeError(f"sparsify() got an unexpected keyword argument {next(iter(given))!r}")

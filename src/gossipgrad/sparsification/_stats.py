@@ -1,16 +1,14 @@
 """What a session has done so far, in numbers."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
 from gossipgrad.sparsification._aggregation import Aggregation
 from gossipgrad.sparsification._planner import Planner
 
-__all__ = ["GroupStats", "SparseStats", "collect", "collect_alone"]
+__all__ = ["GroupStats", "SparseStats", "collect", "collect_single"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,12 +64,10 @@ class SparseStats:
             while there is none with times.
         measured_seconds: The same as it was, the median of the last rounds; None before the first.
         alternatives: What was predicted for the rules, by name and method.
-        contest_seconds: What a step took with each plan of the last contest: `"sparse"` where all
-            groups were, `"dense"` where none was, or `"mixed"`, and `"one sparse"` or `"one dense"`
-            where there was one group alone; empty before the end of one.
-        refused: Why nothing is compressed though it may be; None if something is. During a contest,
-            as it was before.
-        replans: How often the plan was changed for another.
+        compared_seconds: What a step took with the plan, as `"plan"`, and with gradients sent
+            whole, as `"dense"`; empty before they were compared, and without `"dense"` where that
+            is predicted to be far slower.
+        refused: Why nothing is compressed though it may be; None if something is.
     """
 
     rounds: int
@@ -91,9 +87,8 @@ class SparseStats:
     predicted_seconds: float | None
     measured_seconds: float | None
     alternatives: dict[str, float]
-    contest_seconds: dict[str, float]
+    compared_seconds: dict[str, float]
     refused: str | None
-    replans: int
 
     def __str__(self) -> str:
         """The figures to look at first, in words.
@@ -161,16 +156,34 @@ def collect(aggregation: Aggregation, planner: Planner) -> SparseStats:
         predicted_seconds=None if planner.plan is None else planner.plan.finish_seconds,
         measured_seconds=aggregation.median_seconds,
         alternatives=dict(planner.alternatives),
-        contest_seconds=dict(planner.rivals.seconds),
+        compared_seconds=dict(planner.compared_seconds),
         refused=planner.refused,
-        replans=planner.replans,
     )
 
 
-def collect_alone(counts: Mapping[str, Any]) -> SparseStats:
-    """Those of one rank, which has counted steps, and what more ranks had counted before."""
-    figures = {name: value for name, value in counts.items() if name != "scale"}
-    return replace(_ALONE, **figures)
+def collect_single(rounds: int) -> SparseStats:
+    """Those of a session of one rank, which counts its steps."""
+    return SparseStats(
+        rounds=rounds,
+        bytes_sent=0,
+        all_reduce_bytes=0,
+        exposed_seconds=0.0,
+        select_seconds=0.0,
+        communicate_seconds=0.0,
+        nonfinite_rounds=0,
+        starved_tensors=0,
+        starved_share=0.0,
+        starved_after=100,
+        longest_wait_rounds=0,
+        residual_ratio=None,
+        extra_memory_bytes=0,
+        groups=(),
+        predicted_seconds=None,
+        measured_seconds=None,
+        alternatives={},
+        compared_seconds={},
+        refused=None,
+    )
 
 
 def _ratio(aggregation: Aggregation) -> float | None:
@@ -181,27 +194,3 @@ def _ratio(aggregation: Aggregation) -> float | None:
     )
     mean = math.hypot(*(float(made.total.norm()) for made in aggregation.groups))
     return carried / mean if mean else None
-
-
-_ALONE = SparseStats(
-    rounds=0,
-    bytes_sent=0,
-    all_reduce_bytes=0,
-    exposed_seconds=0.0,
-    select_seconds=0.0,
-    communicate_seconds=0.0,
-    nonfinite_rounds=0,
-    starved_tensors=0,
-    starved_share=0.0,
-    starved_after=100,
-    longest_wait_rounds=0,
-    residual_ratio=None,
-    extra_memory_bytes=0,
-    groups=(),
-    predicted_seconds=None,
-    measured_seconds=None,
-    alternatives={},
-    contest_seconds={},
-    refused=None,
-    replans=0,
-)

@@ -1,33 +1,32 @@
-"""Hooks on the user's optimizers: gradients that have not met do so before a step."""
+"""Hooks on the user's optimizers: gradients that are not averaged yet are before a step."""
 
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from gossipgrad.comm import parameters_of
 from gossipgrad.engine import warn_of_unknown_scaler
 from gossipgrad.errors import GossipError, ReplicaChangedError
-from gossipgrad.sparsification._aggregation import Aggregation
-from gossipgrad.sparsification._left_out import LeftOut
-from gossipgrad.sparsification._values import scale_of
+from gossipgrad.sparsification._aggregation import Aggregation, scale_of
 
-__all__ = ["SCALER_HARM", "StepWatch"]
+__all__ = ["SingleRank", "StepWatch"]
 
-SCALER_HARM = "residuals carry gradients over into steps in which its scale is other"
+_SCALER_HARM = "residuals carry gradients over into steps in which its scale is other"
+_LOOK_EVERY = 100  # rounds, for gradients of what no optimizer trains
 
 
 class StepWatch:
     """Sees that no optimizer steps with a gradient of this rank alone.
 
-    Gradients meet at the end of backward. A step with gradients that have not (the last pass was
-    inside `no_sync()`, or gradients were written by hand) is a round of its own, and so is one
-    without any: other ranks may be in theirs. Where the step computes gradients itself, in a
-    closure, the backward pass in there is the round; what has not met when the closure returns
-    does so then. An optimizer that does not call its closure steps without: that ends the session.
+    Gradients are averaged at the end of backward. A step with gradients that are not (the last pass
+    was inside `no_sync()`, or gradients were written by hand) is a round of its own, and so is one
+    without any: other ranks may be in theirs. Where the step computes gradients in a closure, the
+    backward pass in there is the round, or one follows when the closure returns. An optimizer that
+    does not call its closure steps without: that ends the session.
 
     Gradients written by hand after a round whose step was left out are taken for those of that
     round, unless a scaler left it out and has changed its scale.
@@ -39,7 +38,7 @@ class StepWatch:
         scaler: The one that the session knows.
 
     Attributes:
-        keeps: The session, which lives as long as hooks of it are on an optimizer that lives.
+        session: It lives as long as hooks of it are on an optimizer that lives.
     """
 
     def __init__(
@@ -52,14 +51,13 @@ class StepWatch:
         self._model = model
         self._aggregation = aggregation
         self._scaler = scaler
-        self._checked = scaler is not None
-        self.keeps: object = None
+        self._scaler_checked = scaler is not None
+        self.session: object = None
         self._optimizers = list(optimizers)
-        self._met_in: dict[int, int] = {}  # by optimizer, the rounds when it last stepped
-        self._waiting: dict[int, tuple[nn.Parameter, Tensor]] = {}
-        self._left_to_closure: set[int] = set()  # optimizers whose gradients are to meet in there
+        self._stepped_at: dict[int, int] = {}  # by optimizer, the rounds when it last stepped
+        self._awaiting_closure: set[int] = set()  # optimizers that have yet to call theirs
         self._warned = False
-        self._left_out = LeftOut(model, aggregation.knows)
+        self._looked_at = -1
         self.start_over()
         self._handles = [
             *(optimizer.register_step_pre_hook(self._before_step) for optimizer in optimizers),
@@ -68,84 +66,83 @@ class StepWatch:
 
     def start_over(self) -> None:
         """No round until now is one of the step to come: after a state was loaded."""
-        self._met_in = {id(each): self._aggregation.rounds for each in self._optimizers}
-        self._waiting = {}
+        self._stepped_at = {id(each): self._aggregation.rounds for each in self._optimizers}
 
     def remove(self) -> None:
         """Takes the hooks off."""
         for handle in self._handles:
             handle.remove()
-        self._handles, self.keeps = [], None
+        self._handles, self.session = [], None
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any] | None:
-        if not self._checked:
-            self._checked = True
-            warn_of_unknown_scaler("sparsify", SCALER_HARM)
-        unmet = self._unmet(optimizer)
-        self._aggregation.check_steps(met=not unmet)
-        self._check_known(optimizer, self._aggregation)
-        self._look_for_thrown_away()
-        self._left_out.look(self._aggregation.rounds, stacklevel=3)
-        self._left_to_closure.discard(id(optimizer))
+        if not self._scaler_checked:
+            self._scaler_checked = True
+            warn_of_unknown_scaler("sparsify", _SCALER_HARM)
+        pending = self._is_pending(optimizer)
+        self._aggregation.check_steps(averaged=not pending)
+        self._check_known(optimizer)
+        self._look_for_untrained()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
-            if unmet:
-                self._meet()
+            if pending:
+                self._run_round()
             return None
-        if unmet:
-            self._left_to_closure.add(id(optimizer))
-        closure = self._meeting(closure, optimizer)
+        if pending:
+            self._awaiting_closure.add(id(optimizer))
+        closure = self._averaging(closure, optimizer)
         if "closure" in kwargs:
             return args, {**kwargs, "closure": closure}
         return (args[0], closure, *args[2:]), kwargs
 
-    def _meeting(self, closure: Callable[..., Any], optimizer: Optimizer) -> Callable[..., Any]:
+    def _averaging(self, closure: Callable[..., Any], optimizer: Optimizer) -> Callable[..., Any]:
         """The closure, and after each call of it the round that it has not had."""
 
-        def and_meet(*args: Any, **kwargs: Any) -> Any:
-            told = closure(*args, **kwargs)
-            self._check_known(optimizer, self._aggregation)
-            if self._unmet(optimizer):
-                self._meet()
-            self._left_to_closure.discard(id(optimizer))
-            return told
+        def with_round(*args: Any, **kwargs: Any) -> Any:
+            loss = closure(*args, **kwargs)
+            self._check_known(optimizer)
+            if self._is_pending(optimizer):
+                self._run_round()
+            self._awaiting_closure.discard(id(optimizer))
+            return loss
 
-        return and_meet
+        return with_round
 
-    def _unmet(self, optimizer: Optimizer) -> bool:
+    def _is_pending(self, optimizer: Optimizer) -> bool:
         """Whether it would step with what no round of its step has given."""
         aggregation = self._aggregation
         return (
-            self._met_in[id(optimizer)] == aggregation.rounds
+            self._stepped_at[id(optimizer)] == aggregation.rounds
             or any(aggregation.passes.fresh)
             or scale_of(self._scaler) != aggregation.scale
         )
 
-    def _meet(self) -> None:
-        nothing = self._aggregation.nothing()
-        if nothing is None and self._scaler is not None and self._scaler.is_enabled():
+    def _run_round(self) -> None:
+        scaled = self._scaler is not None and self._scaler.is_enabled()
+        if scaled and self._aggregation.has_gradients():
             raise GossipError(
-                "the gradients of this step have not met, and GradScaler.step() has divided them "
-                "by the scale already, and looked for what is not finite on this rank alone: make "
-                "the last backward pass of every step outside no_sync(), and write none by hand"
+                "the gradients of this step are not averaged over ranks, and GradScaler.step() has "
+                "divided them by the scale already, and looked for what is not finite on this rank "
+                "alone: make the last backward pass of every step outside no_sync(), and write "
+                "none by hand"
             )
-        self._aggregation.run_now(nothing)
+        self._aggregation.run_now()
 
-    def _check_known(self, optimizer: Optimizer, aggregation: Aggregation) -> None:
-        """Raises where the optimizer would train what has never met, or what is frozen by now."""
+    def _check_known(self, optimizer: Optimizer) -> None:
+        """Raises where the optimizer would train what is not averaged, or what is frozen by now."""
         for parameter in parameters_of(optimizer):
             if not parameter.numel():
-                continue  # there is nothing to meet
-            known = aggregation.knows(parameter)
+                continue  # there is nothing to average
+            known = self._aggregation.knows(parameter)
             if known and not parameter.requires_grad:
                 raise ReplicaChangedError(
                     f"{self._name_of(parameter)} is frozen, and was trained when the session "
-                    "began: what is carried over of it still meets. Call session.broadcast_() on "
+                    "began: what is carried over of it is still sent. Call session.broadcast_() on "
                     "every rank, before the backward pass, to go on without it"
                 )
-            if not known and _has_gradient(parameter):
+            grad = parameter.grad  # zeros are what zero_grad(set_to_none=False) leaves
+            if not known and grad is not None and (parameter.requires_grad or bool(grad.any())):
                 raise ReplicaChangedError(
                     f"{self._name_of(parameter)} has a gradient that no other rank gets: it was "
                     "not trained when the session began (it was frozen, or added since). Call "
@@ -162,58 +159,97 @@ class StepWatch:
     ) -> None:
         # Not before it: torch calls hooks twice where a step calls that of its class's parent.
         aggregation = self._aggregation
-        if id(optimizer) in self._left_to_closure:
+        if id(optimizer) in self._awaiting_closure:
             why = (
                 f"the session is over: {type(optimizer).__name__}.step() did not call the closure "
-                "that it was given, and stepped with gradients that have not met, so weights are "
+                "that it was given, and stepped with gradients of this rank alone, so weights are "
                 "no longer equal on all ranks. Step without a closure, and start from a state that "
                 "was saved before"
             )
             aggregation.end(why)
             raise GossipError(why)
-        self._met_in[id(optimizer)] = aggregation.rounds
-        self._waiting.pop(id(optimizer), None)
-        # Where nothing is carried over, nothing is lost by it.
-        if aggregation.finite and aggregation.carries and not self._warned:
-            self._note_waiting(aggregation.rounds)
+        self._stepped_at[id(optimizer)] = aggregation.rounds
 
-    def _note_waiting(self, rounds: int) -> None:
-        """Keeps one gradient, the smallest, of each optimizer that has yet to step with it."""
-        for other in self._optimizers:
-            if self._met_in[id(other)] != rounds and id(other) not in self._waiting:
-                met = [
-                    (p, p.grad)
-                    for p in parameters_of(other)
-                    if p.requires_grad and p.grad is not None and not p.grad.requires_grad
-                ]
-                if met:
-                    self._waiting[id(other)] = min(met, key=lambda pair: pair[0].numel())
+    def _look_for_untrained(self) -> None:
+        """Warns once of a parameter that has a gradient and is trained by no optimizer here.
 
-    def _look_for_thrown_away(self) -> None:
-        """Warns once if gradients were emptied that had met, while another optimizer stepped.
-
-        It is no error: who leaves out a step of one optimizer on purpose loses little by it.
+        Under DistributedDataParallel its gradient would be the mean of all ranks. Here it stays
+        this rank's own, and so is what is computed from all gradients, such as their norm.
         """
-        if not self._warned and any(_emptied(of, grad) for of, grad in self._waiting.values()):
-            self._warned = True
-            self._waiting = {}
-            warnings.warn(
-                "gradients that had met were thrown away before their optimizer stepped, while "
-                "another did: every backward pass is a round of all parameters of a session, and "
-                "what is carried over now has parts of losses in it that are none of theirs. "
-                "Give each optimizer that steps on its own a session, and run the passes of the "
-                "others inside its no_sync()",
-                stacklevel=4,
-            )
+        spell = self._aggregation.rounds // _LOOK_EVERY
+        if self._warned or spell == self._looked_at:
+            return
+        self._looked_at = spell
+        for name, parameter in self._model.named_parameters():
+            if parameter.grad is None or self._aggregation.knows(parameter):
+                continue
+            # One with hooks is another session's.
+            hooked = bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+            if parameter.requires_grad and parameter.numel() and not hooked:
+                self._warned = True
+                warnings.warn(
+                    f"{name!r} has a gradient, and no optimizer of this session trains it: the "
+                    "gradient stays this rank's own. What is computed from all of them, such as "
+                    "clip_grad_norm_(model.parameters()), is then another on every rank, and "
+                    "weights drift apart. Freeze it with requires_grad_(False), or clip what the "
+                    "optimizers train, or give it to one of them and call session.broadcast_()",
+                    stacklevel=4,
+                )
+                return
 
 
-def _has_gradient(parameter: nn.Parameter) -> bool:
-    """Not, if it is frozen and all is zero, as `zero_grad(set_to_none=False)` leaves it."""
-    grad = parameter.grad
-    return grad is not None and (parameter.requires_grad or bool(grad.any()))
+class SingleRank:
+    """What a session of one rank has in place of rounds: it counts steps, and changes nothing.
 
+    A step counts as a round, however many optimizers take it, so that a warm-up goes on where more
+    ranks continue.
 
-def _emptied(parameter: nn.Parameter, grad: Tensor) -> bool:
-    """Whether `.grad` is another now; passes with `create_graph` add to it in a new tensor."""
-    now = parameter.grad
-    return now is not grad and not (now is not None and now.requires_grad)
+    Args:
+        optimizers: All of the session.
+        rounds: That have been before.
+        scaler: The one that the session knows.
+
+    Attributes:
+        rounds: That have been.
+        session: It lives as long as hooks of it are on an optimizer that lives.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        rounds: int,
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        self._optimizers = list(optimizers)
+        self._scaler_checked = scaler is not None
+        self.session: object = None
+        self.count_from(rounds)
+        self._handles = [
+            *(optimizer.register_step_pre_hook(self._before_step) for optimizer in optimizers),
+            *(optimizer.register_step_post_hook(self._after_step) for optimizer in optimizers),
+        ]
+
+    def remove(self) -> None:
+        """Takes the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self.session = [], None
+
+    def count_from(self, rounds: int) -> None:
+        """Goes on from so many rounds."""
+        self.rounds = rounds
+        self._stepped_at = {id(optimizer): rounds for optimizer in self._optimizers}
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if not self._scaler_checked:
+            self._scaler_checked = True
+            warn_of_unknown_scaler("sparsify", _SCALER_HARM)
+        found_inf = getattr(optimizer, "found_inf", None)
+        if found_inf is not None and bool(found_inf):
+            return  # a fused optimizer, whose scaler leaves out the step
+        if self._stepped_at[id(optimizer)] == self.rounds:
+            self.rounds += 1
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        # Not before it: torch calls hooks twice where a step calls that of its class's parent.
+        self._stepped_at[id(optimizer)] = self.rounds

@@ -1,4 +1,4 @@
-"""Between the thread of backward and that of collectives: who may read what, when."""
+"""Memory between the thread of backward and that of collectives, and clocks, on any device."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -8,25 +8,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Clock", "Hand", "make_clock", "make_hand"]
+__all__ = ["Clock", "Staging", "make_clock", "make_staging"]
 
 
-class Hand:
-    """Hands tensors in host memory over: what was written before is there to be read.
+class Staging:
+    """Passes tensors in host memory from the thread of backward to that of collectives, and back.
 
     Both threads see the same memory, and the queue and its tickets order them.
     """
 
-    def give(self) -> None:
+    def mark_written(self) -> None:
         """The thread of backward has written what the other is to read."""
 
     @contextmanager
-    def taken(self) -> Iterator[None]:
-        """Inside, the thread of collectives may read it; what it writes is then given back."""
+    def on_stream(self) -> Iterator[None]:
+        """Inside, the thread of collectives may read it, and write what came."""
         yield
 
-    def take_back(self) -> None:
-        """The thread of backward may read what was written inside `taken`."""
+    def wait_received(self) -> None:
+        """After it the thread of backward may read what was written inside `on_stream`."""
 
     def to_host(self, tensor: Tensor) -> Tensor:
         """The same values in host memory."""
@@ -37,39 +37,39 @@ class Hand:
         return tensor
 
 
-class StreamHand(Hand):
-    """Hands tensors on an accelerator over, on a stream of the collectives' own.
+class StreamStaging(Staging):
+    """Passes tensors on an accelerator, on a stream of the collectives' own.
 
     Kernels of backward go on while a message is copied to the host: only what was there when the
-    group was given is awaited.
+    group was written is awaited.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.Stream(device)
-        self._given = torch.Event(device)
+        self._written = torch.Event(device)
         self._done = torch.Event(device)
         self._host: dict[int, Tensor] = {}
 
-    def give(self) -> None:
-        """See `Hand.give`."""
-        self._given.record(torch.accelerator.current_stream(self._device))
+    def mark_written(self) -> None:
+        """See `Staging.mark_written`."""
+        self._written.record(torch.accelerator.current_stream(self._device))
 
     @contextmanager
-    def taken(self) -> Iterator[None]:
-        """See `Hand.taken`."""
+    def on_stream(self) -> Iterator[None]:
+        """See `Staging.on_stream`."""
         with self._stream:
-            self._stream.wait_event(self._given)
+            self._stream.wait_event(self._written)
             yield
             self._done.record(self._stream)
         self._stream.synchronize()
 
-    def take_back(self) -> None:
-        """See `Hand.take_back`."""
+    def wait_received(self) -> None:
+        """See `Staging.wait_received`."""
         torch.accelerator.current_stream(self._device).wait_event(self._done)
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """See `Hand.to_host`; into pinned memory that the next call for the same size uses too."""
+        """See `Staging.to_host`; into pinned memory that later calls for the same size share."""
         key = tensor.nbytes
         if key not in self._host or self._host[key].dtype != tensor.dtype:
             self._host[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -79,7 +79,7 @@ class StreamHand(Hand):
         return host
 
     def from_host(self, tensor: Tensor, out: Tensor) -> Tensor:
-        """See `Hand.from_host`."""
+        """See `Staging.from_host`."""
         out.copy_(tensor, non_blocking=True)
         return out
 
@@ -119,6 +119,6 @@ def make_clock(device: torch.device) -> Clock:
     return Clock() if device.type == "cpu" else StreamClock(device)
 
 
-def make_hand(device: torch.device) -> Hand:
+def make_staging(device: torch.device) -> Staging:
     """The one for tensors on a device."""
-    return Hand() if device.type == "cpu" else StreamHand(device)
+    return Staging() if device.type == "cpu" else StreamStaging(device)

@@ -25,7 +25,7 @@ _STAGES = Warmup(steps=1).densities
 class SparseConfig:
     """What is sent of gradients; used by `strategy` omgs, topk and lags alone."""
 
-    density: float = 0.001
+    density: float = 0.01
     """Share of the coordinates of a gradient that is sent; the rest is carried over."""
     density_warmup_steps: int | None = None
     """Steps of each of four stages at the start in which 0.25, 0.0625, 0.015625 and 0.004 are sent,
@@ -37,14 +37,11 @@ class SparseConfig:
     """Apply the momentum of sgd before selection, as Deep Gradient Compression does, not after."""
     value_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Number type of sparse values on the wire; None: float32."""
-    replan_every: int = 100
-    """Steps between looks at whether the plan of omgs still fits what is measured; 0: never, and no
-    plans compete in the first steps."""
 
     def __post_init__(self) -> None:
         make_plain(self)
         check_fields(self)
-        check_at_least(self, 0, "density_warmup_steps", "replan_every")
+        check_at_least(self, 0, "density_warmup_steps")
         check_density(self.density)
 
 
@@ -110,7 +107,6 @@ class Sparse(Lockstep):
             plan=plan,
             select=options.select,
             methods=methods,
-            replan=options.replan_every or None,
             value_dtype=None if dtype is None else getattr(torch, dtype),
             momentum_correction=correction,
             process_group=all_ranks(),
@@ -183,15 +179,11 @@ class Sparse(Lockstep):
                 f"from the first gradient to the last message: {1e3 * stats.measured_seconds:.3g} "
                 f"ms, predicted were {1e3 * stats.predicted_seconds:.3g}"
             )
-        if stats.contest_seconds:
-            took = (f"{kind} {1e3 * s:.3g} ms" for kind, s in stats.contest_seconds.items())
-            told.append(f"a step took, when plans competed: {', '.join(took)}")
+        if len(stats.compared_seconds) > 1:
+            took = (f"{name} {1e3 * s:.3g} ms" for name, s in stats.compared_seconds.items())
+            told.append(f"a step took, when compared: {', '.join(took)}")
         if stats.refused is not None:
             told.append(stats.refused)
-        if stats.replans:
-            told.append(
-                f"the plan was changed {stats.replans} times, as costs or the density had changed"
-            )
         if stats.starved_tensors:
             told.append(
                 f"tensors of which nothing was sent for {stats.starved_after} steps: "
@@ -223,10 +215,8 @@ class SparseStrategy(Strategy):
             )
 
     def unused(self, options: SparseConfig, setting: Setting) -> dict[str, str]:
-        """What only a plan by measurements needs, and what only momentum does."""
+        """What only momentum needs."""
         found = {}
-        if self._plan != "optimal":
-            found["replan_every"] = f"strategy is {self.name}"
         if setting.optimizer != "sgd" or not setting.momentum:
             found["momentum_correction"] = (
                 f"optimizer is {setting.optimizer}, and momentum is {setting.momentum}"
