@@ -163,13 +163,25 @@ def test_fronts_only_reexport(path):
                 assert all(alias.asname for alias in each.names), ast.unparse(node)
 
 
-def test_no_file_is_past_400_lines():
+def code_lines(path):
+    """Lines without docstrings, comments and blank ones."""
+    text = path.read_text()
+    prose = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = node.body[0] if node.body else None
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+                prose |= {*range(first.lineno, first.end_lineno + 1)}
+    lines = enumerate(text.splitlines(), 1)
+    return sum(n not in prose and line.strip()[:1] not in ("", "#") for n, line in lines)
+
+
+def test_a_file_is_one_idea():
+    """Too long for one: a class has too many jobs. It is not cut, it gives a job away."""
     places = (SOURCE, *(ROOT / name for name in ("benchmarks", "recipes", "tests")))
+    paths = [path for place in places for path in place.rglob("*.py")]
     long = {
-        str(path.relative_to(ROOT)): lines
-        for place in places
-        for path in place.rglob("*.py")
-        if (lines := len(path.read_text().splitlines())) > 400
+        str(path.relative_to(ROOT)): lines for path in paths if (lines := code_lines(path)) > 430
     }
     assert long == {}
 

@@ -1,22 +1,54 @@
 """What a member does for joiners: says where the run is, and gives them its replica."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
-from gossipgrad.comm import Group, is_joinable, plain, replica_state
+from gossipgrad.comm import (
+    Group,
+    Heartbeats,
+    all_parameters,
+    is_joinable,
+    is_sharded,
+    plain,
+    replica_state,
+)
 from gossipgrad.engine._arrival import place_of
 from gossipgrad.engine._donor import Donor, RunInfo
+from gossipgrad.engine._flow import Flow, Phase
 from gossipgrad.engine._joiner import address_of, root_of
 from gossipgrad.engine._members import Members
 from gossipgrad.engine._replica import Replica
 from gossipgrad.engine._rounds import Rounds
+from gossipgrad.topology import Schedule
 
-__all__ = ["Admission", "Carried"]
+__all__ = ["Admission", "Carried", "why_not_join"]
 
 Carried = Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None
 _WHAT = "what session.carry gives"
+
+
+def why_not_join(
+    replica: Replica, schedule: Schedule, flows: Sequence[Flow], heartbeats: Heartbeats | None
+) -> str | None:
+    """Why none can join a run, as far as its settings say; None if one can."""
+    if heartbeats is None:
+        return "its membership never changes: leave heartbeats=None out"
+    if any(is_sharded(each) for each in all_parameters(replica.model, replica.optimizers).values()):
+        return "its replicas are sharded, and one that joins would have to bring a whole mesh"
+    topology = schedule.describe()
+    if set(topology) != {"name", "world_size", "rotate", "seed"}:
+        return (
+            f"the schedule {topology['name']} was given for {schedule.world_size} ranks, and says "
+            "nothing of more: use a topology by its name, such as topology='matching'"
+        )
+    if any(flow.phase is Phase.BEFORE_UPDATE for flow in flows):
+        return (
+            "it sends gradients during backward, at rounds that a joiner does not know yet: use "
+            "payload='weights'"
+        )
+    return None
 
 
 class Admission:

@@ -1,6 +1,5 @@
 """The base of every family's session: hangs on the user's model and optimizers."""
 
-import secrets
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,48 +11,33 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from gossipgrad.comm import (
-    Channel,
     Group,
     Heartbeats,
     Membership,
     Recorder,
     Transport,
     agree_on,
-    all_parameters,
     broadcast_replica,
     fingerprint,
-    is_sharded,
-    load_replica,
     local,
-    misfit,
-    replica_state,
 )
-from gossipgrad.engine._admission import Admission, Carried
-from gossipgrad.engine._arrival import Arrival, Arriving
+from gossipgrad.engine._admission import Admission, Carried, why_not_join
+from gossipgrad.engine._arrival import Arrival
 from gossipgrad.engine._averaging import Averaging
+from gossipgrad.engine._connection import check_growth, connect
+from gossipgrad.engine._driver import StepDriver
 from gossipgrad.engine._flow import Flow, Phase
-from gossipgrad.engine._gradients import GradientExchange
 from gossipgrad.engine._members import Members
-from gossipgrad.engine._modes import Mode, Stale
+from gossipgrad.engine._modes import Mode
 from gossipgrad.engine._replica import Replica
 from gossipgrad.engine._rounds import Rounds
 from gossipgrad.engine._saving import warn_of_lone_replicas
 from gossipgrad.engine._settings import RoundSettings
 from gossipgrad.engine._stale_rounds import StaleRounds
-from gossipgrad.engine._state import (
-    VERSION,
-    counters,
-    is_of_other_version,
-    load_counters,
-    load_residuals,
-    misses_residuals,
-    residuals,
-)
+from gossipgrad.engine._state import StateKeeper
 from gossipgrad.engine._stats import Stats, collect
 from gossipgrad.engine._step_hooks import StepHooks
 from gossipgrad.engine._surgery import Surgery, check_surgery
-from gossipgrad.engine._tensors import largest_piece_bytes
-from gossipgrad.engine._waits import Deadlines
 from gossipgrad.errors import GossipError, ReplicaChangedError
 
 __all__ = ["Session"]
@@ -61,8 +45,6 @@ __all__ = ["Session"]
 S = TypeVar("S", bound="Session")
 
 _CLOSE_SECONDS = 10.0  # how long a normal close waits for what is in flight and has to leave
-_ENTER_BEATS = 2.0  # how long a joiner waits for others to say where they are
-_GROWTH = 4  # what a later plan may have in one message; links foresee it as they are made
 
 
 class Session:
@@ -86,7 +68,6 @@ class Session:
         schedule: Who meets whom in which round, while all ranks live.
         replica: The user's model and optimizers.
         settings: Of the rounds.
-        flows: What travels.
         joined_with: What `carry` of the donor returned, where this rank has joined; else None.
         joined_from: Which rank the donor was.
     """
@@ -114,14 +95,11 @@ class Session:
         self._heartbeats = heartbeats
         self.joined_with: dict[str, Any] | None = None
         self.joined_from: int | None = None
-        self._steps = self._equal_at_step = self._steps_of_others = 0
-        self._is_mid_step = self._in_consensus = self._is_closed = False
-        self._sends_gradients = True
+        self._in_consensus = self._is_closed = False
         self._rounds: Rounds | None = None
-        self._gradients: GradientExchange | None = None
+        self._driver: StepDriver | None = None
         self._hooks: StepHooks | None = None
         self._admission: Admission | None = None
-        self._arriving: Arriving | None = None
         self._farewell: Any = None
         self._warning: RemovableHandle | None = None
         try:
@@ -131,21 +109,32 @@ class Session:
             raise
         try:
             self._warning = warn_of_lone_replicas(replica.model, self._replicas_differ)
-            self.flows = self._deal()
+            flows = self._deal()
+            if group.world_size > 1:
+                self._connect(flows, transport, arrival)
+            joins = arrival is not None
+            self._averaging = Averaging(group, self._members, self._rounds, joins=joins)
+            self._driver = StepDriver(
+                replica,
+                settings,
+                self._members,
+                self._rounds,
+                self._averaging,
+                recorder,
+                flows=flows,
+                after_update=self._after_update,
+                between_steps=self._poll_admission,
+            )
             self._hooks = StepHooks(
                 replica.optimizers,
                 scaler,
                 self._before_step,
-                self._after_step,
-                closures=not self._in_phase(Phase.BEFORE_UPDATE),
+                self._driver.after_step,
+                closures=not self._driver.in_phase(Phase.BEFORE_UPDATE),
                 door=self.door,
             )
-            if group.world_size > 1:
-                self._connect(transport, arrival)
-            joins = arrival is not None
-            self._averaging = Averaging(group, self._members, self._rounds, joins=joins)
             if arrival is None:
-                self._begin()
+                self._driver.begin()
             else:
                 self._enter(arrival)
         except BaseException:
@@ -205,8 +194,12 @@ class Session:
         where the others are, in fewer steps. One that has joined goes on where the others are, and
         is there again after its first step. Let learning rates and ends of training go by it.
         """
-        steps, every = self._steps, self.settings.every
-        return steps if self._rounds is None else self._rounds.position(steps, every)
+        return self._run.position
+
+    @property
+    def flows(self) -> list[Flow]:
+        """What travels."""
+        return self._run.flows
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
@@ -257,8 +250,8 @@ class Session:
             self._averaging.average(self.flows)
         finally:
             self.replica.note()
-        self._equal_at_step = self._steps
-        self._begin()
+        self._run.equal_at_step = self._run.steps
+        self._run.begin()
 
     def consensus_distance(self) -> float:
         """Root mean square over ranks of the distance between weights and their mean, now.
@@ -292,15 +285,15 @@ class Session:
             flows = self._deal()
             if self._rounds is not None:
                 self._rounds.cancel()
-            self._use(flows)
+            self._run.use(flows)
             if self._rounds is not None:
                 broadcast_replica(self.group, self.replica.model, self.replica.optimizers)
                 self.group.barrier()  # no rank sends by the new plan before all have it
         self.replica.accept()
         if self._admission is not None:
             self._admission.publish()
-        self._equal_at_step = self._steps
-        self._begin()
+        self._run.equal_at_step = self._run.steps
+        self._run.begin()
 
     def apply_(self, surgery: Surgery) -> None:
         """Removes rows or columns of parameters in place, on all ranks; a collective.
@@ -320,12 +313,12 @@ class Session:
         self._averaging.drain()
         with self._averaging.together():
             self.replica.apply(surgery)
-            self._use(self._deal())
+            self._run.use(self._deal())
             self.group.barrier()  # no rank sends by the new plan before all have it
         self.replica.accept()
         if self._admission is not None:
             self._admission.publish()
-        self._begin()
+        self._run.begin()
 
     def accept_changes(self) -> None:
         """Says that weights of this rank were written on purpose and goes on from there; local.
@@ -350,8 +343,7 @@ class Session:
         Raises:
             GossipError: If a gradient was written after it was sent.
         """
-        if self._gradients is not None and (self._steps + 1) % self.settings.every == 0:
-            self._gradients.finish()
+        self._run.mix_gradients()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -359,13 +351,14 @@ class Session:
 
         Only payloads with gradients need it: weights travel at `optimizer.step()`.
         """
-        before, self._sends_gradients = self._sends_gradients, False
-        self._arm()
+        run = self._run
+        before, run.sends_gradients = run.sends_gradients, False
+        run.arm()
         try:
             yield
         finally:
-            self._sends_gradients = before
-            self._arm()
+            run.sends_gradients = before
+            run.arm()
 
     def agree(self, value: Any) -> list[Any]:
         """What every living rank passes, in the order of their numbers; a collective.
@@ -415,12 +408,12 @@ class Session:
             ReplicaChangedError: If weights were changed since the last step.
         """
         self._check_ready("state_dict")
-        if self._is_mid_step:
+        if self._run.is_mid_step:
             raise GossipError(
                 "state_dict() in the middle of a step: not all optimizers have stepped; call it "
                 "when the last one has"
             )
-        if self._gradients is not None and self._gradients.has_begun:
+        if self._run.has_sent_gradients:
             raise GossipError(
                 "state_dict() between backward and step: gradients of this step have been sent, "
                 "and are in no state; call it when the optimizer has stepped"
@@ -432,11 +425,10 @@ class Session:
             self._averaging.meet("drain", self._pending_change())
             self._averaging.drain()
             state = self._state(rounds.next_round, copy=copy)
-            self._begin()
+            self._run.begin()
             return state
-        self.replica.check(self._is_as_sent)
-        across = bool(self._in_phase(Phase.ACROSS))
-        is_boundary = self._steps % self.settings.every == 0
+        self.replica.check(self._run.is_as_sent)
+        across, is_boundary = bool(self._run.in_phase(Phase.ACROSS)), self._run.is_boundary
         rounds.catch_up(closes=across and not is_boundary)
         self.replica.note()
         return self._state(rounds.next_round - (across and is_boundary), copy=copy)
@@ -456,13 +448,28 @@ class Session:
         """
         self._check_ready("load_state_dict")
         self._averaging.meet("load")
-        next_round = self._agree_to_load(state)
+        keeper = self._keeper
+        problem = keeper.misfit(state, self._members.current.generation)
+        mine = None if problem is not None else state["session"]["next_round"]
+        gathered = self.group.all_gather_object([problem, mine])
+        for rank, (why, _) in zip(self.group.members, gathered, strict=True):
+            if why is not None:
+                raise ValueError(f"the state cannot be loaded on rank {rank}: {why}")
+        next_rounds = [each for _, each in gathered]
+        if len(set(next_rounds)) > 1:
+            warnings.warn(
+                f"the states are of unlike rounds, {min(next_rounds)} to {max(next_rounds)}: an "
+                "exchange that one end alone had mixed shifts the mean over ranks. Take them after "
+                "equally many steps, or with state_dict(drain=True)",
+                stacklevel=2,
+            )
         try:
             with self._averaging.together():
-                self._load(state, next_round)
+                keeper.load_state_dict(state, max(next_rounds))
+                self._load_family_state(state["session"]["family"])
                 self._averaging.restart()
                 self.group.barrier()  # no rank sends before all have loaded
-            self._begin()
+            self._run.begin()
         except BaseException:
             self._close(wait_seconds=0.0)
             raise
@@ -481,7 +488,7 @@ class Session:
         """
         if self._rounds is None:
             return 0
-        return self._rounds.next_round - bool(self._in_phase(Phase.ACROSS))
+        return self._rounds.next_round - bool(self._run.in_phase(Phase.ACROSS))
 
     def stats(self) -> Stats:
         """What this rank has done so far; no communication."""
@@ -491,7 +498,7 @@ class Session:
             self._averaging,
             self._members,
             world_size=self.world_size,
-            steps=self._steps - self._steps_of_others,
+            steps=self._run.steps - self._run.steps_of_others,
             gradient_bytes=sum(local(p).nbytes for p in self.replica.trained.values()),
         )
 
@@ -555,143 +562,42 @@ class Session:
             )
         return self._admission.address()
 
-    def _why_not_join(self) -> str | None:
-        """Why none can join this run, as far as its settings say."""
-        if self._heartbeats is None:
-            return "its membership never changes: leave heartbeats=None out"
-        parameters = all_parameters(self.replica.model, self.replica.optimizers).values()
-        if any(is_sharded(parameter) for parameter in parameters):
-            return "its replicas are sharded, and one that joins would have to bring a whole mesh"
-        topology = self.schedule.describe()
-        if set(topology) != {"name", "world_size", "rotate", "seed"}:
-            return (
-                f"the schedule {topology['name']} was given for {self.world_size} ranks, and says "
-                "nothing of more: use a topology by its name, such as topology='matching'"
-            )
-        if self._in_phase(Phase.BEFORE_UPDATE):
-            return (
-                "it sends gradients during backward, at rounds that a joiner does not know yet: "
-                "use payload='weights'"
-            )
-        return None
-
     def _enter(self, arrival: Arrival) -> None:
         """Becomes a member of a run that others have begun."""
         assert self._rounds is not None
         assert self._heartbeats is not None
         self._members.enter(self._rounds, arrival.donor)
-        self._arriving = Arriving(arrival.place, self.settings.every)
-        wait_seconds = _ENTER_BEATS * self._heartbeats.interval_seconds
-        self._steps = self._steps_of_others = self._arriving.begin(self._rounds, wait_seconds)
+        self._run.enter(arrival, self._heartbeats.interval_seconds)
         self.joined_with, self.joined_from = arrival.carried, arrival.donor
-        self._begin(sends=False)
 
-    def _follow(self, rounds: Rounds) -> None:
-        """After a step: lives in the newest generation, and in the others' round if it joined."""
-        self._members.take_up(rounds)
-        if self._arriving is None:
-            return
-        self._go_to(self._arriving.step(rounds, self._steps, self.membership.living))
-        if self._arriving.is_over(rounds):
-            self._arriving = None
-
-    def _go_to(self, steps: int) -> None:
-        """Counts steps that the others have made in between."""
-        self._steps_of_others += steps - self._steps
-        self._steps = steps
-
-    # -- a step -----------------------------------------------------------------------------
+    def _poll_admission(self, steps: int) -> None:
+        if self._admission is not None:
+            self._admission.poll(steps)
 
     def _before_step(self) -> None:
         if self._in_consensus:
             raise GossipError("optimizer.step() inside consensus(): the weights are shared ones")
-        if self._rounds is None:
-            return
-        if not self._is_mid_step:
-            self.replica.check(self._is_as_sent)
-            if self._admission is not None:
-                self._admission.poll(self._steps)
-        self.synchronize()
-        self._is_mid_step = True
-
-    def _after_step(self) -> None:
-        self._is_mid_step = False
-        self._steps += 1
-        if self._gradients is not None:
-            self._gradients.end_step()
-        self._after_update()
-        if self._rounds is not None:
-            try:
-                self._follow(self._rounds)
-                self._end_round(self._rounds)
-            finally:  # also when Ctrl-C ends it: what was mixed so far is ours
-                self._rounds.patience.renew()
-                self._arm()
-                self.replica.note()
-
-    def _end_round(self, rounds: Rounds) -> None:
-        """Mixes what is due when the optimizers have stepped, averages if that is due, sends."""
-        of = self.settings
-        closes = self._steps % of.every == 0
-        averages = of.average_every is not None and self._steps % of.average_every == 0
-        across, after = self._in_phase(Phase.ACROSS), self._in_phase(Phase.AFTER_UPDATE)
-        if closes and across and not averages:
-            rounds.advance(self._across_of)
-            return
-        if closes:
-            if after:
-                rounds.open([flow for flow in after if flow.is_due(rounds.next_round)])
-            elif not across:
-                rounds.next_round += 1  # gradients had their own transfers
-            rounds.close()
-        if averages and self._averaging.periodically(self.flows, self._steps, self._recorder):
-            self._equal_at_step = self._steps
-        if closes and across:
-            rounds.open(self._across_of(rounds.next_round))
-
-    def _begin(self, *, sends: bool = True) -> None:
-        """Sends the first snapshot, or arms the gradients, at the beginning of a round."""
-        rounds = self._rounds
-        if rounds is None:
-            return
-        if self._gradients is None and (flows := self._in_phase(Phase.BEFORE_UPDATE)):
-            self._gradients = GradientExchange(flows, rounds)
-        rounds.patience.renew()
-        if sends and self._in_phase(Phase.ACROSS):
-            if self._arriving is not None:
-                steps = self._arriving.collective(rounds, self.membership.living)
-                self._go_to(self._steps if steps is None else steps)
-            if self._steps % self.settings.every == 0:
-                rounds.open(self._across_of(rounds.next_round))
-        self._arm()
-        self.replica.note()
-
-    def _arm(self) -> None:
-        if self._gradients is not None:
-            closes = (self._steps + 1) % self.settings.every == 0
-            self._gradients.enable(self._sends_gradients and closes)
-
-    def _is_as_sent(self) -> bool:
-        """Whether the weights, though written, are still those of the open round's snapshot."""
-        assert self._rounds is not None
-        if self._steps % self.settings.every != 0:
-            return False
-        sent = {transfer.flow: transfer for transfer in self._rounds.in_flight}
-        return all(
-            flow.sends_whole and flow in sent and sent[flow].is_as_sent() for flow in self._weights
-        )
+        self._run.before_step()
 
     # -- its parts --------------------------------------------------------------------------
+
+    @property
+    def _run(self) -> StepDriver:
+        assert self._driver is not None
+        return self._driver
 
     @property
     def _weights(self) -> list[Flow]:
         return [flow for flow in self.flows if flow.in_consensus]
 
-    def _in_phase(self, phase: Phase) -> list[Flow]:
-        return [flow for flow in self.flows if flow.phase is phase]
+    @property
+    def _keeper(self) -> StateKeeper:
+        of = self.rank, self.world_size, self.settings, self.replica
+        return StateKeeper(*of, self._rounds, self._averaging, self._run)
 
-    def _across_of(self, round: int) -> list[Flow]:
-        return [flow for flow in self._in_phase(Phase.ACROSS) if flow.is_due(round)]
+    def _state(self, next_round: int, *, copy: bool) -> dict[str, Any]:
+        members, family = self._members.current, self._family_state()
+        return self._keeper.state_dict(next_round, members, family, copy=copy)
 
     def _describe(self) -> dict[str, Any]:
         """What must be equal on all ranks."""
@@ -705,65 +611,29 @@ class Session:
         if self.world_size > 1:
             agree_on(self.group, replica.model, replica.optimizers, self._describe())
         if self._rounds is not None:
-            most_bytes = self._rounds.channel.largest_bytes
-            largest_bytes = max(part.size_bytes for flow in flows for part in flow.parts)
-            if most_bytes is not None and largest_bytes > most_bytes:
-                raise GossipError(
-                    f"a message of {largest_bytes} bytes is needed now, and links foresee "
-                    f"{most_bytes}: they look at all parameters that the model and its optimizers "
-                    "have as a session begins, trained or not. Nothing was changed; close this one "
-                    "and start another"
-                )
+            check_growth(self._rounds, flows)
         return flows
 
-    def _use(self, flows: Sequence[Flow]) -> None:
-        """Goes on with other flows; nothing is in flight, and all ranks do it."""
-        self.flows = list(flows)
-        if self._gradients is not None:
-            self._gradients.remove()
-            self._gradients = None
-        if self._rounds is not None:
-            self._rounds.channel.replan([part for flow in flows for part in flow.parts])
-
     def _connect(
-        self, transport: Callable[[Group, int], Transport], arrival: Arrival | None
+        self,
+        flows: Sequence[Flow],
+        transport: Callable[[Group, int], Transport],
+        arrival: Arrival | None,
     ) -> None:
         """Makes the links to the others and, unless this rank joins them, equal replicas."""
-        of, replica, members = self.settings, self.replica, self._members
-        run = (
-            bytes.fromhex(self.group.broadcast_object(secrets.token_hex(16)))
-            if arrival is None
-            else arrival.run
-        )
-        parts = [part for flow in self.flows for part in flow.parts]
-        pieces = largest_piece_bytes(
-            all_parameters(replica.model, replica.optimizers).values(),
-            of.bucket_bytes,
-            of.wire_dtype,
-        )
-        largest_bytes = max(*(part.size_bytes for part in parts), of.bucket_bytes, pieces)
-        channel = Channel(
-            transport(self.group, _GROWTH * largest_bytes),
-            run=run,
-            plan=parts,
-            credits=of.credits,
-            generation=0 if arrival is None else arrival.membership.generation,
+        replica, members = self.replica, self._members
+        self._rounds = rounds = connect(
+            replica,
+            self.settings,
+            flows,
+            group=self.group,
+            transport=transport,
             news=members.watch,
-            peers=None if arrival is None else arrival.membership.living,
+            recorder=self._recorder,
+            arrival=arrival,
         )
-        rounds: Rounds
-        if isinstance(of.mode, Stale):
-            rounds = StaleRounds(channel, of.schedule, mode=of.mode, recorder=self._recorder)
-        else:
-            deadlines = Deadlines(
-                floor_seconds=of.mode.floor_seconds,
-                ceiling_seconds=of.mode.deadline_seconds,
-                deviations=of.mode.deviations,
-            )
-            rounds = Rounds(channel, of.schedule, deadlines=deadlines, recorder=self._recorder)
         # At interpreter exit a session that was not closed still sends LEAVE.
         self._farewell = members.close_at_exit(self, rounds)
-        self._rounds = rounds
         members.seat(rounds)
         self._admission = Admission(
             self.group,
@@ -771,8 +641,8 @@ class Session:
             rounds,
             replica,
             lambda: fingerprint(replica.model, replica.optimizers, self._describe()),
-            every=of.every,
-            refusal=self._why_not_join(),
+            every=self.settings.every,
+            refusal=why_not_join(replica, self.schedule, flows, self._heartbeats),
         )
         if arrival is None:
             broadcast_replica(self.group, replica.model, replica.optimizers)
@@ -782,7 +652,7 @@ class Session:
         """Whether this replica is known to be one of several, and there is another way to save."""
         if self._rounds is None or self._in_consensus or not self._members.meet(self._rounds):
             return False
-        return self._steps > self._equal_at_step
+        return self._run.steps > self._run.equal_at_step
 
     def _check_ready(self, method: str) -> None:
         if self._is_closed:
@@ -799,104 +669,10 @@ class Session:
         if self._rounds is None:
             return None
         try:
-            self.replica.check(self._is_as_sent)
+            self.replica.check(self._run.is_as_sent)
         except ReplicaChangedError as error:
             return str(error)
         return None
-
-    # -- its state --------------------------------------------------------------------------
-
-    def _state(self, next_round: int, *, copy: bool) -> dict[str, Any]:
-        rounds, members = self._rounds, self._members.current
-        return {
-            **replica_state(self.replica.model, self.replica.optimizers, copy=copy),
-            "residuals": residuals(self.flows, copy=copy),
-            "session": {
-                "version": VERSION,
-                "rank": self.rank,
-                "world_size": self.world_size,
-                "settings": self.settings.must_fit(),
-                "generation": members.generation,
-                "living": list(members.living),
-                "steps": self._steps,
-                "equal_at_step": self._equal_at_step,
-                "next_round": next_round,
-                "starts": rounds.starts if isinstance(rounds, StaleRounds) else 0,
-                "counters": counters(rounds, self.flows, self._averaging),
-                "family": self._family_state(),
-            },
-        }
-
-    def _agree_to_load(self, state: Mapping[str, Any]) -> int:
-        """In which round all ranks go on, if their states fit everywhere; a collective."""
-        problem = self._misfit(state)
-        mine = None if problem is not None else state["session"]["next_round"]
-        gathered = self.group.all_gather_object([problem, mine])
-        for rank, (why, _) in zip(self.group.members, gathered, strict=True):
-            if why is not None:
-                raise ValueError(f"the state cannot be loaded on rank {rank}: {why}")
-        rounds = [round for _, round in gathered]
-        if len(set(rounds)) > 1:
-            warnings.warn(
-                f"the states are of unlike rounds, {min(rounds)} to {max(rounds)}: an exchange "
-                "that one end alone had mixed shifts the mean over ranks. Take them after equally "
-                "many steps, or with state_dict(drain=True)",
-                stacklevel=3,
-            )
-        return max(rounds)
-
-    def _misfit(self, state: Mapping[str, Any]) -> str | None:
-        """Why a state, whatever it is, cannot be loaded here; None if it can."""
-        if (why := is_of_other_version(state)) is not None:
-            return why
-        try:
-            return (
-                self._unlike(state["session"])
-                or misfit(self.replica.model, self.replica.optimizers, state)
-                or misses_residuals(self.flows, state["residuals"])
-            )
-        except (KeyError, TypeError, IndexError, AttributeError):
-            return f"it is no state that state_dict() of a session returns (version {VERSION})"
-
-    def _unlike(self, session: Mapping[str, Any]) -> str | None:
-        if session["world_size"] != self.world_size:
-            return (
-                f"it was saved by {session['world_size']} ranks, here are {self.world_size}: begin "
-                "a session from the consensus of all (gg.average_states)"
-            )
-        if session["rank"] != self.rank:
-            return f"it is the state of rank {session['rank']}: load each rank's own"
-        settings = self.settings.must_fit()
-        for name in session["settings"] | settings:
-            was, here = session["settings"].get(name), settings.get(name)
-            if was != here:
-                return f"{name} was {was}, here it is {here}: use the same"
-        if any(rank >= session["world_size"] for rank in session["living"]):
-            return (
-                f"it was saved among the ranks {', '.join(map(str, session['living']))}, some of "
-                "which had joined: begin a session from the consensus of all (gg.average_states)"
-            )
-        if self._members.current.generation > 0:
-            return "ranks were lost or have joined since the session began: load into a new one"
-        return None
-
-    def _load(self, state: Mapping[str, Any], next_round: int) -> None:
-        session, rounds = state["session"], self._rounds
-        if self._gradients is not None:
-            self._gradients.remove()
-            self._gradients = None
-        if rounds is not None:
-            rounds.cancel()
-            rounds.next_round = next_round
-            if isinstance(rounds, StaleRounds):
-                rounds.starts = session["starts"]
-        load_replica(self.replica.model, self.replica.optimizers, state)
-        load_residuals(self.flows, state["residuals"])
-        load_counters(rounds, self.flows, self._averaging, session["counters"])
-        self._load_family_state(session["family"])
-        self._steps, self._equal_at_step = session["steps"], session["equal_at_step"]
-        self._is_mid_step = False
-        self.replica.accept()
 
     # -- its end ----------------------------------------------------------------------------
 
@@ -909,8 +685,8 @@ class Session:
         if self._warning is not None:
             self._warning.remove()
         self.replica.close()
-        if self._gradients is not None:
-            self._gradients.remove()
+        if self._driver is not None:
+            self._driver.drop_gradients()
         if self._members.given_up:
             wait_seconds = 0.0  # the others have given up what is in flight, too
         try:

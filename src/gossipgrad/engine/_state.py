@@ -1,4 +1,4 @@
-"""A session's own part of a state: where it is, what it has counted, residuals."""
+"""What a session saves beside the replica: where it is, what it has counted, residuals."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,46 +6,142 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossipgrad.comm import local
+from gossipgrad.comm import Membership, load_replica, local, misfit, replica_state
 from gossipgrad.engine._averaging import Averaging
+from gossipgrad.engine._driver import StepDriver
 from gossipgrad.engine._flow import Flow
+from gossipgrad.engine._replica import Replica
 from gossipgrad.engine._rounds import Rounds
+from gossipgrad.engine._settings import RoundSettings
+from gossipgrad.engine._stale_rounds import StaleRounds
 
-__all__ = [
-    "VERSION",
-    "counters",
-    "is_of_other_version",
-    "load_counters",
-    "load_residuals",
-    "misses_residuals",
-    "residuals",
-]
+__all__ = ["StateKeeper"]
 
 VERSION = 2
 
 
-def counters(rounds: Rounds | None, flows: Sequence[Flow], averaging: Averaging) -> dict[str, Any]:
-    """What `stats()` counts on from."""
-    return {
-        "clamps": [int(bucket.clamped) for flow in flows for bucket in flow.buckets],
-        "averages": averaging.state_dict(),
-        "rounds": None if rounds is None else rounds.state_dict(),
-    }
+class StateKeeper:
+    """Saves and loads the parts of one session; nothing here is a collective.
+
+    Args:
+        rank: This rank.
+        world_size: How many ranks took part at the start.
+        settings: Of the session.
+        replica: The model and optimizers.
+        rounds: With the partners; None with one rank.
+        averaging: Of the session.
+        driver: Of the session.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        settings: RoundSettings,
+        replica: Replica,
+        rounds: Rounds | None,
+        averaging: Averaging,
+        driver: StepDriver,
+    ) -> None:
+        self._rank, self._world_size, self._settings = rank, world_size, settings
+        self._replica, self._rounds = replica, rounds
+        self._averaging, self._driver = averaging, driver
+
+    def state_dict(
+        self, next_round: int, members: Membership, family: Mapping[str, Any], *, copy: bool
+    ) -> dict[str, Any]:
+        """See `Session.state_dict`; rounds go on at `next_round`."""
+        rounds, driver = self._rounds, self._driver
+        return {
+            **replica_state(self._replica.model, self._replica.optimizers, copy=copy),
+            "residuals": _residuals(driver.flows, copy=copy),
+            "session": {
+                "version": VERSION,
+                "rank": self._rank,
+                "world_size": self._world_size,
+                "settings": self._settings.must_fit(),
+                "generation": members.generation,
+                "living": list(members.living),
+                "steps": driver.steps,
+                "equal_at_step": driver.equal_at_step,
+                "next_round": next_round,
+                "starts": rounds.starts if isinstance(rounds, StaleRounds) else 0,
+                "counters": {
+                    "clamps": [int(b.clamped) for flow in driver.flows for b in flow.buckets],
+                    "averages": self._averaging.state_dict(),
+                    "rounds": None if rounds is None else rounds.state_dict(),
+                },
+                "family": family,
+            },
+        }
+
+    def misfit(self, state: Any, generation: int) -> str | None:
+        """Why a state, whatever it is, cannot be loaded here; None if it can."""
+        version = None
+        if isinstance(state, Mapping) and isinstance(state.get("session"), Mapping):
+            version = state["session"].get("version")
+        if isinstance(version, int) and version < VERSION:
+            return (
+                f"it is of version {version}, from an older gossipgrad, and here is {VERSION}: go "
+                "on with that release, or begin a session from its weights (gg.load_replica)"
+            )
+        try:
+            if version == VERSION:
+                return (
+                    self._unlike(state["session"], generation)
+                    or misfit(self._replica.model, self._replica.optimizers, state)
+                    or _missing_residual(self._driver.flows, state["residuals"])
+                )
+        except (KeyError, TypeError, IndexError, AttributeError):
+            pass
+        return f"it is no state that state_dict() of a session returns (version {VERSION})"
+
+    def load_state_dict(self, state: Mapping[str, Any], next_round: int) -> None:
+        """Goes on where a state that fits was taken, with nothing in flight."""
+        session, rounds, driver = state["session"], self._rounds, self._driver
+        driver.drop_gradients()
+        if rounds is not None:
+            rounds.cancel()
+            rounds.next_round = next_round
+            if isinstance(rounds, StaleRounds):
+                rounds.starts = session["starts"]
+        load_replica(self._replica.model, self._replica.optimizers, state)
+        _load_residuals(driver.flows, state["residuals"])
+        counters = session["counters"]
+        buckets = [bucket for flow in driver.flows for bucket in flow.buckets]
+        for bucket, clamps in zip(buckets, counters["clamps"], strict=True):
+            bucket.clamped.fill_(clamps)
+        self._averaging.load_state_dict(counters["averages"])
+        if rounds is not None and counters["rounds"] is not None:
+            rounds.load_state_dict(counters["rounds"])
+        driver.steps, driver.equal_at_step = session["steps"], session["equal_at_step"]
+        driver.is_mid_step = False
+        self._replica.accept()
+
+    def _unlike(self, session: Mapping[str, Any], generation: int) -> str | None:
+        if session["world_size"] != self._world_size:
+            return (
+                f"it was saved by {session['world_size']} ranks, here are {self._world_size}: "
+                "begin a session from the consensus of all (gg.average_states)"
+            )
+        if session["rank"] != self._rank:
+            return f"it is the state of rank {session['rank']}: load each rank's own"
+        settings = self._settings.must_fit()
+        for name in session["settings"] | settings:
+            was, here = session["settings"].get(name), settings.get(name)
+            if was != here:
+                return f"{name} was {was}, here it is {here}: use the same"
+        if any(rank >= session["world_size"] for rank in session["living"]):
+            return (
+                f"it was saved among the ranks {', '.join(map(str, session['living']))}, some of "
+                "which had joined: begin a session from the consensus of all (gg.average_states)"
+            )
+        if generation > 0:
+            return "ranks were lost or have joined since the session began: load into a new one"
+        return None
 
 
-def load_counters(
-    rounds: Rounds | None, flows: Sequence[Flow], averaging: Averaging, state: Mapping[str, Any]
-) -> None:
-    """Takes over what `counters` returned."""
-    buckets = [bucket for flow in flows for bucket in flow.buckets]
-    for bucket, clamps in zip(buckets, state["clamps"], strict=True):
-        bucket.clamped.fill_(clamps)
-    averaging.load_state_dict(state["averages"])
-    if rounds is not None and state["rounds"] is not None:
-        rounds.load_state_dict(state["rounds"])
-
-
-def residuals(flows: Sequence[Flow], *, copy: bool = True) -> dict[str, Tensor]:
+def _residuals(flows: Sequence[Flow], *, copy: bool = True) -> dict[str, Tensor]:
     """What rounding took away from narrow weights, by name of the parameter."""
     found: dict[str, Tensor] = {}
     for bucket in (bucket for flow in flows for bucket in flow.buckets):
@@ -62,8 +158,7 @@ def residuals(flows: Sequence[Flow], *, copy: bool = True) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def load_residuals(flows: Sequence[Flow], state: Mapping[str, Tensor]) -> None:
-    """Takes over what `residuals` returned."""
+def _load_residuals(flows: Sequence[Flow], state: Mapping[str, Tensor]) -> None:
     for bucket in (bucket for flow in flows for bucket in flow.buckets):
         for entry, residual in zip(bucket.entries, bucket.residuals, strict=True):
             if residual is not None:
@@ -71,22 +166,6 @@ def load_residuals(flows: Sequence[Flow], state: Mapping[str, Tensor]) -> None:
                 residual.copy_(whole if entry.rows is None else whole.narrow(0, *entry.rows))
 
 
-def misses_residuals(flows: Sequence[Flow], state: Mapping[str, Any]) -> str | None:
-    """Which residual a state lacks, in words; None if none."""
-    missing = sorted(residuals(flows, copy=False).keys() - state.keys())
+def _missing_residual(flows: Sequence[Flow], state: Mapping[str, Any]) -> str | None:
+    missing = sorted(_residuals(flows, copy=False).keys() - state.keys())
     return f"it has no residual of {missing[0]}" if missing else None
-
-
-def is_of_other_version(state: Any) -> str | None:
-    """Why it is no state of a session, or one of an older version; None if it is one."""
-    version = None
-    if isinstance(state, Mapping) and isinstance(state.get("session"), Mapping):
-        version = state["session"].get("version")
-    if version == VERSION:
-        return None
-    if isinstance(version, int) and version < VERSION:
-        return (
-            f"it is of version {version}, from an older gossipgrad, and here is {VERSION}: go on "
-            "with that release, or begin a session from its weights (gg.load_replica)"
-        )
-    return f"it is no state that state_dict() of a session returns (version {VERSION})"

@@ -1,0 +1,83 @@
+"""Connecting a rank with the others: its links, its channel, and the rounds of its mode."""
+
+import secrets
+from collections.abc import Callable, Sequence
+
+from gossipgrad.comm import Channel, Group, News, Recorder, Transport, all_parameters
+from gossipgrad.engine._arrival import Arrival
+from gossipgrad.engine._flow import Flow
+from gossipgrad.engine._modes import Stale
+from gossipgrad.engine._replica import Replica
+from gossipgrad.engine._rounds import Rounds
+from gossipgrad.engine._settings import RoundSettings
+from gossipgrad.engine._stale_rounds import StaleRounds
+from gossipgrad.engine._tensors import largest_piece_bytes
+from gossipgrad.engine._waits import Deadlines
+from gossipgrad.errors import GossipError
+
+__all__ = ["check_growth", "connect"]
+
+_GROWTH = 4  # what a later plan may have in one message; links foresee it as they are made
+
+
+def connect(
+    replica: Replica,
+    settings: RoundSettings,
+    flows: Sequence[Flow],
+    *,
+    group: Group,
+    transport: Callable[[Group, int], Transport],
+    news: News | None,
+    recorder: Recorder | None,
+    arrival: Arrival | None,
+) -> Rounds:
+    """Makes the rounds of a session, over links to all ranks; a collective.
+
+    Local where this rank joins others: `arrival` says which run that is, and who lives in it.
+    """
+    run = (
+        bytes.fromhex(group.broadcast_object(secrets.token_hex(16)))
+        if arrival is None
+        else arrival.run
+    )
+    parts = [part for flow in flows for part in flow.parts]
+    pieces = largest_piece_bytes(
+        all_parameters(replica.model, replica.optimizers).values(),
+        settings.bucket_bytes,
+        settings.wire_dtype,
+    )
+    largest_bytes = max(*(part.size_bytes for part in parts), settings.bucket_bytes, pieces)
+    channel = Channel(
+        transport(group, _GROWTH * largest_bytes),
+        run=run,
+        plan=parts,
+        credits=settings.credits,
+        generation=0 if arrival is None else arrival.membership.generation,
+        news=news,
+        peers=None if arrival is None else arrival.membership.living,
+    )
+    mode = settings.mode
+    if isinstance(mode, Stale):
+        return StaleRounds(channel, settings.schedule, mode=mode, recorder=recorder)
+    deadlines = Deadlines(
+        floor_seconds=mode.floor_seconds,
+        ceiling_seconds=mode.deadline_seconds,
+        deviations=mode.deviations,
+    )
+    return Rounds(channel, settings.schedule, deadlines=deadlines, recorder=recorder)
+
+
+def check_growth(rounds: Rounds, flows: Sequence[Flow]) -> None:
+    """Refuses flows with larger messages than the links of a session foresee.
+
+    Raises:
+        GossipError: They have.
+    """
+    most_bytes = rounds.channel.largest_bytes
+    largest_bytes = max(part.size_bytes for flow in flows for part in flow.parts)
+    if most_bytes is not None and largest_bytes > most_bytes:
+        raise GossipError(
+            f"a message of {largest_bytes} bytes is needed now, and links foresee {most_bytes}: "
+            "they look at all parameters that the model and its optimizers have as a session "
+            "begins, trained or not. Nothing was changed; close this one and start another"
+        )

@@ -1,0 +1,215 @@
+"""What happens around each optimizer step: gradients before it, rounds after it."""
+
+from collections.abc import Callable, Sequence
+
+from gossipgrad.comm import Recorder
+from gossipgrad.engine._arrival import Arrival, Arriving
+from gossipgrad.engine._averaging import Averaging
+from gossipgrad.engine._flow import Flow, Phase
+from gossipgrad.engine._gradients import GradientExchange
+from gossipgrad.engine._members import Members
+from gossipgrad.engine._replica import Replica
+from gossipgrad.engine._rounds import Rounds
+from gossipgrad.engine._settings import RoundSettings
+
+__all__ = ["StepDriver"]
+
+_ENTER_SECONDS = 2.0  # beats: how long a joiner waits for others to say where they are
+
+
+class StepDriver:
+    """Brings the flows of a session to the partner and back, step by step.
+
+    The order of a step that ends a round: gradients are mixed, the optimizers step, the family's
+    own part, flows `ACROSS` are mixed and sent anew, or flows `AFTER_UPDATE` are sent and mixed,
+    then comes the periodic average if it is due.
+
+    Args:
+        replica: The model and optimizers.
+        settings: Of the rounds.
+        members: Of the run.
+        rounds: With the partners; None with one rank.
+        averaging: Makes periodic averages.
+        recorder: Gets the spans of averages.
+        flows: What travels.
+        after_update: Called when the optimizers have stepped, before anything is mixed.
+        between_steps: Called with the number of steps before each, as hooks may still copy.
+
+    Attributes:
+        steps: That the run has made: this rank's own, and those of others before it joined.
+        steps_of_others: The latter.
+        equal_at_step: When all replicas were last made equal.
+        is_mid_step: Whether some of several optimizers have stepped.
+        sends_gradients: Whether gradients of backward passes count: not inside `no_sync()`.
+        flows: What travels.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        settings: RoundSettings,
+        members: Members,
+        rounds: Rounds | None,
+        averaging: Averaging,
+        recorder: Recorder | None,
+        *,
+        flows: Sequence[Flow],
+        after_update: Callable[[], None],
+        between_steps: Callable[[int], None],
+    ) -> None:
+        self.steps = self.steps_of_others = self.equal_at_step = 0
+        self.is_mid_step = False
+        self.sends_gradients = True
+        self.flows = list(flows)
+        self._replica, self._settings, self._members = replica, settings, members
+        self._rounds, self._averaging, self._recorder = rounds, averaging, recorder
+        self._after_update, self._between_steps = after_update, between_steps
+        self._gradients: GradientExchange | None = None
+        self._arriving: Arriving | None = None
+
+    @property
+    def has_sent_gradients(self) -> bool:
+        """Whether gradients of this step are in flight."""
+        return self._gradients is not None and self._gradients.has_begun
+
+    @property
+    def position(self) -> int:
+        """Steps that the run has made; see `Session.position`."""
+        if self._rounds is None:
+            return self.steps
+        return self._rounds.position(self.steps, self._settings.every)
+
+    @property
+    def is_boundary(self) -> bool:
+        """Whether a round begins with the next step."""
+        return self.steps % self._settings.every == 0
+
+    def in_phase(self, phase: Phase) -> list[Flow]:
+        """The flows of a phase."""
+        return [flow for flow in self.flows if flow.phase is phase]
+
+    def use(self, flows: Sequence[Flow]) -> None:
+        """Goes on with other flows; nothing is in flight, and all ranks do it."""
+        self.drop_gradients()
+        self.flows = list(flows)
+        if self._rounds is not None:
+            self._rounds.channel.replan([part for flow in flows for part in flow.parts])
+
+    def drop_gradients(self) -> None:
+        """Gives up gradients in flight, and removes their hooks until `begin`."""
+        if self._gradients is not None:
+            self._gradients.remove()
+            self._gradients = None
+
+    def begin(self, *, sends: bool = True) -> None:
+        """Sends the first snapshot, or arms the gradients, at the beginning of a round."""
+        rounds = self._rounds
+        if rounds is None:
+            return
+        if self._gradients is None and (flows := self.in_phase(Phase.BEFORE_UPDATE)):
+            self._gradients = GradientExchange(flows, rounds)
+        rounds.patience.renew()
+        if sends and self.in_phase(Phase.ACROSS):
+            if self._arriving is not None:
+                steps = self._arriving.collective(rounds, self._members.current.living)
+                self._go_to(self.steps if steps is None else steps)
+            if self.is_boundary:
+                rounds.open(self._across(rounds.next_round))
+        self.arm()
+        self._replica.note()
+
+    def enter(self, arrival: Arrival, interval_seconds: float) -> None:
+        """Comes to where the others are, where this rank joins them."""
+        assert self._rounds is not None
+        self._arriving = Arriving(arrival.place, self._settings.every)
+        wait_seconds = _ENTER_SECONDS * interval_seconds
+        self.steps = self.steps_of_others = self._arriving.begin(self._rounds, wait_seconds)
+        self.begin(sends=False)
+
+    def before_step(self) -> None:
+        """Mixes gradients, ahead of each optimizer's step.
+
+        Raises:
+            ReplicaChangedError: If weights were changed since the last step.
+        """
+        if self._rounds is None:
+            return
+        if not self.is_mid_step:
+            self._replica.check(self.is_as_sent)
+            self._between_steps(self.steps)
+        self.mix_gradients()
+        self.is_mid_step = True
+
+    def after_step(self) -> None:
+        """Ends the step, and the round if it is its last step."""
+        self.is_mid_step = False
+        self.steps += 1
+        if self._gradients is not None:
+            self._gradients.end_step()
+        self._after_update()
+        if self._rounds is not None:
+            try:
+                self._follow(self._rounds)
+                self._end_round(self._rounds)
+            finally:  # also when Ctrl-C ends it: what was mixed so far is ours
+                self._rounds.patience.renew()
+                self.arm()
+                self._replica.note()
+
+    def mix_gradients(self) -> None:
+        """Mixes the gradients of a round that ends with this step; once."""
+        if self._gradients is not None and (self.steps + 1) % self._settings.every == 0:
+            self._gradients.finish()
+
+    def arm(self) -> None:
+        """Says whether gradients of the next backward pass are sent."""
+        if self._gradients is not None:
+            ends_round = (self.steps + 1) % self._settings.every == 0
+            self._gradients.enable(self.sends_gradients and ends_round)
+
+    def is_as_sent(self) -> bool:
+        """Whether the weights, though written, are still those of the open round's snapshot."""
+        if self._rounds is None or not self.is_boundary:
+            return False
+        sent = {transfer.flow: transfer for transfer in self._rounds.in_flight}
+        return all(
+            flow.sends_whole and flow in sent and sent[flow].is_as_sent()
+            for flow in self.flows
+            if flow.in_consensus
+        )
+
+    def _across(self, round: int) -> list[Flow]:
+        return [flow for flow in self.in_phase(Phase.ACROSS) if flow.is_due(round)]
+
+    def _end_round(self, rounds: Rounds) -> None:
+        of, steps = self._settings, self.steps
+        averages = of.average_every is not None and steps % of.average_every == 0
+        across, after = self.in_phase(Phase.ACROSS), self.in_phase(Phase.AFTER_UPDATE)
+        closes = self.is_boundary
+        if closes and across and not averages:
+            rounds.advance(self._across)
+            return
+        if closes:
+            if after:
+                rounds.open([flow for flow in after if flow.is_due(rounds.next_round)])
+            elif not across:
+                rounds.next_round += 1  # gradients had their own transfers
+            rounds.close()
+        if averages and self._averaging.periodically(self.flows, steps, self._recorder):
+            self.equal_at_step = steps
+        if closes and across:
+            rounds.open(self._across(rounds.next_round))
+
+    def _follow(self, rounds: Rounds) -> None:
+        """Lives in the newest generation, and in the others' round if this rank has joined."""
+        self._members.take_up(rounds)
+        if self._arriving is None:
+            return
+        self._go_to(self._arriving.step(rounds, self.steps, self._members.current.living))
+        if self._arriving.is_over(rounds):
+            self._arriving = None
+
+    def _go_to(self, steps: int) -> None:
+        """Counts steps that the others have made in between."""
+        self.steps_of_others += steps - self.steps
+        self.steps = steps
