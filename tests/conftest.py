@@ -19,7 +19,7 @@ from jaxtyping import install_import_hook
 from support.unchecked import types_unchecked
 
 SOURCES = Path(__file__).parents[1] / "src"
-HOT = ("comm", "decentralized", "sparsification")
+HOT = ("comm", "engine", "decentralized", "sparsification")
 DOORS = {"_gossip.py", "_ranks.py", "_sparsify.py"}  # where what users give is refused in words
 
 

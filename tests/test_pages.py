@@ -28,8 +28,8 @@ from support.commands import run_here
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 ROOMS = (
-    *("", ".topology", ".planning", ".comm", ".compression", ".data", ".models", ".checkpoint"),
-    *(".simulate", ".sparsification", ".trace", ".train"),
+    *("", ".topology", ".planning", ".comm", ".compression", ".engine", ".data", ".models"),
+    *(".checkpoint", ".simulate", ".sparsification", ".trace", ".train"),
 )
 NUMBER = re.compile(r"[-+]?\d[\d,.e+-]*")
 

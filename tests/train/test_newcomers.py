@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import gossipgrad as gg
 from gossipgrad import checkpoint
-from gossipgrad.decentralized._members import Members
+from gossipgrad.engine._members import Members
 from gossipgrad.train import GossipConfig
 from gossipgrad.train._layout import claim
 from gossipgrad.train._loop import Loop
