@@ -46,7 +46,7 @@ def test_few_random_cases():
         ({"cpu_seconds": 1.1}, ["resnet50, 161 tensors, 8 ranks, 1Gbit: 1.10 s, above 1 s"]),
         ({"cpu_seconds": 9.9, "tensors": 1000}, []),
         ({"cpu_seconds": 11, "tensors": 1000}, ["11.00 s, above 10 s"]),
-        ({"gap": 1.1e-3}, ["gap 1.1e-03, above 1.0e-03"]),
+        ({"gap": 2.1e-3}, ["gap 2.1e-03, above 2.0e-03"]),
         ({"cpu_seconds": 2.0, "gap": 1.0}, ["2.00 s", "gap 1.0e+00"]),
     ],
 )

@@ -11,7 +11,7 @@ from ._timeline import Merge, Method, Span, moments
 __all__ = ["LEAST_SAVING", "Plan", "planned"]
 
 LEAST_SAVING = 0.05
-"""Share of a step that compression has to save: what is left for later steps costs accuracy."""
+"""Share of a step that compression has to save, as what is left for later costs accuracy."""
 
 _FORMAT = "gossipgrad plan"
 _VERSION = 1
