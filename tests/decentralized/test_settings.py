@@ -17,7 +17,7 @@ from support.replicas import network, sgd, transport_by_name
     ("settings", "message"),
     [
         ({"mode": "eager"}, "mode must be one of 'overlap', 'sync', 'stale', got 'eager'"),
-        ({"mode": "lagged"}, "Use mode='overlap'"),
+        ({"mode": "lagged"}, "use mode='overlap'"),
         ({"payload": "weight"}, "payload must be one of 'weights', 'weights\\+state'"),
         ({"average_every": True}, "average_every must be a positive number of steps"),
         ({"every": 0}, "every counts steps in a round, so it is at least 1, got 0"),
@@ -73,7 +73,7 @@ def test_numbers_of_numpy_are_numbers():
         mode=gg.Sync(deadline_seconds=np.int64(3)),
         payload=gg.WeightsAndState(every=count),
     ) as session:
-        told = session._settings
+        told = session.settings
     numbers = [told.every, told.average_every, told.bucket_bytes]
     numbers += [told.mode.deadline_seconds, told.payload.every]
     assert numbers == [3, 3, 2**20, 3, 3]

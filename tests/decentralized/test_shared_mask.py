@@ -5,9 +5,8 @@ import torch
 
 import gossipgrad as gg
 from gossipgrad.comm import BucketPlan
-from gossipgrad.decentralized._masked_section import MaskedSection
 from gossipgrad.decentralized._reference_masked import MaskedReference
-from gossipgrad.decentralized._tensors import weight_entries
+from gossipgrad.engine import weight_entries
 from gossipgrad.topology import by_name
 from support.ranks import run_ranks
 from support.replicas import (
@@ -189,38 +188,6 @@ def test_messages_snapshots_and_memory_shrink():
     assert masked.bytes_sent == whole.bytes_sent * 9 // 83  # elements of the one bucket
     assert masked.snapshot_limit_bytes == whole.snapshot_limit_bytes * 9 // 83
     assert masked.extra_memory_bytes < whole.extra_memory_bytes / 2
-
-
-def section(numel, density, seed=0):
-    model = torch.nn.Linear(numel, 1, bias=False)
-    return MaskedSection(
-        weight_entries(dict(model.named_parameters())),
-        first_bucket=0,
-        bucket_bytes=1 << 20,
-        wire_dtype=None,
-        snapshots=1,
-        mask=gg.SharedMask(density),
-        seed=seed,
-    )
-
-
-def test_the_free_distance_stands_for_all_coordinates():
-    of, apart = section(400, 0.1), torch.randn(400, generator=torch.Generator().manual_seed(1))
-    squares = [
-        of.delta(0, of.coordinates(0, t).gather([apart]), t).square.item() for t in range(300)
-    ]
-    assert sum(squares) / 300 == pytest.approx(apart.square().sum().item(), rel=0.05)
-
-
-def test_weights_that_do_not_lie_row_by_row_are_mixed_in_the_order_of_their_elements():
-    of, model = section(12, 0.5), torch.randn(3, 4)
-    across = model.t().contiguous().t()
-    at = of.coordinates(0, 7)
-    torch.testing.assert_close(at.gather([across]), at.gather([model]), rtol=0, atol=0)
-    at.scatter(at.gather([model]) + 1, [across])
-    assert (across - model).sum() == len(at.in_bucket())
-    at.scatter(at.gather([model]) + 1, [model])
-    assert torch.equal(across, model)
 
 
 def test_a_change_where_nothing_is_sent_is_noticed():

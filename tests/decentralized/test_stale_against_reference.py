@@ -38,7 +38,7 @@ def compare(world_size, script, d, topology="matching", **options):
         assert_same_bits([list(m.parameters()) for m in ours.models], theirs.w)
         assert [s._rounds.next_round for s in ours.sessions] == [r.t for r in theirs.ranks]
         assert sum(s.stats().clamps for s in ours.sessions) == theirs.clamps
-        ours.settle()
+        ours.drain()
         theirs.settle()
         assert_same_bits([list(m.parameters()) for m in ours.models], theirs.w)
     finally:

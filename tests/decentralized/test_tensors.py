@@ -7,8 +7,6 @@ import torch
 from torch import nn
 
 import gossipgrad as gg
-from gossipgrad.comm import trained_parameters
-from gossipgrad.decentralized._tensors import state_entries, weight_entries
 from support.ranks import run_ranks
 from support.replicas import network, set_gradients, transport_by_name
 
@@ -36,31 +34,6 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_state_is_found_before_the_first_step_and_equals_what_is_kept_after(name):
-    make, settings, keys = OPTIMIZERS[name]
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-    optimizer = make(model.parameters(), **settings)
-    entries = state_entries(trained_parameters(model, [optimizer]), [optimizer])
-    if name != "Adafactor":  # it keeps a whole variance for vectors, and factors for matrices
-        assert {entry.key for entry in entries} == keys
-        assert len(entries) == 4 * len(keys)
-    assert not optimizer.state or name == "Adagrad"  # which makes its own at once
-    set_gradients(model, 0, 0)
-    optimizer.step()
-    for entry in entries:
-        held = entry.tensor()
-        assert held is not None
-        assert tuple(held.shape) == entry.spec.shape
-        assert held.dtype == entry.spec.dtype
-    kept = sum(
-        isinstance(v, torch.Tensor) and v.shape == p.shape and v.is_floating_point() and k != "step"
-        for p, state in optimizer.state.items()
-        for k, v in state.items()
-    )
-    assert kept == len(entries)
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_trains_with_its_state_in_the_payload(name):
     make, settings, _ = OPTIMIZERS[name]
     link = transport_by_name("in-process", 3)
@@ -83,40 +56,6 @@ def test_every_optimizer_trains_with_its_state_in_the_payload(name):
     for key in zip(*results, strict=True):
         if key[0].ndim and name not in ("Adafactor",):
             assert torch.equal(key[0], key[1])
-
-
-@pytest.mark.parametrize(
-    ("shape", "limit_bytes", "heights"),
-    [
-        ((10, 4), 64, [4, 4, 2]),
-        ((10, 4), 160, [10]),
-        ((3, 100), 64, [1, 1, 1]),
-        ((100,), 64, [16] * 6 + [4]),
-        ((0, 4), 64, [0]),
-        ((), 2, [()]),
-    ],
-)
-def test_large_tensors_travel_in_pieces_of_whole_rows(shape, limit_bytes, heights):
-    model = nn.ParameterList([nn.Parameter(torch.randn(shape))])
-    (entry,) = weight_entries(dict(model.named_parameters()))
-    pieces = entry.pieces(limit_bytes)
-    assert [piece.spec.shape[0] if piece.spec.shape else () for piece in pieces] == heights
-    held = [piece.tensor() for piece in pieces]
-    assert all(v.shape == p.spec.shape for v, p in zip(held, pieces, strict=True))
-    if shape:
-        assert torch.equal(torch.cat(held), model[0])
-        assert held[0].untyped_storage().data_ptr() == model[0].untyped_storage().data_ptr()
-
-
-def test_learning_rate_schedulers_do_not_confuse_the_search_for_state():
-    """A scheduler replaces `optimizer.step` by a wrapper bound to the real optimizer."""
-    model = network()
-    optimizer = torch.optim.Adam(model.parameters())
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    before = [p.detach().clone() for p in model.parameters()]
-    assert len(state_entries(trained_parameters(model, [optimizer]), [optimizer])) == 8
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    assert not optimizer.state
 
 
 def test_an_optimizer_that_needs_a_closure_is_refused_with_state_and_works_without():

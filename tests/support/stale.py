@@ -78,12 +78,12 @@ class Scripted:
             for rank in range(len(self.models)):
                 self.step(rank, gradients)
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Brings everything everywhere, and lets every rank mix what there is."""
         self.wires.deliver_all()
         for session in self.sessions:
             session._rounds.channel.poll()
-            session._rounds.settle(0.0)
+            session._rounds.drain(0.0)
 
     def close(self) -> None:
         for session in self.sessions:

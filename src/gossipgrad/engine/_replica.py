@@ -162,7 +162,8 @@ class Replica:
 
     def _marks_now(self) -> list[tuple[int, int]]:
         whole = (local(p) if is_sharded(p) else p for p in self.trained.values())
-        return [(p._version, p.data_ptr()) for p in whole]
+        # What is sparse has no address, and no flow takes it.
+        return [(p._version, p.data_ptr() if p.layout is torch.strided else 0) for p in whole]
 
     def _owned_now(self) -> list[tuple[int, bool]]:
         return [(id(p), p.requires_grad) for o in self.optimizers for p in parameters_of(o)]
