@@ -181,3 +181,28 @@ def test_an_interrupted_close_leaves_no_thread_and_no_link(monkeypatch):
         a.close()
     until_none_but(before)
     until(lambda: any(isinstance(event, Lost) for event in ends[1].receive(0.0)))
+
+
+def give_and_await(channel, round):
+    """To one peer, from the other."""
+    return channel.post(round, 0, part(round), send_to=2, recv_from=1)
+
+
+def test_rounds_of_a_silent_source_are_forgotten_and_its_old_parts_are_dropped(channels):
+    a, b, c = channels(3)
+    first = give_and_await(a, 0)
+    for round in range(1, 200):
+        assert give_and_await(a, round).outcome is V
+        c.poll()
+    ledger = a._ledgers[1]
+    assert len(ledger.cancelled) == 1
+    # It speaks after all: what is open counts, what was given up on does not come back.
+    for round in (0, 1, 199):
+        b.post(round, 0, part(-round), send_to=0, recv_from=None)
+    assert a.take(first, 30.0) is D
+    until(lambda: a.poll() or ledger.latest == 199)
+    assert not ledger.early
+    b.post(200, 0, part(7), send_to=0, recv_from=None)
+    next_one = give_and_await(a, 200)
+    assert a.take(next_one, 30.0) is D
+    assert next_one.received.tolist() == [7.0] * 4

@@ -163,14 +163,3 @@ def test_what_was_asked_in_another_generation_is_granted_when_both_live_in_it(ra
     c.poll()
     assert not c._grants._asked
     assert [kind for kind, peer, _ in answers.said if peer == 1 and kind is Kind.GO] == []
-
-
-def test_void_rounds_are_named_one_by_one_to_a_peer_that_gets_parts_between(ranks):
-    (a, b, _), _ = ranks
-    for number in range(200):
-        if number % 2:
-            a.void(number, 1)
-        else:
-            a.post(number, 0, torch.ones(2), send_to=1, recv_from=None)
-    until(lambda: b.poll() or b._ledgers[0].latest >= 199)
-    assert b._ledgers[0].voided >= set(range(1, 200, 2))

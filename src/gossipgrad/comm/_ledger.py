@@ -30,7 +30,7 @@ __all__ = ["LOST", "Ledger", "Ledgers", "era_of", "place"]
 LOST = "was lost"
 
 _EARLY_ROUNDS = 16  # how far ahead of us a partner's parts are kept
-_EPOCH_BITS = 20
+_EPOCH_BITS = 32  # as on the wire
 _ROUND_BITS = 40
 
 Key = tuple[int, int]  # place of the round, bucket
