@@ -82,15 +82,6 @@ def test_numbers_of_numpy_are_numbers():
     assert type(gg.Stale(max_staleness=count).max_staleness) is int
 
 
-@pytest.mark.usefixtures("unchecked_types")
-@pytest.mark.parametrize(
-    "build", [lambda: gg.Overlap(deadline_seconds="3"), lambda: gg.WeightsAndState(every=1.5)]
-)
-def test_values_check_their_types(build):
-    with pytest.raises(ValueError, match=r"got ('3'|1\.5)"):
-        build()
-
-
 def test_wrong_optimizers():
     model = network()
     with pytest.raises(ValueError, match="no optimizer: give the one"):
@@ -103,17 +94,19 @@ def test_wrong_optimizers():
 
 
 @pytest.mark.parametrize(
-    "build", [lambda: gg.Overlap(deadline_seconds=0.0), lambda: gg.WeightsAndState(every=0)]
+    "build",
+    [
+        lambda: gg.Overlap(deadline_seconds=0.0),
+        lambda: gg.Sync(floor_seconds=float("inf")),
+        lambda: gg.Overlap(deadline_seconds="3"),
+        lambda: gg.WeightsAndState(every=0),
+        lambda: gg.WeightsAndState(every=1.5),
+    ],
 )
+@pytest.mark.usefixtures("unchecked_types")
 def test_values_check_themselves(build):
-    with pytest.raises(ValueError, match="got 0"):
+    with pytest.raises(ValueError, match=r"got ('3'|0|0\.0|1\.5|inf)"):
         build()
-
-
-@pytest.mark.parametrize("kind", [gg.Overlap, gg.Sync])
-def test_no_step_waits_without_end(kind):
-    with pytest.raises(ValueError, match="deadline_seconds must be positive and finite, got inf"):
-        kind(deadline_seconds=float("inf"))
 
 
 def test_hypercube_names_what_works():
@@ -212,23 +205,6 @@ def test_unequal_optimizers_are_named():
         make = torch.optim.Adam if rank else torch.optim.SGD
         with pytest.raises(gg.AgreementError, match=r"optimizer 0 is Adam of 4 .* SGD of 4"):
             gg.gossip(model, make(model.parameters(), lr=0.1), process_group=group, transport=link)
-
-    run_ranks(2, rank_main)
-
-
-def test_the_order_of_parameters_is_part_of_the_agreement():
-    link = transport_by_name("in-process", 2)
-
-    def rank_main(rank, group):
-        model = network()
-        parameters = list(model.parameters())
-        with pytest.raises(gg.AgreementError, match=r"optimizer 0 is SGD .*in the order"):
-            gg.gossip(
-                model,
-                sgd(parameters if rank else parameters[::-1]),
-                process_group=group,
-                transport=link,
-            )
 
     run_ranks(2, rank_main)
 

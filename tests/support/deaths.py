@@ -56,7 +56,7 @@ class Rank:
     def mean(self) -> Tensor:
         """The consensus, flat."""
         with self.session.consensus():
-            return flat(self.session._model)
+            return flat(self.session.replica.model)
 
     def die(self) -> NoReturn:
         """Ends this rank without a word; others hear its links break."""

@@ -30,7 +30,7 @@ def data_parallel(model, optimizer, group: Group, *, hub: Hub, scaler=None, **se
 
 
 def sparsify(model, optimizer, group: Group, *, hub: Hub, **settings):
-    return gg.sparsify(model, optimizer, process_group=group, plan=200, density=0.3, **settings)
+    return gg.sparsify(model, optimizer, process_group=group, **settings)
 
 
 FAMILIES: dict[str, Callable] = {
@@ -42,10 +42,13 @@ FAMILIES: dict[str, Callable] = {
     "gossip, bf16 wire": partial(gossip, wire_dtype=torch.bfloat16),
     "gossip, shared mask": partial(gossip, compress=gg.SharedMask(0.25)),
     "sparsify": sparsify,
-    "sparsify, per tensor": partial(sparsify, select="per_tensor", value_dtype=torch.bfloat16),
+    "sparsify, fixed plan": partial(sparsify, plan=200, density=0.3),
+    "sparsify, per tensor": partial(
+        sparsify, plan=200, density=0.3, select="per_tensor", value_dtype=torch.bfloat16
+    ),
 }
 # Those of all ranks step with the same gradients: what one skips, all skip.
-LOCKSTEP = {"sparsify", "sparsify, per tensor"}
+LOCKSTEP = {name for name in FAMILIES if name.startswith("sparsify")}
 # Ranks that wait for nobody are a few steps apart, and so are their replicas; those that mix a
 # quarter of their weights in a round mix less often.
 DISTANCES = {"gossip, stale": 0.3, "gossip, shared mask": 0.1}

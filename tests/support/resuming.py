@@ -105,9 +105,9 @@ def stop_and_resume(world_size: int, stop: int, end: int, **settings: Any) -> No
 def session_of_training(session: dict[str, Any]) -> dict[str, Any]:
     """What a state has of a session, less times and what has just come."""
     counters = dict(session["counters"])
-    for name in ("rounds", "averages"):
-        if name in counters:
-            counters[name] = {k: v for k, v in counters[name].items() if "seconds" not in k}
-    if "links" in counters:
-        counters["links"] = counters["links"]["bytes_sent"]
+    averages, rounds = counters["averages"], counters["rounds"]
+    counters["averages"] = {k: v for k, v in averages.items() if "seconds" not in k}
+    if rounds is not None:  # there are others
+        counters["rounds"] = {k: v for k, v in rounds.items() if "seconds" not in k}
+        counters["rounds"]["links"] = rounds["links"]["bytes_sent"]
     return {**session, "counters": counters}

@@ -64,7 +64,7 @@ def is_count(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
 
 
-def resolve_average_every(average_every: int | str | None, world_size: int) -> int | None:
+def resolve_average_every(average_every: object, world_size: int) -> int | None:
     """Steps between exact averages, None for never.
 
     Raises:
@@ -74,7 +74,7 @@ def resolve_average_every(average_every: int | str | None, world_size: int) -> i
         return max(1, math.ceil(math.log2(world_size)))
     if average_every is None:
         return None
-    if not isinstance(average_every, str) and is_count(average_every):
+    if isinstance(average_every, Integral) and is_count(average_every):
         return int(average_every)
     raise ValueError(
         f"average_every must be a positive number of steps, 'log_p' or None, got {average_every!r}"
