@@ -46,7 +46,7 @@ def test_the_strategy_encrypts_its_links(faults, secret):
         for step in range(3):
             set_gradients(model, rank, step)
             optimizer.step()
-        transport = strategy._session._rounds.channel._transport
+        transport = strategy._session._rounds.channel.transport
         transport = getattr(transport, "_inner", transport)
         assert transport.max_payload_bytes == 16 << 20
         delivered = strategy._session.stats().outcomes["delivered"]

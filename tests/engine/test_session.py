@@ -249,7 +249,7 @@ def test_memory_is_stated_and_bounded():
             for step in range(6):
                 set_gradients(model, rank, step)
                 optimizer.step()
-            (open_round,) = session._rounds.under_way
+            (open_round,) = session._rounds.in_flight
             until(open_round.prepare, 60.0)  # all has come, and is taken as a delta
             group.barrier()
             return session.stats()

@@ -38,7 +38,7 @@ def test_two_ranks_whose_link_broke_meet_again_in_the_next_generation():
             channel = session._rounds.channel
             step_until(lambda: delivered() >= 3)
             if rank == 0:
-                link = channel._transport._links[1]
+                link = channel.transport._links[1]
                 # Else it is not yet seen to go down.
                 until(lambda: channel.poll() or link.was_up, 60.0)
                 link.note(_zeromq_link.DOWN)

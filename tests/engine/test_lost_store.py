@@ -10,7 +10,7 @@ import torch
 
 import gossipgrad as gg
 from gossipgrad.comm import AskedStore, Group
-from gossipgrad.decentralized import _members
+from gossipgrad.engine import _members
 from support.deaths import run_mortals
 from support.hanging_store import Hanging
 from support.replicas import network, sgd

@@ -11,7 +11,7 @@ import torch
 import gossipgrad as gg
 from gossipgrad import topology
 from gossipgrad.comm import Faults, FaultyTransport, Hub, ScriptedDeathError
-from gossipgrad.decentralized._deadlines import Deadlines
+from gossipgrad.engine._waits import Deadlines
 from support.dams import Dam
 from support.ranks import run_ranks
 from support.replicas import (

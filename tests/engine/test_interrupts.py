@@ -8,9 +8,9 @@ import torch
 
 import gossipgrad as gg
 from gossipgrad.decentralized import _section
-from gossipgrad.decentralized._listener import Listener
+from gossipgrad.engine._listener import Listener
 from gossipgrad.decentralized._section import Section
-from gossipgrad.decentralized._transfer import Transfer
+from gossipgrad.engine._transfer import Transfer
 from support.ranks import run_ranks
 from support.replicas import flat, network, transport_by_name
 from support.stale import Scripted
@@ -144,7 +144,7 @@ def test_an_interrupt_in_mode_stale_moves_no_mean_and_holds_no_snapshot(alarm, p
     ranks.settle()
     moved = sum(flat(model) for model in ranks.models) - before
     used = [len(section.pool._used) for s in ranks.sessions for section in s._sections.all]
-    under_way = [len(session._rounds.under_way) for session in ranks.sessions]
+    under_way = [len(session._rounds.in_flight) for session in ranks.sessions]
     ranks.close()
     assert rang
     assert moved.abs().max() < 1e-12

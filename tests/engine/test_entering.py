@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from gossipgrad.comm import AskedStore, Joinable, Membership, MemberWatch, Record
-from gossipgrad.decentralized import _members
-from gossipgrad.decentralized._rounds import Rounds
+from gossipgrad.engine import _members
+from gossipgrad.engine._rounds import Rounds
 from gossipgrad.errors import GossipError
 from support.deaths import QUICK
 from support.waiting import until

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import gossipgrad as gg
 from gossipgrad.comm import Group, Hub, Record, ScriptedDeathError
-from gossipgrad.decentralized import _donor
+from gossipgrad.engine import _donor
 from support.deaths import QUICK
 from support.joining import run_open
 from support.ranks import run_ranks
@@ -168,7 +168,7 @@ def test_extra_state_of_modules_comes_with_the_replica():
         me.train_until(lambda: 2 in me.session.membership.living)
 
     def joiner(me, run):
-        return me.session._model.kept
+        return me.session.replica.model.kept
 
     *_, kept = run_open(2, member, joiner, build=Remembering)
     assert kept == {"bytes": b"\x00\xff", "seen": 7, "kept": None}

@@ -51,7 +51,7 @@ def test_the_mean_of_the_living_is_kept_when_generations_change(mode, deaths):
             parameter.grad = torch.zeros_like(parameter)
 
     def main(me):
-        model = me.session._model
+        model = me.session.replica.model
         with torch.no_grad():  # replicas that differ
             for parameter, other in zip(
                 model.parameters(), network(seed=100 + me.rank).parameters(), strict=True
@@ -98,7 +98,7 @@ def test_a_rank_that_dies_before_a_collective_is_not_awaited():
 def test_a_rank_that_dies_in_the_middle_of_a_collective_is_told_and_it_works_again():
     def main(me):
         me.train(3)
-        before = flat(me.session._model)
+        before = flat(me.session.replica.model)
         if me.rank == 2:
             me.session._averaging.consensus = lambda *_: me.die()
             with me.session.consensus():
@@ -108,7 +108,7 @@ def test_a_rank_that_dies_in_the_middle_of_a_collective_is_told_and_it_works_aga
             me.session.consensus(),
         ):
             pass
-        assert torch.equal(flat(me.session._model), before)
+        assert torch.equal(flat(me.session.replica.model), before)
         me.train(5)
         return me.mean()
 
@@ -125,7 +125,7 @@ def test_collectives_are_among_the_living(call):
             me.die()
         me.train_without(0)
         answer = getattr(me.session, call)()
-        weights = flat(me.session._model)
+        weights = flat(me.session.replica.model)
         me.train(3)
         return answer, weights
 
@@ -182,13 +182,13 @@ def test_a_rank_that_stood_still_sees_its_eviction_before_it_sends():
             watch._confirmed_seconds -= beats.lease_seconds
             watch._stopped = False
             watch.start()
-            sent, weights = channel.bytes_sent, flat(me.session._model)
+            sent, weights = channel.bytes_sent, flat(me.session.replica.model)
             with pytest.raises(
                 gg.EvictedError, match=r"rank 1 was taken for dead .*no sign of life"
             ):
                 me.train(1)
             assert channel.bytes_sent == sent
-            assert not torch.equal(flat(me.session._model), weights), "the update is kept"
+            assert not torch.equal(flat(me.session.replica.model), weights), "the update is kept"
             with pytest.raises(gg.EvictedError), me.session.consensus():
                 pass
             over.wait(60)

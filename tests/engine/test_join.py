@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from gossipgrad.decentralized import _donor
+from gossipgrad.engine import _donor
 from support.joining import run_open
 from support.replicas import adam, flat
 from support.waiting import until
@@ -76,12 +76,12 @@ def test_what_the_donor_has_is_what_the_joiner_gets():
 
     def member(me, run):
         me.train(3)
-        optimizer = me.session._optimizers[0]
+        optimizer = me.session.replica.optimizers[0]
         optimizer.param_groups[0]["lr"] = 0.125
         before = {}
 
         def carry():
-            before["weights"] = flat(me.session._model)
+            before["weights"] = flat(me.session.replica.model)
             before["moments"] = [s["exp_avg"].clone() for s in optimizer.state.values()]
             random = torch.get_rng_state().numpy().tobytes()
             return {"steps": me.session.position, "random": random, "shape": torch.Size([2])}
@@ -93,7 +93,7 @@ def test_what_the_donor_has_is_what_the_joiner_gets():
         return before or None
 
     def joiner(me, run):
-        optimizer = me.session._optimizers[0]
+        optimizer = me.session.replica.optimizers[0]
         carried = me.session.joined_with
         assert me.session._steps >= carried["steps"]
         assert isinstance(carried["random"], bytes)
@@ -101,7 +101,7 @@ def test_what_the_donor_has_is_what_the_joiner_gets():
         state = list(optimizer.state.values())
         taken.set()
         return (
-            flat(me.session._model),
+            flat(me.session.replica.model),
             [s["exp_avg"].clone() for s in state],
             optimizer.param_groups[0]["lr"],
             {float(s["step"]) for s in state},
@@ -190,7 +190,7 @@ def test_collectives_before_during_and_after_entering(collective):
         if collective == "consensus":
             return me.mean()
         me.session.average_()
-        return flat(me.session._model)
+        return flat(me.session.replica.model)
 
     def member(me, run):
         me.train(3)

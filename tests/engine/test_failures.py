@@ -350,7 +350,7 @@ def test_an_interrupted_close_ends_the_membership_all_the_same():
         optimizer.step()
         group.barrier()
         if rank == 0:
-            session._rounds.settle = _interrupt
+            session._rounds.drain = _interrupt
         with contextlib.suppress(KeyboardInterrupt):
             session.close()
         session._rounds.channel.close(0.0)
