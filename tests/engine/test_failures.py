@@ -113,17 +113,17 @@ def test_an_interrupt_while_the_consensus_is_shown_is_undone():
             set_gradients(model, rank, 0)
             optimizer.step()
             before = flat(model)
-            (section,) = session._sections.weights
-            show = section.show
+            (bucket,) = session.flows[0].buckets
+            show = bucket.show
 
-            def half(flats, kept):
-                show(flats[:1], kept)
+            def half(flat, kept):
+                show(flat, kept)
                 raise KeyboardInterrupt
 
-            section.show = half
+            bucket.show = half
             with contextlib.suppress(KeyboardInterrupt), session.consensus():
                 pass
-            section.show = show
+            bucket.show = show
             assert torch.equal(flat(model), before)
             group.barrier()
 
@@ -243,7 +243,7 @@ def test_no_weights_are_mixed_while_gradients_are_made():
         def send(self, peer, header, payload=None):
             ticket = self._inner.send(peer, header, payload)
             if payload is not None and Header.unpack(header).bucket in self.gradients:
-                ticket = SimpleNamespace(done=False)
+                ticket = SimpleNamespace(done=False, wait=lambda timeout_seconds: ticket.done)
                 held.append(ticket)
             return ticket
 
@@ -268,9 +268,8 @@ def test_no_weights_are_mixed_while_gradients_are_made():
             payload="gradients+weights",
             mode=gg.Overlap(deadline_seconds=0.3),
         ) as session:
-            section = session._sections.gradients[0]
-            buckets = range(section.first_bucket, section.first_bucket + len(section.plan.buckets))
-            made[0].gradients = set(buckets) if rank == 0 else set()
+            gradients = next(flow for flow in session.flows if flow.name == "gradients")
+            made[0].gradients = {b.number for b in gradients.buckets} if rank == 0 else set()
             group.barrier()
             for step in range(4):
                 backward(model, rank, step)

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 import gossipgrad as gg
-from gossipgrad.decentralized import _section
+from gossipgrad.engine import Bucket, _flow
 from gossipgrad.engine._listener import Listener
-from gossipgrad.decentralized._section import Section
 from gossipgrad.engine._transfer import Transfer
 from support.ranks import run_ranks
 from support.replicas import flat, network, transport_by_name
@@ -20,8 +19,8 @@ PLACES = {
     "all is sent": (Transfer, "post_all", True),
     "one bucket is sent": (Transfer, "post", True),
     "the delta is to be taken": (Transfer, "delta", False),
-    "the delta is taken in place": (_section, "delta_of", True),
-    "the delta is mixed": (Section, "mix", True),
+    "the delta is taken in place": (_flow, "delta_of", True),
+    "the delta is mixed": (Bucket, "add", True),
 }
 STEPS = 9
 
@@ -33,7 +32,7 @@ def alarm(monkeypatch):
 
     def patch(place):
         owner, name, after = PLACES[place]
-        if owner is _section:  # or the listener has taken all deltas before
+        if owner is _flow:  # or the listener has taken all deltas before
             monkeypatch.setattr(Listener, "expect", lambda self, transfers: None)
         usual = getattr(owner, name)
 
@@ -143,27 +142,27 @@ def test_an_interrupt_in_mode_stale_moves_no_mean_and_holds_no_snapshot(alarm, p
         ranks.deliver(0, 1)
     ranks.settle()
     moved = sum(flat(model) for model in ranks.models) - before
-    used = [len(section.pool._used) for s in ranks.sessions for section in s._sections.all]
-    under_way = [len(session._rounds.in_flight) for session in ranks.sessions]
+    used = [len(flow.pool._used) for s in ranks.sessions for flow in s.flows]
+    in_flight = [len(session._rounds.in_flight) for session in ranks.sessions]
     ranks.close()
     assert rang
     assert moved.abs().max() < 1e-12
-    assert used == under_way
+    assert used == in_flight
 
 
 def test_an_interrupt_as_a_round_of_mode_stale_is_taken_on_breaks_no_later_step():
     ranks = Scripted(2, mode="stale")
     rounds = ranks.sessions[0]._rounds
-    take_on = rounds.take_on
+    take_on = rounds._take_on
 
     def interrupted(transfers, **how):
         take_on(transfers, **how)
         raise KeyboardInterrupt
 
-    rounds.take_on = interrupted
+    rounds._take_on = interrupted
     with contextlib.suppress(KeyboardInterrupt):
         ranks.step(0)
-    rounds.take_on = take_on
+    rounds._take_on = take_on
     for _ in range(3):
         ranks.step(0)
         ranks.step(1)

@@ -1,7 +1,8 @@
 """A replica: the user's model and optimizers, what they train, and whether that was changed."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -74,6 +75,21 @@ class Replica:
         self.trained = trained
         self._owned = self._owned_now()
         self.note()
+
+    @contextmanager
+    def accepting(self) -> Iterator[None]:
+        """Inside, the set of trained parameters is what it is now; that of before on an error.
+
+        Call `accept` once what is written inside is written.
+        """
+        before = self.trained, self._owned, self._marks, list(self._loaded)
+        self.accept()
+        try:
+            yield
+        except BaseException:
+            self.trained, self._owned, self._marks, self._loaded[:] = before
+            self._claim.take(self.trained)
+            raise
 
     @torch.no_grad()
     def note(self) -> None:

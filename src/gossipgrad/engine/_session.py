@@ -281,7 +281,7 @@ class Session:
         """
         self._check_ready("broadcast_")
         self._averaging.meet("broadcast")
-        with self._averaging.together():
+        with self._averaging.together(), self.replica.accepting():
             flows = self._deal()
             if self._rounds is not None:
                 self._rounds.cancel()

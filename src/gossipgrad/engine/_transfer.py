@@ -37,6 +37,7 @@ class Transfer:
         self.behind = RoundBefore()
         self._channel = channel
         self._deltas: dict[int, Delta] = {}
+        self._versions: dict[int, int] = {}  # of what was received, by bucket
         self._filled: dict[int, Sendable] = {}
         self._lock = threading.RLock()  # the thread that prepares may collect the session
         self._is_released = False
@@ -130,13 +131,16 @@ class Transfer:
         """`received - snapshot` of a delivered bucket, None if there is nothing to mix."""
         with self._lock:
             exchange = self.exchanges[place]
-            if place in self._deltas or self._is_released or exchange.received is None:
+            received = exchange.received
+            if place in self._deltas or self._is_released or received is None:
                 return self._deltas.get(place)
             sent = self.snapshot.flats[place]
-            # Before the subtraction, which is in place: an interrupt must not make it twice.
-            received, exchange.received = to_device(exchange.received, sent), None
-            delta = self.flow.buckets[place].delta(received, sent, self.round)
+            version = self._versions.setdefault(place, received._version)
+            if received._version != version:  # it was subtracted in place, and then Ctrl-C came
+                sent = torch.zeros_like(sent)
+            delta = self.flow.buckets[place].delta(to_device(received, sent), sent, self.round)
             self._deltas[place] = delta
+            exchange.received = None
             return delta
 
     def forget(self, place: int) -> None:
