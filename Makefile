@@ -3,7 +3,7 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test lint format types docs bench bench-network bench-network-full bench-chaos clean
+.PHONY: demo test test-slow lint format types docs bench bench-network bench-network-full bench-chaos clean
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -16,6 +16,10 @@ demo: $(READY)
 
 test: $(READY) lint types
 	$(BIN)/python -m pytest -n auto
+
+# large models, networks of namespaces, a browser, storms, the pages; as root on Linux runs all
+test-slow: $(READY)
+	$(BIN)/python -m pytest -n auto -m "slow and not gpu"
 
 lint: $(READY)
 	$(BIN)/ruff format --check --quiet

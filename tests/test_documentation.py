@@ -90,6 +90,7 @@ def test_readme_script_is_short():
     assert sum(bool(line.strip()) for line in script.splitlines()) <= 20
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_readme_script_runs_alone(tmp_path):
     (script,) = blocks("python")

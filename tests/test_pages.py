@@ -54,6 +54,17 @@ def public_names():
     return list(names.values())
 
 
+def test_every_room_has_a_page_that_is_listed():
+    """What each page has to hold, the build of the pages shows: `make test-slow`, `make docs`."""
+    api = ROOT / "docs" / "api"
+    listed = re.search(r"```{toctree}\n(.*?)```", (api / "index.md").read_text(), re.DOTALL)[1]
+    for room in ROOMS:
+        name = room.removeprefix(".") or "gossipgrad"
+        assert name in listed.split()
+        assert f".. room:: gossipgrad{room}\n" in (api / f"{name}.md").read_text()
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("sphinx") is None, reason="Sphinx is not installed")
 def test_pages_build_without_a_warning_and_cover_all_public_names(tmp_path):
     from sphinx.util.inventory import InventoryFile
@@ -79,6 +90,7 @@ def test_pages_build_without_a_warning_and_cover_all_public_names(tmp_path):
     assert "http" not in "".join(re.findall(r"<(?:script|link|img)[^>]*>", html))
 
 
+@pytest.mark.slow
 def test_pictures_are_what_the_script_draws(tmp_path):
     done = subprocess.run(
         [sys.executable, "figures.py", "--into", tmp_path],

@@ -338,6 +338,7 @@ def test_no_time_at_all_is_refused(monkeypatch, capsys):
     assert "--minutes 0: leave it out for no limit" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_cell_of_two_processes_on_loopback(tmp_path, tmp_path_factory, monkeypatch):
     scratch = tmp_path_factory.mktemp("t")  # a socket's path is to be short

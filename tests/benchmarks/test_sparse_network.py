@@ -127,12 +127,14 @@ def cell(cells):
     return cells[0]
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_swept_place_is_measured_without_a_step_that_sends_nothing(cells):
     assert cells[1]["contestants"].keys() == {"DDP fp16", OPTIMAL}
     assert len(cells[1]["contestants"][OPTIMAL]["step_seconds"]) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_place_on_loopback_has_all_contestants_with_plans_and_figures(cell):
     json.dumps(cell)
@@ -157,6 +159,7 @@ def test_a_place_on_loopback_has_all_contestants_with_plans_and_figures(cell):
     assert slept >= 0.05 * float(cost_of(CURVES[TORCH])(full)) - 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_the_page_shows_a_cell(cell, tmp_path):
     denser = {**cell, "density": 0.01}  # of no sweep

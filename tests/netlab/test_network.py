@@ -67,6 +67,7 @@ def test_hosts_that_are_cut_hear_nothing_of_each_other_until_they_are_healed():
             network.cut(1, 1)
 
 
+@pytest.mark.slow
 def test_links_counters_and_rates_that_change():
     machine = _system.run("ip", "-o", "link")
     with Network(hosts=2, rate_bits_per_second=1e7) as network:
@@ -104,6 +105,7 @@ def interface_counters(network, host):
     return sent["bytes"], sent["packets"]
 
 
+@pytest.mark.slow
 def test_links_that_slow_down_under_load_carry_on_at_the_new_rate():
     """Whatever waits in their queues, and in pieces of the new size from then on."""
     serve = (
@@ -158,6 +160,7 @@ def test_links_that_slow_down_under_load_carry_on_at_the_new_rate():
         assert sent / pieces < 2 * 4500  # of 64 kB they were, 5 kB is what the slow link asks for
 
 
+@pytest.mark.slow
 def test_racks_share_a_thin_link_and_two_laboratories_are_apart():
     with (
         Network(
@@ -179,6 +182,7 @@ def test_racks_share_a_thin_link_and_two_laboratories_are_apart():
         assert_carries(racks, (0, 2), 15e6, seconds=0.5)
 
 
+@pytest.mark.slow
 def test_all_laboratories_together_stay_within_the_envelope(tmp_path, monkeypatch):
     """Also where another process has changed a link; the owner takes that up."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -246,6 +250,7 @@ def test_processes_inside():
     assert of(name) == []
 
 
+@pytest.mark.slow
 def test_gloo_and_gossip_over_the_links():
     rate = 5e7
     with Network(hosts=2, rate_bits_per_second=rate) as network:

@@ -135,6 +135,7 @@ def test_known_profiles_have_the_networks_sizes():
     assert Profile.load("resnet50").names[-1].startswith(("conv.", "norm."))
 
 
+@pytest.mark.slow
 def test_known_profiles_are_as_derived(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["derive_profiles", "--check"])
     code = derive_profiles.main()

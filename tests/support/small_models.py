@@ -1,11 +1,12 @@
 """The models, made small, with batches for them."""
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from gossipgrad.models import GPT, MLP, CIFARNet, GoogLeNet, LeNet, ResNet20, ResNet50
 
-__all__ = ["INPUTS", "make_batch", "make_model"]
+__all__ = ["INPUTS", "LARGE_SLOW", "make_batch", "make_model"]
 
 # Of each: how it is made, for ten classes, and the shape of a batch of four.
 _MAKERS = {
@@ -26,6 +27,11 @@ INPUTS = {
     "googlenet": (4, 3, 32, 32),
     "gpt": (4, 16),
 }
+LARGE_SLOW = [
+    pytest.param(name, marks=pytest.mark.slow) if name in ("resnet50", "googlenet") else name
+    for name in INPUTS
+]
+"""All models; the large ones in `make test-slow`."""
 
 
 def make_model(name: str, seed: int = 0) -> nn.Module:

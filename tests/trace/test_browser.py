@@ -7,9 +7,12 @@ import pytest
 from gossipgrad.trace import write_report
 from support.browser import CHROMIUM, Browser
 
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None, reason="the report is tested in Chromium, and none is installed"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        CHROMIUM is None, reason="the report is tested in Chromium, and none is installed"
+    ),
+]
 NASTY = "</script><script>window.hurt = 1</script><img src=x onerror='window.hurt = 1'>"
 TOOLTIP = "document.getElementById('tooltip')"
 

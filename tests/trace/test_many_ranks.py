@@ -42,6 +42,7 @@ def many(tmp_path):
     return directory
 
 
+@pytest.mark.slow
 def test_the_page_of_many_ranks_is_small_and_says_what_is_left_out(many):
     text = write_report(many).read_text()
     assert len(text) < 400_000
@@ -67,6 +68,7 @@ def test_the_page_of_many_ranks_is_small_and_says_what_is_left_out(many):
     assert rates["bars"][0]["label"] == "rank 0", "of the others nothing is known"
 
 
+@pytest.mark.slow
 def test_side_by_side_the_run_that_is_too_large_is_named(many, write_run, tmp_path):
     page = Page(write_report(write_run(), many, out=tmp_path / "both.html").read_text())
     assert [each["run"] for each in page.data()["mixings"]] == ["small"]

@@ -74,6 +74,7 @@ def holds(summary: dict, victim: int, *, steps: int, frozen: bool) -> None:
         assert [loss["until_seconds"] for loss in summary["store_losses"]] == [None]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_torchrun_with_an_agent_a_worker_goes_on_without_a_killed_worker(tmp_path):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

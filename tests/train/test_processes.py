@@ -32,10 +32,11 @@ from support.launched import (
 from support.waiting import until
 
 pytestmark = pytest.mark.process
+SLOW = pytest.mark.slow
 ENDLESS = 10_000
 
 
-@pytest.mark.parametrize("strategy", ["gossip", "allreduce", "wfbp"])
+@pytest.mark.parametrize("strategy", ["gossip", "allreduce", pytest.param("wfbp", marks=SLOW)])
 def test_run_leaves_all_that_is_promised(tmp_path, strategy):
     outcome = run(config(tmp_path, strategy=strategy, nproc=2, epochs=3))
     assert outcome.exit_code == 0
@@ -211,7 +212,11 @@ def test_what_needs_every_rank_ends_with_a_killed_worker(tmp_path, strategy):
 
 
 @pytest.mark.parametrize(
-    "strategy", ["gossip", "allreduce", "agd", "every-log-p", "post-local-sgd", "local"]
+    "strategy",
+    [
+        *("gossip", "allreduce", "post-local-sgd"),
+        *(pytest.param(name, marks=SLOW) for name in ("agd", "every-log-p", "local")),
+    ],
 )
 def test_ctrl_c_keeps_what_was_reached(tmp_path, strategy):
     options = {"epochs": ENDLESS}
