@@ -1,16 +1,13 @@
 """Long runs of the reference: what stays bounded, what drifts, what learns."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import ClassVar
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from gossipgrad.decentralized._reference import Reference
-from gossipgrad.topology import Peers, Schedule, by_name
+from gossipgrad.topology import by_name, hypercube
 from support.vectors import sgd
 
 
@@ -21,30 +18,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Square(Schedule):
-    """Four ranks in pairs, in turns. Plain: checked shapes are slow over thousands of rounds."""
-
-    name: ClassVar[str] = "square"
-    world_size: int = 4
-    period: ClassVar[int] = 2
-    symmetric: ClassVar[bool] = True
-
-    def peers(self, round: int, rank: int) -> Peers:
-        partner = rank ^ (1 << round % 2)
-        return Peers(partner, partner)
-
-    def weight(self, round: int, rank: int, default: float = 0.5) -> float:
-        return default
-
-    def _peers_of(self, round: int, ranks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        partners = ranks ^ (1 << round % 2)
-        return partners, partners
-
-    def describe(self) -> dict:
-        return {"name": self.name}
 
 
 class Flat(nn.Module):
@@ -58,7 +31,9 @@ class Flat(nn.Module):
 def consensus_distances(payload: str, mode: str = "overlap", rounds: int = 2000) -> list[float]:
     models: list[nn.Module] = [Flat() for _ in range(4)]
     curvature = torch.tensor([1.0, 0.0]).repeat_interleave(10)
-    reference = Reference(models, sgd(models, lr=0.05), Square(), mode=mode, payload=payload)
+    reference = Reference(
+        models, sgd(models, lr=0.05), hypercube(4, rotate=False), mode=mode, payload=payload
+    )
     generator = torch.Generator().manual_seed(0)
     distances = []
     for step in range(rounds):
