@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from gossipgrad.comm import Group, Recorder
+from gossipgrad.engine import GradientHooks
 from gossipgrad.errors import GossipError
 from gossipgrad.planning import Merge
 from gossipgrad.sparsification._density import AgreedDensity, counts_of
 from gossipgrad.sparsification._merged import CarriedOver, MergedGroup
-from gossipgrad.sparsification._passes import Passes
 from gossipgrad.sparsification._queue import OrderedQueue, Ticket
 from gossipgrad.sparsification._settings import Settings
+from gossipgrad.sparsification._streams import make_clock
 
 __all__ = ["Aggregation", "scale_of"]
 
@@ -87,12 +88,14 @@ class Aggregation:
         self._finished: deque[float] = deque(maxlen=_REMEMBERED)
         self._empty = False  # whether this rank has no gradients in this round
         self.queue = OrderedQueue(f"gossipgrad sparsify, rank {group.rank}")
-        self.passes = Passes(
+        self._clock = make_clock(self.device)
+        self.passes = GradientHooks(
             self._parameters,
             begin=self._begin,
             launch=self._launch,
             end=self._end,
-            broken_off=partial(self._give_up, _BROKEN_OFF),
+            on_abort=partial(self._give_up, _BROKEN_OFF),
+            stamp=self._clock.now,
         )
         try:
             self.regroup(merges)
@@ -138,8 +141,11 @@ class Aggregation:
         return statistics.median(self._finished) if self._finished else None
 
     def stamps(self) -> dict[str, float]:
-        """Seconds from the first gradient of the last pass to each, by name."""
-        return {self.names[at]: t for at, t in self.passes.ready_seconds().items()}
+        """Seconds from the first gradient of the last pass to each, by name, as they came."""
+        places = sorted(self.passes.turns, key=self.passes.turns.__getitem__)
+        moments = [self.passes.stamps[place] for place in places]
+        seconds = self._clock.seconds(moments) if moments else []
+        return {self.names[at]: t for at, t in zip(places, seconds, strict=True)}
 
     def regroup(
         self,
@@ -192,7 +198,7 @@ class Aggregation:
         self.passes.reorder(self._parameters)
         if self._densities:
             self._use(self._density.at(names, self.rounds))
-        self.passes.regroup([merge.stop - merge.start for merge in merges])
+        self.passes.regroup([range(merge.start, merge.stop) for merge in merges])
 
     def count_from(self, counts: Mapping[str, Any]) -> None:
         """Counts on from what a session before it had counted, by name of the attribute."""
@@ -329,7 +335,7 @@ class Aggregation:
         self._write()
         self._finished.append(end - self._opened_seconds)
         self._record(start, end)
-        self.passes.over()
+        self.passes.finish()
         self.rounds += 1
         ranks = self._group.world_size
         width = sum(made.numel * made.dtype.itemsize for made in self.groups)
@@ -390,7 +396,7 @@ class Aggregation:
             ticket.wait(max(0.0, deadline - perf_counter()))
         for number in range(len(self._tickets)):
             self.groups[number].roll_back(self._grads(number))
-        self.passes.over()
+        self.passes.finish()
 
 
 def scale_of(scaler: torch.amp.GradScaler | None) -> float:
