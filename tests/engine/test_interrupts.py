@@ -140,7 +140,7 @@ def test_an_interrupt_in_mode_stale_moves_no_mean_and_holds_no_snapshot(alarm, p
             rang += 1
         armed.clear()
         ranks.deliver(0, 1)
-    ranks.settle()
+    ranks.drain()
     moved = sum(flat(model) for model in ranks.models) - before
     used = [len(flow.pool._used) for s in ranks.sessions for flow in s.flows]
     in_flight = [len(session._rounds.in_flight) for session in ranks.sessions]
@@ -166,5 +166,5 @@ def test_an_interrupt_as_a_round_of_mode_stale_is_taken_on_breaks_no_later_step(
     for _ in range(3):
         ranks.step(0)
         ranks.step(1)
-    ranks.settle()
+    ranks.drain()
     ranks.close()

@@ -87,6 +87,8 @@ class GradientHooks:
                 method(parameter)
 
         self.handles: list[RemovableHandle] = []
+        # A session that was dropped unclosed leaves none on a model that lives on.
+        weakref.finalize(self, _remove, self.handles)
         try:
             for parameter in parameters:
                 self.handles.append(parameter.register_post_accumulate_grad_hook(hook))
@@ -137,9 +139,7 @@ class GradientHooks:
     def remove(self) -> None:
         """Removes the hooks."""
         self.enabled = False
-        for handle in self.handles:
-            handle.remove()
-        self.handles = []
+        _remove(self.handles)
 
     def _use(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = list(parameters)
@@ -222,6 +222,11 @@ class _Callback:
 
         following = (each for each, _ in node.next_functions if each is not None)
         handles += [each.register_prehook(first) for each in following]
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    while handles:
+        handles.pop().remove()
 
 
 def _refuse_second(place: int) -> None:
