@@ -313,18 +313,24 @@ class Rounds:
 
     def state_dict(self) -> dict[str, Any]:
         """What rounds have counted, as plain values; the open one is not sent yet."""
-        open_bytes = sum(
-            transfer.flow.parts[place].size_bytes
-            for transfer in self._open
-            for place in transfer.exchanges
-            if transfer.peers.send_to is not None
-        )
+        sent_bytes = arrived_bytes = 0  # of the open round: they travel again after a resume
+        for transfer in self._open:
+            for place, exchange in transfer.exchanges.items():
+                size_bytes = transfer.flow.parts[place].size_bytes
+                sent_bytes += size_bytes * (transfer.peers.send_to is not None)
+                arrived_bytes += size_bytes * (exchange.outcome is Outcome.DELIVERED)
         counts = {name: self.count(name) for name in _LINK_COUNTS}
         return {
             **{name: getattr(self, name) for name in _COUNTS},
             "outcomes": {outcome.value: count for outcome, count in self.outcomes.items()},
             "pair_distance": self.pair_distance.state_dict(),
-            "links": {**counts, "bytes_sent": counts["bytes_sent"] - open_bytes},
+            "links": {
+                **counts,
+                "bytes_sent": counts["bytes_sent"] - sent_bytes,
+                "bytes_received": counts["bytes_received"]
+                - arrived_bytes
+                - self.channel.early_bytes,
+            },
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
