@@ -12,11 +12,11 @@ from support.replicas import network, sgd, transport_by_name
 
 
 def test_a_session_that_fails_to_begin_leaves_no_thread_and_no_hook(monkeypatch):
-    def fail(session):
+    def fail(driver):
         assert any(thread.name == "gossipgrad-members" for thread in threading.enumerate())
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(gg.GossipSession, "_begin", fail)
+    monkeypatch.setattr("gossipgrad.engine._driver.StepDriver.begin", fail)  # all is begun then
     link = transport_by_name("in-process", 2)
     before = set(ours())
 

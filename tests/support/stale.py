@@ -72,7 +72,7 @@ class Scripted:
         """All ranks step together, and each part is mixed `rounds` rounds after it could be."""
         start = max(self.steps)
         for step in range(start, start + steps):
-            for link, queue in self.wires.in_flight.items():
+            for link, queue in self.wires.under_way.items():
                 while queue and Header.unpack(queue[0].header).round <= step - rounds:
                     self.wires.deliver(*link)
             for rank in range(len(self.models)):
