@@ -8,6 +8,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from gossipgrad.comm import (
@@ -36,7 +37,7 @@ from gossipgrad.engine._settings import RoundSettings
 from gossipgrad.engine._stale_rounds import StaleRounds
 from gossipgrad.engine._state import StateKeeper
 from gossipgrad.engine._stats import Stats, collect
-from gossipgrad.engine._step_hooks import StepHooks
+from gossipgrad.engine._step_hooks import Closure, StepHooks
 from gossipgrad.engine._surgery import Surgery, check_surgery
 from gossipgrad.errors import GossipError, ReplicaChangedError
 
@@ -74,6 +75,10 @@ class Session:
 
     door: ClassVar[str] = "gossip"
     """The function that makes such a session, for messages."""
+    unknown_scaler_harm: ClassVar[str] = (
+        "a step that the scaler skips will leave this rank's partner waiting"
+    )
+    """What happens where a scaler was not given to it, for a warning."""
 
     def __init__(
         self,
@@ -129,9 +134,10 @@ class Session:
                 replica.optimizers,
                 scaler,
                 self._before_step,
-                self._driver.after_step,
-                closures=not self._driver.in_phase(Phase.BEFORE_UPDATE),
+                self._after_step,
+                skipped=self._after_skip,
                 door=self.door,
+                harm=self.unknown_scaler_harm,
             )
             if arrival is None:
                 self._driver.begin()
@@ -574,10 +580,27 @@ class Session:
         if self._admission is not None:
             self._admission.poll(steps)
 
-    def _before_step(self) -> None:
+    def _before_step(self, optimizer: Optimizer, closure: Closure | None) -> Closure | None:
         if self._in_consensus:
             raise GossipError("optimizer.step() inside consensus(): the weights are shared ones")
+        if closure is not None and self._run.in_phase(Phase.BEFORE_UPDATE):
+            raise GossipError(
+                "optimizer.step(closure) computes gradients after they should have been exchanged: "
+                "with gradients in the payload call backward() and then step(), or "
+                'send payload="weights"'
+            )
         self._run.before_step()
+        return closure
+
+    def _after_step(self, optimizer: Optimizer) -> None:
+        if optimizer is self.replica.optimizers[-1]:
+            self._run.after_step()
+
+    def _after_skip(self, optimizer: Optimizer) -> None:
+        """The partner does not wait for a step that the scaler has left out: it counts, too."""
+        if optimizer is self.replica.optimizers[-1]:
+            self._before_step(optimizer, None)
+            self._run.after_step()
 
     # -- its parts --------------------------------------------------------------------------
 
