@@ -59,7 +59,7 @@ class Session:
         replica: The user's model and optimizers.
         settings: Of the rounds.
         group: Where collectives run; closes with the session.
-        transport: Makes the links, from the group and the largest payload in bytes.
+        transport: Makes the links, from the group and the largest payload in bytes; for flows.
         scaler: The `torch.amp.GradScaler` that steps the optimizer, if one does.
         recorder: Gets spans of time.
         heartbeats: How ranks watch over each other; None: the membership never changes.
@@ -79,6 +79,8 @@ class Session:
         "a step that the scaler skips will leave this rank's partner waiting"
     )
     """What happens where a scaler was not given to it, for a warning."""
+    counts_skipped_steps: ClassVar[bool] = True
+    """Whether a step that the scaler leaves out is one of the session all the same."""
 
     def __init__(
         self,
@@ -86,7 +88,7 @@ class Session:
         settings: RoundSettings,
         *,
         group: Group,
-        transport: Callable[[Group, int], Transport],
+        transport: Callable[[Group, int], Transport] | None = None,
         scaler: torch.amp.GradScaler | None = None,
         recorder: Recorder | None = None,
         heartbeats: Heartbeats | None = None,
@@ -115,7 +117,7 @@ class Session:
         try:
             self._warning = warn_of_lone_replicas(replica.model, self._replicas_differ)
             flows = self._deal()
-            if group.world_size > 1:
+            if group.world_size > 1 and transport is not None:
                 self._connect(flows, transport, arrival)
             joins = arrival is not None
             self._averaging = Averaging(group, self._members, self._rounds, joins=joins)
@@ -135,12 +137,12 @@ class Session:
                 scaler,
                 self._before_step,
                 self._after_step,
-                skipped=self._after_skip,
+                skipped=self._after_skip if self.counts_skipped_steps else None,
                 door=self.door,
                 harm=self.unknown_scaler_harm,
             )
             if arrival is None:
-                self._driver.begin()
+                self._begin()
             else:
                 self._enter(arrival)
         except BaseException:
@@ -154,6 +156,10 @@ class Session:
         in flight keeps them, and a session that no one holds any more ends.
         """
         raise NotImplementedError
+
+    def _begin(self) -> None:
+        """Begins to train, at the start and after `broadcast_()`; for families."""
+        self._run.begin()
 
     def _after_update(self) -> None:
         """Called when the optimizers have stepped, before anything is mixed; for families."""
@@ -299,7 +305,7 @@ class Session:
         if self._admission is not None:
             self._admission.publish()
         self._run.equal_at_step = self._run.steps
-        self._run.begin()
+        self._begin()
 
     def apply_(self, surgery: Surgery) -> None:
         """Removes rows or columns of parameters in place, on all ranks; a collective.
@@ -359,12 +365,12 @@ class Session:
         """
         run = self._run
         before, run.sends_gradients = run.sends_gradients, False
-        run.arm()
+        self._arm()
         try:
             yield
         finally:
             run.sends_gradients = before
-            run.arm()
+            self._arm()
 
     def agree(self, value: Any) -> list[Any]:
         """What every living rank passes, in the order of their numbers; a collective.
@@ -595,6 +601,10 @@ class Session:
     def _after_step(self, optimizer: Optimizer) -> None:
         if optimizer is self.replica.optimizers[-1]:
             self._run.after_step()
+
+    def _arm(self) -> None:
+        """Says whether gradients of the next backward pass are sent."""
+        self._run.arm()
 
     def _after_skip(self, optimizer: Optimizer) -> None:
         """The partner does not wait for a step that the scaler has left out: it counts, too."""

@@ -1,4 +1,4 @@
-"""Hooks on the user's optimizers: gradients that are not averaged yet are before a step."""
+"""Around each step of an optimizer: gradients that are not averaged yet are, before it."""
 
 import warnings
 from collections.abc import Sequence
@@ -9,13 +9,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gossipgrad.comm import parameters_of
-from gossipgrad.engine import Closure, StepHooks
+from gossipgrad.engine import Closure
 from gossipgrad.errors import GossipError, ReplicaChangedError
 from gossipgrad.sparsification._aggregation import Aggregation, scale_of
 
 __all__ = ["SingleRank", "StepWatch"]
 
-_HARM = "residuals carry gradients over into steps in which its scale is other"
 _LOOK_EVERY = 100  # rounds, for gradients of what no optimizer trains
 
 
@@ -36,9 +35,6 @@ class StepWatch:
         optimizers: All of the session.
         aggregation: The rounds.
         scaler: The one that the session knows.
-
-    Attributes:
-        session: It lives as long as hooks of it are on an optimizer that lives.
     """
 
     def __init__(
@@ -51,27 +47,19 @@ class StepWatch:
         self._model = model
         self._aggregation = aggregation
         self._scaler = scaler
-        self.session: object = None
         self._optimizers = list(optimizers)
         self._stepped_at: dict[int, int] = {}  # by optimizer, the rounds when it last stepped
         self._awaiting_closure: set[int] = set()  # optimizers that have yet to call theirs
         self._warned = False
         self._looked_at = -1
         self.start_over()
-        self._hooks = StepHooks(
-            optimizers, scaler, self._before_step, self._after_step, door="sparsify", harm=_HARM
-        )
 
     def start_over(self) -> None:
         """No round until now is one of the step to come: after a state was loaded."""
         self._stepped_at = {id(each): self._aggregation.rounds for each in self._optimizers}
 
-    def remove(self) -> None:
-        """Removes the hooks."""
-        self._hooks.remove()
-        self.session = None
-
-    def _before_step(self, optimizer: Optimizer, closure: Closure | None) -> Closure | None:
+    def before_step(self, optimizer: Optimizer, closure: Closure | None) -> Closure | None:
+        """Called before each step; returns the closure that it is to use."""
         pending = self._is_pending(optimizer)
         self._aggregation.check_steps(averaged=not pending)
         self._check_known(optimizer)
@@ -142,7 +130,8 @@ class StepWatch:
         named = self._model.named_parameters()
         return next((repr(name) for name, p in named if p is parameter), "a parameter")
 
-    def _after_step(self, optimizer: Optimizer) -> None:
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Called after each step."""
         aggregation = self._aggregation
         if id(optimizer) in self._awaiting_closure:
             why = (
@@ -178,7 +167,7 @@ class StepWatch:
                     "clip_grad_norm_(model.parameters()), is then another on every rank, and "
                     "weights drift apart. Freeze it with requires_grad_(False), or clip what the "
                     "optimizers train, or give it to one of them and call session.broadcast_()",
-                    stacklevel=4,
+                    stacklevel=6,
                 )
                 return
 
@@ -191,43 +180,28 @@ class SingleRank:
 
     Args:
         optimizers: All of the session.
-        rounds: That have been before.
-        scaler: The one that the session knows.
 
     Attributes:
         rounds: That have been.
-        session: It lives as long as hooks of it are on an optimizer that lives.
     """
 
-    def __init__(
-        self,
-        optimizers: Sequence[Optimizer],
-        rounds: int,
-        scaler: torch.amp.GradScaler | None,
-    ) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = list(optimizers)
-        self.session: object = None
-        self.count_from(rounds)
-        self._hooks = StepHooks(
-            optimizers, scaler, self._before_step, self._after_step, door="sparsify", harm=_HARM
-        )
-
-    def remove(self) -> None:
-        """Removes the hooks."""
-        self._hooks.remove()
-        self.session = None
+        self.count_from(0)
 
     def count_from(self, rounds: int) -> None:
         """Goes on from so many rounds."""
         self.rounds = rounds
         self._stepped_at = {id(optimizer): rounds for optimizer in self._optimizers}
 
-    def _before_step(self, optimizer: Optimizer, closure: Closure | None) -> Closure | None:
+    def before_step(self, optimizer: Optimizer, closure: Closure | None) -> Closure | None:
+        """Called before each step; returns the closure that it is to use."""
         found_inf = getattr(optimizer, "found_inf", None)
         is_skipped = found_inf is not None and bool(found_inf)  # by a fused optimizer itself
         if not is_skipped and self._stepped_at[id(optimizer)] == self.rounds:
             self.rounds += 1
         return closure
 
-    def _after_step(self, optimizer: Optimizer) -> None:
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Called after each step."""
         self._stepped_at[id(optimizer)] = self.rounds
