@@ -1,6 +1,5 @@
 """The base of every family's session: hangs on the user's model and optimizers."""
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -137,7 +136,7 @@ class Session:
                 scaler,
                 self._before_step,
                 self._after_step,
-                skipped=self._after_skip if self.counts_skipped_steps else None,
+                counts_skipped=self.counts_skipped_steps,
                 door=self.door,
                 harm=self.unknown_scaler_harm,
             )
@@ -461,23 +460,10 @@ class Session:
         self._check_ready("load_state_dict")
         self._averaging.meet("load")
         keeper = self._keeper
-        problem = keeper.misfit(state, self._members.current.generation)
-        mine = None if problem is not None else state["session"]["next_round"]
-        gathered = self.group.all_gather_object([problem, mine])
-        for rank, (why, _) in zip(self.group.members, gathered, strict=True):
-            if why is not None:
-                raise ValueError(f"the state cannot be loaded on rank {rank}: {why}")
-        next_rounds = [each for _, each in gathered]
-        if len(set(next_rounds)) > 1:
-            warnings.warn(
-                f"the states are of unlike rounds, {min(next_rounds)} to {max(next_rounds)}: an "
-                "exchange that one end alone had mixed shifts the mean over ranks. Take them after "
-                "equally many steps, or with state_dict(drain=True)",
-                stacklevel=2,
-            )
+        next_round = keeper.check_together(self.group, state, self._members.current.generation)
         try:
             with self._averaging.together():
-                keeper.load_state_dict(state, max(next_rounds))
+                keeper.load_state_dict(state, next_round)
                 self._load_family_state(state["session"]["family"])
                 self._averaging.restart()
                 self.group.barrier()  # no rank sends before all have loaded
@@ -589,28 +575,14 @@ class Session:
     def _before_step(self, optimizer: Optimizer, closure: Closure | None) -> Closure | None:
         if self._in_consensus:
             raise GossipError("optimizer.step() inside consensus(): the weights are shared ones")
-        if closure is not None and self._run.in_phase(Phase.BEFORE_UPDATE):
-            raise GossipError(
-                "optimizer.step(closure) computes gradients after they should have been exchanged: "
-                "with gradients in the payload call backward() and then step(), or "
-                'send payload="weights"'
-            )
-        self._run.before_step()
-        return closure
+        return self._run.before_step(closure)
 
     def _after_step(self, optimizer: Optimizer) -> None:
-        if optimizer is self.replica.optimizers[-1]:
-            self._run.after_step()
+        self._run.after_step(optimizer)
 
     def _arm(self) -> None:
         """Says whether gradients of the next backward pass are sent."""
         self._run.arm()
-
-    def _after_skip(self, optimizer: Optimizer) -> None:
-        """The partner does not wait for a step that the scaler has left out: it counts, too."""
-        if optimizer is self.replica.optimizers[-1]:
-            self._before_step(optimizer, None)
-            self._run.after_step()
 
     # -- its parts --------------------------------------------------------------------------
 

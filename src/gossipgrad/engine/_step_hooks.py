@@ -20,9 +20,9 @@ class StepHooks:
     """Calls `before` ahead of every optimizer's step and `after` once it has stepped.
 
     `torch.amp.GradScaler` does not call `optimizer.step` when it finds an overflow, and so no step
-    hook fires. Where `skipped` is given, the scaler's `step` is wrapped, and `skipped` called in
-    place of the other two. A scaler that is used without being given is noticed at the first step
-    through it, and warned about.
+    hook fires. Where skipped steps count, the scaler's `step` is wrapped: a skipped step calls both
+    like any other, so that the partner does not wait. A scaler that is used without being given is
+    noticed at the first step through it, and warned about.
 
     torch fires an optimizer's hooks twice where its `step` calls that of a parent class of which a
     plain instance exists: only the outer call counts here.
@@ -33,7 +33,7 @@ class StepHooks:
         before: Called before each step with its optimizer and the closure that it was given, if
             any; returns the closure for the step to use.
         after: Called with the optimizer after each step.
-        skipped: Called with the optimizer when the scaler has left out its step.
+        counts_skipped: Whether steps that the scaler leaves out count.
         door: The function that made the session, for messages.
         harm: What happens where the session does not know the scaler, for the warning.
     """
@@ -45,13 +45,13 @@ class StepHooks:
         before: Callable[[Optimizer, Closure | None], Closure | None],
         after: Callable[[Optimizer], None],
         *,
-        skipped: Callable[[Optimizer], None] | None = None,
+        counts_skipped: bool = True,
         door: str,
         harm: str,
     ) -> None:
-        self._before, self._after, self._skipped = before, after, skipped
+        self._before, self._after = before, after
         self._door, self._harm = door, harm
-        self._scaler = None if skipped is None else scaler
+        self._scaler = scaler if counts_skipped else None
         self._knows_scaler = scaler is not None
         self._has_stepped = False
         # By optimizer. A step that raised leaves its own here; the frames then say that it is over.
@@ -104,8 +104,9 @@ class StepHooks:
     def _scaled_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         self._has_stepped = False
         result = self._plain_step(optimizer, *args, **kwargs)
-        if not self._has_stepped and self._skipped is not None:
-            self._skipped(optimizer)
+        if not self._has_stepped:
+            self._before(optimizer, None)
+            self._after(optimizer)
         return result
 
 

@@ -21,7 +21,7 @@ from gossipgrad.comm import (
     replica_state,
     trained_parameters,
 )
-from gossipgrad.engine import Closure, Flow, Replica, Session
+from gossipgrad.engine import Flow, Replica, Session
 from gossipgrad.errors import GossipError
 from gossipgrad.planning import Plan
 from gossipgrad.sparsification._aggregation import Aggregation
@@ -38,7 +38,7 @@ from gossipgrad.sparsification._session_state import (
 )
 from gossipgrad.sparsification._settings import Settings, check_parameters, in_order_of
 from gossipgrad.sparsification._stats import SparseStats, collect, collect_single
-from gossipgrad.sparsification._steps import SingleRank, StepWatch
+from gossipgrad.sparsification._steps import Closure, SingleRank, StepWatch
 
 __all__ = ["SparseSession"]
 

@@ -1,7 +1,7 @@
 """Around each step of an optimizer: gradients that are not averaged yet are, before it."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -9,12 +9,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gossipgrad.comm import parameters_of
-from gossipgrad.engine import Closure
 from gossipgrad.errors import GossipError, ReplicaChangedError
 from gossipgrad.sparsification._aggregation import Aggregation, scale_of
 
-__all__ = ["SingleRank", "StepWatch"]
+__all__ = ["Closure", "SingleRank", "StepWatch"]
 
+Closure = Callable[..., Any]
 _LOOK_EVERY = 100  # rounds, for gradients of what no optimizer trains
 
 
