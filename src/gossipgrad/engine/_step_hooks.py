@@ -49,6 +49,7 @@ class StepHooks:
         door: str,
         harm: str,
     ) -> None:
+        self._optimizers = list(optimizers)
         self._before, self._after = before, after
         self._door, self._harm = door, harm
         self._scaler = scaler if counts_skipped else None
@@ -104,7 +105,7 @@ class StepHooks:
     def _scaled_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         self._has_stepped = False
         result = self._plain_step(optimizer, *args, **kwargs)
-        if not self._has_stepped:
+        if not self._has_stepped and optimizer in self._optimizers:  # it may step others, too
             self._before(optimizer, None)
             self._after(optimizer)
         return result
