@@ -37,7 +37,7 @@ from gossipgrad.sparsification._session_state import (
     session_state,
 )
 from gossipgrad.sparsification._settings import Settings, check_parameters, in_order_of
-from gossipgrad.sparsification._stats import SparseStats, collect, collect_single
+from gossipgrad.sparsification._stats import SparseStats, collect
 from gossipgrad.sparsification._steps import Closure, SingleRank, StepWatch
 
 __all__ = ["SparseSession"]
@@ -50,6 +50,7 @@ class SparseSession(Session):
     pass.
     """
 
+    settings: Settings  # pyrefly: ignore[bad-override-mutable-attribute]
     door = "sparsify"
     unknown_scaler_harm = "residuals carry gradients over into steps in which its scale is other"
     counts_skipped_steps = False
@@ -63,7 +64,6 @@ class SparseSession(Session):
         scaler: torch.amp.GradScaler | None,
         recorder: Recorder | None,
     ) -> None:
-        self._of = settings
         self._scaler = scaler
         self._aggregation: Aggregation | None = None
         self._planner: Planner | None = None
@@ -157,7 +157,7 @@ class SparseSession(Session):
             return self._at_close
         if self._aggregation is not None and self._planner is not None:
             return collect(self._aggregation, self._planner)
-        return collect_single(self._single.rounds)
+        return SparseStats(rounds=self._single.rounds)
 
     def state_dict(self, *, drain: bool = False, copy: bool = True) -> dict[str, Any]:
         """All that this rank needs to go on as if it had never stopped; local.
@@ -192,7 +192,7 @@ class SparseSession(Session):
         self._check_ready("state_dict")
         if self._aggregation is not None and self._aggregation.passes.began:
             raise GossipError("a state in the middle of a backward pass: take it between steps")
-        own = session_state(self._of, self._aggregation, self._planner, self.group)
+        own = session_state(self.settings, self._aggregation, self._planner, self.group)
         if self._aggregation is None:
             own["counted"] = {**new_counts(), "rounds": self._single.rounds}
         return own
@@ -246,7 +246,7 @@ class SparseSession(Session):
         return []
 
     def _describe(self) -> dict[str, Any]:
-        return self._of.describe()
+        return self.settings.describe()
 
     def _begin(self) -> None:
         """Makes the replicas equal, and what aggregates their gradients; a collective."""
@@ -254,14 +254,14 @@ class SparseSession(Session):
         if self._aggregation is not None:
             counts = counts_of_session(self._aggregation)
         if self.world_size > 1:
-            backwards = in_order_of(self._of.plan, dict(reversed(self._trained().items())))
-            planner = Planner(self._of, [p.nbytes for p in backwards.values()], group)
+            backwards = in_order_of(self.settings.plan, dict(reversed(self._trained().items())))
+            planner = Planner(self.settings, [p.nbytes for p in backwards.values()], group)
             broadcast_replica(group, replica.model, replica.optimizers)
             self._end_rounds()
             self._aggregation = aggregation = Aggregation(
                 backwards,
                 group,
-                self._of,
+                self.settings,
                 planner.first_merges,
                 after_round=planner.after_round,
                 scaler=self._scaler,
@@ -295,11 +295,11 @@ class SparseSession(Session):
     def _misfit(self, session: Any) -> str | None:
         trained = self._trained()
         changed = None if self._aggregation is None else change(self._aggregation, trained)
-        return changed or session_misfit(self._of, self.group, trained, session)
+        return changed or session_misfit(self.settings, self.group, trained, session)
 
     def _load_own(self, session: Any) -> None:
         if self._aggregation is not None and self._planner is not None:
-            load_session(self._of, self._aggregation, self._planner, session)
+            load_session(self.settings, self._aggregation, self._planner, session)
         else:
             self._single.count_from(session["counted"]["rounds"])
             if any(bool(residual.any()) for residual in session["residuals"].values()):
