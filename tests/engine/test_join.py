@@ -95,7 +95,7 @@ def test_what_the_donor_has_is_what_the_joiner_gets():
     def joiner(me, run):
         optimizer = me.session.replica.optimizers[0]
         carried = me.session.joined_with
-        assert me.session._steps >= carried["steps"]
+        assert me.session.position >= carried["steps"]
         assert isinstance(carried["random"], bytes)
         assert carried["shape"] == (2,)
         state = list(optimizer.state.values())
