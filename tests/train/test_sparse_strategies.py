@@ -130,7 +130,7 @@ def corrected(rank, store):
         for step in range(STEPS):
             take_step(strategy, optimizer, rank, step)
         dist.barrier()
-        settings = strategy._session._settings.momentum_correction
+        settings = strategy._session.settings.momentum_correction
         strategy.close()
         found.append((flat(model).tolist(), settings, optimizer.param_groups[0]["momentum"]))
     return found
@@ -155,7 +155,7 @@ def alone_with_momentum(rank, store):
         options={"sparse": SparseConfig(momentum_correction=True)},
     )
     strategy.close()
-    settings = strategy._session._settings
+    settings = strategy._session.settings
     return settings.momentum_correction, optimizer.param_groups[0]["momentum"]
 
 

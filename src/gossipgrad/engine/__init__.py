@@ -22,7 +22,6 @@ from gossipgrad.engine._settings import is_count as is_count
 from gossipgrad.engine._settings import resolve_average_every as resolve_average_every
 from gossipgrad.engine._stats import Stats as Stats
 from gossipgrad.engine._step_hooks import StepHooks as StepHooks
-from gossipgrad.engine._step_hooks import warn_of_unknown_scaler as warn_of_unknown_scaler
 from gossipgrad.engine._surgery import Resize as Resize
 from gossipgrad.engine._surgery import Surgery as Surgery
 from gossipgrad.engine._tensors import NON_NEGATIVE as NON_NEGATIVE

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
+from torch.optim import Optimizer
+
 from gossipgrad.comm import Recorder
 from gossipgrad.engine._arrival import Arrival, Arriving
 from gossipgrad.engine._averaging import Averaging
@@ -11,6 +13,8 @@ from gossipgrad.engine._members import Members
 from gossipgrad.engine._replica import Replica
 from gossipgrad.engine._rounds import Rounds
 from gossipgrad.engine._settings import RoundSettings
+from gossipgrad.engine._step_hooks import Closure
+from gossipgrad.errors import GossipError
 
 __all__ = ["StepDriver"]
 
@@ -126,22 +130,32 @@ class StepDriver:
         self.steps = self.steps_of_others = self._arriving.begin(self._rounds, wait_seconds)
         self.begin(sends=False)
 
-    def before_step(self) -> None:
-        """Mixes gradients, ahead of each optimizer's step.
+    def before_step(self, closure: Closure | None) -> Closure | None:
+        """Mixes gradients, ahead of each optimizer's step; returns the closure for it.
 
         Raises:
             ReplicaChangedError: If weights were changed since the last step.
+            GossipError: If the closure would compute gradients after they were exchanged.
         """
+        if closure is not None and self.in_phase(Phase.BEFORE_UPDATE):
+            raise GossipError(
+                "optimizer.step(closure) computes gradients after they should have been exchanged: "
+                "with gradients in the payload call backward() and then step(), or "
+                'send payload="weights"'
+            )
         if self._rounds is None:
-            return
+            return closure
         if not self.is_mid_step:
             self._replica.check(self.is_as_sent)
             self._between_steps(self.steps)
         self.mix_gradients()
         self.is_mid_step = True
+        return closure
 
-    def after_step(self) -> None:
-        """Ends the step, and the round if it is its last step."""
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Ends the step if this optimizer is the last one, and the round if it is its last step."""
+        if optimizer is not self._replica.optimizers[-1]:
+            return
         self.is_mid_step = False
         self.steps += 1
         if self._gradients is not None:

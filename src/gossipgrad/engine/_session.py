@@ -1,6 +1,5 @@
 """The base of every family's session: hangs on the user's model and optimizers."""
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -8,6 +7,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from gossipgrad.comm import (
@@ -36,7 +36,7 @@ from gossipgrad.engine._settings import RoundSettings
 from gossipgrad.engine._stale_rounds import StaleRounds
 from gossipgrad.engine._state import StateKeeper
 from gossipgrad.engine._stats import Stats, collect
-from gossipgrad.engine._step_hooks import StepHooks
+from gossipgrad.engine._step_hooks import Closure, StepHooks
 from gossipgrad.engine._surgery import Surgery, check_surgery
 from gossipgrad.errors import GossipError, ReplicaChangedError
 
@@ -58,7 +58,7 @@ class Session:
         replica: The user's model and optimizers.
         settings: Of the rounds.
         group: Where collectives run; closes with the session.
-        transport: Makes the links, from the group and the largest payload in bytes.
+        transport: Makes the links, from the group and the largest payload in bytes; for flows.
         scaler: The `torch.amp.GradScaler` that steps the optimizer, if one does.
         recorder: Gets spans of time.
         heartbeats: How ranks watch over each other; None: the membership never changes.
@@ -74,6 +74,12 @@ class Session:
 
     door: ClassVar[str] = "gossip"
     """The function that makes such a session, for messages."""
+    unknown_scaler_harm: ClassVar[str] = (
+        "a step that the scaler skips will leave this rank's partner waiting"
+    )
+    """What happens where a scaler was not given to it, for a warning."""
+    counts_skipped_steps: ClassVar[bool] = True
+    """Whether a step that the scaler leaves out is one of the session all the same."""
 
     def __init__(
         self,
@@ -81,7 +87,7 @@ class Session:
         settings: RoundSettings,
         *,
         group: Group,
-        transport: Callable[[Group, int], Transport],
+        transport: Callable[[Group, int], Transport] | None = None,
         scaler: torch.amp.GradScaler | None = None,
         recorder: Recorder | None = None,
         heartbeats: Heartbeats | None = None,
@@ -110,7 +116,7 @@ class Session:
         try:
             self._warning = warn_of_lone_replicas(replica.model, self._replicas_differ)
             flows = self._deal()
-            if group.world_size > 1:
+            if group.world_size > 1 and transport is not None:
                 self._connect(flows, transport, arrival)
             joins = arrival is not None
             self._averaging = Averaging(group, self._members, self._rounds, joins=joins)
@@ -129,12 +135,13 @@ class Session:
                 replica.optimizers,
                 scaler,
                 self._before_step,
-                self._driver.after_step,
-                closures=not self._driver.in_phase(Phase.BEFORE_UPDATE),
+                self._after_step,
+                counts_skipped=self.counts_skipped_steps,
                 door=self.door,
+                harm=self.unknown_scaler_harm,
             )
             if arrival is None:
-                self._driver.begin()
+                self._begin()
             else:
                 self._enter(arrival)
         except BaseException:
@@ -148,6 +155,10 @@ class Session:
         in flight keeps them, and a session that no one holds any more ends.
         """
         raise NotImplementedError
+
+    def _begin(self) -> None:
+        """Begins to train, at the start and after `broadcast_()`; for families."""
+        self._run.begin()
 
     def _after_update(self) -> None:
         """Called when the optimizers have stepped, before anything is mixed; for families."""
@@ -293,7 +304,7 @@ class Session:
         if self._admission is not None:
             self._admission.publish()
         self._run.equal_at_step = self._run.steps
-        self._run.begin()
+        self._begin()
 
     def apply_(self, surgery: Surgery) -> None:
         """Removes rows or columns of parameters in place, on all ranks; a collective.
@@ -353,12 +364,12 @@ class Session:
         """
         run = self._run
         before, run.sends_gradients = run.sends_gradients, False
-        run.arm()
+        self._arm()
         try:
             yield
         finally:
             run.sends_gradients = before
-            run.arm()
+            self._arm()
 
     def agree(self, value: Any) -> list[Any]:
         """What every living rank passes, in the order of their numbers; a collective.
@@ -449,23 +460,10 @@ class Session:
         self._check_ready("load_state_dict")
         self._averaging.meet("load")
         keeper = self._keeper
-        problem = keeper.misfit(state, self._members.current.generation)
-        mine = None if problem is not None else state["session"]["next_round"]
-        gathered = self.group.all_gather_object([problem, mine])
-        for rank, (why, _) in zip(self.group.members, gathered, strict=True):
-            if why is not None:
-                raise ValueError(f"the state cannot be loaded on rank {rank}: {why}")
-        next_rounds = [each for _, each in gathered]
-        if len(set(next_rounds)) > 1:
-            warnings.warn(
-                f"the states are of unlike rounds, {min(next_rounds)} to {max(next_rounds)}: an "
-                "exchange that one end alone had mixed shifts the mean over ranks. Take them after "
-                "equally many steps, or with state_dict(drain=True)",
-                stacklevel=2,
-            )
+        next_round = keeper.check_together(self.group, state, self._members.current.generation)
         try:
             with self._averaging.together():
-                keeper.load_state_dict(state, max(next_rounds))
+                keeper.load_state_dict(state, next_round)
                 self._load_family_state(state["session"]["family"])
                 self._averaging.restart()
                 self.group.barrier()  # no rank sends before all have loaded
@@ -574,10 +572,17 @@ class Session:
         if self._admission is not None:
             self._admission.poll(steps)
 
-    def _before_step(self) -> None:
+    def _before_step(self, optimizer: Optimizer, closure: Closure | None) -> Closure | None:
         if self._in_consensus:
             raise GossipError("optimizer.step() inside consensus(): the weights are shared ones")
-        self._run.before_step()
+        return self._run.before_step(closure)
+
+    def _after_step(self, optimizer: Optimizer) -> None:
+        self._run.after_step(optimizer)
+
+    def _arm(self) -> None:
+        """Says whether gradients of the next backward pass are sent."""
+        self._run.arm()
 
     # -- its parts --------------------------------------------------------------------------
 

@@ -1,12 +1,13 @@
 """What a session saves beside the replica: where it is, what it has counted, residuals."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gossipgrad.comm import Membership, load_replica, local, misfit, replica_state
+from gossipgrad.comm import Group, Membership, load_replica, local, misfit, replica_state
 from gossipgrad.engine._averaging import Averaging
 from gossipgrad.engine._driver import StepDriver
 from gossipgrad.engine._flow import Flow
@@ -21,7 +22,7 @@ VERSION = 2
 
 
 class StateKeeper:
-    """Saves and loads the parts of one session; nothing here is a collective.
+    """Saves and loads the parts of one session; local, but for `check_together`.
 
     Args:
         rank: This rank.
@@ -95,6 +96,28 @@ class StateKeeper:
         except (KeyError, TypeError, IndexError, AttributeError):
             pass
         return f"it is no state that state_dict() of a session returns (version {VERSION})"
+
+    def check_together(self, group: Group, state: Any, generation: int) -> int:
+        """The round in which ranks go on from these states; a collective.
+
+        Raises:
+            ValueError: On every rank, if one's state does not fit.
+        """
+        problem = self.misfit(state, generation)
+        mine = None if problem is not None else state["session"]["next_round"]
+        gathered = group.all_gather_object([problem, mine])
+        for rank, (why, _) in zip(group.members, gathered, strict=True):
+            if why is not None:
+                raise ValueError(f"the state cannot be loaded on rank {rank}: {why}")
+        next_rounds = [each for _, each in gathered]
+        if len(set(next_rounds)) > 1:
+            warnings.warn(
+                f"the states are of unlike rounds, {min(next_rounds)} to {max(next_rounds)}: an "
+                "exchange that one end alone had mixed shifts the mean over ranks. Take them after "
+                "equally many steps, or with state_dict(drain=True)",
+                stacklevel=3,
+            )
+        return max(next_rounds)
 
     def load_state_dict(self, state: Mapping[str, Any], next_round: int) -> None:
         """Goes on where a state that fits was taken, with nothing in flight."""

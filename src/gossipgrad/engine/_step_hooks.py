@@ -9,30 +9,31 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from gossipgrad.errors import GossipError
+__all__ = ["Closure", "StepHooks"]
 
-__all__ = ["StepHooks"]
+Closure = Callable[..., Any]
 
 _FRAMES = 12  # from a step hook up to the scaler's own step there are about five
 
 
 class StepHooks:
-    """Calls `before` ahead of every optimizer's step and `after` once the last one has stepped.
+    """Calls `before` ahead of every optimizer's step and `after` once it has stepped.
 
     `torch.amp.GradScaler` does not call `optimizer.step` when it finds an overflow, and so no step
-    hook fires. With `scaler` given, its `step` is wrapped: a skipped step calls both like any
-    other, so that the partner does not wait. A scaler that is used without being given is noticed
-    at the first step through it, and warned about.
+    hook fires. Where skipped steps count, the scaler's `step` is wrapped: a skipped step calls both
+    like any other, so that the partner does not wait. A scaler that is used without being given is
+    noticed at the first step through it, and warned about.
 
     torch fires an optimizer's hooks twice where its `step` calls that of a parent class of which a
     plain instance exists: only the outer call counts here.
 
     Args:
-        optimizers: In the order in which they step; the last one ends the step.
+        optimizers: Those of the session.
         scaler: The scaler the user steps with, if any.
-        before: Called with no arguments before each optimizer's step.
-        after: Called with no arguments after the last optimizer's step.
-        closures: Whether a step may compute its gradients itself.
+        before: Called before each step with its optimizer and the closure that it was given, if
+            any; returns the closure for the step to use.
+        after: Called with the optimizer after each step.
+        counts_skipped: Whether steps that the scaler leaves out count.
         door: The function that made the session, for messages.
         harm: What happens where the session does not know the scaler, for the warning.
     """
@@ -41,29 +42,29 @@ class StepHooks:
         self,
         optimizers: Sequence[Optimizer],
         scaler: torch.amp.GradScaler | None,
-        before: Callable[[], None],
-        after: Callable[[], None],
+        before: Callable[[Optimizer, Closure | None], Closure | None],
+        after: Callable[[Optimizer], None],
         *,
-        closures: bool = True,
-        door: str = "gossip",
-        harm: str = "a step that the scaler skips will leave this rank's partner waiting",
+        counts_skipped: bool = True,
+        door: str,
+        harm: str,
     ) -> None:
-        self._last = optimizers[-1]
+        self._optimizers = list(optimizers)
         self._before, self._after = before, after
-        self._closures, self._door, self._harm = closures, door, harm
-        self._scaler = scaler
-        self._has_stepped = False
+        self._door, self._harm = door, harm
+        self._scaler = scaler if counts_skipped else None
         self._knows_scaler = scaler is not None
-        # By optimizer. A step that raised leaves its own here: `_is_inner` sees that it is over.
+        self._has_stepped = False
+        # By optimizer. A step that raised leaves its own here; the frames then say that it is over.
         self._depth: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._handles = []
         try:
             for optimizer in optimizers:
                 self._handles.append(optimizer.register_step_pre_hook(self._on_pre))
                 self._handles.append(optimizer.register_step_post_hook(self._on_post))
-            if scaler is not None:
-                self._plain_step = scaler.step
-                scaler.step = self._scaled_step  # type: ignore[method-assign]
+            if self._scaler is not None:
+                self._plain_step = self._scaler.step
+                self._scaler.step = self._scaled_step  # type: ignore[method-assign]
         except BaseException:
             self.remove()
             raise
@@ -76,37 +77,37 @@ class StepHooks:
         if self._scaler is not None and self._scaler.__dict__.get("step") == self._scaled_step:
             del self._scaler.__dict__["step"]
 
-    def _on_pre(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _on_pre(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]] | None:
         if self._depth.get(optimizer) and _calls_of_step(optimizer) > 1:
             self._depth[optimizer] += 1
-            return
+            return None
         self._depth[optimizer] = 1
         if not self._knows_scaler:
             self._knows_scaler = True
-            warn_of_unknown_scaler(self._door, self._harm)
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is not None and not self._closures:
-            raise GossipError(
-                "optimizer.step(closure) computes gradients after they should have been exchanged: "
-                "with gradients in the payload call backward() and then step(), or "
-                'send payload="weights"'
-            )
-        self._before()
+            _warn_of_unknown_scaler(self._door, self._harm)
+        given = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        closure = self._before(optimizer, given)
+        if closure is given:
+            return None
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": closure}
+        return (args[0], closure, *args[2:]), kwargs
 
     def _on_post(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._depth[optimizer] = self._depth.get(optimizer, 1) - 1
         if self._depth[optimizer]:
             return
         self._has_stepped = True
-        if optimizer is self._last:
-            self._after()
+        self._after(optimizer)
 
     def _scaled_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         self._has_stepped = False
         result = self._plain_step(optimizer, *args, **kwargs)
-        if not self._has_stepped and optimizer is self._last:
-            self._before()
-            self._after()
+        if not self._has_stepped and optimizer in self._optimizers:  # it may step others, too
+            self._before(optimizer, None)
+            self._after(optimizer)
         return result
 
 
@@ -122,7 +123,7 @@ def _calls_of_step(optimizer: Optimizer) -> int:
     return calls
 
 
-def warn_of_unknown_scaler(door: str, harm: str) -> None:
+def _warn_of_unknown_scaler(door: str, harm: str) -> None:
     """Warns if `torch.amp.GradScaler.step` is among the callers of a step hook."""
     code = torch.amp.GradScaler.step.__code__
     frame = sys._getframe(2)

@@ -4,7 +4,6 @@ import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -15,16 +14,14 @@ from torch.utils.hooks import RemovableHandle
 from gossipgrad.comm import (
     Group,
     Recorder,
-    agree_on,
     broadcast_replica,
     distance_to_mean,
     load_replica,
-    mean_buffers,
     misfit,
     replica_state,
     trained_parameters,
 )
-from gossipgrad.engine import Claim
+from gossipgrad.engine import Flow, Replica, Session
 from gossipgrad.errors import GossipError
 from gossipgrad.planning import Plan
 from gossipgrad.sparsification._aggregation import Aggregation
@@ -40,59 +37,46 @@ from gossipgrad.sparsification._session_state import (
     session_state,
 )
 from gossipgrad.sparsification._settings import Settings, check_parameters, in_order_of
-from gossipgrad.sparsification._stats import SparseStats, collect, collect_single
-from gossipgrad.sparsification._steps import SingleRank, StepWatch
+from gossipgrad.sparsification._stats import SparseStats, collect
+from gossipgrad.sparsification._steps import Closure, SingleRank, StepWatch
 
 __all__ = ["SparseSession"]
 
 
-class SparseSession:
+class SparseSession(Session):
     """What `sparsify` returns: see there. One of its ranks; made by it alone.
 
-    Attributes:
-        group: Private collectives among the ranks of this session.
+    No tensors travel between partners: all ranks meet in collectives at the end of each backward
+    pass.
     """
+
+    settings: Settings  # pyrefly: ignore[bad-override-mutable-attribute]
+    door = "sparsify"
+    unknown_scaler_harm = "residuals carry gradients over into steps in which its scale is other"
+    counts_skipped_steps = False
 
     def __init__(
         self,
-        model: nn.Module,
-        optimizers: Sequence[Optimizer],
+        replica: Replica,
         settings: Settings,
         *,
         group: Group,
         scaler: torch.amp.GradScaler | None,
         recorder: Recorder | None,
     ) -> None:
-        self.group = group
-        self._model = model
-        self._optimizers = list(optimizers)
-        self._settings = settings
         self._scaler = scaler
-        self._recorder = recorder
-        self._in_consensus = self._closed = False
         self._aggregation: Aggregation | None = None
-        self._single: SingleRank | None = None
-        self._no_sync_blocks = 0
         self._planner: Planner | None = None
         self._watch: StepWatch | None = None
+        self._single = SingleRank(replica.optimizers)
         self._finalizer: weakref.finalize | None = None
         self._at_close: SparseStats | None = None
-        self._claim = Claim("sparsify")
-        try:
-            self._begin()
-        except BaseException:
-            self.close()
-            raise
+        super().__init__(replica, settings, group=group, scaler=scaler, recorder=recorder)
 
     @property
-    def rank(self) -> int:
-        """This rank."""
-        return self.group.rank
-
-    @property
-    def world_size(self) -> int:
-        """How many ranks take part."""
-        return self.group.world_size
+    def position(self) -> int:
+        """Rounds that the run has made; of one rank alone, its steps."""
+        return self.stats().rounds
 
     @property
     def plan(self) -> Plan | None:
@@ -103,32 +87,15 @@ class SparseSession:
         """
         return None if self._planner is None else self._planner.plan
 
-    @contextmanager
-    def consensus(self) -> Iterator[None]:
-        """Inside, floating buffers (BatchNorm's statistics) are the mean over ranks.
-
-        Weights are equal on all ranks anyway. A collective to enter, local to leave.
-
-        Raises:
-            GossipError: If a rank is gone, or inside another.
-        """
-        self._check_together("consensus")
-        with mean_buffers(self._model, self.group.mean_):
-            self._in_consensus = True
-            try:
-                yield
-            finally:
-                self._in_consensus = False
-
     @torch.no_grad()
     def consensus_distance(self) -> float:
         """Root mean square over ranks of the distance between weights and their mean, now.
 
         A collective; changes nothing. It is 0 unless weights were written on one rank alone.
         """
-        self._check_together("consensus_distance")
+        self._check_ready("consensus_distance")
         mean = self.group.mean_
-        wide = (parameter.detach().double().cpu() for parameter in self._model.parameters())
+        wide = (parameter.detach().double().cpu() for parameter in self.replica.model.parameters())
         return distance_to_mean(((own, mean(own.clone())) for own in wide), mean)
 
     def broadcast_(self) -> None:
@@ -144,9 +111,9 @@ class SparseSession:
             AgreementError: If the ranks now differ in names, shapes or dtypes.
             GossipError: If a rank is gone.
         """
-        self._check_together("broadcast_")
+        self._check_ready("broadcast_")
         try:
-            self._begin()
+            super().broadcast_()
         except BaseException as error:
             if self._aggregation is None:
                 self.close()
@@ -167,14 +134,9 @@ class SparseSession:
             ValueError: The plan is not one that is measured.
             GossipError: If a rank is gone, or the ranks are not at the same step.
         """
-        self._check_together("replan")
+        self._check_ready("replan")
         if self._aggregation is not None and self._planner is not None:
             self._planner.restart(self._aggregation)
-
-    def agree(self, value: Any) -> list[Any]:
-        """What every rank has, a value of JSON, by rank; a collective."""
-        self._check_together("agree")
-        return self.group.all_gather_object(value)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -186,29 +148,28 @@ class SparseSession:
         more than once. With a scaler it is needed: a step that is left out because its last pass
         was not finite is lost with all that its earlier passes have sent, residuals in it.
         """
-        self._no_sync_blocks += 1
-        self._enable_rounds()
-        try:
+        with super().no_sync():
             yield
-        finally:
-            self._no_sync_blocks -= 1
-            self._enable_rounds()
 
-    def stats(self) -> SparseStats:
+    def stats(self) -> SparseStats:  # pyrefly: ignore[bad-override]
         """What this rank has done so far, also when the session is closed; no communication."""
         if self._at_close is not None:
             return self._at_close
         if self._aggregation is not None and self._planner is not None:
             return collect(self._aggregation, self._planner)
-        return collect_single(0 if self._single is None else self._single.rounds)
+        return SparseStats(rounds=self._single.rounds)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, drain: bool = False, copy: bool = True) -> dict[str, Any]:
         """All that this rank needs to go on as if it had never stopped; local.
 
         To be taken between two steps, by every rank, and saved by each under its own name: replicas
         are equal, residuals are not. Holds copies in host memory: the model's parameters and
         buffers, the optimizers' state, and the session's own. Not the state of schedulers, scalers,
         samplers and random numbers, which are the user's, and not gradients.
+
+        Args:
+            drain: Changes nothing: between two steps nothing is in flight.
+            copy: As for `gossip`'s sessions.
 
         Returns:
             Tensors, numbers, text, lists and dicts: `"model"` and the rest of a replica's state by
@@ -219,7 +180,8 @@ class SparseSession:
                 if something is no plain value.
         """
         own = self.own_state()
-        return {**replica_state(self._model, self._optimizers), "session": own}
+        replica = replica_state(self.replica.model, self.replica.optimizers, copy=copy)
+        return {**replica, "session": own}
 
     def own_state(self) -> dict[str, Any]:
         """What `state_dict` has as `"session"`, for who saves the replica in another way; local.
@@ -230,8 +192,8 @@ class SparseSession:
         self._check_ready("state_dict")
         if self._aggregation is not None and self._aggregation.passes.began:
             raise GossipError("a state in the middle of a backward pass: take it between steps")
-        own = session_state(self._settings, self._aggregation, self._planner, self.group)
-        if self._single is not None:
+        own = session_state(self.settings, self._aggregation, self._planner, self.group)
+        if self._aggregation is None:
             own["counted"] = {**new_counts(), "rounds": self._single.rounds}
         return own
 
@@ -252,10 +214,10 @@ class SparseSession:
         if isinstance(state, Mapping) and "session" in state and "shard" in state:
             session = state["session"]
             why = self._misfit(session)
-            why = why or misfit(self._model, self._optimizers, state)
-        self._check_together("load_state_dict")
+            why = why or misfit(self.replica.model, self.replica.optimizers, state)
+        self._check_ready("load_state_dict")
         check_all_fit(self.group, why, session)
-        load_replica(self._model, self._optimizers, state)
+        load_replica(self.replica.model, self.replica.optimizers, state)
         self._load_own(session)
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
@@ -265,7 +227,7 @@ class SparseSession:
             ValueError: On every rank, if one's state does not fit; nothing is changed then.
             GossipError: If a rank is gone.
         """
-        self._check_together("load_own_state")
+        self._check_ready("load_own_state")
         check_all_fit(self.group, self._misfit(state), state)
         self._load_own(state)
 
@@ -276,81 +238,69 @@ class SparseSession:
         it is closed in the middle of a backward pass, by a signal handler, a hook or another
         thread: that pass raises, and leaves this rank's own gradients in `.grad`.
         """
-        try:
-            if not self._closed:
-                self._closed = True
-                self._at_close = self.stats()
-        finally:
-            self._remove_hooks()
-            self._claim.release()
-            self.group.close()
+        super().close()
 
-    def __enter__(self) -> "SparseSession":
-        return self
+    def _make_flows(self) -> list[Flow]:
+        if self.world_size > 1:
+            check_parameters(self._trained())
+        return []
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
+    def _describe(self) -> dict[str, Any]:
+        return self.settings.describe()
 
     def _begin(self) -> None:
-        """Makes the replicas equal, and the hooks, which may be there already; a collective."""
-        of, group = self._settings, self.group
-        parameters = self._trained()
-        self._claim.take(parameters)
-        counts = new_counts() if self._aggregation is None else counts_of_session(self._aggregation)
-        if self._single is not None:
-            counts["rounds"] = self._single.rounds
-        if self.world_size == 1:
-            self._remove_hooks()
-            self._single = SingleRank(self._optimizers, counts["rounds"], self._scaler)
-            self._single.session = self
-        else:
-            check_parameters(parameters)
-            agree_on(group, self._model, self._optimizers, of.describe())
-            backwards = in_order_of(of.plan, dict(reversed(parameters.items())))
-            planner = Planner(of, [p.nbytes for p in backwards.values()], group)
-            broadcast_replica(group, self._model, self._optimizers)
-            self._remove_hooks()
-            self._aggregation = Aggregation(
+        """Makes the replicas equal, and what aggregates their gradients; a collective."""
+        group, replica, counts = self.group, self.replica, new_counts()
+        if self._aggregation is not None:
+            counts = counts_of_session(self._aggregation)
+        if self.world_size > 1:
+            backwards = in_order_of(self.settings.plan, dict(reversed(self._trained().items())))
+            planner = Planner(self.settings, [p.nbytes for p in backwards.values()], group)
+            broadcast_replica(group, replica.model, replica.optimizers)
+            self._end_rounds()
+            self._aggregation = aggregation = Aggregation(
                 backwards,
                 group,
-                of,
+                self.settings,
                 planner.first_merges,
                 after_round=planner.after_round,
                 scaler=self._scaler,
                 recorder=self._recorder,
             )
-            self._aggregation.count_from(counts)
-            self._enable_rounds()
+            aggregation.count_from(counts)
             self._planner = planner
-            self._watch = StepWatch(self._model, self._optimizers, self._aggregation, self._scaler)
-            self._watch.session = self
+            self._watch = StepWatch(replica.model, replica.optimizers, aggregation, self._scaler)
+            self._arm()
         # It holds nothing that holds the session: who drops model and optimizers need not close.
         aggregation = self._aggregation
         of_rounds = () if aggregation is None else (aggregation.queue, aggregation.passes.handles)
         self._finalizer = weakref.finalize(self, _leave, group, *of_rounds)
         self._finalizer.atexit = False  # pyrefly: ignore[missing-attribute]
 
-    def _enable_rounds(self) -> None:
+    def _before_step(self, optimizer: Optimizer, closure: Closure | None) -> Closure | None:
+        return (self._watch or self._single).before_step(optimizer, closure)
+
+    def _after_step(self, optimizer: Optimizer) -> None:
+        (self._watch or self._single).after_step(optimizer)
+
+    def _arm(self) -> None:
         if self._aggregation is not None:
-            self._aggregation.passes.enabled = not self._no_sync_blocks
+            self._aggregation.passes.enabled = self._run.sends_gradients
 
     def _trained(self) -> dict[str, nn.Parameter]:
         """What is trained now, and has elements."""
-        trained = trained_parameters(self._model, self._optimizers)
+        trained = trained_parameters(self.replica.model, self.replica.optimizers)
         return {name: p for name, p in trained.items() if p.numel()}
 
     def _misfit(self, session: Any) -> str | None:
         trained = self._trained()
         changed = None if self._aggregation is None else change(self._aggregation, trained)
-        return changed or session_misfit(self._settings, self.group, trained, session)
+        return changed or session_misfit(self.settings, self.group, trained, session)
 
     def _load_own(self, session: Any) -> None:
-        if self._single is not None:
+        if self._aggregation is not None and self._planner is not None:
+            load_session(self.settings, self._aggregation, self._planner, session)
+        else:
             self._single.count_from(session["counted"]["rounds"])
             if any(bool(residual.any()) for residual in session["residuals"].values()):
                 warnings.warn(
@@ -358,34 +308,35 @@ class SparseSession:
                     "nothing, and carries nothing over",
                     stacklevel=3,
                 )
-        elif self._aggregation is not None and self._planner is not None:
-            load_session(self._settings, self._aggregation, self._planner, session)
         if self._watch is not None:
             self._watch.start_over()
 
-    def _remove_hooks(self) -> None:
+    def _end_rounds(self) -> None:
         if self._finalizer is not None:
             self._finalizer.detach()
-        for hooks in (self._single, self._watch):
-            if hooks is not None:
-                hooks.remove()
         if self._aggregation is not None:
             self._aggregation.close()
-        self._single = self._watch = self._aggregation = None
+        self._watch = self._aggregation = None
 
-    def _check_together(self, method: str) -> None:
-        self._check_ready(method)
-        if self._aggregation is not None and self._aggregation.broken is not None:
-            raise GossipError(self._aggregation.broken)
+    def _close(self, wait_seconds: float, error: BaseException | None = None) -> None:
+        try:
+            if not self._is_closed:
+                self._at_close = self.stats()
+        finally:
+            self._end_rounds()
+            super()._close(wait_seconds, error)
 
     def _check_ready(self, method: str) -> None:
-        if self._closed:
-            raise GossipError("the session is closed: call sparsify() for a new one")
-        if self._in_consensus:
+        super()._check_ready(method)
+        if method == "apply_":
             raise GossipError(
-                f"{method}() inside consensus(): the buffers are the mean of all ranks, and go "
-                "back to this rank's own on exit. Call it after the block"
+                "apply_() in a session of sparsify(): what is carried over has the old shapes. "
+                "Close it, change the model and its optimizer on all ranks, and start another"
             )
+        if method == "state_dict" or self._aggregation is None:
+            return
+        if self._aggregation.broken is not None:
+            raise GossipError(self._aggregation.broken)
 
 
 def _leave(

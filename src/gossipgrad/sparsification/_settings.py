@@ -1,7 +1,7 @@
 """What the user chooses, resolved and checked."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from gossipgrad.comm import Recorder, is_sharded
 from gossipgrad.compression import VALUE_DTYPES
+from gossipgrad.engine import Mode, RoundSettings, Sync
 from gossipgrad.planning import Plan
 from gossipgrad.sparsification._density import Density, describe_density
 from gossipgrad.sparsification._merged import DENSE_DTYPES
@@ -33,13 +34,20 @@ RULES = (*MEASURED_RULES, "layerwise", "wfbp", "single")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(RoundSettings):
     """Everything that `sparsify()` was asked for, with density resolved.
+
+    All ranks meet in every step, in collectives.
 
     Raises:
         ValueError: For the first thing that no session could have.
     """
 
+    mode: Mode = field(default=Sync(), init=False)
+    every: int = field(default=1, init=False)
+    average_every: int | None = field(default=None, init=False)
+    wire_dtype: torch.dtype | None = field(default=None, init=False)
+    bucket_bytes: int = field(default=1, init=False)
     density: Density
     plan: str | int | Plan
     select: str

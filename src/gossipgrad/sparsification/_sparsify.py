@@ -10,7 +10,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from gossipgrad import topology
 from gossipgrad.comm import Group, Recorder, check_optimizers, resolve_group, trained_parameters
+from gossipgrad.engine import Replica
 from gossipgrad.planning import Plan
 from gossipgrad.sparsification._density import (
     DEFAULT_DENSITY,
@@ -143,6 +145,7 @@ def sparsify(
         trained = trained_parameters(model, optimizers)
         check_optimizers_fit(model, trained)
         settings = Settings(
+            schedule=topology.complete(group.world_size),
             density=resolve_density(density, list(trained)),
             plan=plan,
             select=select,
@@ -159,9 +162,8 @@ def sparsify(
                 "optimizer steps without momentum. Give it one, and leave momentum_correction out",
                 stacklevel=2,
             )
-        return SparseSession(
-            model, optimizers, settings, group=group, scaler=scaler, recorder=recorder
-        )
+        replica = Replica(model, optimizers, door=SparseSession.door)
+        return SparseSession(replica, settings, group=group, scaler=scaler, recorder=recorder)
     except BaseException:
         group.close()
         raise

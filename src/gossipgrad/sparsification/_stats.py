@@ -1,14 +1,14 @@
 """What a session has done so far, in numbers."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from gossipgrad.sparsification._aggregation import Aggregation
 from gossipgrad.sparsification._planner import Planner
 
-__all__ = ["GroupStats", "SparseStats", "collect", "collect_single"]
+__all__ = ["GroupStats", "SparseStats", "collect"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +38,7 @@ class GroupStats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SparseStats:
-    """What one rank's session has done and holds; read without communication.
+    """What one rank's session has done and holds; one of a single rank has only counted its steps.
 
     Attributes:
         rounds: How often gradients were aggregated; of one rank alone, its steps.
@@ -71,24 +71,24 @@ class SparseStats:
     """
 
     rounds: int
-    bytes_sent: int
-    all_reduce_bytes: int
-    exposed_seconds: float
-    select_seconds: float
-    communicate_seconds: float
-    nonfinite_rounds: int
-    starved_tensors: int
-    starved_share: float
-    starved_after: int
-    longest_wait_rounds: int
-    residual_ratio: float | None
-    extra_memory_bytes: int
-    groups: tuple[GroupStats, ...]
-    predicted_seconds: float | None
-    measured_seconds: float | None
-    alternatives: dict[str, float]
-    compared_seconds: dict[str, float]
-    refused: str | None
+    bytes_sent: int = 0
+    all_reduce_bytes: int = 0
+    exposed_seconds: float = 0.0
+    select_seconds: float = 0.0
+    communicate_seconds: float = 0.0
+    nonfinite_rounds: int = 0
+    starved_tensors: int = 0
+    starved_share: float = 0.0
+    starved_after: int = 100
+    longest_wait_rounds: int = 0
+    residual_ratio: float | None = None
+    extra_memory_bytes: int = 0
+    groups: tuple[GroupStats, ...] = ()
+    predicted_seconds: float | None = None
+    measured_seconds: float | None = None
+    alternatives: dict[str, float] = field(default_factory=dict)
+    compared_seconds: dict[str, float] = field(default_factory=dict)
+    refused: str | None = None
 
     def __str__(self) -> str:
         """The figures to look at first, in words.
@@ -158,31 +158,6 @@ def collect(aggregation: Aggregation, planner: Planner) -> SparseStats:
         alternatives=dict(planner.alternatives),
         compared_seconds=dict(planner.compared_seconds),
         refused=planner.refused,
-    )
-
-
-def collect_single(rounds: int) -> SparseStats:
-    """Those of a session of one rank, which counts its steps."""
-    return SparseStats(
-        rounds=rounds,
-        bytes_sent=0,
-        all_reduce_bytes=0,
-        exposed_seconds=0.0,
-        select_seconds=0.0,
-        communicate_seconds=0.0,
-        nonfinite_rounds=0,
-        starved_tensors=0,
-        starved_share=0.0,
-        starved_after=100,
-        longest_wait_rounds=0,
-        residual_ratio=None,
-        extra_memory_bytes=0,
-        groups=(),
-        predicted_seconds=None,
-        measured_seconds=None,
-        alternatives={},
-        compared_seconds={},
-        refused=None,
     )
 
 

@@ -1,4 +1,4 @@
-"""Hooks on the user's optimizers: gradients that are not averaged yet are before a step."""
+"""Around each step of an optimizer: gradients that are not averaged yet are, before it."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -9,13 +9,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gossipgrad.comm import parameters_of
-from gossipgrad.engine import warn_of_unknown_scaler
 from gossipgrad.errors import GossipError, ReplicaChangedError
 from gossipgrad.sparsification._aggregation import Aggregation, scale_of
 
-__all__ = ["SingleRank", "StepWatch"]
+__all__ = ["Closure", "SingleRank", "StepWatch"]
 
-_SCALER_HARM = "residuals carry gradients over into steps in which its scale is other"
+Closure = Callable[..., Any]
 _LOOK_EVERY = 100  # rounds, for gradients of what no optimizer trains
 
 
@@ -36,9 +35,6 @@ class StepWatch:
         optimizers: All of the session.
         aggregation: The rounds.
         scaler: The one that the session knows.
-
-    Attributes:
-        session: It lives as long as hooks of it are on an optimizer that lives.
     """
 
     def __init__(
@@ -51,52 +47,32 @@ class StepWatch:
         self._model = model
         self._aggregation = aggregation
         self._scaler = scaler
-        self._scaler_checked = scaler is not None
-        self.session: object = None
         self._optimizers = list(optimizers)
         self._stepped_at: dict[int, int] = {}  # by optimizer, the rounds when it last stepped
         self._awaiting_closure: set[int] = set()  # optimizers that have yet to call theirs
         self._warned = False
         self._looked_at = -1
         self.start_over()
-        self._handles = [
-            *(optimizer.register_step_pre_hook(self._before_step) for optimizer in optimizers),
-            *(optimizer.register_step_post_hook(self._after_step) for optimizer in optimizers),
-        ]
 
     def start_over(self) -> None:
         """No round until now is one of the step to come: after a state was loaded."""
         self._stepped_at = {id(each): self._aggregation.rounds for each in self._optimizers}
 
-    def remove(self) -> None:
-        """Takes the hooks off."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self.session = [], None
-
-    def _before_step(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, Any] | None:
-        if not self._scaler_checked:
-            self._scaler_checked = True
-            warn_of_unknown_scaler("sparsify", _SCALER_HARM)
+    def before_step(self, optimizer: Optimizer, closure: Closure | None) -> Closure | None:
+        """Called before each step; returns the closure that it is to use."""
         pending = self._is_pending(optimizer)
         self._aggregation.check_steps(averaged=not pending)
         self._check_known(optimizer)
         self._look_for_untrained()
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is None:
+        if closure is not None:
             if pending:
-                self._run_round()
-            return None
+                self._awaiting_closure.add(id(optimizer))
+            return self._averaging(closure, optimizer)
         if pending:
-            self._awaiting_closure.add(id(optimizer))
-        closure = self._averaging(closure, optimizer)
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": closure}
-        return (args[0], closure, *args[2:]), kwargs
+            self._run_round()
+        return None
 
-    def _averaging(self, closure: Callable[..., Any], optimizer: Optimizer) -> Callable[..., Any]:
+    def _averaging(self, closure: Closure, optimizer: Optimizer) -> Closure:
         """The closure, and after each call of it the round that it has not had."""
 
         def with_round(*args: Any, **kwargs: Any) -> Any:
@@ -154,10 +130,8 @@ class StepWatch:
         named = self._model.named_parameters()
         return next((repr(name) for name, p in named if p is parameter), "a parameter")
 
-    def _after_step(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        # Not before it: torch calls hooks twice where a step calls that of its class's parent.
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Called after each step."""
         aggregation = self._aggregation
         if id(optimizer) in self._awaiting_closure:
             why = (
@@ -193,7 +167,7 @@ class StepWatch:
                     "clip_grad_norm_(model.parameters()), is then another on every rank, and "
                     "weights drift apart. Freeze it with requires_grad_(False), or clip what the "
                     "optimizers train, or give it to one of them and call session.broadcast_()",
-                    stacklevel=4,
+                    stacklevel=6,
                 )
                 return
 
@@ -206,50 +180,28 @@ class SingleRank:
 
     Args:
         optimizers: All of the session.
-        rounds: That have been before.
-        scaler: The one that the session knows.
 
     Attributes:
         rounds: That have been.
-        session: It lives as long as hooks of it are on an optimizer that lives.
     """
 
-    def __init__(
-        self,
-        optimizers: Sequence[Optimizer],
-        rounds: int,
-        scaler: torch.amp.GradScaler | None,
-    ) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = list(optimizers)
-        self._scaler_checked = scaler is not None
-        self.session: object = None
-        self.count_from(rounds)
-        self._handles = [
-            *(optimizer.register_step_pre_hook(self._before_step) for optimizer in optimizers),
-            *(optimizer.register_step_post_hook(self._after_step) for optimizer in optimizers),
-        ]
-
-    def remove(self) -> None:
-        """Takes the hooks off."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self.session = [], None
+        self.count_from(0)
 
     def count_from(self, rounds: int) -> None:
         """Goes on from so many rounds."""
         self.rounds = rounds
         self._stepped_at = {id(optimizer): rounds for optimizer in self._optimizers}
 
-    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if not self._scaler_checked:
-            self._scaler_checked = True
-            warn_of_unknown_scaler("sparsify", _SCALER_HARM)
+    def before_step(self, optimizer: Optimizer, closure: Closure | None) -> Closure | None:
+        """Called before each step; returns the closure that it is to use."""
         found_inf = getattr(optimizer, "found_inf", None)
-        if found_inf is not None and bool(found_inf):
-            return  # a fused optimizer, whose scaler leaves out the step
-        if self._stepped_at[id(optimizer)] == self.rounds:
+        is_skipped = found_inf is not None and bool(found_inf)  # by a fused optimizer itself
+        if not is_skipped and self._stepped_at[id(optimizer)] == self.rounds:
             self.rounds += 1
+        return closure
 
-    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        # Not before it: torch calls hooks twice where a step calls that of its class's parent.
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Called after each step."""
         self._stepped_at[id(optimizer)] = self.rounds
