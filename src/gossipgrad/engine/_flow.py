@@ -92,6 +92,8 @@ class Bucket:
         self.number = number
         self.entries = [entries[index] for index in layout.indices]
         self.numel, self.dtype = layout.part.numel, layout.dtype
+        self._shapes = [entry.spec.shape for entry in self.entries]
+        self._sizes = [entry.spec.numel for entry in self.entries]
         self.device = self.entries[0].parameter.device
         self.clamped = torch.zeros((), dtype=torch.int64, device=self.device)
         self._are_weights = are_weights
@@ -173,8 +175,8 @@ class Bucket:
 
     def _split(self, flat: Tensor) -> list[Tensor]:
         """Views of a flat bucket in its tensors' shapes."""
-        pieces = flat.split([entry.spec.numel for entry in self.entries])
-        return [p.view(e.spec.shape) for p, e in zip(pieces, self.entries, strict=True)]
+        pieces = zip(flat.split(self._sizes), self._shapes, strict=True)
+        return [piece if len(shape) == 1 else piece.view(shape) for piece, shape in pieces]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -45,6 +45,7 @@ class Replica:
         self.surgeries: list[Surgery] = []
         self.trained: dict[str, nn.Parameter] = {}
         self._claim = Claim(door)
+        self._is_plain = True  # no shards and nothing sparse: most models, in every step
         self._owned: list[tuple[int, bool]] = []
         self._marks: list[tuple[int, int]] = []
         self._loaded: list[str] = []
@@ -73,6 +74,9 @@ class Replica:
         self._claim.take(trained)
         self._loaded.clear()
         self.trained = trained
+        self._is_plain = all(
+            p.layout is torch.strided and not is_sharded(p) for p in trained.values()
+        )
         self._owned = self._owned_now()
         self.note()
 
@@ -82,12 +86,12 @@ class Replica:
 
         Call `accept` once what is written inside is written.
         """
-        before = self.trained, self._owned, self._marks, list(self._loaded)
+        before = self.trained, self._is_plain, self._owned, self._marks, list(self._loaded)
         self.accept()
         try:
             yield
         except BaseException:
-            self.trained, self._owned, self._marks, self._loaded[:] = before
+            self.trained, self._is_plain, self._owned, self._marks, self._loaded[:] = before
             self._claim.take(self.trained)
             raise
 
@@ -177,6 +181,8 @@ class Replica:
         self._claim.release()
 
     def _marks_now(self) -> list[tuple[int, int]]:
+        if self._is_plain:
+            return [(p._version, p.data_ptr()) for p in self.trained.values()]
         whole = (local(p) if is_sharded(p) else p for p in self.trained.values())
         # What is sparse has no address, and no flow takes it.
         return [(p._version, p.data_ptr() if p.layout is torch.strided else 0) for p in whole]
