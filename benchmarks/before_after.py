@@ -38,6 +38,7 @@ _WARM_UP, _FIRST_STEPS = 2, 4
 _TIMEOUT_SECONDS = 240.0
 _SPREAD = 0.1  # of the compute, within which ranks begin that need not be in step
 _DRAWS = 4000
+_TRIES = 3
 
 Figures = dict[str, list[float]]
 
@@ -120,7 +121,7 @@ def _measure(
                 if deadline is not None and time.monotonic() > deadline:
                     print("the time is over: cells are missing", file=sys.stderr)
                     return done
-                before.set_rate(rate)
+                rate_off = _shape(before, world_size, rate)
                 figures, loads = _blocks(sides, options, profile.compute_seconds, deadline)
                 cell = {
                     "world_size": world_size,
@@ -132,6 +133,7 @@ def _measure(
                     **made_by("before_after"),
                     "commits": commits,
                     "seed": options.seed,
+                    "rate_off": rate_off,
                     "load_average": {"least": min(loads), "most": max(loads)},
                     "contestants": _compared(figures, options.seed),
                 }
@@ -140,6 +142,23 @@ def _measure(
             for laboratory in sides.values():
                 laboratory.leave()
     return done
+
+
+def _shape(laboratory: Checkout, world_size: int, rate: float) -> str | None:
+    """Sets the rate; why links did not keep to it when tried, None if they did.
+
+    On a busy machine they may not. Both sides meet the same links, so the ratio is measured still.
+    """
+    if refusal := laboratory.refusal(world_size, rate):
+        raise NetlabError(refusal)
+    error = None
+    for _ in range(_TRIES):
+        try:
+            laboratory.set_rate(rate)
+            return None
+        except NetlabError as tried:
+            error = str(tried)
+    return error
 
 
 def _blocks(
