@@ -100,6 +100,9 @@ def _measure(
     budget = Budget(profile="resnet50", time_factor=options.time_factor, size_factor=_SIZE_FACTOR)
     profile = budget.scaled()
     done: list[dict[str, Any]] = []
+    made = made_by("before_after")  # its command as it reads from this checkout
+    nearby = os.path.relpath(roots["before"], ROOT)
+    made["command"] = made["command"].replace(str(options.before), nearby)
     hosts = max(options.world_sizes)
     with (
         Shaped(hosts) as network,
@@ -130,7 +133,7 @@ def _measure(
                     "compute_seconds": profile.compute_seconds,
                     "steps_per_block": options.steps,
                     "date": datetime.now(UTC).isoformat(timespec="seconds"),
-                    **made_by("before_after"),
+                    **made,
                     "commits": commits,
                     "seed": options.seed,
                     "rate_off": rate_off,
