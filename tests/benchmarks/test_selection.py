@@ -72,6 +72,7 @@ def test_values_are_what_their_names_say(name):
     assert zeros == pytest.approx(0.2, abs=0.03) if name == "accumulator" else zeros < 0.001
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_is_that_of_the_call():

@@ -55,6 +55,7 @@ def test_tables_a_timeline_and_a_verdict(profile, tmp_path, capsys):
     assert best.names == SMALL.names
 
 
+@pytest.mark.slow
 def test_tables_are_whole_in_80_columns(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     gpt2 = Profile.load("gpt2")
@@ -177,6 +178,7 @@ def test_a_measured_all_reduce_is_followed_around_its_knees():
         assert dense.communicate_seconds(elements) == pytest.approx(curve(4 * elements))
 
 
+@pytest.mark.slow
 def test_others_are_planned_by_their_rules():
     profile, options = Profile.load("gpt2"), PlanOptions()
     methods = all_methods(options, profile, network_of(options)[1])

@@ -85,6 +85,7 @@ def test_torchrun_with_an_agent_a_worker_goes_on_without_a_killed_worker(tmp_pat
     assert summary["store_losses"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_torchrun_with_an_agent_a_worker_goes_on_without_rank_0_and_the_store(tmp_path):
     command = guide_command("torchrun", "--node-rank")
