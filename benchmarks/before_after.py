@@ -249,7 +249,8 @@ def _write(path: Path, cell: dict[str, Any]) -> None:
     old = json.loads(path.read_text())["cells"] if path.exists() else []
     cells = [other for other in old if any(other[key] != cell[key] for key in place)]
     cells = sorted([*cells, cell], key=lambda one: [one[key] for key in place])
-    write_json(path, {"machine": machine(), "bounds": BOUNDS, "cells": cells})
+    command = cell["command"]
+    write_json(path, {"machine": machine(), "command": command, "bounds": BOUNDS, "cells": cells})
 
 
 def _print(cell: dict[str, Any]) -> None:
