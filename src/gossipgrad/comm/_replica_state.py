@@ -1,13 +1,13 @@
 """A replica as plain values: parameters, buffers and optimizer state, copied and put back."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gossipgrad.comm._buckets import local
+from gossipgrad.comm._buckets import is_sharded, local
 from gossipgrad.comm._optimizer_state import (
     copied,
     group_sizes,
@@ -17,7 +17,6 @@ from gossipgrad.comm._optimizer_state import (
     to_host,
 )
 from gossipgrad.comm._parameters import all_parameters
-from gossipgrad.comm._sharding import shard_of
 
 __all__ = ["load_replica", "misfit", "replica_state"]
 
@@ -50,7 +49,7 @@ def replica_state(
             for name, module in _with_extra(model).items()
         },
         "optimizers": [optimizer_state(number, o, copy) for number, o in enumerate(optimizers)],
-        "shard": shard_of(named.values()),
+        "shard": _shard_of(named.values()),
     }
 
 
@@ -59,7 +58,7 @@ def misfit(
 ) -> str | None:
     """Why a replica's state cannot be put into these objects, None if it can."""
     named = _named(model, optimizers)
-    if (was := state["shard"]) != (here := shard_of(named.values())):
+    if (was := state["shard"]) != (here := _shard_of(named.values())):
         return (
             f"it is of {_told(was)}, here is {_told(here)}: save each shard of a replica in a "
             "directory of its own, and load it from there"
@@ -139,3 +138,21 @@ def _named(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tenso
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     held = {name: local(tensor) for name, tensor in tensors.items()}
     return {name: f"{tuple(t.shape)} of {t.dtype}" for name, t in held.items()}
+
+
+def _shard_of(tensors: Iterable[Tensor]) -> dict[str, list[int]] | None:
+    """This rank's place, and the number of places, on each mesh axis that some are sharded over.
+
+    None if none is; local.
+    """
+    places: dict[str, list[int]] = {}
+    for tensor in tensors:
+        if is_sharded(tensor):
+            sharded: Any = tensor  # a DTensor, which is not imported here
+            mesh = sharded.device_mesh
+            names = mesh.mesh_dim_names or range(mesh.ndim)
+            axes = zip(names, sharded.placements, mesh.get_coordinate(), mesh.shape, strict=True)
+            for axis, placement, at, size in axes:
+                if size > 1 and not placement.is_replicate():
+                    places[str(axis)] = [at, size]
+    return places or None
