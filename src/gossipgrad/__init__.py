@@ -35,6 +35,7 @@ from gossipgrad.errors import ReplicaChangedError as ReplicaChangedError
 
 if _TYPE_CHECKING:
     from gossipgrad import sparsification as sparsification
+    from gossipgrad.muon import Muon as Muon
     from gossipgrad.sparsification import SparseSession as SparseSession
     from gossipgrad.sparsification import SparseStats as SparseStats
     from gossipgrad.sparsification import sparsify as sparsify

@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import Any
 
 _ROOMS = {
+    "Muon": "muon",
     "sparsification": "sparsification",
     "SparseSession": "sparsification",
     "SparseStats": "sparsification",

@@ -1,0 +1,332 @@
+"""The optimizer on one process: what it polarises, against torch.optim.Muon, and as torch's are."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import gossipgrad as gg
+from gossipgrad.comm import Hub
+from support.ranks import run_ranks
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2)
+        self.norm = nn.LayerNorm(8)
+        self.up = nn.Linear(8, 32)
+        self.down = nn.Linear(32, 8)
+
+
+class Model(nn.Module):
+    """An embedding, a bare positional one, blocks, a convolution and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.position = nn.Parameter(torch.zeros(1, 5, 8))
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.conv = nn.Conv2d(3, 8, 3)
+        self.head = nn.Linear(8, 11)
+
+
+def roles(optimizer):
+    return {
+        name: group["role"]
+        for group in optimizer.param_groups
+        for name in group.get("param_names", [])
+    }
+
+
+def model_of(dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 2)
+    ).to(dtype)
+
+
+def backward(model, step):
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(16, 6, generator=generator)
+    dtype = next(model.parameters()).dtype
+    loss = (model(x.to(dtype)) - x[:, :2].to(dtype)).square().mean()
+    loss.backward()
+    return loss
+
+
+def train(model, optimizer, steps=range(4), scheduler=None):
+    for step in steps:
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+# -- what goes where ---------------------------------------------------------------------------
+
+
+def test_roles_follow_the_type_of_the_module():
+    found = roles(gg.Muon(Model()))
+    muon = {name for name, role in found.items() if role == "muon"}
+    per_block = ("attention.in_proj_weight", "attention.out_proj.weight", "up.weight")
+    assert muon == {
+        "conv.weight",
+        *(f"blocks.{i}.{name}" for i in range(2) for name in (*per_block, "down.weight")),
+    }
+    assert set(found) == {name for name, _ in Model().named_parameters()}
+
+
+def test_names_overrule_types_and_tied_or_frozen_weights_are_seen():
+    model = Model()
+    model.head.weight = model.embed.weight
+    model.conv.weight.requires_grad_(False)
+    found = roles(gg.Muon(model, muon=["position"], adamw=["blocks.*.attention.*"]))
+    assert found["embed.weight"] == "adamw"
+    assert "head.weight" not in found
+    assert "conv.weight" not in found
+    assert found["position"] == "muon"
+    assert found["blocks.1.attention.out_proj.weight"] == "adamw"
+    assert found["blocks.1.up.weight"] == "muon"
+    assert roles(gg.Muon(nn.Linear(3, 2))) == {"weight": "muon", "bias": "adamw"}
+
+
+def test_repr_shows_the_choice():
+    shown = repr(gg.Muon(Model(), lr=0.1))
+    muon, adamw = shown.split("adamw, lr")
+    assert "blocks.*.up.weight (32, 8) x 2" in muon
+    assert "conv.weight (8, 3, 3, 3)" in muon
+    assert "head.weight (11, 8)" in adamw
+
+
+def test_groups_and_plain_tensors_as_torch_takes_them():
+    model = model_of()
+    whole = gg.Muon(list(model.parameters()))
+    assert [group["role"] for group in whole.param_groups] == ["muon", "adamw"]
+    assert len(whole.param_groups[0]["params"]) == 3
+    grouped = gg.Muon([{"params": model[0].parameters(), "lr": 0.5, "role": "adamw"}])
+    grouped.add_param_group({"params": [model[2].weight], "momentum": 0.5})
+    assert grouped.param_groups[0]["lr"] == 0.5
+    assert grouped.param_groups[1]["role"] == "muon"
+    train(model, grouped)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"momentum": 1.0},
+        {"lr": -1.0},
+        {"weight_decay": float("nan")},
+        {"scale": "keller"},
+        {"momentum_form": "heavy"},
+        {"polar": "newton"},
+        {"betas": (0.9, 1.0)},
+        {"eps": 0.0},
+        {"muon": ["nowhere"]},
+        {"muon": ["0.bias"]},
+        {"muon": ["0.weight"], "adamw": ["0.*"]},
+        {"adamw": "0.weight"},
+    ],
+)
+def test_what_cannot_be_is_refused(options):
+    with pytest.raises(ValueError, match=f"{next(iter(options))}="):
+        gg.Muon(model_of(), **options)
+
+
+# -- the update --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("scale", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize("form", ["sum", "ema"])
+def test_matrices_equal_torch_muon(nesterov, scale, form, monkeypatch):
+    """torch's multiplies in bf16 alone: here it does so in fp32."""
+    monkeypatch.setattr(torch.Tensor, "bfloat16", lambda self: self.to(torch.float32, copy=True))
+    ours, theirs = model_of(), model_of()
+    settings = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1, "nesterov": nesterov}
+    optimizer = gg.Muon(
+        [p for p in ours.parameters() if p.ndim == 2],
+        **settings,
+        scale=scale,
+        momentum_form=form,
+    )
+    weights = [p for p in theirs.parameters() if p.ndim == 2]
+    reference = torch.optim.Muon(weights, **settings, adjust_lr_fn=scale)
+    for step in range(1 if form == "ema" else 5):  # ema counts the first gradient otherwise
+        for model, one in ((ours, optimizer), (theirs, reference)):
+            model.zero_grad()
+            backward(model, step)
+            one.step()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+
+
+def test_fp32_equals_the_same_steps_in_double():
+    """The update by the formula, in float64, against the stacked products in fp32."""
+    model = model_of()
+    optimizer = gg.Muon([p for p in model.parameters() if p.ndim == 2], lr=0.02, weight_decay=0.1)
+    weights = [p.detach().double() for p in model.parameters() if p.ndim == 2]
+    sums = [torch.zeros_like(w) for w in weights]
+    for step in range(5):
+        model.zero_grad()
+        backward(model, step)
+        for i, p in enumerate(p for p in model.parameters() if p.ndim == 2):
+            sums[i] = 0.95 * sums[i] + p.grad.double()
+            x = p.grad.double() + 0.95 * sums[i]
+            x = x / x.norm()
+            for _ in range(5):
+                a = x @ x.T
+                x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+            scale = max(1.0, p.shape[0] / p.shape[1]) ** 0.5
+            weights[i] = weights[i] * (1 - 0.02 * 0.1) - 0.02 * scale * x
+        optimizer.step()
+    for w, p in zip(weights, (p for p in model.parameters() if p.ndim == 2), strict=True):
+        torch.testing.assert_close(p.double(), w, rtol=0, atol=1e-5)
+
+
+def test_the_rest_equals_torch_adamw():
+    ours, theirs = model_of(torch.float64), model_of(torch.float64)
+    optimizer = gg.Muon(ours, adamw=["*"], adamw_lr=1e-2, weight_decay=0.1, betas=(0.9, 0.99))
+    reference = torch.optim.AdamW(
+        theirs.parameters(), lr=1e-2, weight_decay=0.1, betas=(0.9, 0.99), eps=1e-8
+    )
+    for a, b in zip(train(ours, optimizer), train(theirs, reference), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_paper_form_starts_from_the_first_gradient():
+    p = nn.Parameter(torch.eye(2))
+    optimizer = gg.Muon([p], momentum=0.9, momentum_form="ema", nesterov=False)
+    for gradient in (torch.ones(2, 2), torch.zeros(2, 2)):
+        p.grad = gradient
+        optimizer.step()
+    torch.testing.assert_close(optimizer.state[p]["momentum_buffer"], torch.full((2, 2), 0.9))
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_momentum_buffer_is_not_polarised_in_place(nesterov, dtype):
+    p = nn.Parameter(torch.zeros(4, 6, dtype=dtype))
+    optimizer = gg.Muon([p], nesterov=nesterov)
+    p.grad = torch.ones(4, 6, dtype=dtype)
+    optimizer.step()
+    buffer = optimizer.state[p]["momentum_buffer"]
+    torch.testing.assert_close(buffer, torch.ones(4, 6, dtype=buffer.dtype))
+    torch.testing.assert_close(p.grad, torch.ones(4, 6, dtype=dtype))
+    assert buffer.dtype is (torch.float64 if dtype is torch.float64 else torch.float32)
+
+
+def test_a_convolution_is_one_row_an_output():
+    torch.manual_seed(0)
+    conv = nn.Conv2d(3, 4, 3)
+    optimizer = gg.Muon(conv, polar="svd", lr=1.0, nesterov=False)
+    before, gradient = conv.weight.detach().clone(), torch.randn(4, 3, 3, 3)
+    conv.weight.grad = gradient
+    optimizer.step()
+    u, _, vh = torch.linalg.svd(gradient.flatten(1), full_matrices=False)
+    torch.testing.assert_close(before - conv.weight, (u @ vh).reshape(4, 3, 3, 3))
+
+
+def test_parameters_without_gradient_stay():
+    model = model_of()
+    optimizer = gg.Muon(model)
+    before = model[2].weight.detach().clone()
+    backward(model, 0)
+    model[2].weight.grad = model[0].bias.grad = None
+    optimizer.step()
+    assert torch.equal(before, model[2].weight)
+    gg.Muon(model_of()).step()
+
+
+# -- as torch's optimizers are -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_loaded_state_goes_on_bit_for_bit(dtype):
+    model = model_of(dtype)
+    optimizer = gg.Muon(model)
+    train(model, optimizer)
+    twin = copy.deepcopy(model)
+    other = gg.Muon(twin, lr=1.0, nesterov=False)
+    saved = pickle.loads(pickle.dumps(optimizer.state_dict()))
+    other.load_state_dict(saved)
+    for state in other.state.values():
+        assert all(v.dtype is torch.float32 for v in state.values() if isinstance(v, torch.Tensor))
+    expected, found = train(model, optimizer, range(4, 7)), train(twin, other, range(4, 7))
+    assert all(map(torch.equal, expected, found))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+def test_a_copy_goes_on_with_its_own_parameters(copied):
+    model = model_of()
+    optimizer = gg.Muon(model)
+    train(model, optimizer)
+    twin, other = copied((model, optimizer))
+    assert all(map(torch.equal, train(model, optimizer), train(twin, other)))
+    extra = nn.Parameter(torch.ones(3, 3))
+    other.add_param_group({"params": [("extra", extra)]})
+    assert other.param_groups[-1]["momentum"] == 0.95
+    assert repr(other)
+
+
+def test_a_closure_a_scheduler_and_a_scaler():
+    model, twin = model_of(), model_of()
+    optimizer, other = gg.Muon(model), gg.Muon(twin)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    losses = []
+    for step in range(4):
+        losses.append(optimizer.step(lambda step=step: (model.zero_grad(), backward(model, step))))
+        scheduler.step()
+    assert all(loss[1] > 0 for loss in losses)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.02 / 5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(4):
+        twin.zero_grad()
+        for group, lr in zip(other.param_groups, (0.02, 3e-4), strict=True):
+            group["lr"] = lr / (1 + step)
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(16, 6, generator=generator)
+        scaler.scale((twin(x) - x[:, :2]).square().mean()).backward()
+        scaler.step(other)
+        scaler.update()
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+    twin.zero_grad()
+    for p in twin.parameters():
+        p.grad = torch.full_like(p, float("inf"))
+    before = [p.detach().clone() for p in twin.parameters()]
+    scaler.step(other)
+    assert all(map(torch.equal, before, twin.parameters()))
+
+
+def test_gossip_mixes_its_state():
+    hub = Hub(2)
+
+    def rank_main(rank, group):
+        model = model_of()
+        optimizer = gg.Muon(model)
+        with gg.gossip(
+            model,
+            optimizer,
+            process_group=group,
+            payload="weights+state",
+            transport=lambda group: hub.transport(group.rank),
+        ) as session:
+            train(model, optimizer, range(rank * 10, rank * 10 + 6))
+            return session.stats().outcomes["delivered"]
+
+    assert min(run_ranks(2, rank_main)) > 0
+
+
+def test_it_learns_faster_than_its_matrices_by_adamw():
+    """On a toy, at the default learning rates; with margin."""
+    muon, adamw = model_of(), model_of()
+    losses = []
+    for model, optimizer in ((muon, gg.Muon(muon)), (adamw, gg.Muon(adamw, adamw=["*"]))):
+        train(model, optimizer, range(150))
+        losses.append(backward(model, 1000).item())
+    assert losses[0] < 0.5 * losses[1]

@@ -1,0 +1,87 @@
+"""Polar factors: exact and by Newton-Schulz, stacked and one by one."""
+
+import pytest
+import torch
+
+from gossipgrad.muon import POLARS, polarise, resolve_polar
+
+SHAPES = [(8, 5), (5, 8), (6, 6), (4, 32), (32, 4), (1, 7), (8, 5), (4, 40)]
+
+
+def matrices(dtype=torch.float64, shapes=SHAPES):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes]
+
+
+def one_by_one(matrix, steps):
+    """The published iteration, in float64."""
+    x = matrix.double() if matrix.shape[0] <= matrix.shape[1] else matrix.double().T
+    x = x / x.norm()
+    for a, b, c in steps:
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x if matrix.shape[0] <= matrix.shape[1] else x.T
+
+
+def test_singular_values_give_the_exact_factor():
+    for matrix, factor in zip(matrices(), polarise(matrices(), POLARS["svd"]), strict=True):
+        u, _, vh = torch.linalg.svd(matrix, full_matrices=False)
+        torch.testing.assert_close(factor, u @ vh)
+
+
+@pytest.mark.parametrize("name", [name for name, steps in POLARS.items() if steps])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_stacks_of_any_shape_equal_the_published_iteration(name, dtype):
+    shapes = SHAPES if dtype is torch.float64 else [s for s in SHAPES if min(s) > 1]  # chaotic at 1
+    found = polarise(matrices(dtype, shapes), POLARS[name])
+    for matrix, factor in zip(matrices(dtype, shapes), found, strict=True):
+        tolerance = 1e-10 if dtype is torch.float64 else 2e-4
+        expected = one_by_one(matrix, POLARS[name])
+        assert (factor.double() - expected).norm() <= tolerance * expected.norm()
+        assert factor.dtype is dtype
+
+
+@pytest.mark.parametrize(
+    ("name", "off"), [("muon", 0.45), ("polar-express", 0.25), ("cans", 0.2), ("deepseek", 1e-3)]
+)
+def test_singular_values_come_close_to_one(name, off):
+    generator = torch.Generator().manual_seed(1)
+    for shape in [(64, 64), (48, 96), (96, 24)]:
+        (factor,) = polarise([torch.randn(shape, generator=generator)], POLARS[name])
+        values = torch.linalg.svdvals(factor)
+        if min(shape) < 64:  # a square one has singular values next to zero
+            assert (values - 1).abs().max() < off
+        assert values.max() < 1.3
+
+
+def test_small_singular_values_survive_many_steps_in_fp32():
+    generator = torch.Generator().manual_seed(2)
+    u, _ = torch.linalg.qr(torch.randn(32, 32, generator=generator))
+    v, _ = torch.linalg.qr(torch.randn(128, 32, generator=generator))
+    ill = u @ torch.diag(torch.logspace(0, -3.5, 32)) @ v.T
+    (factor,) = polarise([ill], POLARS["deepseek"])
+    assert (factor - u @ v.T).norm() < 0.02 * (u @ v.T).norm()
+
+
+@pytest.mark.parametrize("name", POLARS)
+def test_zero_has_the_factor_zero_and_nothing_is_written(name):
+    held = [torch.zeros(3, 4), torch.ones(3, 4)]
+    before = [matrix.clone() for matrix in held]
+    zero, _ = polarise(held, POLARS[name])
+    assert not zero.any()
+    assert all(map(torch.equal, held, before))
+    assert all(f.data_ptr() != m.data_ptr() for f, m in zip([zero], held, strict=False))
+
+
+def test_bf16_and_given_steps():
+    steps = resolve_polar([(2.0, -1.5, 0.5)] * 3)
+    (narrow,) = polarise(matrices()[:1], steps, torch.bfloat16)
+    (wide,) = polarise(matrices()[:1], steps)
+    assert narrow.dtype is torch.bfloat16
+    torch.testing.assert_close(narrow.double(), wide, atol=0.05, rtol=0.05)
+
+
+@pytest.mark.parametrize("polar", ["newton", [(1.0, 2.0)]])
+def test_unknown_steps_are_refused(polar):
+    with pytest.raises(ValueError, match="polar"):
+        resolve_polar(polar)
