@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,7 +41,6 @@ class _ByCount:
 
     start_up_seconds: float
     each_seconds: float
-    takes_arrays: ClassVar[bool] = True
 
     def __call__(self, count: Any) -> Any:
         return self.start_up_seconds + self.each_seconds * count

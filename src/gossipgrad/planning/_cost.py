@@ -1,14 +1,13 @@
 """What moving bytes costs: small values that are called with a size and give seconds."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, ClassVar, overload
+from typing import Any, overload
 
 import numpy as np
 from jaxtyping import Float, Int
-
-from ._step import finite
 
 __all__ = ["AffineCost", "PiecewiseCost"]
 
@@ -36,12 +35,11 @@ class AffineCost:
 
     alpha_seconds: float
     beta_seconds_per_byte: float
-    takes_arrays: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name in ("alpha_seconds", "beta_seconds_per_byte"):
             value = getattr(self, name)
-            if not finite(value) >= 0:
+            if not 0 <= value < math.inf:
                 raise ValueError(f"{name} is {value!r}: a cost is a finite number, and 0 or more")
 
     @overload
@@ -63,7 +61,7 @@ class AffineCost:
             >>> AffineCost.from_rate(rate_bits_per_second=1e9, latency_seconds=5e-5)
             AffineCost(alpha_seconds=5e-05, beta_seconds_per_byte=8e-09)
         """
-        if not finite(rate_bits_per_second) > 0:
+        if not 0 < rate_bits_per_second < math.inf:
             raise ValueError(
                 f"a rate of {rate_bits_per_second!r} bits a second: give a finite number above 0"
             )
@@ -184,7 +182,6 @@ class PiecewiseCost:
 
     sizes: tuple[float, ...]
     seconds: tuple[float, ...]
-    takes_arrays: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         sizes, seconds = self.sizes, self.seconds
@@ -192,7 +189,7 @@ class PiecewiseCost:
             raise ValueError(
                 f"{len(sizes)} sizes and {len(seconds)} times: a curve has two points or more"
             )
-        if not all(finite(value) >= 0 for value in (*sizes, *seconds)):
+        if not all(0 <= value < math.inf for value in (*sizes, *seconds)):
             raise ValueError("sizes and times of a curve are finite numbers, and 0 or more")
         if any(later <= earlier for earlier, later in pairwise(sizes)):
             raise ValueError("the sizes of a curve rise: give each once, in order")

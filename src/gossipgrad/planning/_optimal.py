@@ -1,16 +1,16 @@
 """The plan that finishes first: a shortest path with two lengths, over fronts of states."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 
 import numpy as np
 from jaxtyping import Float, Int
 
-from ._merge_plan import Plan, planned
+from ._method import Method, checked_step, costs
+from ._plan import Merge, Plan, planned
 from ._rules import mg_wfbp, omgs_greedy, single, wfbp
-from ._step import checked_step
-from ._timeline import Merge, Method, by_name, cost, take_arrays
 
 __all__ = ["plan"]
 
@@ -51,8 +51,8 @@ def plan(
 
     Raises:
         ValueError: There is no tensor or no list of methods, two methods have one name, a size is
-            no whole number of 1 or more, there are 2**63 elements or more, or a time, or what a
-            method gives, is negative or not finite.
+            no whole number of 1 or more, or a time, or what a method gives, is negative or not
+            finite.
 
     Example:
         The first tensor is as large as ten of the others. The published rule merges all three; it
@@ -69,33 +69,25 @@ def plan(
         >>> round(omgs_greedy([1, 3, 3], [10, 1, 1], method).finish_seconds, 9)
         18.2
     """
-    times, counts = checked_step(backward_seconds, sizes)
-    by_name(methods)
+    times, counts, known = checked_step(backward_seconds, sizes, methods)
+    groups = _Groups.of(times, counts, methods)
+    rules = (single, wfbp, mg_wfbp, omgs_greedy, partial(omgs_greedy, as_published=True))
     best = min(
-        (
-            rule(times, counts, method)
-            for method in methods
-            for rule in (single, wfbp, mg_wfbp, omgs_greedy, _as_published)
-        ),
+        (rule(times, counts, method) for method in methods for rule in rules),
         key=lambda each: each.finish_seconds,
     )
-    groups = _Groups.of(times, counts, methods)
     ahead = groups.bounds()
-    width = _WIDTHS[0]
-    for width in _WIDTHS if len(counts) <= _MANY_TENSORS else _WIDTHS[:-1]:
+    widths = _WIDTHS if len(counts) <= _MANY_TENSORS else _WIDTHS[:-1]
+    for width in widths:
         chosen, _, is_exact = groups.search(*ahead, best.finish_seconds, width)
         if chosen:
             merges = [Merge(start, stop, methods[at].name) for start, stop, at in chosen]
-            found = planned(merges, times, counts, methods)
+            found = planned(merges, times, counts, known)
             best = min(best, found, key=lambda each: each.finish_seconds)
         if is_exact:
-            return planned(best.groups, times, counts, methods, best.finish_seconds)
-    _, bound, _ = groups.search(*ahead, best.finish_seconds, width, optimistic=True)
-    return planned(best.groups, times, counts, methods, min(bound, best.finish_seconds))
-
-
-def _as_published(times: Sequence[float], counts: Sequence[int], method: Method) -> Plan:
-    return omgs_greedy(times, counts, method, as_published=True)
+            return replace(best, lower_bound_seconds=best.finish_seconds)
+    _, bound, _ = groups.search(*ahead, best.finish_seconds, widths[-1], optimistic=True)
+    return replace(best, lower_bound_seconds=min(bound, best.finish_seconds))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +116,7 @@ class _Groups:
         for what in ("select_seconds", "communicate_seconds"):
             table = np.full((len(methods), len(ends), len(ends)), np.inf)
             for at, method in enumerate(methods):
-                table[at, start, stop] = _seconds(method, what, distinct)[place]
+                table[at, start, stop] = costs(method, what, distinct)[place]
             tables.append(table)
         return cls(np.array([0.0, *accumulate(times)]), *tables)
 
@@ -226,14 +218,3 @@ def _spread(
     first[1:] = stretch[order][1:] != stretch[order][:-1]
     heads = np.flatnonzero(first)  # the front, too, is in the order of its stretches
     return order[heads], (x[heads], np.minimum.reduceat(y, heads))
-
-
-def _seconds(method: Method, what: str, sizes: Int[np.ndarray, " size"]) -> Seconds:
-    """What a method asks for groups of these sizes, checked."""
-    if take_arrays(function := getattr(method, what)):
-        # As floats: products of whole numbers would overflow in an array, and not outside.
-        with np.errstate(all="ignore"):
-            found = np.asarray(function(sizes.astype(np.float64)), np.float64)
-        if found.shape == sizes.shape and np.all(np.isfinite(found) & (found >= 0)):
-            return found
-    return np.array([cost(method, what, elements) for elements in sizes.tolist()])

@@ -7,29 +7,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from ._step import finite
-
 __all__ = ["PROFILES", "Profile"]
 
 PROFILES = ("resnet50", "googlenet", "vgg16", "lstm", "gpt2")
 
 _FORMAT = "gossipgrad profile"
 _VERSION = 1
-_KEYS = frozenset(
-    {
-        "format",
-        "version",
-        "name",
-        "device",
-        "source",
-        "batch_size",
-        "element_bytes",
-        "state_copies",
-        "forward_seconds",
-        "optimizer_seconds",
-        "parameters",
-    }
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,9 +37,8 @@ class Profile:
         state_copies: Tensors of optimizer state for each parameter: 1 for momentum, 2 for Adam.
 
     Raises:
-        ValueError: A time is negative or not finite, or all together are too long for a float, a
-            size is no whole number of 1 or more, a name no string, the tuples differ in length, or
-            nothing takes any time.
+        ValueError: A time is negative or not finite, a size is no whole number of 1 or more, the
+            tuples differ in length, or nothing takes any time.
 
     Example:
         >>> profile = Profile(
@@ -83,53 +65,27 @@ class Profile:
     def __post_init__(self) -> None:
         if not self.name:
             raise ValueError("a profile needs a name: say which model it is of")
-        if not self.names:
-            raise ValueError(f"profile {self.name!r} has no parameters: nothing would travel")
-        lengths = {
-            "names": len(self.names),
-            "elements": len(self.elements),
-            "backward_seconds": len(self.backward_seconds),
-        }
-        if len(set(lengths.values())) > 1:
-            held = ", ".join(f"{count} {what}" for what, count in lengths.items())
+        if not len(self.names) == len(self.elements) == len(self.backward_seconds) > 0:
             raise ValueError(
-                f"profile {self.name!r} has {held}: give one of each a parameter, in the order of "
-                "backward"
+                f"profile {self.name!r} has {len(self.names)} names, {len(self.elements)} elements "
+                f"and {len(self.backward_seconds)} backward_seconds: give one of each a parameter, "
+                "for one parameter or more"
             )
-        for what in ("batch_size", "element_bytes"):
-            if type(value := getattr(self, what)) is not int or value < 1:
+        wholes = {"batch_size": self.batch_size, "element_bytes": self.element_bytes}
+        wholes |= {
+            f"elements of {n!r}": of for n, of in zip(self.names, self.elements, strict=True)
+        }
+        for what, value in wholes.items():
+            if type(value) is not int or value < 1:
                 raise ValueError(f"{what} must be a whole number, at least 1, got {value!r}")
         if type(self.state_copies) is not int or self.state_copies < 0:
             raise ValueError(f"state_copies must be 0 or more tensors, got {self.state_copies!r}")
-        for name, count in zip(self.names, self.elements, strict=True):
-            if not isinstance(name, str):
-                raise ValueError(f"a parameter is named {name!r}: names are strings")
-            if type(count) is not int:
-                raise ValueError(
-                    f"parameter {name!r} has {count!r} elements: give a whole number, 1 or more"
-                )
-            if count < 1:
-                raise ValueError(
-                    f"parameter {name!r} has {count!r} elements: leave out those without any"
-                )
-        times = {
-            "forward_seconds": self.forward_seconds,
-            "optimizer_seconds": self.optimizer_seconds,
-        }
-        times.update(zip(self.names, self.backward_seconds, strict=True))
-        for what, seconds in times.items():
-            if not (isinstance(seconds, float | int) and finite(seconds) >= 0):
-                raise ValueError(f"{what} took {seconds!r} seconds: give a time, 0 or more")
-        try:
-            total = self.compute_seconds
-        except OverflowError:
-            total = math.inf
-        if total == math.inf:
-            raise ValueError(
-                f"the times of profile {self.name!r} add up to more than a float can hold: give "
-                "seconds"
-            )
-        if not total > 0:
+        if not all(isinstance(name, str) for name in self.names):
+            raise ValueError(f"profile {self.name!r} has {self.names!r}: names are strings")
+        for seconds in (self.forward_seconds, self.optimizer_seconds, *self.backward_seconds):
+            if not 0 <= seconds < math.inf:
+                raise ValueError(f"profile {self.name!r} has a time of {seconds!r}: give 0 or more")
+        if not self.compute_seconds > 0:
             raise ValueError(f"profile {self.name!r} takes no time at all: record it anew")
 
     @property
@@ -151,7 +107,7 @@ class Profile:
             ValueError: A factor is not positive and finite.
         """
         for what, factor in (("time", time), ("size", size)):
-            if not finite(factor) > 0:
+            if not 0 < factor < math.inf:
                 raise ValueError(f"{what} must be a positive factor, got {factor!r}")
         if time == size == 1:
             return self
@@ -218,21 +174,18 @@ class Profile:
                 f"a profile of version {value.get('version')!r}, this reads version {_VERSION}: "
                 "record it anew"
             )
-        held: dict[str, Any] = {"state_copies": 1, **value}  # a file may leave out momentum's 1
-        if held.keys() != _KEYS:
-            missing, unknown = sorted(_KEYS - held.keys()), sorted(held.keys() - _KEYS)
-            raise ValueError(f"a profile with keys missing {missing} and unknown {unknown}")
-        rows = held["parameters"]
-        if not isinstance(rows, list) or not all(
-            isinstance(row, list) and len(row) == 3 for row in rows
-        ):
-            raise ValueError("parameters must be a list of [name, elements, backward seconds]")
-        names, elements, seconds = zip(*rows, strict=True) if rows else ((), (), ())
-        others = {key: held[key] for key in _KEYS - {"format", "version", "parameters"}}
-        for key in ("forward_seconds", "optimizer_seconds"):
-            others[key] = _as_float(others[key])
-        seconds = tuple(map(_as_float, seconds))
-        return cls(names=names, elements=elements, backward_seconds=seconds, **others)
+        rest = {k: v for k, v in value.items() if k not in ("format", "version", "parameters")}
+        try:
+            names, elements, seconds = zip(*value["parameters"], strict=True)
+            for what in ("forward_seconds", "optimizer_seconds"):
+                rest[what] = float(rest[what])  # JSON has one kind of number: 1 means 1.0
+            seconds = tuple(map(float, seconds))
+            return cls(names=names, elements=elements, backward_seconds=seconds, **rest)
+        except (KeyError, TypeError) as error:
+            raise ValueError(
+                f"a profile with keys {sorted(map(str, value))} that cannot be read ({error!r}): "
+                "parameters must be a list of [name, elements, backward seconds]"
+            ) from error
 
     @classmethod
     def load(cls, name_or_path: str | Path) -> "Profile":
@@ -251,24 +204,12 @@ class Profile:
         else:
             try:
                 text = Path(name_or_path).read_text(encoding="utf-8")
-            except OSError as error:
+            except (OSError, UnicodeDecodeError) as error:
                 raise ValueError(
-                    f"no profile {str(name_or_path)!r} ({error.strerror}): give one of "
+                    f"no profile {str(name_or_path)!r} ({error}): give one of "
                     f"{', '.join(PROFILES)}, or a file that `gossipgrad profile` wrote"
-                ) from error
-            except UnicodeDecodeError as error:
-                raise ValueError(
-                    f"{str(name_or_path)!r} is not text ({error}): give a file that `gossipgrad "
-                    "profile` wrote"
                 ) from error
         try:
             return cls.from_json(json.loads(text))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{str(name_or_path)!r} is not JSON ({error})") from error
-        except ValueError as error:
+        except ValueError as error:  # of JSON, too
             raise ValueError(f"{str(name_or_path)!r}: {error}") from error
-
-
-def _as_float(value: Any) -> Any:
-    """JSON has one kind of number: 1 means 1.0."""
-    return float(value) if type(value) is int else value

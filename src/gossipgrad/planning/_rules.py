@@ -1,11 +1,11 @@
 """The published rules for merging gradients, for comparison; each by one method for all groups."""
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 
-from ._merge_plan import Plan, planned
-from ._step import checked_step, finite
-from ._timeline import Merge, Method, check_method, cost
+from ._method import Method, checked_step, cost
+from ._plan import Merge, Plan, planned
 
 __all__ = ["mg_wfbp", "omgs_greedy", "single", "threshold", "wfbp"]
 
@@ -20,8 +20,6 @@ def wfbp(backward_seconds: Seconds, sizes: Sequence[int], method: Method) -> Pla
     Raises:
         ValueError: As `plan`; or `method` is not one.
     """
-    backward_seconds, sizes = checked_step(backward_seconds, sizes)
-    check_method(method)
     return _cut(range(1, len(sizes)), backward_seconds, sizes, method)
 
 
@@ -31,8 +29,6 @@ def single(backward_seconds: Seconds, sizes: Sequence[int], method: Method) -> P
     Raises:
         ValueError: As `plan`; or `method` is not one.
     """
-    backward_seconds, sizes = checked_step(backward_seconds, sizes)
-    check_method(method)
     return _cut((), backward_seconds, sizes, method)
 
 
@@ -61,21 +57,18 @@ def threshold(
     Raises:
         ValueError: A limit is no number of 1 or more, or `method` is not one; or as `plan`.
     """
-    backward_seconds, sizes = checked_step(backward_seconds, sizes)
-    check_method(method)
-    limits = {"size_bytes": size_bytes, "element_bytes": element_bytes}
-    if first_size_bytes is not None:
-        limits["first_size_bytes"] = first_size_bytes
-    for name, value in limits.items():
-        if not finite(value) >= 1:
-            raise ValueError(f"{name} is {value!r}: it must be 1 or more, and finite")
-    cuts, held = [], 0
-    for place, elements in enumerate(sizes):
-        held += elements * element_bytes
-        if held >= (size_bytes if cuts or first_size_bytes is None else first_size_bytes):
+    times, counts, _ = checked_step(backward_seconds, sizes, [method])
+    first = size_bytes if first_size_bytes is None else first_size_bytes
+    for limit in (size_bytes, first, element_bytes):
+        if not 1 <= limit < math.inf:
+            raise ValueError(f"a limit of {limit!r} bytes: it must be 1 or more, and finite")
+    cuts, filled = [], 0
+    for place, elements in enumerate(counts[:-1]):
+        filled += elements * element_bytes
+        if filled >= (size_bytes if cuts else first):
             cuts.append(place + 1)
-            held = 0
-    return _cut([place for place in cuts if place < len(sizes)], backward_seconds, sizes, method)
+            filled = 0
+    return _cut(cuts, times, counts, method)
 
 
 def mg_wfbp(backward_seconds: Seconds, sizes: Sequence[int], method: Method) -> Plan:
@@ -92,24 +85,24 @@ def mg_wfbp(backward_seconds: Seconds, sizes: Sequence[int], method: Method) -> 
     Raises:
         ValueError: As `plan`; or `method` is not one.
     """
-    backward_seconds, sizes = checked_step(backward_seconds, sizes)
-    check_method(method)
+    times, counts, _ = checked_step(backward_seconds, sizes, [method])
+
+    def send(elements: int) -> float:
+        return cost(method, "communicate_seconds", elements)
+
     cuts = []
-    computed = backward_seconds[0]
-    held = sizes[0]
-    took = cost(method, "communicate_seconds", held)
-    begins = computed
-    for place in range(1, len(sizes)):
-        computed += backward_seconds[place]
-        alone = cost(method, "communicate_seconds", sizes[place])
-        together = cost(method, "communicate_seconds", held + sizes[place])
+    computed = begins = times[0]
+    merged, took = counts[0], send(counts[0])
+    for place in range(1, len(counts)):
+        computed += times[place]
+        alone, together = send(counts[place]), send(merged + counts[place])
         waits, saves = computed - begins, took + alone - together
         if waits < took and (waits < 0 or waits < saves):
-            held, took, begins = held + sizes[place], together, max(begins, computed)
+            merged, took, begins = merged + counts[place], together, max(begins, computed)
         else:
             cuts.append(place)
-            held, took, begins = sizes[place], alone, max(begins + took, computed)
-    return _cut(cuts, backward_seconds, sizes, method)
+            merged, took, begins = counts[place], alone, max(begins + took, computed)
+    return _cut(cuts, times, counts, method)
 
 
 def omgs_greedy(
@@ -134,8 +127,7 @@ def omgs_greedy(
     Raises:
         ValueError: As `plan`; or `method` is not one.
     """
-    backward_seconds, sizes = checked_step(backward_seconds, sizes)
-    check_method(method)
+    times, counts, _ = checked_step(backward_seconds, sizes, [method])
 
     def select(elements: int) -> float:
         return cost(method, "select_seconds", elements)
@@ -145,29 +137,30 @@ def omgs_greedy(
 
     cuts = []
     begun = free = 0.0
-    held, takes = sizes[0], backward_seconds[0]
-    for place in range(1, len(sizes)):
-        following = sizes[place]
-        ready = begun + takes + select(held)
+    merged, takes = counts[0], times[0]
+    for place in range(1, len(counts)):
+        following = counts[place]
+        ready = begun + takes + select(merged)
         sent = max(free, ready)
-        delays = backward_seconds[place] + select(held + following)
-        delays -= select(held) + select(following) + (sent - ready)
-        saves = send(held) + send(following) - send(held + following)
+        delays = times[place] + select(merged + following)
+        delays -= select(merged) + select(following) + (sent - ready)
+        saves = send(merged) + send(following) - send(merged + following)
         bound_together = as_published and place == 1
         if delays < saves and not bound_together:
-            held, takes = held + following, takes + backward_seconds[place]
+            merged, takes = merged + following, takes + times[place]
         else:
             if not bound_together:
                 cuts.append(place)
-            begun, free = ready, sent + send(held)
-            held, takes = following, backward_seconds[place]
-    return _cut(cuts, backward_seconds, sizes, method)
+            begun, free = ready, sent + send(merged)
+            merged, takes = following, times[place]
+    return _cut(cuts, times, counts, method)
 
 
 def _cut(
     cuts: Sequence[int], backward_seconds: Seconds, sizes: Sequence[int], method: Method
 ) -> Plan:
     """The plan whose groups but the first begin at these tensors."""
-    ends = [0, *cuts, len(sizes)]
+    times, counts, known = checked_step(backward_seconds, sizes, [method])
+    ends = [0, *cuts, len(counts)]
     groups = [Merge(start, stop, method.name) for start, stop in pairwise(ends)]
-    return planned(groups, backward_seconds, sizes, [method])
+    return planned(groups, times, counts, known)

@@ -1,22 +1,52 @@
-"""A plan: which gradients travel together, and by which method."""
+"""A plan: which gradients travel together and by which method, and what happens when in it."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
-from ._step import checked_step, finite
-from ._timeline import Merge, Method, Span, moments
+from ._method import Method, checked_step, cost
 
-__all__ = ["LEAST_SAVING", "Plan", "planned"]
+__all__ = ["LEAST_SAVING", "Merge", "Plan", "Span", "planned"]
 
 LEAST_SAVING = 0.05
 """Share of a step that compression has to save, as what is left for later costs accuracy."""
 
 _FORMAT = "gossipgrad plan"
 _VERSION = 1
-_KEYS = frozenset({"format", "version", "groups", "finish_seconds", "lower_bound_seconds"})
-_OPTIONAL = frozenset({"names"})
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """Tensors `start` to `stop - 1`, in the order of backward, that travel in one message.
+
+    Attributes:
+        start: The first of them.
+        stop: The first that is not among them.
+        method: The name of the method by which they travel.
+    """
+
+    start: int
+    stop: int
+    method: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """Something that takes time in a step, in seconds from the start of backward.
+
+    Attributes:
+        what: `"backward"` or `"select"`, which take turns, or `"communicate"`, beside them.
+        group: Of which group, as its place in the plan.
+        start_seconds: When it begins.
+        end_seconds: When it ends.
+    """
+
+    what: str
+    group: int
+    start_seconds: float
+    end_seconds: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,8 +85,6 @@ class Plan:
     names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.groups:
-            raise ValueError("a plan without groups sends nothing: give one or more")
         reached = 0
         for group in self.groups:
             if group.start != reached or group.stop <= group.start:
@@ -67,33 +95,19 @@ class Plan:
             if not group.method:
                 raise ValueError(f"the group from tensor {reached} on names no method")
             reached = group.stop
-        for what in ("finish_seconds", "lower_bound_seconds"):
-            value = getattr(self, what)
-            if type(value) is bool or not (isinstance(value, float | int) and finite(value) >= 0):
-                raise ValueError(f"{what} is {value!r}: it is a time, finite and 0 or more")
-        if self.lower_bound_seconds > self.finish_seconds:
+        if not reached:
+            raise ValueError("a plan without groups sends nothing: give one or more")
+        if not 0 <= self.lower_bound_seconds <= self.finish_seconds < math.inf:
             raise ValueError(
-                f"lower_bound_seconds {self.lower_bound_seconds} is above finish_seconds "
-                f"{self.finish_seconds}, which it bounds"
+                f"finish_seconds is {self.finish_seconds!r} and lower_bound_seconds "
+                f"{self.lower_bound_seconds!r}: they are times, finite and 0 or more, the bound no "
+                "larger than what it bounds"
             )
-        if self.names:
-            self._check_names(reached)
-
-    def _check_names(self, tensors: int) -> None:
-        if not isinstance(self.names, tuple):
-            raise ValueError(f"names is {self.names!r}: give a tuple, a name for each tensor")
-        if len(self.names) != tensors:
+        if self.names and not len(self.names) == len(set(self.names)) == reached:
             raise ValueError(
-                f"a plan for {tensors} tensors has {len(self.names)} names: give each tensor its "
-                "own, or none any"
+                f"a plan for {reached} tensors has {len(self.names)} names, {len(set(self.names))} "
+                "of them different: give each tensor its own, or none any"
             )
-        known = set()
-        for place, name in enumerate(self.names):
-            if not isinstance(name, str):
-                raise ValueError(f"the name of tensor {place} is {name!r}: names are strings")
-            if name in known:
-                raise ValueError(f"two tensors are named {name!r}: give each its own name")
-            known.add(name)
 
     @property
     def gap(self) -> float:
@@ -128,19 +142,17 @@ class Plan:
             ValueError: As `plan`; or the plan is for another number of tensors, or names a method
                 that is not given.
         """
-        backward_seconds, sizes = checked_step(backward_seconds, sizes)
-        if (tensors := self.groups[-1].stop) != len(sizes):
-            raise ValueError(f"a plan for {tensors} tensors was given {len(sizes)}: make one anew")
-        found = []
-        for place, at in enumerate(moments(self.groups, backward_seconds, sizes, methods)):
-            found += [
-                Span(what="backward", group=place, start_seconds=at.begun, end_seconds=at.computed),
-                Span(what="select", group=place, start_seconds=at.computed, end_seconds=at.ready),
-                Span(
-                    what="communicate", group=place, start_seconds=at.sent, end_seconds=at.arrived
-                ),
-            ]
-        return tuple(span for span in found if span.end_seconds > span.start_seconds)
+        times, counts, known = checked_step(backward_seconds, sizes, methods)
+        if (tensors := self.groups[-1].stop) != len(counts):
+            raise ValueError(f"a plan for {tensors} tensors was given {len(counts)}: make one anew")
+        unknown = {group.method for group in self.groups} - known.keys()
+        if unknown:
+            raise ValueError(
+                f"a group travels by {min(unknown)!r}, but the methods are {', '.join(known)}: "
+                "give those that the plan was made for"
+            )
+        spans = _spans(self.groups, times, counts, known)
+        return tuple(span for span in spans if span.end_seconds > span.start_seconds)
 
     def to_json(self) -> dict[str, Any]:
         """What `from_json` reads; plain values, the same for equal plans on all ranks."""
@@ -168,41 +180,48 @@ class Plan:
                 f"a plan of version {value.get('version')!r}, this reads version {_VERSION}: make "
                 "it anew"
             )
-        if not _KEYS <= value.keys() <= _KEYS | _OPTIONAL:
-            missing = sorted(_KEYS - value.keys())
-            unknown = sorted(map(str, value.keys() - _KEYS - _OPTIONAL))
-            raise ValueError(f"a plan with keys missing {missing} and unknown {unknown}")
-        rows = value["groups"]
-        if not isinstance(rows, list) or not all(
-            isinstance(row, list | tuple) and [type(part) for part in row] == [int, int, str]
-            for row in rows
-        ):
+        rest = {key: of for key, of in value.items() if key not in ("format", "version", "groups")}
+        rest["names"] = tuple(rest.get("names", ()))
+        try:
+            return cls(groups=tuple(Merge(*row) for row in value["groups"]), **rest)
+        except (KeyError, TypeError) as error:
             raise ValueError(
-                "groups must be a list of [start, stop, method], two whole numbers and a name"
-            )
-        names = value.get("names", [])
-        if not isinstance(names, list | tuple):
-            raise ValueError(f"names is {names!r}: it is a list, a name for each tensor")
-        return cls(
-            groups=tuple(Merge(*row) for row in rows),
-            finish_seconds=value["finish_seconds"],
-            lower_bound_seconds=value["lower_bound_seconds"],
-            names=tuple(names),
-        )
+                f"a plan with keys {sorted(map(str, value))} that cannot be read ({error!r}): it "
+                "has groups, a list of [start, stop, method], and its times"
+            ) from error
 
 
 def planned(
     groups: Sequence[Merge],
-    backward_seconds: Sequence[float | int],
-    sizes: Sequence[int],
-    methods: Sequence[Method],
+    times: list[float],
+    counts: list[int],
+    known: dict[str, Method],
     lower_bound_seconds: float | None = None,
 ) -> Plan:
     """The plan of these groups; without a bound, with the one that backward must end."""
-    *_, last = moments(groups, backward_seconds, sizes, methods)
-    bound = sum(backward_seconds) if lower_bound_seconds is None else lower_bound_seconds
-    return Plan(
-        groups=tuple(groups),
-        finish_seconds=last.arrived,
-        lower_bound_seconds=min(bound, last.arrived),
-    )
+    finish = _spans(groups, times, counts, known)[-1].end_seconds
+    bound = sum(times) if lower_bound_seconds is None else lower_bound_seconds
+    return Plan(groups=tuple(groups), finish_seconds=finish, lower_bound_seconds=min(bound, finish))
+
+
+def _spans(
+    groups: Sequence[Merge], times: list[float], counts: list[int], known: dict[str, Method]
+) -> list[Span]:
+    """Backward, selection and communication of each group."""
+    reached = [0.0, *accumulate(times)]
+    spans = []
+    selected = arrived = 0.0
+    for place, group in enumerate(groups):
+        method, elements = known[group.method], sum(counts[group.start : group.stop])
+        begun, computed = reached[group.start] + selected, reached[group.stop] + selected
+        selected += cost(method, "select_seconds", elements)
+        ready = reached[group.stop] + selected
+        sent = max(arrived, ready)
+        arrived = sent + cost(method, "communicate_seconds", elements)
+        for what, start, end in (
+            ("backward", begun, computed),
+            ("select", computed, ready),
+            ("communicate", sent, arrived),
+        ):
+            spans.append(Span(what=what, group=place, start_seconds=start, end_seconds=end))
+    return spans
