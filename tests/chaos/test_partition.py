@@ -79,7 +79,7 @@ def test_of_two_halves_the_one_with_the_store_goes_on_and_the_other_learns_it():
             watch = session._members.watch
             if not here:
                 watch._store = OutOfReach(watch._store)
-            train_until(lambda: session.membership.living == (0, 1) if here else watch.frozen)
+            train_until(lambda: session.membership.living == (0, 1) if here else watch.store_lost)
             delivered = session.stats().outcomes["delivered"]
             train_until(lambda: session.stats().outcomes["delivered"] > delivered + 3)
             seen[rank] = session.membership.generation

@@ -1,3 +1,7 @@
+import atexit
+import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -7,10 +11,6 @@ import torch.distributed as dist
 from gossipgrad.comm import AskedStore, StoreSilentError
 from support.hanging_store import Hanging
 from support.waiting import until
-
-
-def asking_threads():
-    return [t for t in threading.enumerate() if t.name == "gossipgrad-store"]
 
 
 def test_a_store_that_hangs_is_awaited_no_longer_than_asked_and_heard_when_it_answers():
@@ -65,10 +65,59 @@ def test_errors_are_those_of_the_store_and_it_is_asked_over_a_new_connection_the
 
 
 def test_its_thread_ends_with_it():
-    before = len(asking_threads())
-    asked = AskedStore(dist.HashStore())
-    closed = AskedStore(dist.HashStore())
-    assert len(asking_threads()) == before + 2
+    before = {*threading.enumerate()}
+    asked, closed = AskedStore(dist.HashStore()), AskedStore(dist.HashStore())
+    for each in (asked, closed):
+        assert not each.ask(lambda s: s.check(["a"]))
+    both = {*threading.enumerate()} - before
+    assert len(both) >= 2
     closed.close()
     del asked
-    until(lambda: len(asking_threads()) <= before)
+    until(lambda: not any(thread.is_alive() for thread in both))
+
+
+def test_what_is_begun_is_asked_first_and_awaited():
+    store, told = Hanging(), []
+    asked = AskedStore(store, timeout_seconds=60.0)
+    asked.begin(lambda s: s.set("a", "1")).add_done_callback(lambda _: told.append("a"))
+    threading.Timer(0.1, store.answers.set).start()
+    assert asked.ask(lambda s: s.get("a")) == b"1"
+    assert told == ["a"]
+
+
+SCRIPT = """
+import sys, threading, time, torch.distributed as dist
+from gossipgrad.comm import AskedStore, Heartbeats, Membership, MemberWatch
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+watch = MemberWatch(store.clone(), 0, Membership.first(1), Heartbeats(interval_seconds=0.001))
+watch.start()
+asked = AskedStore(store)
+busy = [asked.begin(lambda store: store.check(["a"])) for _ in range(100)]
+if sys.argv[1] == "hangs":
+    asked.begin(lambda store: time.sleep(60))
+del watch, store
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("store", ["answers", "hangs"])
+def test_a_process_that_ends_while_its_threads_ask_a_store_ends_well_and_soon(store):
+    """Torch's store aborts a process that ends while a thread comes back from it."""
+    start = time.monotonic()
+    ended = subprocess.run(
+        [sys.executable, "-c", SCRIPT, store], capture_output=True, text=True, timeout=110
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert time.monotonic() - start < 100
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_ends_though_the_threads_of_its_parent_ask_a_store():
+    asked = AskedStore(Hanging())
+    asked.begin(lambda store: store.check(["a"]))
+    child = os.fork()
+    if child == 0:
+        threading.Timer(30, os._exit, [1]).start()
+        atexit._run_exitfuncs()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0

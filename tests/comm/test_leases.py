@@ -1,4 +1,4 @@
-"""Leases, and stores that do not answer or break: what a rank may do while it cannot ask."""
+"""Leases, and stores that hang or break: what a rank may do while it cannot ask."""
 
 import logging
 import threading
@@ -7,312 +7,201 @@ import time
 import pytest
 import torch.distributed as dist
 
-from gossipgrad.comm import Heartbeats, Membership, MemberWatch
-from gossipgrad.comm._membership import Record
+from gossipgrad.comm import Heartbeats, Membership, MemberWatch, Record
 from gossipgrad.errors import EvictedError
 from support.waiting import until
-from support.watches import make_watches, pass_seconds
+from support.watches import HookedStore, make_watches, pass_seconds
+
+FIFTY = Heartbeats(interval_seconds=0.005, lease_seconds=50.0, silent_seconds=5000.0)
+QUICK = Heartbeats(interval_seconds=0.01, lease_seconds=0.1, silent_seconds=5.0)
+
+
+@pytest.fixture
+def store():
+    return HookedStore()
+
+
+@pytest.fixture
+def started(clock, store):
+    """Starts the watch of rank 0 of two, on the hooked store; ends it."""
+    made = []
+
+    def start(settings, **options):
+        first = Membership.first(2)
+        watch = MemberWatch(store, 0, first, settings, **({"now": clock} | options))
+        made.append(watch)
+        store.inner.set("beat/1", "0")
+        watch.start()
+        return watch
+
+    yield start
+    store.before = lambda what, key: None
+    for watch in made:
+        watch.stop()
+
+
+def give_up(store, rank):
+    record = Record(store)
+    record.replace(known := record.read(), known.without({rank: "silent"}, left=False, by=1 - rank))
 
 
 def test_a_lease_that_ran_out_is_renewed_before_anything_is_sent(clock):
-    """The heartbeat thread of rank 1 stands still; the others give rank 1 up meanwhile."""
+    """The thread of rank 1 is stopped; the others give rank 1 up meanwhile."""
     settings = Heartbeats(interval_seconds=1.0, lease_seconds=60.0, silent_seconds=80.0)
     all_watches = make_watches(clock, 3, settings)
     pass_seconds(clock, all_watches, 3)
     paused = all_watches[1]
     pass_seconds(clock, [all_watches[0], all_watches[2]], 84)
     assert all_watches[0].latest.living == (0, 2)
+    assert not paused.is_member()
     paused.start()  # goes on, but may come later than the next send
     with pytest.raises(EvictedError, match=r"rank 1 was taken for dead by rank 0 \(no sign"):
         paused.confirm()
     assert not paused.is_member()
     paused.stop()
-    assert Record(paused._store, Membership.first(3)).read().gone[1].left is False
 
 
-def test_without_waiting_an_old_lease_forbids_to_send_until_it_is_renewed(clock):
-    """The lease is 60 s: for as long again the store may keep silent, and nobody waits for it."""
-    settings = Heartbeats(interval_seconds=1.0, lease_seconds=60.0, silent_seconds=300.0)
-    watch = MemberWatch(dist.HashStore(), 0, Membership.first(2), settings, now=clock)
-    watch.waits = False
-    clock.seconds += 65.0
-    began = time.monotonic()
-    assert not any(watch.is_member() for _ in range(100))
-    watch.confirm()
-    assert time.monotonic() - began < 30.0
-    watch._store.set("beat/1", "1")
-    watch.beat()
-    assert watch.is_member()
-    for seconds in (65.0, 59.0):
-        clock.seconds += seconds
-        watch.confirm()
-        assert not watch.is_member()
-        assert watch.frozen is None
-    clock.seconds += 2.0
-    watch.confirm()
-    assert watch.is_member()
-    assert "did not answer within 60 s" in watch.frozen
+def test_a_beat_in_which_a_rank_was_stopped_renews_no_lease(clock, store, started):
+    reading, goes_on = threading.Event(), threading.Event()
 
+    def before(what, key):
+        if what == "get" and key == "beat/1":  # it has read the record
+            reading.set()
+            assert goes_on.wait(60)
 
-def test_what_is_heard_while_the_store_is_lost_is_looked_at_when_it_answers(watches, clock):
-    """A link breaks then: as soon as it can be known, its peer is given up, not 10 s later."""
-    all_watches = watches(3)
-    pass_seconds(clock, all_watches, 3)
-    watch = all_watches[0]
-    watch._freeze("the rendezvous store is lost")
-    watch.gone(2, left=False)
-    watch._thaw()
-    pass_seconds(clock, all_watches[:2], 4)
-    assert watch.latest.living == (0, 1)
-    assert watch.latest.gone[2].why == "its link broke, and it shows no sign of life"
-
-
-def test_a_lease_that_cannot_be_renewed_freezes_the_membership(clock, caplog):
-    class Hanging:
-        def __init__(self):
-            self._store, self.free = dist.HashStore(), threading.Event()
-            self.free.set()
-
-        def set(self, key, value):
-            self.free.wait(100)
-            self._store.set(key, value)
-
-        def get(self, key):
-            return self._store.get(key)
-
-        def compare_set(self, key, expected, desired):
-            return self._store.compare_set(key, expected, desired)
-
-        def delete_key(self, key):
-            return self._store.delete_key(key)
-
-    store = Hanging()
-    first, lease_seconds = Membership.first(2), 0.2
-    often = Heartbeats(interval_seconds=0.01, lease_seconds=lease_seconds, silent_seconds=0.5)
-    watch, _ = (MemberWatch(store, rank, first, often, now=clock) for rank in range(2))
-    watch.start()
-    store.free.clear()
-    clock.seconds += 0.3
-    began = time.monotonic()
-    with caplog.at_level(logging.WARNING):
-        assert not watch.is_member(), "nothing is sent, and nobody waits"
-        watch.confirm()
-        assert watch.is_member()
-        assert time.monotonic() - began >= lease_seconds
-        assert "did not answer within 0.2 s" in watch.frozen
-        began = time.monotonic()
-        assert all(watch.confirm() and watch.is_member() for _ in range(400))
-        assert time.monotonic() - began < 200 * lease_seconds, "asked once, not before every send"
-        store.free.set()
-        until(lambda: watch.frozen is None)
-    assert ["the membership stays as it is" in r.message for r in caplog.records] == [True, False]
-    watch.stop()
-
-
-class Slow:
-    """A store in which reading takes seconds of a clock, and until `read` is set."""
-
-    def __init__(self, clock):
-        self._store, self._clock, self.seconds = dist.HashStore(), clock, 0.0
-        self.reading, self.read = threading.Event(), threading.Event()
-        self.read.set()
-
-    def set(self, key, value):
-        self._store.set(key, value)
-
-    def get(self, key):
-        answer = self._store.get(key)
-        self.reading.set()
-        assert self.read.wait(100)
-        self._clock.seconds += self.seconds if key == "membership" else 0.0
-        time.sleep(0.001)
-        return answer
-
-    def compare_set(self, key, expected, desired):
-        return self._store.compare_set(key, expected, desired)
-
-    def delete_key(self, key):
-        return self._store.delete_key(key)
-
-
-FIFTY = Heartbeats(interval_seconds=0.005, lease_seconds=50.0, silent_seconds=5000.0)
-
-
-@pytest.mark.parametrize("seconds", [35.0, 60.0])
-def test_a_store_that_is_slow_is_not_awaited_again_and_again(clock, caplog, seconds):
-    """The lease is 50 s. Each beat of 35 s would renew it too late, and be awaited."""
-    store = Slow(clock)
-    watch, _ = (
-        MemberWatch(store, rank, Membership.first(2), FIFTY, now=clock) for rank in range(2)
-    )
-    with caplog.at_level(logging.WARNING):
-        store.seconds = seconds
-        watch.start()
-        until(lambda: watch.frozen)
-        for beats in range(watch._beats + 1, watch._beats + 20):
-            assert watch.is_member()
-            until(lambda beats=beats: watch._beats >= beats)
-            assert watch.frozen
-        store.seconds = 0.0
-        until(lambda: watch.frozen is None)
-        watch.stop()
-    slow, again = (record.message for record in caplog.records)
-    assert f"the rendezvous store is slow (a beat took {seconds} s); the" in slow
-    assert "answers again" in again
-
-
-def test_a_beat_under_way_that_is_younger_than_a_lease_renews_it(clock):
-    store = Slow(clock)
-    first = Membership.first(2)
-    watch, _ = (MemberWatch(store, rank, first, FIFTY, now=clock) for rank in range(2))
-    clock.seconds = 40.0
-    store.read.clear()
-    beat = threading.Thread(target=watch.beat)
-    beat.start()
-    assert store.reading.wait(100)
-    clock.seconds = 70.0
-    answers = []
-    asking = threading.Thread(target=lambda: answers.append(watch.confirm().generation))
-    asking.start()
-    store.read.set()
-    for thread in (beat, asking):
-        thread.join(100)
-    assert (answers, watch._beats, watch.frozen) == ([0], 1, None)
-
-
-def test_a_beat_in_which_a_rank_stood_still_renews_no_lease(clock):
-    store = Slow(clock)
-    watch, other = (
-        MemberWatch(store, rank, Membership.first(2), FIFTY, now=clock) for rank in range(2)
-    )
-    store.read.clear()
-    watch.start()
-    assert store.reading.wait(100)
+    store.before = before
+    watch = started(FIFTY)
+    assert reading.wait(60)
     clock.seconds = 6000.0
-    other._give_up({0: "no sign of life"})
-    store.read.set()
+    give_up(store.inner, 0)
+    goes_on.set()
     with pytest.raises(EvictedError, match="rank 0 was taken for dead by rank 1"):
         watch.confirm()
     assert not watch.is_member()
-    assert watch.frozen is None
-    watch.stop()
+    assert watch.store_lost is None
 
 
-def test_when_the_store_is_lost_the_membership_freezes_and_a_warning_says_so_once(caplog):
-    class Lost(dict):
-        broken, asked = False, 0
+def test_a_beat_under_way_that_is_younger_than_a_lease_renews_it(clock, store, started):
+    watch, reading, goes_on = started(FIFTY), threading.Event(), threading.Event()
 
-        def set(self, key, value):
-            self.asked += 1
-            if self.broken:
-                raise dist.DistNetworkError("connection reset by peer\nand more")
-            self[key] = value.encode()
+    def before(what, key):
+        if what == "get":
+            reading.set()
+            assert goes_on.wait(60)
 
-        def get(self, key):
-            return self[key]
+    clock.seconds = 40.0
+    store.before = before
+    assert reading.wait(60)
+    clock.seconds = 70.0
+    asking = threading.Thread(target=watch.confirm)
+    asking.start()
+    goes_on.set()
+    asking.join(40)
+    assert not asking.is_alive()
+    assert watch.store_lost is None
 
-        def compare_set(self, key, expected, desired):
-            self.setdefault(key, desired.encode())
-            return self[key]
 
-        def delete_key(self, key):
-            return self.pop(key, None) is not None
-
-    store = Lost()
-    quick = Heartbeats(interval_seconds=0.005, lease_seconds=0.02, silent_seconds=0.05)
-    watch = MemberWatch(store, 1, Membership.first(3), quick)
-    MemberWatch(store, 2, Membership.first(3), quick)
+def test_a_store_that_hangs_is_awaited_for_one_lease_and_then_no_more(
+    clock, store, started, caplog
+):
+    often = Heartbeats(interval_seconds=0.01, lease_seconds=0.2, silent_seconds=0.5)
     with caplog.at_level(logging.WARNING):
-        store.broken, before = True, store.asked
-        watch.start()
-        until(lambda: watch.frozen and store.asked > before + 3)
+        watch, free = started(often), threading.Event()
+        store.before = lambda what, key: free.wait(60)
+        clock.seconds += 0.3
+        began = time.monotonic()
+        assert not watch.is_member(), "nothing is sent, and nobody waits"
+        watch.confirm()
+        assert time.monotonic() - began >= 0.2
+        assert watch.store_lost
+        assert all(watch.confirm() and watch.is_member() for _ in range(400))
+        assert time.monotonic() - began < 40, "it is not awaited before every send"
+        free.set()
+        until(lambda: watch.store_lost is None)
+    assert ["the membership stays as it is" in r.message for r in caplog.records] == [True, False]
+
+
+@pytest.mark.parametrize("seconds", [35.0, 60.0])
+def test_a_store_that_is_slow_is_not_awaited_again_and_again(
+    clock, store, started, caplog, seconds
+):
+    """The lease is 50 s. Each beat of 35 s would renew it too late, and be awaited."""
+    took, beats = seconds, 0
+
+    def before(what, key):
+        nonlocal beats
+        if key == "membership":
+            clock.seconds += took
+            beats += 1
+            time.sleep(0.001)
+
+    with caplog.at_level(logging.WARNING):
+        store.before = before
+        watch = started(FIFTY)
+        until(lambda: watch.store_lost)
+        last = beats + 20
+        until(lambda: watch.is_member() and watch.store_lost and beats > last)
+        took = 0.0
+        until(lambda: watch.store_lost is None)
+    slow, again = (record.message for record in caplog.records)
+    assert "the rendezvous store is slow" in slow
+    assert "answers again" in again
+
+
+def test_a_store_that_is_lost_is_told_once_and_training_may_go_on(clock, store, started, caplog):
+    asked = 0
+
+    def fail(what, key):
+        nonlocal asked
+        asked += 1
+        raise dist.DistNetworkError("connection reset by peer\nand more")
+
+    with caplog.at_level(logging.WARNING):
+        watch = started(Heartbeats(interval_seconds=0.005, lease_seconds=0.02, silent_seconds=0.05))
+        store.before = fail
+        until(lambda: watch.store_lost and asked > 3)
         assert watch.is_member()
-        watch.gone(2, left=False)
-        assert not watch.examine()
+        watch.gone(1, left=False)
+        assert not watch.examine(0)
         watch.leave()
     assert [record.message for record in caplog.records] == [
-        "rank 1: the rendezvous store is lost (connection reset by peer); the membership stays as "
+        "rank 0: the rendezvous store is lost (connection reset by peer); the membership stays as "
         "it is (generation 0), and training goes on with whoever can be reached"
     ]
-    assert watch.latest.living == (0, 1, 2)
+    assert watch.latest.living == (0, 1)
 
 
-class Failing:
-    """A connection to a store; once it has failed it stays broken, as a socket does."""
-
-    def __init__(self, store):
-        self._store, self.broken = store, False
-
-    def _do(self, what, *arguments):
-        if self.broken:
-            raise RuntimeError("Connection reset by peer")
-        return getattr(self._store, what)(*arguments)
-
-    def set(self, key, value):
-        return self._do("set", key, value)
-
-    def get(self, key):
-        return self._do("get", key)
-
-    def compare_set(self, key, expected, desired):
-        return self._do("compare_set", key, expected, desired)
-
-    def delete_key(self, key):
-        return self._do("delete_key", key)
-
-
-def test_a_connection_to_the_store_that_breaks_is_made_anew(clock, caplog):
-    inner = dist.HashStore()
-    quick = Heartbeats(interval_seconds=0.01, lease_seconds=0.1, silent_seconds=5.0)
+def test_a_connection_that_breaks_is_made_anew_and_what_broke_meanwhile_is_looked_at(
+    clock, store, started
+):
     connections = []
 
+    def fail(what, key):
+        raise RuntimeError("Connection reset by peer")
+
     def reconnect():
-        connections.append(Failing(inner))
-        connections[-1].broken = len(connections) < 3
+        connections.append(HookedStore(store.inner))
+        if len(connections) < 3:
+            connections[-1].before = fail
         return connections[-1]
 
-    first, connection = Membership.first(2), Failing(inner)
-    watch = MemberWatch(connection, 0, first, quick, reconnect=reconnect, now=clock)
-    other = MemberWatch(inner, 1, first, quick)
-    with caplog.at_level(logging.WARNING):
-        watch.start()
-        connection.broken = True
-        until(lambda: len(connections) == 3 and watch.frozen is None)
-    assert ["is lost" in r.message for r in caplog.records] == [True, False]
-    beat = inner.get("beat/0")
-    until(lambda: inner.get("beat/0") != beat)
-    other.leave()
-    other._give_up({1: "left"}, left=True)
+    watch = started(QUICK, reconnect=reconnect, now=time.monotonic)
+    store.before = fail
+    until(lambda: watch.store_lost)
+    watch.gone(1, left=False)
+    until(lambda: len(connections) == 3 and watch.store_lost is None)
     until(lambda: watch.latest.living == (0,))
-    watch.stop()
+    assert watch.latest.gone[1].why == "its link broke, and it shows no sign of life"
 
 
-def test_who_was_given_up_while_its_store_was_lost_learns_it_then():
-    inner = dist.HashStore()
-    quick = Heartbeats(interval_seconds=0.01, lease_seconds=0.1, silent_seconds=5.0)
-    first, connection = Membership.first(2), Failing(inner)
-    watch = MemberWatch(connection, 0, first, quick, reconnect=lambda: Failing(inner))
-    other = MemberWatch(inner, 1, first, quick)
-    connection.broken = True
-    other._give_up({0: "no sign of life"})
-    watch.start()
-    until(lambda: not watch.is_member())
+def test_a_rank_that_was_given_up_while_its_store_was_lost_learns_it_then(clock, store, started):
+    def fail(what, key):
+        raise RuntimeError("Connection reset by peer")
+
+    store.before, watches = lambda what, key: None, []
+    watches.append(started(QUICK, reconnect=lambda: HookedStore(store.inner)))
+    store.before = fail
+    give_up(store.inner, 0)
+    until(lambda: not watches[0].is_member())
     with pytest.raises(EvictedError, match="rank 0 was taken for dead by rank 1"):
-        watch.confirm()
-    watch.stop()
-
-
-def test_leaving_in_order_is_told_as_such(clock):
-    store, first = dist.HashStore(), Membership.first(3)
-    all_watches = [MemberWatch(store, rank, first, FIFTY, now=clock) for rank in range(3)]
-    for watch in all_watches:
-        watch.start()
-    all_watches[1].leave()
-    all_watches[0].ahead(1)
-    until(lambda: all_watches[0].latest.generation)
-    latest = all_watches[0].latest
-    assert (latest.living, latest.lost, latest.gone[1].why) == ((0, 2), {}, "left")
-    assert all_watches[0].expelled() == set()
-    for watch in all_watches:
-        watch.leave()
-    until(lambda: Record(store, first).read().living == ())
+        watches[0].confirm()

@@ -4,16 +4,13 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
 
 import gossipgrad as gg
-from gossipgrad.comm import AskedStore, Group
-from support.hanging_store import Hanging
+from gossipgrad.comm import AskedStore
 from support.processes import run_processes
-from support.ranks import run_ranks
 from support.replicas import network, sgd
 
 
@@ -56,24 +53,6 @@ def test_the_time_to_wait_for_others_is_a_number_of_seconds():
             gg.gossip(model, sgd(list(model.parameters())), start_timeout_seconds=wrong)
 
 
-def test_a_collective_that_some_never_come_to_ends_in_time_and_names_them():
-    def work(rank, group):
-        if rank == 1:
-            over.wait(60)
-            return None
-        with group.limit(0.5), pytest.raises(gg.GossipError) as caught:
-            group.barrier()
-        return str(caught.value)
-
-    over = threading.Event()
-    timer = threading.Timer(8.0, over.set)
-    timer.start()
-    first, _, third = run_ranks(3, work)
-    assert "rank 1" in first
-    assert "rank 1" in third
-    assert "rank 0" not in third
-
-
 def ask_while_stopped(rank, store):
     """Is stopped for longer than an answer is awaited, just after the question."""
     asked = AskedStore(store, timeout_seconds=2.0)
@@ -95,15 +74,6 @@ def test_time_in_which_this_process_was_stopped_does_not_count():
     ((found, seconds),) = run_processes(1, ask_while_stopped, grouped=False)
     assert found is False
     assert seconds > 3.5, "it was not stopped"
-
-
-def test_a_store_that_hangs_is_named_as_what_failed():
-    store = Hanging()
-    try:
-        with pytest.raises(gg.GossipError, match="rank 0 by default"):
-            Group(store, 0, 2, start_timeout_seconds=1.0)
-    finally:
-        store.answers.set()
 
 
 def leave_without_closing(rank, store):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import gossipgrad as gg
 from gossipgrad.comm import Group, Hub, Record, ScriptedDeathError
-from gossipgrad.engine import _donor
+from gossipgrad.engine import _admission
 from support.deaths import QUICK
 from support.joining import run_open
 from support.ranks import run_ranks
@@ -67,7 +67,7 @@ def test_a_donor_that_dies_in_the_middle_is_replaced_by_another(monkeypatch):
             raise ScriptedDeathError("the process is gone, and this thread with it")
         save(copy, buffer)
 
-    monkeypatch.setattr(_donor.torch, "save", hanging)
+    monkeypatch.setattr(_admission.torch, "save", hanging)
 
     def member(me, run):
         if me.rank == 0:
@@ -102,7 +102,7 @@ def test_a_joiner_that_dies_in_the_middle_ends_its_donors_thread_and_nothing_els
             until(gave_up.is_set, 60.0)
         save({**copy, "large": torch.zeros(1 << 20)}, buffer)
 
-    monkeypatch.setattr(_donor.torch, "save", hanging)
+    monkeypatch.setattr(_admission.torch, "save", hanging)
     over = failing_join(monkeypatch, gg.GossipError, "within 1 s")
     join = gg.join
     monkeypatch.setattr(gg, "join", lambda *a, **more: join(*a, **more | {"timeout_seconds": 1.0}))

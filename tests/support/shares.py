@@ -161,6 +161,9 @@ class Run:
         if errors:
             raise errors[0]
         assert not any(thread.is_alive() for thread in threads), "a rank hangs"
+        for rank in ranks:
+            # Answered behind all that was asked before: a rank that dies now claims nothing later.
+            self.ranks[rank].batches.newest_epoch()
 
     def times(self, epoch: int, *ranks: int) -> Counter[int]:
         """How often each sample of an epoch was trained on, by all ranks or some."""

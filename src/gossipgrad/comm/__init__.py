@@ -5,6 +5,7 @@ from gossipgrad.comm._agreement import agree_on as agree_on
 from gossipgrad.comm._agreement import fingerprint as fingerprint
 from gossipgrad.comm._asked_store import AskedStore as AskedStore
 from gossipgrad.comm._asked_store import StoreSilentError as StoreSilentError
+from gossipgrad.comm._asked_store import finalize_early as finalize_early
 from gossipgrad.comm._buckets import DEFAULT_BUCKET_BYTES as DEFAULT_BUCKET_BYTES
 from gossipgrad.comm._buckets import BucketLayout as BucketLayout
 from gossipgrad.comm._buckets import BucketPlan as BucketPlan
@@ -34,7 +35,6 @@ from gossipgrad.comm._membership import Joining as Joining
 from gossipgrad.comm._membership import Loss as Loss
 from gossipgrad.comm._membership import Membership as Membership
 from gossipgrad.comm._membership import Record as Record
-from gossipgrad.comm._membership import Store as Store
 from gossipgrad.comm._news import News as News
 from gossipgrad.comm._optimizer_state import plain as plain
 from gossipgrad.comm._parameters import all_parameters as all_parameters
@@ -53,7 +53,6 @@ from gossipgrad.comm._same_start import broadcast_replica as broadcast_replica
 from gossipgrad.comm._staging import Snapshot as Snapshot
 from gossipgrad.comm._staging import SnapshotPool as SnapshotPool
 from gossipgrad.comm._staging import to_device as to_device
-from gossipgrad.comm._store_threads import finalize_early as finalize_early
 from gossipgrad.comm._transport import Arrival as Arrival
 from gossipgrad.comm._transport import Joinable as Joinable
 from gossipgrad.comm._transport import Lost as Lost

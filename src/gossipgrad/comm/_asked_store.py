@@ -1,5 +1,6 @@
-"""Asking a rendezvous store that may hang, without hanging oneself."""
+"""Asking a rendezvous store that may hang, without hanging oneself; and ending with the process."""
 
+import atexit
 import queue
 import threading
 import time
@@ -11,21 +12,21 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+import zmq.utils.garbage  # noqa: F401  # registers with `atexit`, too: before `_end_all`
 
-from gossipgrad.comm._store_threads import end_with_process
-
-__all__ = ["AskedStore", "Deadline", "StoreSilentError"]
+__all__ = ["AskedStore", "Deadline", "StoreSilentError", "StoreThread", "finalize_early"]
 
 T = TypeVar("T")
 
 _LISTEN_SECONDS = 0.05
 _LOOK_SECONDS = 0.5  # of the time between two looks count; whoever waits looks far more often
+_END_SECONDS = 2.0  # a store that hangs keeps no process from its end
 
-_Asked = tuple[Callable[[dist.Store], Any], "Future[Any]"]
+_Question = tuple[Callable[[dist.Store], Any], "Future[Any]"]
 
 
 class StoreSilentError(RuntimeError):
-    """The rendezvous store did not answer in time: its host stands still, or is out of reach."""
+    """The rendezvous store did not answer in time: its host hangs, or is out of reach."""
 
 
 class Deadline:
@@ -50,12 +51,32 @@ class Deadline:
         return self._left_seconds <= 0
 
 
+class StoreThread(threading.Thread):
+    """A daemon that asks a store. The end of the process ends it first, and waits for it a little.
+
+    A thread that comes back from a call of torch's store while the interpreter ends aborts the
+    process ("terminate called without an active exception"), whose exit code then says that it
+    failed: the interpreter ends the thread inside C++ that cannot be unwound.
+
+    Args:
+        target: What it does.
+        end: Tells it to end; may be called several times, and returns at once.
+        name: Of the thread.
+    """
+
+    def __init__(
+        self, target: Callable[[], object], end: Callable[[], object], *, name: str
+    ) -> None:
+        super().__init__(target=target, name=name, daemon=True)
+        self.end = end
+
+
 class AskedStore:
     """A rendezvous store, asked by a thread with a connection of its own.
 
     A store whose host is stopped accepts questions and never answers, and its client waits in them
-    for as long. Here it is the thread that waits. One thread asks, one question at a time; while
-    one is unanswered, every other fails at once, and it goes on when the answer comes.
+    for as long. Here it is the thread that waits. One thread asks, one question at a time and in
+    order; once one is not answered in time, every other fails at once until its answer comes.
 
     Args:
         store: The store, of which a clone is asked; or what makes a connection to it.
@@ -66,18 +87,14 @@ class AskedStore:
         self, store: dist.Store | Callable[[], dist.Store], *, timeout_seconds: float = 10.0
     ) -> None:
         self.timeout_seconds = timeout_seconds
-        self._questions: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
-        self._pending: Future[Any] | None = None
-        # A daemon: one that hangs would keep the interpreter from its end.
+        self._questions: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
+        self._silent: Future[Any] | None = None
         connect: Callable[[], dist.Store]
         connect = store.clone if isinstance(store, dist.Store) else store  # pyrefly: ignore
-        thread = threading.Thread(
-            target=_answer, args=(connect, self._questions), name="gossipgrad-store", daemon=True
-        )
-        thread.start()
         end = partial(self._questions.put, None)
+        answer = partial(_answer, connect, self._questions)
+        self._thread = StoreThread(answer, end, name="gossipgrad-store")
         self.close = weakref.finalize(self, end)
-        end_with_process(thread, end)
 
     def ask(
         self,
@@ -98,29 +115,44 @@ class AskedStore:
             RuntimeError: As the store does.
         """
         limit = self.timeout_seconds if timeout_seconds is None else timeout_seconds
-        if self._pending is not None and not self._pending.done():
+        if self._silent is not None and not self._silent.done():
             raise StoreSilentError("the rendezvous store has not answered an earlier question")
-        answer = self.begin(question)
-        deadline = Deadline(limit)
-        while not answer.done():
-            if deadline.is_over():
-                raise StoreSilentError(f"the rendezvous store did not answer within {limit:g} s")
+        answer, deadline = self.begin(question), Deadline(limit)
+        while not deadline.is_over():
             try:
                 return answer.result(_LISTEN_SECONDS)
             except NotYetError:
+                if answer.done():  # just now, or the error is the store's own
+                    return answer.result()
                 listen()
-        return answer.result()
+        self._silent = answer
+        raise StoreSilentError(f"the rendezvous store did not answer within {limit:g} s")
 
     def begin(self, question: Callable[[dist.Store], T]) -> "Future[T]":
         """Asks without waiting, behind all that was asked before; the answer comes in time."""
         answer: Future[T] = Future()
-        self._pending = answer
         self._questions.put((question, answer))
+        if self._thread.ident is None:
+            self._thread.start()
         return answer
 
 
+def finalize_early(
+    owner: object, end: Callable[..., object], *arguments: object
+) -> weakref.finalize:
+    """As `weakref.finalize`, but at the end of the process before libraries in use shut down.
+
+    What `atexit` has last comes first. `weakref` registered before ZeroMQ did, over which the last
+    word of a session goes.
+    """
+    finalizer = weakref.finalize(owner, end, *arguments)
+    finalizer.atexit = False  # pyrefly: ignore[missing-attribute]
+    atexit.register(finalizer)  # does nothing once it was called or detached
+    return finalizer
+
+
 def _answer(
-    connect: Callable[[], dist.Store], questions: "queue.SimpleQueue[_Asked | None]"
+    connect: Callable[[], dist.Store], questions: "queue.SimpleQueue[_Question | None]"
 ) -> None:
     connection: dist.Store | None = None
     while (asked := questions.get()) is not None:
@@ -133,3 +165,16 @@ def _answer(
             connection = None  # one that has failed once stays broken
             answer.set_exception(error)
         del asked, question, answer
+
+
+def _end_all() -> None:
+    threads = [each for each in threading.enumerate() if isinstance(each, StoreThread)]
+    for thread in threads:
+        thread.end()
+    deadline = time.monotonic() + _END_SECONDS
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+
+
+# Before what registers later: sessions that nobody has closed ask the store at the end.
+atexit.register(_end_all)

@@ -14,7 +14,7 @@ from torch import Tensor
 from gossipgrad.comm._exchange import Exchange, Outcome
 from gossipgrad.comm._grants import Grants
 from gossipgrad.comm._ledger import LOST, Ledgers, era_of, place
-from gossipgrad.comm._news import News, Unheard
+from gossipgrad.comm._news import News
 from gossipgrad.comm._outbox import Outbox
 from gossipgrad.comm._part import Part, check_planned, check_run, read, values_of
 from gossipgrad.comm._transport import Arrival, Lost, Ticket, Transport
@@ -72,7 +72,7 @@ class Channel:
         self.refused = self.bytes_received = 0
         self.transport, self.run = transport, run
         self._lock = threading.RLock()
-        self._news = Unheard() if news is None else news
+        self._news = news or News()
         self._turn = Turn()
         self._ledgers = Ledgers(self.rank, range(self.world_size) if peers is None else peers)
         self._arrived = peers is None

@@ -7,18 +7,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gossipgrad.comm._asked_store import Deadline, StoreSilentError
-from gossipgrad.comm._membership import Loss
+from gossipgrad.comm._asked_store import AskedStore, Deadline, StoreSilentError
+from gossipgrad.comm._membership import Loss, Membership
 from gossipgrad.comm._rendezvous import GivenUpError, Rendezvous, explained, named
 from gossipgrad.errors import GossipError
 
 __all__ = ["Group"]
+
+T = TypeVar("T")
 
 _POLL_SECONDS = 0.0005
 _MOST_POLL_SECONDS = 0.005
@@ -26,6 +28,7 @@ _POLL_SHARE = 1 / 40  # of the wait so far: looking costs the ranks of one machi
 _AT_ONCE_BYTES = 1024  # of one packet
 _CHUNK_BYTES = 8 << 20  # each within the time that a collective may take, on slow networks too
 _LISTEN_SECONDS = 0.05
+_STORE_SECONDS = 10.0
 _CLOSED = "this rank has closed its session"
 _LAST_BYTES_SECONDS = 1.0  # for those of a collective that all members have come to
 
@@ -85,8 +88,8 @@ class Group:
         self._lock = threading.RLock()  # a signal handler may close in the middle of a collective
         self._under_way = False
         self._timeout_seconds = timeout_seconds
-        self._gone = [gone]
-        self._newest: Callable[[], int] = lambda: 0
+        self._gone = gone
+        self._newest: Callable[[], Membership | None] = lambda: None
         self._listen: Callable[[], object] = lambda: None
         self._listened_seconds = -math.inf
         self._name = "start"
@@ -228,6 +231,22 @@ class Group:
         """Returns when all ranks have come here."""
         self.all_reduce_(torch.zeros(1))
 
+    def ask(self, question: Callable[[dist.Store], T]) -> T:
+        """What `question` returns for the group's store, called in a thread with it; local.
+
+        Raises:
+            GossipError: The store does not answer within ten seconds, or fails.
+        """
+        try:
+            return self._asked.ask(question)
+        except GossipError:
+            raise
+        except RuntimeError as error:
+            why = explained(error)
+            raise GossipError(
+                f"rank {self.rank} cannot reach the rendezvous store: {why}"
+            ) from error
+
     def close(self) -> None:
         """Leaves the group, without waiting for anyone; the others' collectives then fail.
 
@@ -238,6 +257,7 @@ class Group:
             if not self._under_way:  # else it is this thread's own, which does it on its way out
                 self._broken = self._broken or _CLOSED
                 self._gloo = None
+                self._asked.close()
 
     def abandon(self) -> None:
         """Breaks the collective that this rank cannot finish, between two of its steps; local.
@@ -267,24 +287,17 @@ class Group:
             self._rendezvous = self._meet()
 
     def follow(
-        self,
-        gone: Callable[[], Mapping[int, Loss]],
-        name: str,
-        *,
-        newest: Callable[[], int] = lambda: 0,
-        listen: Callable[[], object] = lambda: None,
+        self, newest: Callable[[], Membership], name: str, *, listen: Callable[[], object]
     ) -> None:
         """Belongs to the membership of that name from now on; local.
 
         Args:
-            gone: Asked, too, while waiting, who is not to be awaited any more.
+            newest: The newest generation that is known; asked while members are awaited, some of
+                whom may be gone, or have gone on to it.
             name: Sets its generations apart from those of others in the store.
-            newest: The newest generation that is known; asked while members are awaited, who may
-                have gone on to it.
             listen: Called now and then while members are awaited; hears of links that break.
         """
-        self._gone, self._name, self._newest = [*self._gone, gone], name, newest
-        self._listen = listen
+        self._newest, self._name, self._listen = newest, name, listen
         self.generation = 0
         self._rendezvous = self._meet()
 
@@ -293,16 +306,19 @@ class Group:
         if time.monotonic() - self._listened_seconds > _LISTEN_SECONDS:
             self._listened_seconds = time.monotonic()
             self._listen()
-        for rank, loss in (entry for gone in self._gone for entry in gone().items()):
+        newest = self._newest()
+        for rank, loss in {**self._gone(), **(newest.gone if newest else {})}.items():
             if rank in self.members and (left or not loss.left):
                 return f"rank {rank} has left" if loss.left else f"rank {rank} was lost: {loss.why}"
         return None
 
     def _superseded(self) -> str | None:
         """Whether members may have gone on to a later generation, in words."""
-        before, newest = self.generation, self._newest()
-        gone_on = f"the members have gone on from generation {before} to {newest}"
-        return gone_on if newest > before else None
+        newest = self._newest()
+        if newest is None or newest.generation <= self.generation:
+            return None
+        of = f"from generation {self.generation} to {newest.generation}"
+        return f"the members have gone on {of}"
 
     def _place(self, source: int | None) -> int:
         if source is None:
@@ -316,22 +332,18 @@ class Group:
 
     def _meet(self) -> Rendezvous:
         name = f"{self._name}/generation/{self.generation}"
-        return Rendezvous(self.store, name, self.rank, self.members)
+        # A store that hangs would hold this rank up for as long. Each generation has a thread of
+        # its own: that of the last one may still try to connect to a rank that died meanwhile.
+        limit = min(_STORE_SECONDS, self._timeout_seconds)
+        self._asked = AskedStore(self.store, timeout_seconds=limit)
+        return Rendezvous(self._asked, name, self.rank, self.members)
 
     def _connect(self) -> Any:
         """A Gloo group of the members, made by them with nothing but the store."""
-        hopeless_seconds = math.inf
-
-        def listen() -> None:
-            nonlocal hopeless_seconds
-            if (why := _CLOSED if self._closed else self._why(left=True)) is not None:
-                raise GivenUpError(why)
-            if (why := self._superseded()) is not None:
-                hopeless_seconds = min(hopeless_seconds, time.monotonic() + _LAST_BYTES_SECONDS)
-                if time.monotonic() > hopeless_seconds:
-                    raise GivenUpError(why)
-
-        gloo = self._rendezvous.connect(self._timeout_seconds, listen=listen, unless=self.unless)
+        end_in_vain = self._end_in_vain(connects=True, meets=True)
+        gloo = self._rendezvous.connect(
+            self._timeout_seconds, listen=end_in_vain, unless=self.unless
+        )
         gloo._set_default_timeout(timedelta(seconds=self._timeout_seconds))
         return gloo
 
@@ -370,26 +382,43 @@ class Group:
                     self.close()
 
     def _wait(self, work: Any, *, meets: bool) -> None:
-        # Of one that has left or died Gloo knows by itself, of one that stands still it does not.
-        hopeless_seconds, start = math.inf, time.monotonic()
-        deadline = Deadline(self._timeout_seconds)
-        while not work.is_completed():
-            waited_seconds = time.monotonic() - start
-            time.sleep(min(max(_POLL_SECONDS, _POLL_SHARE * waited_seconds), _MOST_POLL_SECONDS))
-            if self._closed:
-                self._break()
-                raise GivenUpError(_CLOSED)
-            if deadline.is_over():
-                missing, limit = self._rendezvous.call_roll("wait"), self._timeout_seconds
-                self._break()
-                raise GivenUpError(f"it took over {limit:g} s; no answer from {named(missing)}")
+        # Of one that has left or died Gloo knows by itself, of one that hangs it does not.
+        start, deadline = time.monotonic(), Deadline(self._timeout_seconds)
+        end_in_vain = self._end_in_vain(connects=False, meets=meets)
+        try:
+            while not work.is_completed():
+                waited_seconds = time.monotonic() - start
+                poll_seconds = max(_POLL_SECONDS, _POLL_SHARE * waited_seconds)
+                time.sleep(min(poll_seconds, _MOST_POLL_SECONDS))
+                end_in_vain()
+                if deadline.is_over():
+                    missing, limit = self._rendezvous.call_roll("wait"), self._timeout_seconds
+                    why = f"it took over {limit:g} s; no answer from {named(missing)}"
+                    raise GivenUpError(why)
+        except GivenUpError:
+            self._break()
+            raise
+        work.wait()
+
+    def _end_in_vain(self, *, connects: bool, meets: bool) -> Callable[[], None]:
+        """What ends a wait by a `GivenUpError` when members that are awaited will not come.
+
+        They get a moment for the last bytes of what all have come to, if they have connected.
+        """
+        hopeless_seconds = math.inf
+
+        def check() -> None:
+            nonlocal hopeless_seconds
+            why = _CLOSED if self._closed else self._why(left=True) if connects else None
+            if why is not None:
+                raise GivenUpError(why)
             why = self._why(left=False) or (self._superseded() if meets else None)
             if why is not None:
                 hopeless_seconds = min(hopeless_seconds, time.monotonic() + _LAST_BYTES_SECONDS)
                 if time.monotonic() > hopeless_seconds:
-                    self._break()
                     raise GivenUpError(why)
-        work.wait()
+
+        return check
 
     def _break(self) -> None:
         """Ends what is under way, here and on the others."""

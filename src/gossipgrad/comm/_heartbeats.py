@@ -21,8 +21,8 @@ class Heartbeats:
         silent_seconds: How long a rank may show no sign of life. One that shows one later, having
             been stopped and continued, finds that the others go on without it.
         lease_seconds: How old the knowledge may be, before something is sent, that this rank is
-            still a member. If it is older, the store is asked first, for at most as long again;
-            in mode stale nobody waits for that, and rounds are void. Nobody is given up sooner.
+            still a member. If it is older, the store is asked first, for at most as long again.
+            Nobody is given up sooner.
 
     Raises:
         ValueError: If a duration is not positive and finite, or they are not in that order.

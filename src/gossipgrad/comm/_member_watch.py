@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from gossipgrad._said import first_line
+from gossipgrad.comm._asked_store import Deadline, StoreThread
 from gossipgrad.comm._heartbeats import Heartbeats
-from gossipgrad.comm._membership import Membership, Record, Store
-from gossipgrad.comm._store_threads import end_with_process
+from gossipgrad.comm._membership import Membership, Record
+from gossipgrad.comm._news import News
 from gossipgrad.errors import EvictedError
 
 __all__ = ["MemberWatch"]
@@ -22,9 +23,9 @@ logger = logging.getLogger(__name__)
 _SUSPECT_BEATS = 3  # at least, without a sign of life, for one whose link broke
 _LOOK = 0.9  # of an interval lies between two looks that count
 _FAREWELL_SECONDS = 1.0
-_RENEWALS = 6  # of generations, each pause between two of them twice the one before
+_LISTEN_SECONDS = 0.05
 _SLOW_BEATS = 3  # in a row, that took over half a lease: steps would wait for every other one
-_EXAMINATION = 2.0  # may take so many times as long as a rank may be silent
+_RENEWAL = 2.0  # so many times as long lies between generations of the same ranks, at least
 
 
 @dataclass(slots=True)
@@ -36,18 +37,31 @@ class _Seen:
     looks: int = 0
 
 
-class MemberWatch:
+@dataclass(slots=True)
+class _Doubt:
+    """Why a rank is given up soon, unless it shows a sign of life: a connection to it ended.
+
+    Attributes:
+        broken: The generation in which its link broke, -1 if it need not be made anew.
+        beat: The first that was read, which may be older than the doubt. A later one clears it.
+    """
+
+    broken: int
+    beat: bytes | None = None
+
+
+class MemberWatch(News):
     """A thread that beats for this rank and watches the next; learns and proposes generations.
 
     Nothing here is a collective, and nobody waits for another rank. Only the thread talks to the
     store, so that a store that hangs holds up nobody else. Once it fails, or does not answer in
-    time when a lease has run out, or takes over half a lease again and again, the membership is
-    frozen: a warning says so once, nothing waits for the store any more, and training goes on with
-    those who can be reached. The thread tries on, with new connections if need be, until the store
-    answers within half a lease again; what it learns meanwhile counts.
+    time when a lease has run out, or takes over half a lease again and again, it counts as lost: a
+    warning says so once, nothing waits for it any more, the membership stays as it is, and training
+    goes on with those who can be reached. The thread tries on, with new connections, until the
+    store answers within half a lease again.
 
     When a link or a collective broke and all live, they go on in a new generation of the same
-    ranks, in which both are made anew; after ever longer pauses if they keep breaking.
+    ranks, in which both are made anew; not more often than each `2 * silent_seconds`.
 
     Args:
         store: Where records and beats are kept; used by the thread alone once it runs.
@@ -60,38 +74,32 @@ class MemberWatch:
 
     Attributes:
         latest: The newest membership that is known.
-        frozen: Why no lease is kept and no change of the membership awaited, None while they are.
-        waits: Whether `confirm` may wait for the store. Else nothing is sent meanwhile.
+        store_lost: Why the store cannot be asked, None while it can. No lease is kept meanwhile.
         visit: Called with the store in each turn of the thread while this rank is a member.
     """
 
     def __init__(
         self,
-        store: Store,
+        store: Any,
         rank: int,
         first: Membership,
         settings: Heartbeats,
         *,
-        reconnect: Callable[[], Store] | None = None,
+        reconnect: Callable[[], Any] | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.latest = first
-        self.frozen: str | None = None
-        self.waits = True
-        self.visit: Callable[[Store], object] = lambda store: None
+        self.store_lost: str | None = None
+        self.visit: Callable[[Any], object] = lambda store: None
         self._store, self._rank, self._settings = store, rank, settings
         self._reconnect, self._now = reconnect, now
         self._record = Record(store, first)
-        self._beats = self._slow_beats = 0
+        self._beats = 0
         self._seen: dict[int, _Seen] = {}
-        self._suspects: set[int] = set()  # their links broke
-        self._examined: set[int] = set()  # a collective broke, and nobody knows by whom
-        self._unread: set[int] = set()  # of both: their beats were not read since
-        self._broken_in: dict[int, int] = {}  # in which generation a link broke
+        self._doubts: dict[int, _Doubt] = {}
         self._renewal_due = False  # a link or a collective broke, and all live
-        self._renewals, self._renewed_seconds = 0, -math.inf
-        self._expelled = frozenset(first.lost)
-        self._confirmed_seconds = self._asked_seconds = now()
+        self._renewed_seconds = -math.inf
+        self._confirmed_seconds = now()
         self._changed = threading.Condition()
         self._wake = threading.Event()
         self._leaving = self._stopped = False
@@ -100,14 +108,15 @@ class MemberWatch:
 
     def start(self) -> None:
         """Begins to beat; all ranks must have made their watch before."""
-        self._thread = threading.Thread(target=self._run, name="gossipgrad-members", daemon=True)
+        self._thread = StoreThread(self._run, self._end, name="gossipgrad-members")
         self._thread.start()
-        end_with_process(self._thread, self._end)
 
     def enter(self, donor: int, introduction: Sequence[Any]) -> None:
         """Makes this rank a member, before `start`; waits for the store, and for nobody."""
         of = {"donor": donor, "introduction": introduction}
         self._learn(self._record.add(self.latest, self._rank, **of))
+
+    # -- what a channel hears and asks ------------------------------------------------------
 
     def ahead(self, generation: int) -> None:
         """Someone lives in a later generation: the store is asked at once."""
@@ -116,13 +125,11 @@ class MemberWatch:
 
     def gone(self, peer: int, *, left: bool) -> None:
         """A link ended: if its peer shows no sign of life now, it is given up soon."""
-        if not left:
-            self._broken_in[peer] = self.latest.generation
-        self._question(self._suspects, {peer})
+        self._doubt({peer}, broken=-1 if left else self.latest.generation)
 
     def expelled(self) -> Collection[int]:
         """Ranks that were taken for dead, by whomever."""
-        return self._expelled
+        return self.latest.lost.keys() - {self._rank}
 
     def is_member(self) -> bool:
         """Whether this rank may send: it is a member as far as is known, and its lease is new.
@@ -134,8 +141,13 @@ class MemberWatch:
             return False
         return self._rank in self.latest.living
 
+    # -- what a session asks ----------------------------------------------------------------
+
     def confirm(self) -> Membership:
         """Makes sure that this rank is no former member; local but for an old lease.
+
+        Then the store is asked, and its answer awaited for as long as a lease lasts. Without one
+        the store counts as lost.
 
         Returns:
             The newest membership, which this rank is in unless it is leaving.
@@ -143,65 +155,64 @@ class MemberWatch:
         Raises:
             EvictedError: If the others have given this rank up.
         """
-        self._renew_lease()
+        lease_seconds = self._settings.lease_seconds
+        deadline = Deadline(lease_seconds)
+        while self._is_lease_old():
+            if deadline.is_over():
+                self._lose_store(f"the rendezvous store did not answer within {lease_seconds:g} s")
+            self._wake.set()
+            with self._changed:
+                self._changed.wait_for(lambda: not self._is_lease_old(), _LISTEN_SECONDS)
         latest = self.latest  # once: the thread may learn of a later one at any time
         if self._leaving or self._rank in latest.living:
             return latest
         raise EvictedError(latest.eviction_of(self._rank))
 
-    def _is_lease_old(self) -> bool:
-        if self.frozen is not None or self._stopped:
-            return False
-        return self._now() - self._confirmed_seconds > self._settings.lease_seconds
-
-    def _renew_lease(self) -> None:
-        """Has the store asked if the lease is old; waits for as long as another, unless stale."""
-        lease, now = self._settings.lease_seconds, self._now()
-        if not self._is_lease_old():
-            return
-        if self._asked_seconds <= self._confirmed_seconds or self.waits:
-            self._asked_seconds = now
-        self._wake.set()
-        with self._changed:
-            wait_seconds = lease if self.waits else 0.0
-            known = self._changed.wait_for(lambda: not self._is_lease_old(), wait_seconds)
-        if not known and (self.waits or now - self._asked_seconds > lease):
-            self._freeze(f"the rendezvous store did not answer within {lease:g} s")
-
     def examine(
-        self, listen: Callable[[], object] = lambda: None, suspects: Collection[int] = ()
+        self,
+        broken: int,
+        suspects: Collection[int] = (),
+        listen: Callable[[], object] = lambda: None,
     ) -> bool:
-        """Whether there is a newer generation than was known at the call, once all is looked at.
+        """Whether there is a later generation than that in which a collective broke.
 
-        For when a collective broke: waits until every member has shown a sign of life, or those
-        that did not are given up; a few beats if all live or a link broke, else `silent_seconds`.
+        Waits until those who may have died have shown a sign of life or are given up, a few beats.
+        If all live, a generation of the same ranks follows, in which no collective has broken.
 
         Args:
-            listen: Called in between; hears of links that break.
+            broken: The generation.
             suspects: Whose connections ended as the collective broke.
+            listen: Called in between; hears of links that break.
         """
-        known = self.latest.generation
-        self._question(self._suspects, {*suspects})
-        self._question(self._examined, set(self.latest.living))
+        if self.latest.generation == broken:
+            self._doubt(suspects)
 
-        def over() -> object:
-            doubted = self._suspects or self._examined
-            return self.latest.generation > known or not doubted or self.frozen or self._stopped
+        def is_over() -> object:
+            later = self.latest.generation > broken
+            return later or not self._doubts or self.store_lost or self._stopped
 
-        deadline = time.monotonic() + _EXAMINATION * self._settings.silent_seconds
-        while time.monotonic() < deadline:
-            listen()
+        listen()
+        while not is_over():
             with self._changed:
-                if self._changed.wait_for(over, self._settings.interval_seconds):
-                    break
-            self._renew_lease()  # freezes the membership if the store hangs
-        return self.latest.generation > known
-
-    def renew(self, broken: int) -> None:
-        """Has a generation of the same ranks written, unless one after the `broken` is known."""
+                self._changed.wait_for(is_over, self._settings.interval_seconds)
+            listen()
+            self.confirm()  # finds the store lost if it hangs
         with self._changed:
-            self._renewal_due |= broken == self.latest.generation
-        self._wake.set()
+            self._renewal_due |= self.latest.generation == broken
+        return self.latest.generation > broken
+
+    def leave(self) -> None:
+        """Says in the store that this rank leaves in order, if it can be said soon; ends."""
+        self._leaving = True
+        self.stop()
+
+    def stop(self) -> None:
+        """Ends the thread; whoever watches this rank sees it fall silent."""
+        self._end()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_FAREWELL_SECONDS)
+
+    # -- what the thread does ---------------------------------------------------------------
 
     def beat(self) -> None:
         """One turn of the thread: shows a sign of life, reads the record, looks at the watched."""
@@ -220,60 +231,38 @@ class MemberWatch:
             self._confirmed_seconds = began
             self._changed.notify_all()
 
-    def leave(self) -> None:
-        """Says in the store that this rank leaves in order, if it can be said soon; ends."""
-        self._leaving = True
-        self.stop()
-
-    def stop(self) -> None:
-        """Ends the thread; whoever watches this rank sees it fall silent."""
-        self._end()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(_FAREWELL_SECONDS)
-
-    def _end(self) -> None:
-        with self._changed:
-            self._stopped = True
-            self._changed.notify_all()
-        self._wake.set()
-
     def _run(self) -> None:
         interval, lease = self._settings.interval_seconds, self._settings.lease_seconds
-        pause, broken = interval, False  # a store that is lost is tried again ever more rarely
+        pause, broken, slow = interval, False, 0
         while not self._stopped:
+            self._wake.clear()
+            began = self._now()
             try:
-                if broken:
-                    self._connect()
-                self._wake.clear()
-                began = self._now()
+                if broken and self._reconnect is not None:  # one that failed once stays broken
+                    self._store = self._reconnect()
+                    self._record = Record(self._store, self.latest)
                 self.beat()
             except RuntimeError as error:
                 if self._stopped:
                     return
                 broken = True
-                self._freeze(f"the rendezvous store is lost ({first_line(error)})")
+                self._lose_store(f"the rendezvous store is lost ({first_line(error)})")
                 with self._changed:
                     self._changed.wait_for(lambda: self._stopped, pause)
                 pause = min(2 * pause, max(interval, self._settings.silent_seconds / 2))
-            else:
-                took = self._now() - began
-                self._slow_beats = 0 if 2 * took <= lease else self._slow_beats + 1
-                if self._slow_beats == 0:
-                    self._thaw()
-                elif self._slow_beats >= _SLOW_BEATS:  # else this rank may have stood still itself
-                    self._freeze(f"the rendezvous store is slow (a beat took {took:.1f} s)")
-                pause, broken = interval, False
-                if not self._stopped:
-                    self._wake.wait(max(0.0, interval - took))
+                continue
+            took = self._now() - began
+            slow = slow + 1 if 2 * took > lease else 0
+            if slow == 0:
+                self._find_store()
+            elif slow >= _SLOW_BEATS:  # else this process may have been stopped
+                self._lose_store(f"the rendezvous store is slow (a beat took {took:.1f} s)")
+            pause, broken = interval, False
+            if not self._stopped:
+                self._wake.wait(max(0.0, interval - took))
         if self._leaving and not broken:
             with contextlib.suppress(RuntimeError):  # then it falls silent
                 self._give_up({self._rank: "left"}, left=True)
-
-    def _connect(self) -> None:
-        """Goes on over a new connection: one that has failed once stays broken."""
-        if self._reconnect is not None:
-            self._store = self._reconnect()
-            self._record = Record(self._store, self.latest)
 
     def _look(self) -> dict[int, str]:
         """Who has been silent for too long, and why that is known."""
@@ -284,21 +273,20 @@ class MemberWatch:
         silent = max(quick, round(settings.silent_seconds / settings.interval_seconds))
         dead: dict[int, str] = {}
         for peer in self._watched(silent):
-            with self._changed:
-                unread = peer in self._unread
-                self._unread.discard(peer)
+            doubt = self._doubts.get(peer)
             beat, now = self._store.get(self._key(peer)), self._now()
+            if doubt is not None and doubt.beat is None:
+                doubt.beat = beat
+            elif doubt is not None and doubt.beat != beat:
+                self._clear(peer, doubt)
             seen = self._seen.get(peer)
             if seen is None or beat != seen.beat:
                 self._seen[peer] = _Seen(beat, now)
-                # The first beat that is read may be older than the doubt, and tells nothing.
-                if seen is not None and not unread:
-                    self._clear(peer)
                 continue
-            # Looks are counted, not seconds: this rank may have stood still itself.
+            # Looks are counted, not seconds: this process may have been stopped.
             if now - seen.looked_seconds >= _LOOK * settings.interval_seconds:
                 seen.looks, seen.looked_seconds = seen.looks + 1, now
-            if peer in self._suspects and seen.looks >= quick:
+            if doubt is not None and seen.looks >= quick:
                 dead[peer] = "its link broke, and it shows no sign of life"
             elif seen.looks >= silent:
                 dead[peer] = f"no sign of life for {settings.silent_seconds:g} s"
@@ -313,10 +301,10 @@ class MemberWatch:
             watched.append(peer)
             if peer not in self._seen or self._seen[peer].looks <= silent // 4:
                 break
-        doubted = (self._suspects | self._examined) & set(living) - {*watched}
-        for peer in set(self._seen) - {*watched, *doubted}:
-            del self._seen[peer]
-        return [*watched, *sorted(doubted)]
+        with self._changed:
+            watched += sorted(self._doubts.keys() - {*watched})
+        self._seen = {peer: seen for peer, seen in self._seen.items() if peer in watched}
+        return watched
 
     def _give_up(self, ranks: dict[int, str], *, left: bool = False) -> None:
         """Writes the next generation, without some ranks, if this rank is in the newest one.
@@ -335,9 +323,9 @@ class MemberWatch:
                 return
 
     def _renew(self) -> None:
-        """Writes the next generation, of the same ranks, unless there was one just now."""
-        pause = self._settings.silent_seconds * 2 ** min(self._renewals, _RENEWALS)
-        if self._renewals == 0 or self._now() - self._renewed_seconds >= pause:
+        """Writes the next generation, of the same ranks, unless there was one not long ago."""
+        pause = _RENEWAL * self._settings.silent_seconds
+        if self._now() - self._renewed_seconds >= pause:
             known = self.latest
             self._learn(self._record.replace(known, known.renewed()))
 
@@ -345,55 +333,62 @@ class MemberWatch:
         if membership.generation <= self.latest.generation:
             return
         if membership.living == self.latest.living:
-            self._renewals, self._renewed_seconds = self._renewals + 1, self._now()
+            self._renewed_seconds = self._now()
         for rank, loss in membership.gone.items():
             if rank in self.latest.living and rank != self._rank and not loss.left:
                 logger.warning("rank %d: rank %d is lost (%s)", self._rank, rank, loss.why)
         for rank in set(membership.living) - {*self.latest.living, self._rank}:
             logger.info("rank %d: rank %d has joined", self._rank, rank)
-        self._expelled |= {*membership.lost} - {self._rank}
         with self._changed:
             self.latest, self._renewal_due = membership, False
-            for doubted in (self._suspects, self._examined, self._unread):
-                doubted &= set(membership.living)
+            for rank in self._doubts.keys() - {*membership.living}:
+                del self._doubts[rank]
             self._changed.notify_all()
 
-    def _question(self, doubted: set[int], peers: set[int]) -> None:
-        """Has the thread look at some peers, for a sign of life from now on or from the thaw."""
+    def _doubt(self, peers: Collection[int], *, broken: int = -1) -> None:
+        """Has the thread look at some peers, for a sign of life from now on."""
         with self._changed:
-            new = (peers & set(self.latest.living)) - {self._rank} - doubted
-            if not new:
-                return
-            doubted |= new
-            self._unread |= new
+            for peer in {*peers} & {*self.latest.living} - {self._rank}:
+                known = self._doubts.get(peer)
+                if known is None or broken > known.broken:
+                    self._doubts[peer] = _Doubt(broken)
         self._wake.set()
 
-    def _clear(self, peer: int) -> None:
+    def _clear(self, peer: int, doubt: _Doubt) -> None:
         with self._changed:
-            if peer not in self._unread:
+            if self._doubts.get(peer) is doubt:
+                del self._doubts[peer]
                 # A later generation makes the link anew already.
-                broke = self._broken_in.get(peer) == self.latest.generation
-                self._renewal_due |= broke and peer in self._suspects
-                self._suspects.discard(peer)
-                self._examined.discard(peer)
+                self._renewal_due |= doubt.broken == self.latest.generation
                 self._changed.notify_all()
 
-    def _freeze(self, why: str) -> None:
+    def _is_lease_old(self) -> bool:
+        if self.store_lost is not None or self._stopped:
+            return False
+        return self._now() - self._confirmed_seconds > self._settings.lease_seconds
+
+    def _lose_store(self, why: str) -> None:
         with self._changed:
-            told, self.frozen = self.frozen, why
+            is_known, self.store_lost = self.store_lost is not None, why
             self._changed.notify_all()
-        if told is None:
+        if not is_known:
             message = (
                 f"rank {self._rank}: {why}; the membership stays as it is (generation "
                 f"{self.latest.generation}), and training goes on with whoever can be reached"
             )
             logger.warning(message, extra={"store_lost": why})
 
-    def _thaw(self) -> None:
-        if self.frozen is not None:
-            self.frozen = None
+    def _find_store(self) -> None:
+        if self.store_lost is not None:
+            self.store_lost = None
             message = "rank %d: the rendezvous store answers again"
             logger.warning(message, self._rank, extra={"store_lost": None})
+
+    def _end(self) -> None:
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        self._wake.set()
 
     @staticmethod
     def _key(rank: int) -> str:

@@ -4,11 +4,11 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from gossipgrad.errors import GossipError
 
-__all__ = ["Joining", "Loss", "Membership", "Record", "Store"]
+__all__ = ["Joining", "Loss", "Membership", "Record"]
 
 _KEY = "membership"
 _FORMER_KEPT = 32  # who joined and are gone again: all members read the record at every beat
@@ -166,27 +166,6 @@ class Membership:
         )
 
 
-@runtime_checkable
-class Store(Protocol):
-    """What is asked of a rendezvous store: any of torch's."""
-
-    def set(self, key: str, value: str) -> object:
-        """Writes."""
-        ...
-
-    def get(self, key: str) -> bytes:
-        """Reads; waits for a key that is not there."""
-        ...
-
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """Writes if what is there is as expected; returns what is there then."""
-        ...
-
-    def delete_key(self, key: str, /) -> bool:
-        """Forgets a key."""
-        ...
-
-
 class Record:
     """The membership in the store. It only ever changes by compare-and-set.
 
@@ -194,11 +173,11 @@ class Record:
     reads what the winner wrote. A part of the ranks that cannot reach the store cannot write.
 
     Args:
-        store: Where it is kept; the same prefix on all ranks.
+        store: Where it is kept, one of torch's; the same prefix on all ranks.
         first: The membership at the start, the same on all ranks; None: there is one already.
     """
 
-    def __init__(self, store: Store, first: Membership | None = None) -> None:
+    def __init__(self, store: Any, first: Membership | None = None) -> None:
         self._store = store
         if first is not None:
             store.compare_set(_KEY, "", first.to_text())

@@ -3,9 +3,7 @@
 import contextlib
 import json
 import time
-from collections.abc import Callable, Collection, Sequence
-from concurrent import futures
-from concurrent.futures import Future
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -33,16 +31,15 @@ class Rendezvous:
     """Connects the members of a generation, with nothing but a store.
 
     Args:
-        store: The store; the same prefix on all members.
+        asked: The store; the same prefix on all members.
         name: Sets this generation apart from all others in the store.
         rank: This rank.
         members: All that are awaited, rising, this rank among them.
     """
 
-    def __init__(self, store: dist.Store, name: str, rank: int, members: Sequence[int]) -> None:
-        self._store, self._name, self._rank = store, name, rank
+    def __init__(self, asked: AskedStore, name: str, rank: int, members: Sequence[int]) -> None:
+        self._asked, self._name, self._rank = asked, name, rank
         self._members = tuple(members)
-        self._withdrawn: Future[Any] | None = None  # done when the store has forgotten a visit
 
     def connect(
         self,
@@ -63,64 +60,44 @@ class Rendezvous:
             GivenUpError: Some did not come, or did not connect; they are named.
             RuntimeError: As the store does.
         """
-        here = {rank: f"{self._name}/here/{rank}" for rank in self._members}
+        asked, here = self._asked, self._keys("here")
         connect = min(_CONNECT, timedelta(seconds=timeout_seconds))
         place, size = self._members.index(self._rank), len(self._members)
         deadline = Deadline(timeout_seconds)
-
-        def come(store: dist.Store) -> None:
-            if self._withdrawn is not None:  # else this visit would be forgotten with the last one
-                futures.wait([self._withdrawn])
-            store.set(here[self._rank], "")
-
-        # A store that hangs would hold this rank up for as long.
-        asked = AskedStore(self._store)
-        try:
-            asked.ask(come, listen=listen)
-            while not asked.ask(lambda store: store.check([*here.values()]), listen=listen):
-                listen()
-                try:
-                    unless()
-                except GossipError:
-                    self._withdrawn = asked.begin(lambda store: store.delete_key(here[self._rank]))
-                    raise
-                if deadline.is_over():
-                    missing = [r for r in here if not asked.ask(lambda s, r=r: s.check([here[r]]))]
-                    raise GivenUpError(
-                        f"waited {timeout_seconds:g} s for {named(missing)} to come to it"
-                    )
-                time.sleep(_POLL_SECONDS)
+        asked.ask(lambda store: store.set(here[self._rank], ""), listen=listen)
+        while not asked.ask(lambda store: store.check([*here.values()]), listen=listen):
+            listen()
             try:
-                gloo = asked.ask(
-                    lambda store: dist.ProcessGroupGloo(
-                        dist.PrefixStore(self._name, store), place, size, connect
-                    ),
-                    timeout_seconds=connect.total_seconds() + asked.timeout_seconds,
-                    listen=listen,
-                )
-            except (StoreSilentError, GivenUpError):
+                unless()
+            except GossipError:
+                asked.begin(lambda store: store.delete_key(here[self._rank]))
                 raise
-            except RuntimeError as error:
-                missing = named(self.call_roll("connect"))
-                raise GivenUpError(f"{missing} did not connect ({first_line(error)})") from error
-            asked.begin(lambda store: store.delete_key(here[self._rank]))  # all have seen it
-        finally:
-            asked.close()
+            if deadline.is_over():
+                missing = named(self._missing(here))
+                raise GivenUpError(f"waited {timeout_seconds:g} s for {missing} to come to it")
+            time.sleep(_POLL_SECONDS)
+
+        def make(store: dist.Store) -> Any:
+            return dist.ProcessGroupGloo(dist.PrefixStore(self._name, store), place, size, connect)
+
+        try:
+            limit = connect.total_seconds() + asked.timeout_seconds
+            gloo = asked.ask(make, timeout_seconds=limit, listen=listen)
+        except (StoreSilentError, GivenUpError):
+            raise
+        except RuntimeError as error:
+            missing = named(self.call_roll("connect"))
+            raise GivenUpError(f"{missing} did not connect ({first_line(error)})") from error
+        asked.begin(lambda store: store.delete_key(here[self._rank]))  # all have seen it
         return gloo
 
     def call_roll(self, occasion: str) -> list[int]:
         """Members that do not say soon that they, too, have waited in vain."""
-        keys = {rank: f"{self._name}/{occasion}/{rank}" for rank in self._members}
-        asked, deadline = AskedStore(self._store), Deadline(_ROLL_CALL_SECONDS)
-        try:
-            asked.ask(lambda store: store.set(keys[self._rank], ""))
-            while not deadline.is_over():
-                if asked.ask(lambda store: store.check([*keys.values()])):
-                    break
-                time.sleep(_POLL_SECONDS)
-            return [r for r in keys if not asked.ask(lambda s, r=r: s.check([keys[r]]))]
-        finally:
-            asked.close()
+        keys, deadline = self._keys(occasion), Deadline(_ROLL_CALL_SECONDS)
+        self._asked.ask(lambda store: store.set(keys[self._rank], ""))
+        while not deadline.is_over() and self._missing(keys):
+            time.sleep(_POLL_SECONDS)
+        return self._missing(keys)
 
     def first_report(self, ended: Sequence[int]) -> tuple[int, ...]:
         """Whose connections ended, by the first member that saw a collective break.
@@ -131,14 +108,14 @@ class Rendezvous:
             ended: Those that ended as far as this rank sees; the answer if the store has none.
         """
         key, report = f"{self._name}/broken", json.dumps([*ended])
-        asked = AskedStore(self._store, timeout_seconds=_ROLL_CALL_SECONDS)
         try:
-            report = asked.ask(lambda store: store.compare_set(key, "", report)).decode()
+            first = self._asked.ask(
+                lambda store: store.compare_set(key, "", report),
+                timeout_seconds=_ROLL_CALL_SECONDS,
+            ).decode()
         except RuntimeError:
-            report = json.dumps([*ended])  # the store may have ended with one of them
-        finally:
-            asked.close()
-        return tuple(rank for rank in json.loads(report) if rank != self._rank)
+            first = report  # the store may have ended with one of them
+        return tuple(rank for rank in json.loads(first) if rank != self._rank)
 
     def ended(self, gloo: Any) -> list[int]:
         """Members whose connections to this rank have ended."""
@@ -162,6 +139,18 @@ class Rendezvous:
                 with contextlib.suppress(RuntimeError):
                     receiving = gloo.recv([torch.empty(1)], place, _UNUSED_TAG)
                     receiving.wait(timedelta(milliseconds=1))
+
+    def _keys(self, occasion: str) -> dict[int, str]:
+        """Where each member says in the store that it is there."""
+        return {rank: f"{self._name}/{occasion}/{rank}" for rank in self._members}
+
+    def _missing(self, keys: Mapping[int, str]) -> list[int]:
+        def absent(store: dist.Store) -> list[int]:
+            if store.check([*keys.values()]):
+                return []
+            return [rank for rank, key in keys.items() if not store.check([key])]
+
+        return self._asked.ask(absent)
 
 
 def named(ranks: Collection[int]) -> str:

@@ -1,6 +1,7 @@
 """Joining a run that others have begun, with the replica of one of them."""
 
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from gossipgrad.compression import SharedMask
 from gossipgrad.decentralized._gossip import check_settings, resolve_settings
 from gossipgrad.decentralized._session import GossipSession
 from gossipgrad.decentralized._settings import Payload
-from gossipgrad.engine import Arrival, Claim, Joiner, Mode, Replica
+from gossipgrad.engine import Claim, Joiner, Mode, Replica
 from gossipgrad.topology import Schedule
 
 __all__ = ["join"]
@@ -125,30 +126,22 @@ def join(
     early = Claim("join")  # before anything is loaded; the session takes its own
     early.take(trained_parameters(model, optimizers))
     early.release()
-    with Joiner(address, encrypt=encrypt, timeout_seconds=timeout_seconds) as joiner:
-        world_size = joiner.info.world_size
-        settings = resolve_settings(world_size, **chosen)
+    made = Joiner(address, encrypt=encrypt, timeout_seconds=timeout_seconds)
+    with closing(made) as joiner:
+        settings = resolve_settings(joiner.world_size, **chosen)
         joiner.check(
             fingerprint(model, optimizers, {**settings.describe(), "heartbeats": heartbeats})
         )
-        donor, gift = joiner.fetch()
-        if (why := misfit(model, optimizers, gift["replica"])) is not None:
-            raise ValueError(f"the replica of rank {donor} does not fit: {why}")
-        load_replica(model, optimizers, gift["replica"])
-        arrival = Arrival(
-            membership=joiner.membership(),
-            name=joiner.name,
-            donor=donor,
-            place=gift["place"],
-            run=gift["run"],
-            carried=gift["carried"],
-        )
+        replica, arrival = joiner.fetch()
+        if (why := misfit(model, optimizers, replica)) is not None:
+            raise ValueError(f"the replica of rank {arrival.donor} does not fit: {why}")
+        load_replica(model, optimizers, replica)
         store = joiner.clone_store()
 
     def transport(_: Group, largest_bytes: int) -> Transport:
         return joiner.transport(arrival.membership, largest_bytes)
 
-    group = Group(store, joiner.rank, world_size, members=(joiner.rank,))
+    group = Group(store, joiner.rank, joiner.world_size, members=(joiner.rank,))
     try:
         return GossipSession(
             Replica(model, optimizers, door="gossip"),

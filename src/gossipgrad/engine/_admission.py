@@ -1,13 +1,35 @@
-"""What a member does for joiners: says where the run is, and gives them its replica."""
+"""What a member does for joiners: says what the run is, and sends them its replica.
 
+What members and joiners tell each other stands in the rendezvous store, under the name of the
+membership:
+
+* `run`: what a joiner must know and have, written by every member.
+* `wish`: the joiner that asks for a replica now. A member that has made a step since it saw the
+  wish claims it, so that nobody asks a member that evaluates or waits in a collective.
+* `claim/ID`: which member has claimed the wish.
+
+The replica travels over a link of its own: one `torch.save`, cut into pieces; or the error that
+made it impossible. Liveness is the membership's.
+"""
+
+import io
+import json
+import logging
+import queue
+import threading
+import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from gossipgrad._said import first_line
 from gossipgrad.comm import (
     Group,
     Heartbeats,
+    Lost,
     all_parameters,
     is_joinable,
     is_sharded,
@@ -15,18 +37,32 @@ from gossipgrad.comm import (
     replica_state,
 )
 from gossipgrad.engine._arrival import place_of
-from gossipgrad.engine._donor import Donor, RunInfo
 from gossipgrad.engine._flow import Flow, Phase
-from gossipgrad.engine._joiner import address_of, root_of
+from gossipgrad.engine._joiner import (
+    PIECE_BYTES,
+    RUN_FORMAT,
+    RUN_KEY,
+    WISH_KEY,
+    address_of,
+    claim_key,
+    root_of,
+)
 from gossipgrad.engine._members import Members
 from gossipgrad.engine._replica import Replica
 from gossipgrad.engine._rounds import Rounds
+from gossipgrad.errors import GossipError
 from gossipgrad.topology import Schedule
 
 __all__ = ["Admission", "Carried", "why_not_join"]
 
+logger = logging.getLogger(__name__)
+
 Carried = Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None
 _WHAT = "what session.carry gives"
+_LOOK_SECONDS = 0.05
+_STALLED_SECONDS = 60.0  # nothing left for so long: the joiner hangs, or cannot be reached
+_LINGER_SECONDS = 10.0
+_FAREWELL_SECONDS = 1.0
 
 
 def why_not_join(
@@ -54,6 +90,9 @@ def why_not_join(
 class Admission:
     """Lets others join the run of a session, unless something speaks against it.
 
+    Two threads of the session call it. The membership thread calls `look` in each of its turns; the
+    training thread calls `poll` between two steps. Each transfer has a thread of its own.
+
     Args:
         group: The ranks at the start; its store is where joiners look.
         members: Of the session.
@@ -62,6 +101,11 @@ class Admission:
         fingerprint: Returns what a joiner must have: model, optimizers and settings.
         every: Steps in a round.
         refusal: Why none can join, None if nothing is known against it.
+
+    Attributes:
+        refusal: Why none can join, None if one can.
+        given: How many joiners got this replica.
+        seconds: For how long copies have held up the training thread.
     """
 
     def __init__(
@@ -75,11 +119,19 @@ class Admission:
         every: int,
         refusal: str | None,
     ) -> None:
+        self.given = 0
+        self.seconds = 0.0
         self._group, self._members, self._rounds = group, members, rounds
         self._replica, self._fingerprint, self._every = replica, fingerprint, every
         self._carry: Carried = None
+        self._info: str | None = None  # what the store does not have yet
+        self._wish = ""  # that this rank saw last
+        self._stepped = self._closed = False  # since then
+        self._claimed: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._transport: Any = rounds.channel.transport
         root = root_of(group.store)
-        if refusal is None and not is_joinable(rounds.channel.transport):
+        if refusal is None and not is_joinable(self._transport):
             refusal = "its links are no ZeroMQ ones: use transport='zeromq'"
         if refusal is None and not isinstance(root, dist.TCPStore):
             refusal = (
@@ -88,10 +140,8 @@ class Admission:
             )
         self.refusal = refusal
         if refusal is None and members.watch is not None:
-            transport = rounds.channel.transport
-            assert is_joinable(transport)
-            members.donor = Donor(group.rank, transport, self._info())
-            members.watch.visit = members.donor.look
+            self.publish()
+            members.donor, members.watch.visit = self, self.look
 
     @property
     def carry(self) -> Carried:
@@ -108,28 +158,72 @@ class Admission:
         """See `Session.join_address`."""
         if self.refusal is not None:
             raise ValueError(f"none can join this run: {self.refusal}")
-        return address_of(self._group.store, self._members.name)
+        return address_of(self._group, self._members.name)
 
     def publish(self) -> None:
-        """Says what a joiner must have, when that has changed."""
-        if self._members.donor is not None:
-            self._members.donor.publish(self._info())
+        """Says what a joiner must have from now on; returns at once."""
+        if self.refusal is None:
+            info = {
+                "format": RUN_FORMAT,
+                "world_size": self._group.world_size,
+                "fingerprint": self._fingerprint(),
+                "introductions": self._transport.introductions,
+            }
+            self._info = json.dumps(info)
+
+    def look(self, store: Any) -> None:
+        """Publishes, and claims a wish; in the membership thread, with the run's store."""
+        if (info := self._info) is not None:
+            store.set(RUN_KEY, info)
+            if self._info is info:
+                self._info = None
+        # Makes the key, so that nothing waits for it.
+        text = "" if self._closed else store.compare_set(WISH_KEY, "", "").decode()
+        if text != self._wish:
+            self._wish, self._stepped = text, False
+        elif text and self._stepped:
+            wish, mine = json.loads(text), str(self._group.rank)
+            if store.compare_set(claim_key(wish["id"]), "", mine).decode() == mine:
+                self._claimed.put(wish)
+            store.compare_set(WISH_KEY, text, "")  # whoever claimed it may have died
 
     def poll(self, steps: int) -> None:
-        """Copies the replica for joiners that wait for it, between two steps."""
-        if self._members.donor is not None:
-            self._members.donor.poll(lambda: self._copy(steps))
+        """Copies the replica if joiners wait for it; in the training thread, between two steps.
 
-    def _info(self) -> RunInfo:
-        transport = self._rounds.channel.transport
-        assert is_joinable(transport)
-        return RunInfo(
-            world_size=self._group.world_size,
-            fingerprint=self._fingerprint(),
-            introductions=transport.introductions,
-        )
+        One copy serves all who wait. They are told what fails; nothing is raised for it here.
+        """
+        self._stepped = True
+        if self._claimed.empty():
+            return
+        start = time.perf_counter()
+        answer: dict[str, Any] | str = "its step was interrupted"
+        try:
+            answer = self._copy(steps)
+        except Exception as error:
+            answer = first_line(error)
+        finally:  # also when Ctrl-C ends it
+            self._threads = [thread for thread in self._threads if thread.is_alive()]
+            while not self._claimed.empty():
+                thread = threading.Thread(
+                    target=self._give,
+                    args=(self._claimed.get(), answer),
+                    name="gossipgrad-donor",
+                    daemon=True,
+                )
+                self._threads.append(thread)
+                thread.start()
+            self.seconds += time.perf_counter() - start
+
+    def close(self) -> None:
+        """Sends nothing any more; a joiner in the middle of it asks another member."""
+        self._closed = True
+        deadline = time.monotonic() + _FAREWELL_SECONDS
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
 
     def _copy(self, steps: int) -> dict[str, Any]:
+        """Tensors in host memory, which nobody changes later, and plain values."""
         carried = self._carry() if callable(self._carry) else self._carry
         return {
             "replica": replica_state(self._replica.model, self._replica.optimizers),
@@ -137,3 +231,46 @@ class Admission:
             "run": self._rounds.channel.run,
             "carried": plain({} if carried is None else carried, _WHAT, True),
         }
+
+    def _give(self, wish: Mapping[str, Any], answer: Mapping[str, Any] | str) -> None:
+        """Sends a copy, or why there is none, and waits until it has left."""
+        joiner, header = int(wish["rank"]), {"id": wish["id"], "rank": self._group.rank}
+        try:
+            link = self._transport.beside(max_payload_bytes=2 * PIECE_BYTES)
+            try:
+                link.take_in(joiner, wish["introduction"])
+                if not isinstance(answer, str):
+                    try:
+                        self._send(link, joiner, header, _saved(answer))
+                        self.given += 1
+                        return
+                    except Exception as error:
+                        answer = first_line(error)
+                link.send(joiner, json.dumps({**header, "error": answer}).encode())
+                raise GossipError(answer)
+            finally:
+                link.close(0.0 if self._closed else _LINGER_SECONDS)
+        except Exception as error:
+            of = self._group.rank, joiner, first_line(error)
+            logger.warning("rank %d could not give rank %d its replica: %s", *of)
+
+    def _send(self, link: Any, joiner: int, header: dict[str, Any], blob: torch.Tensor) -> None:
+        text = json.dumps({**header, "bytes": blob.numel()}).encode()
+        tickets = deque(link.send(joiner, text, piece) for piece in blob.split(PIECE_BYTES))
+        moved_seconds = time.monotonic()
+        while tickets:
+            if self._closed:
+                raise GossipError(f"rank {self._group.rank} left the run")
+            if any(isinstance(event, Lost) for event in link.receive(_LOOK_SECONDS)):
+                raise GossipError(f"the joiner, rank {joiner}, is gone or cannot be reached")
+            while tickets and tickets[0].done:
+                tickets.popleft()
+                moved_seconds = time.monotonic()
+            if time.monotonic() - moved_seconds > _STALLED_SECONDS:
+                raise GossipError(f"the joiner, rank {joiner}, took nothing for a minute")
+
+
+def _saved(copy: Mapping[str, Any]) -> torch.Tensor:
+    buffer = io.BytesIO()
+    torch.save(dict(copy), buffer)
+    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)

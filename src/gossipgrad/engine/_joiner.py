@@ -1,4 +1,4 @@
-"""What a joiner does before it is a member: finds the run, fetches a replica, gets a number."""
+"""What a joiner does before it is a member: finds the run, gets a number, fetches a replica."""
 
 import io
 import json
@@ -6,32 +6,44 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from gossipgrad._said import first_line
+from gossipgrad.comm import Arrival as Message
 from gossipgrad.comm import (
-    Arrival,
     AskedStore,
+    Group,
     Membership,
     Record,
     ZeroMQTransport,
     joining_address,
 )
-from gossipgrad.engine._donor import PIECE_BYTES, RUN_KEY, WISH_KEY, RunInfo, answer_key
+from gossipgrad.engine._arrival import Arrival
 from gossipgrad.errors import GossipError
 
-__all__ = ["Joiner", "address_of", "root_of"]
+__all__ = [
+    "PIECE_BYTES",
+    "RUN_FORMAT",
+    "RUN_KEY",
+    "WISH_KEY",
+    "Joiner",
+    "address_of",
+    "claim_key",
+    "root_of",
+]
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+RUN_KEY, WISH_KEY = "run", "wish"
+RUN_FORMAT = "gossipgrad run 2"
+PIECE_BYTES = 1 << 18
 _ADDRESS = re.compile(r"(\[[^\]]+\]|[^:/\s]+):(\d{1,5})/(?:(\S.*)/)?(members/\d+)")
 _STORE_SECONDS = 10.0
 _LISTEN_SECONDS = 0.05
@@ -40,24 +52,22 @@ _STALLED_SECONDS = 60.0
 _TRIES = 3
 
 
-def address_of(store: dist.Store, name: str) -> str:
+def claim_key(wish: str) -> str:
+    """Where a member claims the wish of that id."""
+    return f"claim/{wish}"
+
+
+def address_of(group: Group, name: str) -> str:
     """Where a joiner finds a run: host and port of its store, and where its keys are in it.
 
     Args:
-        store: A `TCPStore`, below any prefixes.
+        group: Of the run; its store is a `TCPStore`, below any prefixes.
         name: Of the membership.
 
     Raises:
         GossipError: The store does not answer.
     """
-    root = root_of(store)
-    asked = AskedStore(store)
-    try:
-        prefix = asked.ask(_prefix_of)
-    except RuntimeError as error:
-        raise GossipError(f"the store does not answer: {first_line(error)}") from error
-    finally:
-        asked.close()
+    root, prefix = root_of(group.store), group.ask(_prefix_of)
     host = f"[{root.host}]" if ":" in root.host else root.host
     return "/".join(filter(None, (f"{host}:{root.port}", prefix, name)))
 
@@ -78,46 +88,8 @@ def _prefix_of(store: dist.Store) -> str:
     return found.removesuffix(probe).removesuffix("/")
 
 
-class _FailedError(Exception):
-    """A donor failed; another may not."""
-
-
-class _Wish:
-    """What a joiner asks of the members in the store, and what becomes of it.
-
-    Args:
-        name: Of the membership.
-        rank: That the joiner will have.
-        introduction: Of its link.
-    """
-
-    def __init__(self, name: str, rank: int, introduction: Sequence[Any]) -> None:
-        self.id = secrets.token_hex(8)
-        self._name = name
-        self._key, self._answer = f"{name}/{WISH_KEY}", f"{name}/{answer_key(self.id)}"
-        self._text = json.dumps({"id": self.id, "rank": rank, "introduction": introduction})
-        self._laid = False
-
-    def look(self, store: dist.Store) -> str | None:
-        """Asks, once no other joiner does; why the member that answered failed, if it did."""
-        if not self._laid:
-            self._laid = store.compare_set(self._key, "", self._text).decode() == self._text
-        elif store.check([self._answer]):
-            answer = json.loads(store.get(self._answer))
-            if "error" in answer:
-                return f"rank {answer['rank']} failed: {answer['error']}"
-            if answer["rank"] not in Record(dist.PrefixStore(self._name, store)).read().living:
-                return f"rank {answer['rank']} died or left in the middle"
-        return None
-
-    def withdraw(self, store: dist.Store) -> None:
-        """Removes it, and its answer."""
-        store.compare_set(self._key, self._text, "")
-        store.delete_key(self._answer)
-
-
 class Joiner:
-    """What a joiner does before it is a member; a context manager.
+    """What a joiner does before it is a member; `close()` it.
 
     Args:
         address: Of the run.
@@ -125,12 +97,11 @@ class Joiner:
         timeout_seconds: Within which a member must have begun to send its replica.
 
     Attributes:
-        info: What the run says of itself.
-        name: Of its membership.
+        world_size: How many ranks the run began with.
         rank: This rank's number; -1 before `fetch`.
 
     Raises:
-        ValueError: It is no address.
+        ValueError: It is no address, or the run is one of another version of gossipgrad.
         GossipError: The store does not answer, or holds no such run.
     """
 
@@ -140,40 +111,32 @@ class Joiner:
             raise ValueError(
                 f"{address!r} is no address of a run: give what session.join_address() returned"
             )
-        self._host, port, prefix, self.name = parts.groups()
-        self._host = self._host.strip("[]")
-        self._where = f"{parts[1]}:{port}"
+        host, port, prefix, self._name = parts.groups()
+        self._host, self._where = host.strip("[]"), f"{host}:{port}"
         self._encrypt = encrypt
         self._timeout_seconds = timeout_seconds
         self._deadline = time.monotonic() + timeout_seconds
         self.rank = -1
 
         def connect() -> dist.Store:
+            limit = timedelta(seconds=_STORE_SECONDS)
             store = dist.TCPStore(
-                self._host,
-                int(port),
-                is_master=False,
-                timeout=timedelta(seconds=_STORE_SECONDS),
-                wait_for_workers=False,
+                self._host, int(port), is_master=False, timeout=limit, wait_for_workers=False
             )
             return dist.PrefixStore(prefix, store) if prefix else store
 
         self._asked = AskedStore(connect, timeout_seconds=min(timeout_seconds, 2 * _STORE_SECONDS))
         try:
-            self.info = self._read_info()
+            info = self._read_info()
         except BaseException:
-            self._asked.close()
+            self.close()
             raise
+        self.world_size: int = info["world_size"]
+        self._fingerprint: dict[str, str] = info["fingerprint"]
+        self._introductions = {int(rank): each for rank, each in info["introductions"].items()}
 
-    def __enter__(self) -> "Joiner":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Asks the store no more."""
         self._asked.close()
 
     def check(self, here: dict[str, str]) -> None:
@@ -182,7 +145,7 @@ class Joiner:
         Raises:
             ValueError: With the first difference.
         """
-        there = self.info.fingerprint
+        there = self._fingerprint
         # Digests last: what makes them differ is told better by name.
         for key in sorted(
             {**here, **there}, key=lambda key: key.startswith(("order", "optimizer"))
@@ -193,10 +156,6 @@ class Joiner:
                     f"but {there.get(key) or 'missing'} there. Build the same model and optimizer, "
                     "and give the same settings, as the other ranks; nothing was loaded"
                 )
-
-    def membership(self) -> Membership:
-        """The newest."""
-        return self._ask(lambda store: Record(dist.PrefixStore(self.name, store)).read())
 
     def clone_store(self) -> dist.Store:
         """Another connection to the store, for the session."""
@@ -212,61 +171,78 @@ class Joiner:
             AgreementError: They have another secret, or only they or this rank encrypt.
         """
         joined = {rank: list(j.introduction) for rank, j in membership.joined.items()}
-        known = self.info.introductions | joined
+        known = self._introductions | joined
         introductions = {rank: known[rank] for rank in membership.living if rank in known}
         endpoints = [endpoint for endpoint, *_ in introductions.values()]
         hosts = {e.removeprefix("tcp://").rpartition(":")[0].strip("[]") for e in endpoints}
         return ZeroMQTransport.joining(
             self.rank,
-            self.info.world_size,
+            self.world_size,
             introductions=introductions,
             bind=joining_address(hosts, towards=self._host),
             max_payload_bytes=max_payload_bytes,
             encrypt=self._encrypt,
         )
 
-    def fetch(self) -> tuple[int, dict[str, Any]]:
-        """Whose replica this rank got, and the replica; takes a number for this rank.
+    def fetch(self) -> tuple[Any, Arrival]:
+        """The replica of a member, and what this rank must know to enter; takes a number for it.
+
+        A member that fails in the middle is replaced by another, twice.
 
         Raises:
-            GossipError: No member sends one.
+            GossipError: No member sends one; nothing has changed, so try again.
             AgreementError: This rank has another secret.
         """
-        membership = self.membership()
+        membership = self._read_membership()
         if not membership.living:
             raise GossipError("the run is over: all of its ranks have left")
-        number = self._ask(lambda store: store.add(f"{self.name}/joined", 1))
-        self.rank = self.info.world_size - 1 + number
+        number = self._ask(lambda store: store.add(f"{self._name}/joined", 1))
+        self.rank = self.world_size - 1 + number
         link = self.transport(membership, 2 * PIECE_BYTES)
         failures: list[str] = []
         try:
             while len(failures) < _TRIES:
-                try:
-                    return self._fetch_once(link)
-                except _FailedError as error:
-                    failures.append(str(error))
-                    logger.warning("%s; asking another member", error)
+                donor, gift = self._fetch_once(link)
+                if not isinstance(gift, str):
+                    arrival = Arrival(
+                        membership=self._read_membership(),
+                        name=self._name,
+                        donor=donor,
+                        place=gift["place"],
+                        run=gift["run"],
+                        carried=gift["carried"],
+                    )
+                    return gift["replica"], arrival
+                failures.append(f"rank {donor}: {gift}")
+                logger.warning("no replica from %s", failures[-1])
         finally:
             link.close()
-        raise GossipError(f"{_TRIES} members failed to send a replica: {'; '.join(failures)}")
+        raise GossipError(
+            f"{_TRIES} members failed to send a replica ({'; '.join(failures)}): try again"
+        )
 
-    def _fetch_once(self, link: ZeroMQTransport) -> tuple[int, dict[str, Any]]:
-        wish = _Wish(self.name, self.rank, link.introduction)
-        blob, asked_seconds = io.BytesIO(), 0.0
+    def _fetch_once(self, link: ZeroMQTransport) -> tuple[int, dict[str, Any] | str]:
+        """Who claimed the wish for a replica, and what it sent; or in words why nothing."""
+        wish = secrets.token_hex(8)
+        text = json.dumps({"id": wish, "rank": self.rank, "introduction": link.introduction})
+        claim, key = f"{self._name}/{claim_key(wish)}", f"{self._name}/{WISH_KEY}"
+        laid, donor, blob, asked_seconds = False, -1, io.BytesIO(), 0.0
         moved_seconds = time.monotonic()
         try:
             while True:
                 for event in link.receive(_LISTEN_SECONDS):
-                    if not isinstance(event, Arrival) or event.payload is None:
+                    if not isinstance(event, Message):
                         continue
-                    piece = json.loads(event.header)
-                    if piece["id"] != wish.id:
+                    header = json.loads(event.header)
+                    if header["id"] != wish:
                         continue  # of a donor that was given up
+                    if event.payload is None:
+                        return header["rank"], header["error"]
                     blob.write(event.payload.numpy().data)
                     moved_seconds = time.monotonic()
-                    if blob.tell() >= piece["bytes"]:
+                    if blob.tell() >= header["bytes"]:
                         blob.seek(0)
-                        return piece["rank"], torch.load(blob, weights_only=True)
+                        return header["rank"], torch.load(blob, weights_only=True)
                 now = time.monotonic()
                 if blob.tell() == 0 and now > self._deadline:
                     raise GossipError(
@@ -274,21 +250,31 @@ class Joiner:
                         "run over, or are all its ranks busy with something else than steps?"
                     )
                 if blob.tell() and now - moved_seconds > _STALLED_SECONDS:
-                    raise _FailedError("a member stopped in the middle of its replica")
-                if now - asked_seconds > _ASK_SECONDS:
-                    asked_seconds = now
-                    if (why := self._ask(wish.look)) is not None:
-                        raise _FailedError(why)
+                    return donor, "it stopped in the middle"
+                if now - asked_seconds < _ASK_SECONDS:
+                    continue
+                asked_seconds = now
+                if not laid:  # until no other joiner asks
+                    put = self._ask(lambda store: store.compare_set(key, "", text))
+                    laid = put.decode() == text
+                elif donor < 0 and self._ask(lambda store: store.check([claim])):
+                    donor = int(self._ask(lambda store: store.get(claim)))
+                elif donor >= 0 and donor not in self._read_membership().living:
+                    return donor, "it died or left in the middle"
         finally:
             with suppress(GossipError):
-                self._ask(wish.withdraw)
+                self._ask(lambda store: store.compare_set(key, text, ""))
+                self._ask(lambda store: store.delete_key(claim))
 
-    def _read_info(self) -> RunInfo:
+    def _read_membership(self) -> Membership:
+        return self._ask(lambda store: Record(dist.PrefixStore(self._name, store)).read())
+
+    def _read_info(self) -> dict[str, Any]:
         """What the run says of itself; waits a moment for one that has just begun."""
         deadline = time.monotonic() + min(self._timeout_seconds, _STORE_SECONDS)
-        key = f"{self.name}/{RUN_KEY}"
+        key = f"{self._name}/{RUN_KEY}"
         while not self._ask(lambda store: store.check([key])):
-            if not self._ask(lambda store: store.check([f"{self.name}/membership"])):
+            if not self._ask(lambda store: store.check([f"{self._name}/membership"])):
                 raise GossipError(
                     f"the store at {self._where} holds no such run: it is over, and another has "
                     "begun there. Ask a rank of a run that lasts for its address"
@@ -296,7 +282,12 @@ class Joiner:
             if time.monotonic() > deadline:
                 raise GossipError("the run says nothing of itself: can it be joined?")
             time.sleep(_LISTEN_SECONDS)
-        return RunInfo.from_text(self._ask(lambda store: store.get(key)))
+        info = json.loads(self._ask(lambda store: store.get(key)))
+        if info.get("format") != RUN_FORMAT:
+            raise ValueError(
+                "the run is one of another version of gossipgrad: install the same version here"
+            )
+        return info
 
     def _ask(self, question: Callable[[dist.Store], T]) -> T:
         try:

@@ -1,19 +1,16 @@
-"""A session's place in the membership: taking up new generations, and leaving."""
+"""What a session knows of the members: it takes up new generations, and leaves."""
 
 import logging
-import threading
-from collections.abc import Mapping
+from typing import Any
 from weakref import finalize
 
 import torch.distributed as dist
 
 from gossipgrad._said import first_line
 from gossipgrad.comm import (
-    AskedStore,
     Channel,
     Group,
     Heartbeats,
-    Loss,
     Membership,
     MemberWatch,
     ScriptedDeathError,
@@ -22,10 +19,8 @@ from gossipgrad.comm import (
     is_joinable,
 )
 from gossipgrad.engine._arrival import Arrival
-from gossipgrad.engine._donor import Donor
 from gossipgrad.engine._rounds import Rounds
-from gossipgrad.engine._stale_rounds import StaleRounds
-from gossipgrad.errors import AgreementError, GossipError
+from gossipgrad.errors import AgreementError
 from gossipgrad.topology import Schedule, among
 
 __all__ = ["Members"]
@@ -51,7 +46,10 @@ class Members:
         current: The membership that this rank trains in.
         watch: Over the members, if it changes.
         name: Of the membership, in the store of the group.
-        donor: Sends this rank's replica to those who join, if any can.
+        donor: What sends this rank's replica to those who join, if any can (`Admission`).
+
+    Raises:
+        GossipError: The store cannot be reached.
     """
 
     def __init__(
@@ -64,21 +62,32 @@ class Members:
         self.current = Membership.first(group.world_size, group.members)
         self.watch: MemberWatch | None = None
         self.name = ""
-        self.donor: Donor | None = None
+        self.donor: Any = None
         self._group = group
         self._channel: Channel | None = None
         self._schedule = schedule
         if arrival is not None:
-            self.current = arrival.membership
-        if heartbeats is not None and group.world_size > 1:
-            named = None if arrival is None else arrival.name
-            self.watch, self.name = _watch(group, self.current, heartbeats, named)
-            group.follow(self._gone, self.name, newest=self._newest, listen=self._listen)
+            self.current, self.name = arrival.membership, arrival.name
+        if heartbeats is None or group.world_size == 1:
+            return
+
+        def watch(store: dist.Store) -> MemberWatch:
+            # One session may follow another on a group. The n-th here meets the n-th elsewhere.
+            self.name = self.name or f"members/{store.add(f'members/{group.rank}', 1)}"
+
+            def connect() -> dist.Store:
+                # A clone has a connection of its own: what hangs in it holds up nobody else.
+                root = group.store.clone()  # pyrefly: ignore[missing-attribute]
+                return dist.PrefixStore(self.name, root)
+
+            first = connect()
+            return MemberWatch(first, group.rank, self.current, heartbeats, reconnect=connect)
+
+        self.watch = group.ask(watch)
+        group.follow(lambda of=self.watch: of.latest, self.name, listen=self._listen)
 
     def seat(self, rounds: Rounds) -> None:
         """Gives rounds the schedule of those that came to the start; local."""
-        if self.watch is not None:
-            self.watch.waits = not isinstance(rounds, StaleRounds)
         rounds.schedule = among(self._schedule, self.current.living)
         self._channel = rounds.channel
         self._channel.poll()  # gives up those that did not
@@ -93,15 +102,6 @@ class Members:
         if self.watch is not None:
             self.watch.start()
 
-    def confirm(self) -> None:
-        """Makes sure that this rank is a member, before something is sent.
-
-        Raises:
-            EvictedError: If it is none any more.
-        """
-        if self.watch is not None:
-            self.watch.confirm()
-
     def take_up(self, rounds: Rounds | None) -> bool:
         """Takes up the newest generation that is known; whether it is a later one; local.
 
@@ -114,7 +114,7 @@ class Members:
         if latest.generation == self.current.generation or self._group.rank not in latest.living:
             return False
         # Ctrl-C may end this anywhere; the next call then does what is left.
-        self._meet_newcomers(latest, rounds.channel.transport)
+        self._meet_joiners(latest, rounds.channel.transport)
         rounds.schedule = among(self._schedule, latest.living)
         if rounds.channel.generation < latest.generation:
             rounds.channel.enter(latest.generation, rounds.next_round, latest.living)
@@ -127,73 +127,42 @@ class Members:
         """Becomes a member, where this rank joins others; waits for the store alone.
 
         Raises:
-            GossipError: The store does not answer, or all members have ended.
+            GossipError: The store does not answer, or all members have ended. Should it answer
+                later, the others find that this rank shows no sign of life, and go on without it.
         """
         watch, transport = self.watch, rounds.channel.transport
         assert watch is not None
         assert is_joinable(transport)
-        over = threading.Event()
-
-        def enter(_: dist.Store) -> None:
-            if over.is_set():
-                return
-            watch.enter(donor, transport.introduction)
-            if over.is_set():  # too late: nobody beats for this rank
-                watch.leave()
-                watch.start()  # and says in the store that it has left
-
-        asked = AskedStore(self._group.store)
-        try:
-            asked.ask(enter)
-        except GossipError:
-            raise
-        except RuntimeError as error:
-            raise GossipError(
-                f"the store could not be told that rank {self._group.rank} joins: "
-                f"{first_line(error)}"
-            ) from error
-        finally:
-            over.set()  # a question without an answer by now comes to nothing
-            asked.close()
+        introduction = transport.introduction
+        self._group.ask(lambda _: watch.enter(donor, introduction))
         watch.start()
         self.take_up(rounds)
 
     def changed(self) -> bool:
         """Whether a collective that broke can be tried again: members were lost, or have left.
 
-        Looks after all of them, which may take a few beats; `silent_seconds` if one stands still.
+        Looks after those who may have died, which takes a few beats.
         """
         if self.watch is None or self._channel is None:
             return False
-        newer = self.watch.latest.generation > self.current.generation
-        if newer or self.watch.examine(self._listen, self._group.broken_by):
-            return True
-        # Later collectives are those of a generation in which none broke.
-        self.watch.renew(self.current.generation)
-        return False
+        return self.watch.examine(self.current.generation, self._group.broken_by, self._listen)
 
     def meet(self, rounds: Rounds) -> bool:
         """Whether there are other members, and a consensus with them can be had."""
         gone = rounds.channel.gone
-        fixed = self.watch is None or self.watch.frozen is not None
+        fixed = self.watch is None or self.watch.store_lost is not None
         others = set(self.current.living) - {self._group.rank, *gone}
         return bool(others) and not (gone and fixed)
 
     def unreachable(self, rounds: Rounds | None) -> dict[int, str]:
-        """Members whose links broke, while the membership is frozen and cannot tell."""
-        if self.watch is None or rounds is None or self.watch.frozen is None:
+        """See `Session.unreachable`."""
+        if self.watch is None or rounds is None or (why := self.watch.store_lost) is None:
             return {}
         return {
-            rank: f"its link broke, and {self.watch.frozen}"
+            rank: how if how == "left" else f"its link broke, and {why}"
             for rank, how in rounds.channel.gone.items()
-            if how != "left" and rank in self.current.living
+            if rank in self.current.living
         }
-
-    def departed(self, rounds: Rounds | None) -> set[int]:
-        """Members whose links ended, in order or not, while the membership is frozen."""
-        if self.watch is None or rounds is None or self.watch.frozen is None:
-            return set()
-        return {*rounds.channel.gone} & {*self.current.living}
 
     def end(self, error: BaseException | None = None) -> None:
         """Leaves the membership; one that dies by script just falls silent."""
@@ -216,15 +185,7 @@ class Members:
         if self._channel is not None:
             self._channel.poll()
 
-    def _gone(self) -> Mapping[int, Loss]:
-        assert self.watch is not None
-        return self.watch.latest.gone
-
-    def _newest(self) -> int:
-        assert self.watch is not None
-        return self.watch.latest.generation
-
-    def _meet_newcomers(self, latest: Membership, transport: Transport) -> None:
+    def _meet_joiners(self, latest: Membership, transport: Transport) -> None:
         """Gets to know those who have joined; who is no rank of this run is none here."""
         met = transport.introductions if is_joinable(transport) else {}
         for rank in {*latest.joined} & {*latest.living} - {*met, self._group.rank}:
@@ -236,38 +197,3 @@ class Members:
                     "rank %d mixes nothing with rank %d, which has joined: %s",
                     *(self._group.rank, rank, first_line(error)),
                 )
-
-
-def _watch(
-    group: Group, first: Membership, heartbeats: Heartbeats, name: str | None = None
-) -> tuple[MemberWatch, str]:
-    """A watch over the members of a group, and the name of their membership in its store.
-
-    Without a name it is a new one.
-
-    Raises:
-        GossipError: The store cannot be reached.
-    """
-
-    def make(store: dist.Store) -> tuple[MemberWatch, str]:
-        # One session may follow another on a group. The n-th here meets the n-th elsewhere.
-        kept = name or f"members/{store.add(f'members/{group.rank}', 1)}"
-
-        def connect() -> dist.Store:
-            # A clone has a connection of its own: what hangs in it holds up nobody else.
-            return dist.PrefixStore(kept, group.store.clone())  # pyrefly: ignore[missing-attribute]
-
-        watch = MemberWatch(connect(), group.rank, first, heartbeats, reconnect=connect)
-        return watch, kept
-
-    asked = AskedStore(group.store)
-    try:
-        return asked.ask(make)
-    except RuntimeError as error:
-        raise GossipError(
-            f"rank {group.rank} cannot reach the rendezvous store any more, which the members of "
-            f"the run are kept in: has the process that holds it failed, rank 0 by default? "
-            f"({first_line(error)})"
-        ) from error
-    finally:
-        asked.close()

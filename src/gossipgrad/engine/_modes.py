@@ -1,7 +1,7 @@
 """When a round's snapshots travel and when they are mixed: the modes, as values."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from numbers import Integral, Real
 
 __all__ = ["Mode", "Overlap", "Stale", "Sync", "check_stale", "resolve_mode"]
@@ -82,8 +82,17 @@ class Stale:
     """
 
     max_staleness: int = 2
+    cut_every: InitVar[None] = None
+    record: InitVar[None] = None
+    replay: InitVar[None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, cut_every: object, record: object, replay: object) -> None:
+        if (cut_every, record, replay) != (None, None, None):
+            raise ValueError(
+                "cut_every, record and replay of mode stale are gone: a stale run is not repeated "
+                "bit for bit. Leave them out, and take session.state_dict() on each rank as "
+                "session.position comes to an agreed number"
+            )
         number = self.max_staleness
         if (
             isinstance(number, bool)

@@ -21,16 +21,15 @@ def warn_of_lone_replicas(model: nn.Module, differs: Callable[[], bool]) -> Remo
 
 
 class _Warning:
-    """The hook."""
+    """The hook; a copy of it, pickled or not, says nothing."""
 
-    def __init__(self, differs: Callable[[], bool]) -> None:
-        self._differs = weakref.WeakMethod(differs)
-        self._told = False
+    def __init__(self, differs: Callable[[], bool] | None = None) -> None:
+        self._differs = None if differs is None else weakref.WeakMethod(differs)
 
     def __call__(self, *_: object) -> None:
-        differs = self._differs()
-        if not self._told and differs is not None and differs():
-            self._told = True
+        differs = None if self._differs is None else self._differs()
+        if differs is not None and differs():
+            self._differs = None
             warnings.warn(
                 "state_dict() of one replica, and replicas may differ: saved, it loses what the "
                 "others have learned. Take it inside `with session.consensus():`, which shows the "
@@ -38,16 +37,5 @@ class _Warning:
                 stacklevel=3,
             )
 
-    def __reduce__(self) -> tuple[Callable[[], "_Warning"], tuple[()]]:
-        return _silent, ()
-
-
-def _silent() -> _Warning:
-    return _Warning(_Nothing().differs)
-
-
-class _Nothing:
-    """Gone at once, so that nothing differs from it."""
-
-    def differs(self) -> bool:
-        return False
+    def __reduce__(self) -> tuple[type["_Warning"], tuple[()]]:
+        return _Warning, ()

@@ -189,13 +189,11 @@ class Session:
 
     @property
     def unreachable(self) -> dict[int, str]:
-        """Members that this rank lost while the rendezvous store could not be asked, and why."""
-        return self._members.unreachable(self._rounds)
+        """Members whose links ended while the rendezvous store cannot be asked, and why.
 
-    @property
-    def departed(self) -> set[int]:
-        """Members that were lost, or left, while the rendezvous store could not be asked."""
-        return self._members.departed(self._rounds)
+        `"left"` for those that left in order. They are in `membership` still.
+        """
+        return self._members.unreachable(self._rounds)
 
     @property
     def position(self) -> int:
@@ -224,8 +222,8 @@ class Session:
 
         Raises:
             GossipError: If a member is lost in the middle (call again), or has gone and the
-                membership is frozen or has no heartbeats; or inside another. The model is unchanged
-                then.
+                store cannot be asked, or there are no heartbeats; or inside another. The model is
+                unchanged then.
             ReplicaChangedError: On every rank, if one's weights were changed since its last step.
         """
         self._check_ready("consensus")

@@ -120,7 +120,7 @@ class Gossip(RunningStrategy):
 
     def _is_alone(self) -> bool:
         """Whether nobody else trains any more, as far as this rank knows."""
-        others = {*self.living} - {self._session.rank} - self._session.departed
+        others = {*self.living} - {self._session.rank} - self._session.unreachable.keys()
         return not others or (self._leaver is not None and self._leaver.is_over)
 
     @property
@@ -194,11 +194,12 @@ class Gossip(RunningStrategy):
         return first_beyond(schedule, self.living, here)
 
     def lost_ranks(self) -> dict[str, dict[str, Any]]:
-        """Who was lost, by the membership, or by this rank's own links if that is frozen."""
+        """Who was lost, by the membership, or by this rank's own links if no store answers."""
         generation = self._session.membership.generation
         told = {
             str(rank): {"why": why, "generation": generation, "when_seconds": None}
             for rank, why in self._session.unreachable.items()
+            if why != "left"
         }
         lost = self._session.membership.lost
         return told | {str(rank): asdict(loss) for rank, loss in lost.items()}
