@@ -79,7 +79,9 @@ def test_a_joiner_takes_a_members_replica_and_trains_with_the_others(settings, s
         return mean, me.session.membership, position, stats
 
     met = set()
-    means, memberships, positions, stats = zip(*run_open(3, member, joiner, **settings), strict=True)
+    means, memberships, positions, stats = zip(
+        *run_open(3, member, joiner, **settings), strict=True
+    )
     assert all_equal(means)
     for membership in memberships:
         assert membership.joined.keys() == {3}

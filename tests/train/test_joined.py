@@ -236,6 +236,8 @@ def test_one_of_several_that_left_does_not_keep_the_last_from_it(run_dir, monkey
 def test_the_last_one_that_is_left_does_not_leave_but_ends_the_run(departed, leaves):
     strategy = object.__new__(Gossip)
     living = Membership(generation=3, living=(0, 2))
-    strategy._session = SimpleNamespace(rank=2, membership=living, departed=departed)
+    strategy._session = SimpleNamespace(
+        rank=2, membership=living, unreachable=dict.fromkeys(departed, "left")
+    )
     strategy._leaver = SimpleNamespace(leaves=True, is_over=False)
     assert strategy._leaves == leaves
