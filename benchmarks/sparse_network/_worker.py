@@ -1,6 +1,5 @@
 """A worker of the laboratory: contestants that aggregate gradients, with selection slept."""
 
-from dataclasses import asdict
 from typing import Any
 
 import torch.distributed as dist
@@ -77,7 +76,14 @@ class Sparsified(Contestant):
             "backward_seconds": planner.backward_seconds,
             "sizes": aggregation.sizes,
             "names": aggregation.names,
-            "costs": {costs.name: asdict(costs) for costs in planner.costs},
+            "costs": {
+                method.name: {
+                    "elements": method.select_seconds.sizes,
+                    "select_seconds": method.select_seconds.seconds,
+                    "communicate_seconds": method.communicate_seconds.seconds,
+                }
+                for method in planner.methods
+            },
             "first_gradient_seconds": self.model.groups[0].seconds,
             "refused": planner.refused,
         }

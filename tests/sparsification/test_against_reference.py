@@ -143,7 +143,7 @@ def test_greedy_sparse_sessions_follow_it(monkeypatch):
     ours = train(2, 24, plan="greedy", look=lambda s: (s.plan, s._planner), **settings)
     plan, planner = ours[0][1]
     sizes = [{"0.weight": 48, "0.bias": 8, "2.weight": 24, "2.bias": 3}[n] for n in plan.names]
-    method = planner.costs[0].method()
+    method = planner.methods[0]
     by_paper = merge(
         planner.backward_seconds, sizes, method.select_seconds, method.communicate_seconds
     )

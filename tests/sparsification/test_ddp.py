@@ -127,23 +127,16 @@ def test_ranks_that_differ_are_told_what_in(settings, message):
     run_ranks(2, rank_main)
 
 
-def test_courses_and_rounds_that_differ_end_the_step_before_anything_is_sent():
+def test_rounds_that_differ_end_the_step_before_anything_is_sent():
     def rank_main(rank, group):
-        def density(step):
-            return 0.5 if step < 102 or rank == 0 else 0.25
-
         model = network()
-        with CommHook(model, process_group=group, density=density) as state:
+        with CommHook(model, process_group=group, density=lambda step: 0.5) as state:
             backward_of(model, rank, 0)
             step(model, state, [2])
             kept = state.state_dict()
             state.load_state_dict({**kept, "rounds": 7 + rank})
             with pytest.raises(gg.GossipError, match="after 8 rounds on rank 1, but 7 on rank 0"):
                 step(model, state, [2])
-            state.load_state_dict({**kept, "rounds": 50})
-            with pytest.raises(gg.GossipError, match=r"density in round 102 is 0\.25 on rank 1"):
-                step(model, state, [2])
-            assert state.state_dict()["rounds"] == 50
             group.barrier()
 
     run_ranks(2, rank_main)

@@ -1,7 +1,7 @@
 """Sparse sessions on threads, and the reference beside them."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import pytest
@@ -10,8 +10,8 @@ from torch import nn
 
 import gossipgrad as gg
 from gossipgrad.comm import Group
+from gossipgrad.planning import Method, PiecewiseCost
 from gossipgrad.sparsification import _planner
-from gossipgrad.sparsification._costs import Costs
 from gossipgrad.sparsification._reference import Reference
 from support.ranks import run_ranks
 from support.replicas import network, sgd
@@ -79,17 +79,14 @@ def same_weights(told: Sequence[Sequence[torch.Tensor]]) -> bool:
 def assume_costs(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:
     """Nothing is measured: costs grow from nothing to these for 1,000 elements, by method."""
 
-    class Assumed:
-        def __init__(self, settings: Any, *_: object, **__: object) -> None:
-            self._methods = settings.methods
+    def curve(most: float) -> PiecewiseCost:
+        return PiecewiseCost(sizes=(1.0, 1000.0), seconds=(1e-9, most))
 
-        def advance(self) -> list[Costs]:
-            return [
-                Costs(name, (1, 1000), (1e-9, 1e-9), (1e-9, seconds[name]))
-                for name in self._methods
-            ]
+    def assumed(settings: Any, *_: object, **__: object) -> Generator[None, None, list[Method]]:
+        yield
+        return [Method(name, curve(1e-9), curve(seconds[name])) for name in settings.methods]
 
-    monkeypatch.setattr(_planner, "CostMeasurement", Assumed)
+    monkeypatch.setattr(_planner, "measure_methods", assumed)
 
 
 def slow_down(group: Group, *, dense_seconds: float = 0.0, bytes_per_second: float = 1e12) -> None:

@@ -47,6 +47,7 @@ class Aggregation:
         rounds: How many have been.
         all_reduce_bytes: What rings would have sent in them of gradients as they are.
         names: Of the parameters, in the order of backward.
+        parameters: The same.
         groups: The groups.
         passes: The backward passes.
         scale: The factor of loss scaling that residuals have in them.
@@ -74,8 +75,8 @@ class Aggregation:
         self.groups: list[MergedGroup] = []
         self.merges: tuple[Merge, ...] = ()
         self.names = list(parameters)
-        self._parameters = list(parameters.values())
-        self._known = {id(parameter) for parameter in self._parameters}
+        self.parameters = list(parameters.values())
+        self._known = {id(parameter) for parameter in self.parameters}
         self._group = group
         self._settings = settings
         self._after_round = after_round
@@ -90,7 +91,7 @@ class Aggregation:
         self.queue = OrderedQueue(f"gossipgrad sparsify, rank {group.rank}")
         self._clock = make_clock(self.device)
         self.passes = GradientHooks(
-            self._parameters,
+            self.parameters,
             begin=self._begin,
             launch=self._launch,
             end=self._end,
@@ -110,18 +111,18 @@ class Aggregation:
     @property
     def sizes(self) -> list[int]:
         """Elements of each parameter, in the same order."""
-        return [p.numel() for p in self._parameters]
+        return [p.numel() for p in self.parameters]
 
     @property
     def device(self) -> torch.device:
         """Where the gradients are."""
-        return self._parameters[0].device
+        return self.parameters[0].device
 
     @property
     def dtype(self) -> torch.dtype:
         """That of most elements of the gradients."""
         elements: Counter[torch.dtype] = Counter()
-        for p in self._parameters:
+        for p in self.parameters:
             elements[p.dtype] += p.numel()
         return elements.most_common(1)[0][0]
 
@@ -175,7 +176,7 @@ class Aggregation:
     def _regroup(
         self, merges: Sequence[Merge], names: list[str], carried: Mapping[str, CarriedOver]
     ) -> None:
-        by_name = dict(zip(self.names, self._parameters, strict=True))
+        by_name = dict(zip(self.names, self.parameters, strict=True))
         by_name = {name: by_name[name] for name in names}
         for made in self.groups:
             made.free_buffers()  # before memory for the next is taken; what is carried over stays
@@ -192,10 +193,10 @@ class Aggregation:
             )
             made.load([carried.get(name, CarriedOver()) for name in of])
             groups.append(made)
-        self.names, self._parameters = names, list(by_name.values())
+        self.names, self.parameters = names, list(by_name.values())
         self.groups, self.merges = groups, tuple(merges)
         self._finished.clear()  # of other groups
-        self.passes.reorder(self._parameters)
+        self.passes.reorder(self.parameters)
         if self._densities:
             self._use(self._density.at(names, self.rounds))
         self.passes.regroup([range(merge.start, merge.stop) for merge in merges])
@@ -226,7 +227,7 @@ class Aggregation:
 
     def has_gradients(self) -> bool:
         """Whether some gradient is there that is not zero."""
-        grads = (p.grad for p in self._parameters if p.grad is not None)
+        grads = (p.grad for p in self.parameters if p.grad is not None)
         return any(grad.layout is not torch.strided or bool(grad.any()) for grad in grads)
 
     @torch.no_grad()
@@ -303,7 +304,7 @@ class Aggregation:
         grads: list[Tensor | None] = []
         merge = self.merges[number]
         for at in range(merge.start, merge.stop):
-            grad = self._parameters[at].grad
+            grad = self.parameters[at].grad
             if grad is not None and grad.layout is not torch.strided:
                 raise GossipError(
                     f"the gradient of {self.names[at]!r} is sparse ({grad.layout}): make its "
@@ -363,7 +364,7 @@ class Aggregation:
             if not finite:
                 made.roll_back(grads)
             targets = []
-            for parameter in self._parameters[merge.start : merge.stop]:
+            for parameter in self.parameters[merge.start : merge.stop]:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 targets.append(parameter.grad)

@@ -83,8 +83,8 @@ DEFAULT_DENSITY = Warmup(densities=(1.0, 0.25, 0.0625, 0.015625))
 Density = float | int | Callable[[int], float] | Mapping[str, float]
 """A share, a function from the step to it, or shares by name of the parameter.
 
-A function has to give the same on all ranks, by the step alone: it is asked for up to a hundred
-steps at once, and what it says then holds.
+A function is asked on rank 0, for all ranks and up to a hundred steps at once: it goes by the step
+alone.
 Names may be patterns such as `"*.bias"`; the first that fits a parameter counts. A mapping needs an
 entry `"*"` for all others, the last.
 """
@@ -117,20 +117,14 @@ def resolve_density(density: object, names: Sequence[str]) -> Density:
 
 def _check_all_count(patterns: Sequence[str], names: Sequence[str]) -> None:
     """Raises `ValueError` for a pattern that is the first to fit no parameter, but `"*"`."""
-    first = {name: _first_fit(patterns, name) for name in names}
+    used = {_first_fit(patterns, name) for name in names} | {"*"}
     for pattern in patterns:
-        if pattern == "*" or pattern in first.values():
-            continue
-        fitting = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
-        if not fitting:
+        if pattern not in used:
             raise ValueError(
-                f"density names {pattern!r}, and no trained parameter is called so; they are "
-                f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
+                f"density of {pattern!r} never counts: the first pattern that fits a parameter "
+                f"does, and it is that of none of {', '.join(names[:5])}"
+                f"{', ...' if len(names) > 5 else ''}. Put narrow patterns before wide ones"
             )
-        raise ValueError(
-            f"density of {pattern!r} never counts: {first[fitting[0]]!r} stands before it and fits "
-            f"{fitting[0]!r}, and the first that fits counts. Put {pattern!r} before it"
-        )
 
 
 def _first_fit(patterns: Iterable[str], name: str) -> str:
@@ -208,7 +202,7 @@ def _count(size: int, share: float) -> int:
 
 
 class AgreedDensity:
-    """A density round by round; a function is asked ahead for many, and compared over ranks.
+    """A density round by round; a function is asked ahead for many rounds, on rank 0 for all.
 
     Messages of unequal sizes would not be an error of a collective but the end of a process.
 
@@ -229,40 +223,30 @@ class AgreedDensity:
         as many densities as the run has steps will do.
 
         Raises:
-            GossipError: On all ranks, if a function gives other values on other ranks, or raises
-                or gives what is no density on one for this round.
+            GossipError: On all ranks, if the function raises for this round, or gives no density.
         """
         if not _is_function(self._density):
             return densities_at(self._density, names, round)
         if round not in self._known:
-            self._ask(range(round, round + _ASKED_ROUNDS))
+            self._ask(round)
         return (self._known[round],) * len(names)
 
-    def _ask(self, ahead: range) -> None:
+    def _ask(self, first: int) -> None:
         values: list[float] = []
         failure: Exception | None = None
-        for at in ahead:
-            try:
-                value = densities_at(self._density, [""], at)[0]
-            except Exception as error:
-                failure = error
-                break
-            values.append(value)
+        if self._group.rank == self._group.members[0]:
+            for at in range(first, first + _ASKED_ROUNDS):
+                try:
+                    values.append(densities_at(self._density, [""], at)[0])
+                except Exception as error:
+                    failure = error
+                    break
         problem = None if failure is None else f"{type(failure).__name__}: {failure}"
-        of_ranks = self._group.all_gather_object([values, problem])
-        for rank, (known, problem) in enumerate(of_ranks):
-            if not known:
-                raise GossipError(
-                    f"the function that density is has failed on rank {rank}, asked about round "
-                    f"{ahead.start}: {problem}. It has to give a density for every round from 0 "
-                    "on; a round is a backward pass outside no_sync(), or a step without one"
-                ) from failure
-        ahead = ahead[: min(len(known) for known, _ in of_ranks)]
-        for rank, (other, _) in enumerate(of_ranks):
-            for at, here, there in zip(ahead, of_ranks[0][0], other, strict=False):
-                if here != there:
-                    raise GossipError(
-                        f"density in round {at} is {there} on rank {rank}, but {here} on rank "
-                        "0: a function must give the same on all ranks"
-                    )
-        self._known = dict(zip(ahead, values, strict=False))
+        values, problem = self._group.broadcast_object((values, problem))
+        if not values:
+            raise GossipError(
+                f"the function that density is has failed, asked about round {first}: {problem}. "
+                "It has to give a density for every round from 0 on; a round is a backward pass "
+                "outside no_sync(), or a step without one"
+            ) from failure
+        self._known = dict(enumerate(values, first))

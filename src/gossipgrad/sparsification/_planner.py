@@ -2,8 +2,8 @@
 
 import logging
 import statistics
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
@@ -24,8 +24,7 @@ from gossipgrad.planning import (
     wfbp,
 )
 from gossipgrad.sparsification._aggregation import Aggregation
-from gossipgrad.sparsification._comparison import Comparison
-from gossipgrad.sparsification._costs import CostMeasurement, Costs
+from gossipgrad.sparsification._costs import measure_methods
 from gossipgrad.sparsification._density import final_density
 from gossipgrad.sparsification._settings import MEASURED_RULES, Settings, check_plan_fits
 
@@ -36,6 +35,9 @@ logger = logging.getLogger("gossipgrad")
 _WARM_ROUNDS = 2  # take memory, start threads, fill caches
 _TIMED_ROUNDS = 5
 _ALIKE = 1.5  # densities by less than that factor apart: a plan is for both
+_COMPARED_ROUNDS = 3  # of each turn, after one to change plans
+_TURNS = ("plan", "dense", "plan", "dense")
+_FAR_SLOWER = 2.0  # times the step of the plan: dense is not tried, or only for one step
 _ALTERNATIVES = ("layerwise", "single", "mg-wfbp", "greedy")
 _RULES: dict[str, Callable[..., Plan]] = {
     "optimal": plan,
@@ -46,22 +48,15 @@ _RULES: dict[str, Callable[..., Plan]] = {
     "single": single,
 }
 
+Phase = Generator[None, None, None]  # goes on after each round
+
 
 class Planner:
     """The plan of a session, agreed on by all ranks.
 
     A plan that needs measurements begins as one group: selection comes after the last gradient
-    then, and the times of gradients are those of backward alone. What follows is done after steps,
-    and takes of each no longer than about another step:
-
-    1. Backward is timed.
-    2. The ranks measure selection and collectives together, at the density that training goes on
-       with after a `Warmup`.
-    3. Rank 0 computes the plan from medians over rounds and ranks, on a thread of its own; all
-       change to it between two rounds.
-    4. `"optimal"` alone, once the density is that of the plan: the plan and the best one that sends
-       all are used in turn for some steps, and the faster stays. One that compresses has to save
-       `LEAST_SAVING` of a step: what it leaves for later rounds costs accuracy.
+    then, and the times of gradients are those of backward alone. `_search` is what follows. It goes
+    on after each round, and holds a step up by no more than about another step.
 
     Args:
         settings: Of the session.
@@ -75,7 +70,7 @@ class Planner:
         alternatives: Predicted seconds of the rules, by name and method.
         compared_seconds: Of a step with the plan and with dense; empty before both were used.
         backward_seconds: Of each tensor, as measured, in the order of the plan.
-        costs: Of each method, as measured.
+        methods: With costs as measured.
         refused: Why nothing is compressed, None if something is or nobody asked.
     """
 
@@ -85,22 +80,16 @@ class Planner:
         self.alternatives: dict[str, float] = {}
         self.compared_seconds: dict[str, float] = {}
         self.refused: str | None = None
+        self.backward_seconds: list[float] = []
+        self.methods: list[Method] = []
         self._settings = settings
         self._group = group
-        self._ended_seconds = perf_counter()  # when the last round and all that followed had ended
-        self._start()
-
-    def _start(self) -> None:
-        self.backward_seconds: list[float] = []
-        self.costs: list[Costs] = []
-        self._rounds = 0
-        self._stamps: list[dict[str, float]] = []
-        self._periods: list[float] = []
-        self._measurement: CostMeasurement | None = None
-        self._computation: _Computation | None = None
-        self._comparison: Comparison | None = None
-        self._density = 0.0  # that the plan is for
         self._dense: Plan | None = None  # what the plan is yet to be compared with
+        self._density = 0.0  # that the plan is for
+        self._ended_seconds = perf_counter()  # when the last round and all that followed had ended
+        self._period_seconds = 0.0  # from then until the end of this round
+        self._phase: Phase | None = None
+        self._is_searching = settings.measures
 
     @property
     def decided(self) -> bool:
@@ -122,30 +111,20 @@ class Planner:
         rounds = self._group.all_gather_object(aggregation.rounds)
         if len(set(rounds)) > 1:
             raise GossipError(f"replan() after {rounds} rounds: call it after the same step on all")
-        self._start()
-        self.plan, self.refused = None, None
+        self.plan = self._dense = self.refused = None
         self.compared_seconds = {}
+        self._phase, self._is_searching = None, True
         aggregation.regroup(self.first_merges)
 
     def after_round(self, aggregation: Aggregation) -> None:
-        """Notes what a round took, and goes on with the plan; a collective at times."""
-        if not self._settings.measures:
-            return
-        period_seconds = perf_counter() - self._ended_seconds
-        if self._comparison is not None:
-            self._compare(aggregation, period_seconds)
-        elif self.plan is not None:
-            if self._dense is not None and aggregation.density <= _ALIKE * self._density:
-                self._comparison = Comparison(self._group)
-        elif self._computation is not None:
-            self._take_computed(aggregation)
-        elif self._measurement is not None:
-            if (costs := self._measurement.advance()) is not None:
-                self.costs = costs
-                self._compute(aggregation)
-        else:
-            self._time_backward(aggregation, period_seconds)
-        self._ended_seconds = perf_counter()
+        """Goes on with the search for a plan, if there is one; a collective at times."""
+        if self._is_searching:
+            self._period_seconds = perf_counter() - self._ended_seconds
+            if self._phase is None:
+                self._phase = self._search(aggregation)
+            if next(self._phase, self) is self:
+                self._phase, self._is_searching = None, False
+            self._ended_seconds = perf_counter()
 
     def state(self) -> dict[str, Any]:
         """For a session's state: plain values, the same on all ranks."""
@@ -160,66 +139,81 @@ class Planner:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Takes up what `state` gave; a measurement or comparison under way begins anew."""
-        self._start()
         self.plan = None if state["plan"] is None else Plan.from_json(state["plan"])
         self._dense = None if state["dense"] is None else Plan.from_json(state["dense"])
         self._density = state["density"]
         self.alternatives, self.refused = dict(state["alternatives"]), state["refused"]
         self.compared_seconds = dict(state["compared_seconds"])
+        self._phase, self._is_searching = None, self._settings.measures and not self.decided
 
-    def _time_backward(self, aggregation: Aggregation, period_seconds: float) -> None:
-        self._rounds += 1
-        if self._rounds > _WARM_ROUNDS:
-            self._stamps.append(aggregation.stamps())
-            self._periods.append(period_seconds)
-        if len(self._stamps) < _TIMED_ROUNDS:
-            return
-        mine = [_medians(self._stamps), statistics.median(self._periods)]
+    def _search(self, aggregation: Aggregation) -> Phase:
+        """All that leads to a plan, in its order; every `yield` is a step of the user's.
+
+        1. Backward is timed.
+        2. The ranks measure selection and collectives together, at the density that training goes
+           on with after a `Warmup`.
+        3. Rank 0 computes the plan from medians over rounds and ranks, on a thread of its own; all
+           change to it between two rounds.
+        4. `"optimal"` alone, once the density is that of the plan: the plan and the best one that
+           sends all are used in turn for some steps, and the faster stays. One that compresses has
+           to save `LEAST_SAVING` of a step: what it leaves for later rounds costs accuracy.
+        """
+        if self.plan is None:
+            step_seconds = yield from self._time_backward(aggregation)
+            self.methods = yield from measure_methods(
+                self._settings,
+                self._group,
+                aggregation.parameters,
+                aggregation.dtype,
+                density=self._density,
+                step_seconds=step_seconds,
+            )
+            yield from self._compute(aggregation)
+        if self._dense is not None:
+            yield from self._compare(aggregation)
+
+    def _time_backward(self, aggregation: Aggregation) -> Generator[None, None, float]:
+        """Takes down times and order of gradients; returns what a step takes."""
+        stamps, periods = [], []
+        for _ in range(_WARM_ROUNDS):
+            yield
+        for timed in range(_TIMED_ROUNDS):
+            if timed:
+                yield
+            stamps.append(aggregation.stamps())
+            periods.append(self._period_seconds)
+        mine = [_medians(stamps), statistics.median(periods)]
         of_ranks = self._group.all_gather_object(mine)
-        names, self.backward_seconds = backward_of(
-            [stamps for stamps, _ in of_ranks], aggregation.names
-        )
+        names, self.backward_seconds = backward_of([of for of, _ in of_ranks], aggregation.names)
         aggregation.regroup(self.first_merges, names=names)
         self._density = aggregation.average(
             final_density(self._settings.density, names, aggregation.rounds)
         )
-        self._measurement = CostMeasurement(
-            self._settings,
-            self._group,
-            aggregation.device,
-            aggregation.dtype,
-            elements=sum(aggregation.sizes),
-            tensors=len(aggregation.sizes),
-            density=self._density,
-            step_seconds=statistics.median(period for _, period in of_ranks),
-        )
+        return statistics.median(period for _, period in of_ranks)
 
-    def _compute(self, aggregation: Aggregation) -> None:
-        self._measurement = None
-        self._computation = _Computation()
-        if self._group.rank == 0:
-            self._computation.start(
-                partial(
-                    _computed,
-                    self._settings,
-                    self.backward_seconds,
-                    aggregation.sizes,
-                    tuple(aggregation.names),
-                    [each.method() for each in self.costs],
-                )
-            )
-
-    def _take_computed(self, aggregation: Aggregation) -> None:
-        """What rank 0 has computed, on all ranks, if it is done.
+    def _compute(self, aggregation: Aggregation) -> Phase:
+        """What rank 0 computes, on all ranks.
 
         Processors of two kinds round differently: what each rank computed for itself would be two
         plans.
         """
-        assert self._computation is not None
-        found = self._group.broadcast_object(self._computation.poll())
-        if found is None:
-            return
-        self._computation = None
+        computed: Future[dict[str, Any]] | None = None
+        if self._group.rank == 0:
+            executor = ThreadPoolExecutor(1, "gossipgrad plan")
+            computed = executor.submit(
+                _computed,
+                self._settings,
+                self.backward_seconds,
+                aggregation.sizes,
+                tuple(aggregation.names),
+                self.methods,
+            )
+            executor.shutdown(wait=False)
+        found = None
+        while found is None:
+            yield
+            is_done = computed is not None and computed.done()
+            found = self._group.broadcast_object(computed.result() if is_done else None)
         self.alternatives = dict(found["alternatives"])
         self.plan = Plan.from_json(found["plan"])
         if found["dense"] is not None and is_sparse(self.plan):
@@ -230,22 +224,38 @@ class Planner:
                 f"with every group sparse after {_ms(found['sparse_seconds'])} ms at best"
             )
         aggregation.regroup(self.plan.groups)
+        yield
 
-    def _compare(self, aggregation: Aggregation, period_seconds: float) -> None:
-        assert self._comparison is not None
-        assert self._dense is not None
+    def _compare(self, aggregation: Aggregation) -> Phase:
+        """The plan and the dense one in turns of some real steps; the faster stays.
+
+        What counts is the median time from the end of a round to the end of the next: what a step
+        takes its user. Ranks wait for each other, so the median over them is what all of them took.
+        """
         assert self.plan is not None
-        comparison, dense, own = self._comparison, self._dense, self.plan
-        later_seconds = dense.finish_seconds - own.finish_seconds
-        comparison.note(period_seconds, later_seconds)
-        if not comparison.over:
-            groups = dense.groups if comparison.dense_next else own.groups
+        assert self._dense is not None
+        own, dense = self.plan, self._dense
+        while aggregation.density > _ALIKE * self._density:
+            yield
+        periods: dict[str, list[float]] = {"plan": [], "dense": []}
+        for turn, name in enumerate(_TURNS):
+            groups = own.groups if name == "plan" else dense.groups
             if groups != aggregation.merges:
                 aggregation.regroup(groups)
-            return
-        self._comparison = self._dense = None
-        self.compared_seconds = comparison.seconds
-        with_plan, with_dense = comparison.seconds["plan"], comparison.seconds.get("dense")
+            yield
+            with_plan = self._agreed(periods["plan"]) if turn == 1 else 0.0
+            if turn == 1 and self._agreed([self._period_seconds]) > 2 * _FAR_SLOWER * with_plan:
+                break
+            for _ in range(_COMPARED_ROUNDS):
+                yield
+                periods[name].append(self._period_seconds)
+            later_seconds = dense.finish_seconds - own.finish_seconds
+            if turn == 0 and later_seconds > (_FAR_SLOWER - 1) * self._agreed(periods["plan"]):
+                break
+        self.compared_seconds = {name: self._agreed(of) for name, of in periods.items() if of}
+        self._dense = None
+        with_plan, with_dense = (self.compared_seconds.get(name) for name in ("plan", "dense"))
+        assert with_plan is not None
         if with_dense is not None and with_plan > (1 - LEAST_SAVING) * with_dense:
             self.plan = dense
             self._refuse(
@@ -255,35 +265,13 @@ class Planner:
         if self.plan.groups != aggregation.merges:
             aggregation.regroup(self.plan.groups)
 
+    def _agreed(self, seconds: Sequence[float]) -> float:
+        return statistics.median(self._group.all_gather_object(statistics.median(seconds)))
+
     def _refuse(self, why: str) -> None:
         self.refused = f"nothing is compressed: {why}"
         if self._group.rank == 0:
             logger.warning("%s", self.refused)
-
-
-class _Computation:
-    """Something that is computed on a thread, while training goes on."""
-
-    def __init__(self) -> None:
-        self._found: list[dict[str, Any]] = []
-        self._error: Exception | None = None
-
-    def start(self, compute: Callable[[], dict[str, Any]]) -> None:
-        threading.Thread(
-            target=self._run, args=(compute,), name="gossipgrad plan", daemon=True
-        ).start()
-
-    def poll(self) -> dict[str, Any] | None:
-        """What came out; None until then."""
-        if self._error is not None:
-            raise self._error
-        return self._found[0] if self._found else None
-
-    def _run(self, compute: Callable[[], dict[str, Any]]) -> None:
-        try:
-            self._found.append(compute())
-        except Exception as error:
-            self._error = error
 
 
 def backward_of(

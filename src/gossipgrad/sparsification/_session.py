@@ -38,7 +38,7 @@ from gossipgrad.sparsification._session_state import (
 )
 from gossipgrad.sparsification._settings import Settings, check_parameters, in_order_of
 from gossipgrad.sparsification._stats import SparseStats, collect
-from gossipgrad.sparsification._steps import Closure, SingleRank, StepWatch
+from gossipgrad.sparsification._steps import Closure, StepWatch
 
 __all__ = ["SparseSession"]
 
@@ -68,7 +68,6 @@ class SparseSession(Session):
         self._aggregation: Aggregation | None = None
         self._planner: Planner | None = None
         self._watch: StepWatch | None = None
-        self._single = SingleRank(replica.optimizers)
         self._finalizer: weakref.finalize | None = None
         self._at_close: SparseStats | None = None
         super().__init__(replica, settings, group=group, scaler=scaler, recorder=recorder)
@@ -138,6 +137,18 @@ class SparseSession(Session):
         if self._aggregation is not None and self._planner is not None:
             self._planner.restart(self._aggregation)
 
+    def accept_changes(self) -> None:
+        """Refuses: replicas of this session are equal, and a change of one alone is none.
+
+        Raises:
+            GossipError: Always; write weights on every rank alike, or call `broadcast_()`.
+        """
+        raise GossipError(
+            "accept_changes() in a session of sparsify(): its ranks hold equal weights and send "
+            "gradients alone, so a change on one rank would never reach the others. Write weights "
+            "on every rank alike, or on rank 0 and call session.broadcast_() on all"
+        )
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Gradients of backward passes inside are not sent, but added up in `.grad`; local.
@@ -157,7 +168,7 @@ class SparseSession(Session):
             return self._at_close
         if self._aggregation is not None and self._planner is not None:
             return collect(self._aggregation, self._planner)
-        return SparseStats(rounds=self._single.rounds)
+        return SparseStats(rounds=self._run.steps)
 
     def state_dict(self, *, drain: bool = False, copy: bool = True) -> dict[str, Any]:
         """All that this rank needs to go on as if it had never stopped; local.
@@ -194,7 +205,7 @@ class SparseSession(Session):
             raise GossipError("a state in the middle of a backward pass: take it between steps")
         own = session_state(self.settings, self._aggregation, self._planner, self.group)
         if self._aggregation is None:
-            own["counted"] = {**new_counts(), "rounds": self._single.rounds}
+            own["counted"] = {**new_counts(), "rounds": self._run.steps}
         return own
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -278,10 +289,15 @@ class SparseSession(Session):
         self._finalizer.atexit = False  # pyrefly: ignore[missing-attribute]
 
     def _before_step(self, optimizer: Optimizer, closure: Closure | None) -> Closure | None:
-        return (self._watch or self._single).before_step(optimizer, closure)
+        if self._watch is None:  # one rank: nothing is exchanged
+            return super()._before_step(optimizer, closure)
+        return self._watch.before_step(optimizer, closure)
 
     def _after_step(self, optimizer: Optimizer) -> None:
-        (self._watch or self._single).after_step(optimizer)
+        if self._watch is None:
+            super()._after_step(optimizer)
+        else:
+            self._watch.after_step(optimizer)
 
     def _arm(self) -> None:
         if self._aggregation is not None:
@@ -301,7 +317,7 @@ class SparseSession(Session):
         if self._aggregation is not None and self._planner is not None:
             load_session(self.settings, self._aggregation, self._planner, session)
         else:
-            self._single.count_from(session["counted"]["rounds"])
+            self._run.steps = session["counted"]["rounds"]
             if any(bool(residual.any()) for residual in session["residuals"].values()):
                 warnings.warn(
                     "what several ranks carried over in residuals is given up: one rank sends "
@@ -320,7 +336,7 @@ class SparseSession(Session):
 
     def _close(self, wait_seconds: float, error: BaseException | None = None) -> None:
         try:
-            if not self._is_closed:
+            if not self._is_closed and self._driver is not None:
                 self._at_close = self.stats()
         finally:
             self._end_rounds()

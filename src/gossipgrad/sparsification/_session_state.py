@@ -95,7 +95,7 @@ def session_misfit(
         session: The state.
     """
     try:
-        if session["version"] == VERSION and "residuals" in session and _is_counted(session):
+        if session["version"] == VERSION:
             return _unlike(session, settings, group, trained)
     except (KeyError, TypeError, IndexError, AttributeError):
         pass
@@ -135,17 +135,13 @@ def check_same_save(saves: Sequence[Mapping[str, Any]]) -> None:
     """Raises `ValueError` if states, each by `saved_at`, were not saved between the same steps."""
     first = saves[0]
     for rank, other in enumerate(saves):
-        if other == first:
-            continue
-        way_out = "give those that all ranks saved after the same step"
-        if first["rounds"] != other["rounds"]:
+        if other != first:
             raise ValueError(
-                f"the states of ranks 0 and {rank} are not of the same step: they were saved after "
-                f"{first['rounds']} and {other['rounds']} rounds; {way_out}"
+                f"the states of ranks 0 and {rank} were saved after {first['rounds']} and "
+                f"{other['rounds']} rounds, with plans that are "
+                f"{'equal' if other['plan'] == first['plan'] else 'not equal'}: give those that "
+                "all ranks of one run saved after the same step"
             )
-        raise ValueError(
-            f"the states of ranks 0 and {rank} are not of the same plan, or of two runs: {way_out}"
-        )
 
 
 def load_session(
@@ -246,16 +242,6 @@ def _sums(parts: Sequence[Mapping[str, Tensor]], factor: float) -> dict[str, Ten
                 )
             total[name] = total[name] + tensor if name in total else tensor.clone()
     return {name: tensor * factor for name, tensor in total.items()}
-
-
-def _is_counted(session: Mapping[str, Any]) -> bool:
-    """Whether its numbers are such as a session gives."""
-    counts, waits = session["counted"], session["rounds_without"].values()
-    return (
-        all(isinstance(each, int) and each >= 0 for each in waits)
-        and all(isinstance(counts[name], int | float) and counts[name] >= 0 for name in _COUNTED)
-        and counts["scale"] > 0
-    )
 
 
 def _must_fit(settings: Settings) -> dict[str, str]:

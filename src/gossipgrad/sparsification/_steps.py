@@ -12,7 +12,7 @@ from gossipgrad.comm import parameters_of
 from gossipgrad.errors import GossipError, ReplicaChangedError
 from gossipgrad.sparsification._aggregation import Aggregation, scale_of
 
-__all__ = ["Closure", "SingleRank", "StepWatch"]
+__all__ = ["Closure", "StepWatch"]
 
 Closure = Callable[..., Any]
 _LOOK_EVERY = 100  # rounds, for gradients of what no optimizer trains
@@ -170,38 +170,3 @@ class StepWatch:
                     stacklevel=6,
                 )
                 return
-
-
-class SingleRank:
-    """What a session of one rank has in place of rounds: it counts steps, and changes nothing.
-
-    A step counts as a round, however many optimizers take it, so that a warm-up goes on where more
-    ranks continue.
-
-    Args:
-        optimizers: All of the session.
-
-    Attributes:
-        rounds: That have been.
-    """
-
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self._optimizers = list(optimizers)
-        self.count_from(0)
-
-    def count_from(self, rounds: int) -> None:
-        """Goes on from so many rounds."""
-        self.rounds = rounds
-        self._stepped_at = {id(optimizer): rounds for optimizer in self._optimizers}
-
-    def before_step(self, optimizer: Optimizer, closure: Closure | None) -> Closure | None:
-        """Called before each step; returns the closure that it is to use."""
-        found_inf = getattr(optimizer, "found_inf", None)
-        is_skipped = found_inf is not None and bool(found_inf)  # by a fused optimizer itself
-        if not is_skipped and self._stepped_at[id(optimizer)] == self.rounds:
-            self.rounds += 1
-        return closure
-
-    def after_step(self, optimizer: Optimizer) -> None:
-        """Called after each step."""
-        self._stepped_at[id(optimizer)] = self.rounds
