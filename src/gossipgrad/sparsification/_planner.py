@@ -212,8 +212,8 @@ class Planner:
         found = None
         while found is None:
             yield
-            is_done = computed is not None and computed.done()
-            found = self._group.broadcast_object(computed.result() if is_done else None)
+            mine = computed.result() if computed is not None and computed.done() else None
+            found = self._group.broadcast_object(mine)
         self.alternatives = dict(found["alternatives"])
         self.plan = Plan.from_json(found["plan"])
         if found["dense"] is not None and is_sparse(self.plan):

@@ -86,9 +86,9 @@ def sparsify(
         density: The share of coordinates that is sent, above 0 and at most 1; a function from the
             step to it, such as a `gg.sparsification.Warmup`, which the default is: all for 250
             steps, then 0.25, 0.0625 and 0.015625 for as many, then 0.01. It goes by the step alone
-            and is asked on rank 0, for all ranks and up to a hundred steps at once. Or shares by name, of which the first that
-            fits counts, and which with `select="per_group"` add up to how much is sent of a group,
-            whichever it is.
+            and is asked on rank 0, for all ranks and up to a hundred steps at once. Or shares by
+            name, of which the first that fits counts, and which with `select="per_group"` add up to
+            how much is sent of a group, whichever it is.
         plan: `"optimal"`; a published rule: `"greedy"` (OMGS-SGD's, which decides on the first two
             tensors, too, and theirs does not), `"mg-wfbp"`, `"wfbp"` or `"layerwise"` (each tensor
             alone), `"single"` (all in one); bytes at which a group is full; or a

@@ -2,21 +2,17 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import numpy as np
 from jaxtyping import Float, Int
 
-from ._rotation import RotatingSchedule
-from ._rules import Matching
+from ._rules import RotatingSchedule, takes_hypercube
 from ._schedule import NOBODY, Ranks, Schedule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Among(Schedule):
     """See `among`."""
-
-    name: ClassVar[str] = "among"
 
     inner: Schedule
     """The schedule of positions in `living`, or of the ranks themselves."""
@@ -110,9 +106,7 @@ def among(schedule: Schedule, living: Collection[int]) -> Schedule:
     if n == p == schedule.world_size:
         return schedule
     if not rotates:
-        return Among(world_size=p, inner=schedule, living=ranks, relabelled=False)
-    if schedule.name == "hypercube" and n & (n - 1):
-        inner: Schedule = Matching(world_size=n, seed=schedule.seed, rotate=schedule.rotate)
-    else:
-        inner = replace(schedule, world_size=n)
-    return Among(world_size=p, inner=inner, living=ranks, relabelled=True)
+        return Among(name="among", world_size=p, inner=schedule, living=ranks, relabelled=False)
+    unfit = schedule.name == "hypercube" and not takes_hypercube(n)
+    inner = replace(schedule, world_size=n, name="matching" if unfit else schedule.name)
+    return Among(name="among", world_size=p, inner=inner, living=ranks, relabelled=True)

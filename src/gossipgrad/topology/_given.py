@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 from jaxtyping import Float
@@ -20,13 +20,13 @@ _TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GraphSchedule(Schedule):
-    """See `from_graph`."""
-
-    name: ClassVar[str] = "graph"
+class GivenSchedule(Schedule):
+    """See `from_graph` and `from_matrix`."""
 
     partners: tuple[tuple[int, ...], ...] = field(repr=False)
     """For each matching the partner of every rank, -1 for nobody."""
+    weights: tuple[tuple[float, ...], ...] | None = field(default=None, repr=False)
+    """For each matching the weight that every rank takes from its partner, 0 for nobody."""
 
     @property
     def period(self) -> int:
@@ -42,48 +42,32 @@ class GraphSchedule(Schedule):
         partners = np.array(self.partners[round % self.period], np.int64)
         return partners, partners
 
+    def round_weights(self, round: int, default: float = 0.5) -> Float[np.ndarray, " rank"]:
+        """The weights of the matrix, whatever the default; see `Schedule.round_weights`."""
+        if self.weights is None:
+            return np.full(self.world_size, default)
+        return np.array(self.weights[round % self.period])
+
     def describe(self) -> dict:
         """Return what identifies this schedule; see `Schedule.describe`.
 
-        The matchings, which may be many, are given as their SHA-256.
+        The matchings, which may be many, are given as their SHA-256, with the weights of a matrix
+        to the last bit.
         """
+        identity: object = self.partners
+        if self.weights is not None:
+            identity = [self.partners, [[weight.hex() for weight in row] for row in self.weights]]
         return {
             "name": self.name,
             "world_size": self.world_size,
             "rotate": False,
             "seed": None,
             "matchings": self.period,
-            "sha256": _digest(self.partners),
+            "sha256": hashlib.sha256(json.dumps(identity).encode()).hexdigest(),
         }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MatrixSchedule(GraphSchedule):
-    """See `from_matrix`."""
-
-    name: ClassVar[str] = "matrix"
-
-    weights: tuple[tuple[float, ...], ...] = field(repr=False)
-    """For each matching the weight that every rank takes from its partner, 0 for nobody."""
-
-    def round_weights(self, round: int, default: float = 0.5) -> Float[np.ndarray, " rank"]:
-        """The weights of the matrix, whatever the default; see `Schedule.round_weights`."""
-        return np.array(self.weights[round % self.period])
-
-    def describe(self) -> dict:
-        """Return what identifies this schedule; see `Schedule.describe`.
-
-        Matchings and weights are given as their SHA-256: weights that differ in the last bit make
-        another schedule.
-        """
-        exact = [[weight.hex() for weight in row] for row in self.weights]
-        return {
-            **GraphSchedule.describe(self),
-            "sha256": _digest([self.partners, exact]),
-        }
-
-
-def from_graph(graph: "networkx.Graph", *, seed: int = 0) -> GraphSchedule:
+def from_graph(graph: "networkx.Graph", *, seed: int = 0) -> GivenSchedule:
     """A schedule that only ever pairs neighbours of a graph: for links that exist or are fast.
 
     The edges are coloured into matchings, one matching a round, always in the same order: as many
@@ -125,10 +109,12 @@ def from_graph(graph: "networkx.Graph", *, seed: int = 0) -> GraphSchedule:
         raise ValueError(
             f"node {loops[0]} has an edge to itself: a rank keeps its own value anyway, remove it"
         )
-    return GraphSchedule(world_size=world_size, partners=_partners(world_size, edges, seed))
+    return GivenSchedule(
+        name="graph", world_size=world_size, partners=_partners(world_size, edges, seed)
+    )
 
 
-def from_matrix(weights: np.ndarray, *, seed: int = 0) -> MatrixSchedule:
+def from_matrix(weights: np.ndarray, *, seed: int = 0) -> GivenSchedule:
     r"""A schedule from a matrix of mixing weights, such as Metropolis-Hastings weights.
 
     Ranks $i$ and $j$ meet once a period if $W_{ij} > 0$ and then take $W_{ij}$ of the delta. The
@@ -172,7 +158,9 @@ def from_matrix(weights: np.ndarray, *, seed: int = 0) -> MatrixSchedule:
         tuple(0.0 if met == NOBODY else float(matrix[rank, met]) for rank, met in enumerate(row))
         for row in partners
     )
-    return MatrixSchedule(world_size=world_size, partners=partners, weights=pair_weights)
+    return GivenSchedule(
+        name="matrix", world_size=world_size, partners=partners, weights=pair_weights
+    )
 
 
 def _partners(world_size: int, edges: Sequence[Edge], seed: int) -> tuple[tuple[int, ...], ...]:
@@ -233,7 +221,3 @@ def _check_mixing_matrix(matrix: np.ndarray) -> None:
             f"weights {matrix[i, j]:.6g} from rank {j} to {i} and {matrix[j, i]:.6g} back differ: "
             "both ends of a pair take the same share, make the matrix symmetric"
         )
-
-
-def _digest(value: object) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()

@@ -1,14 +1,12 @@
-"""Rules on positions, with the ranks relabelled by a seeded hash after every period."""
+"""Relabellings of ranks by a seeded hash, the same on every platform."""
 
-from abc import abstractmethod
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import UInt64
 
-from ._schedule import NOBODY, Ranks, Schedule, check_seed
+from ._schedule import Ranks
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -55,66 +53,3 @@ def relabelling(world_size: int, seed: int, index: int) -> Relabelling:
     position_of[rank_at] = np.arange(world_size)
     rank_at.flags.writeable = position_of.flags.writeable = False
     return Relabelling(rank_at, position_of)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RotatingSchedule(Schedule):
-    """A rule "position x meets position y in turn k", played on one relabelling after another.
-
-    Round `t` is turn `t mod period` of the relabelling with index `t // period`. Without rotation
-    the position of a rank is its own number.
-    """
-
-    seed: int = 0
-    """Picks the sequence of relabellings; the same on all ranks."""
-    rotate: bool = True
-    """Whether each period has a new relabelling."""
-
-    def __post_init__(self) -> None:
-        # No super(): a dataclass with slots is a copy of the class that super() would look up.
-        Schedule.__post_init__(self)
-        check_seed(self.seed)
-
-    @property
-    def period(self) -> int:
-        """`ceil(log2 world_size)`, at least 1, unless the rule has another."""
-        return max(1, (self.world_size - 1).bit_length())
-
-    @property
-    def symmetric(self) -> bool:
-        """True, unless the rule is directed."""
-        return True
-
-    @abstractmethod
-    def _meet(self, turn: int, position: Ranks) -> tuple[Ranks, Ranks]:
-        """Return the positions that each position sends to and receives from.
-
-        A position sits out where it meets itself or a position outside 0 to world size - 1.
-        """
-
-    def _peers_of_all(self, round: int) -> tuple[Ranks, Ranks]:
-        index, turn = divmod(round, self.period)
-        positions = np.arange(self.world_size, dtype=np.int64)
-        if not self.rotate:
-            rank_at = position_of = positions
-        else:
-            rank_at, position_of = relabelling(self.world_size, self.seed, index)
-        send_to, recv_from = self._meet(turn, position_of)
-
-        def ranks_at(met: Ranks) -> Ranks:
-            sits_out = (met == position_of) | (met < 0) | (met >= self.world_size)
-            return np.where(sits_out, NOBODY, rank_at[np.where(sits_out, 0, met)])
-
-        return ranks_at(send_to), ranks_at(recv_from)
-
-    def describe(self) -> dict:
-        """Return what identifies this schedule; see `Schedule.describe`.
-
-        The seed is None without rotation, which does not use it.
-        """
-        return {
-            "name": self.name,
-            "world_size": self.world_size,
-            "rotate": self.rotate,
-            "seed": self.seed if self.rotate else None,
-        }

@@ -2,31 +2,171 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import NamedTuple
 
 import numpy as np
 
-from ._rotation import RotatingSchedule, relabelling
-from ._schedule import NOBODY, Ranks, Schedule
+from ._rotation import relabelling
+from ._schedule import NOBODY, Ranks, Schedule, check_seed
+
+
+class _Rule(NamedTuple):
+    """Who meets whom by position, and in how many turns."""
+
+    meet: Callable[[int, int, Ranks], tuple[Ranks, Ranks]]
+    """Of world size, turn and positions: the positions that each sends to and receives from.
+
+    A position sits out where it meets itself or a position outside 0 to world size - 1.
+    """
+    period: Callable[[int], int] = lambda p: max(1, (p - 1).bit_length())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Dissemination(RotatingSchedule):
-    """See `dissemination`."""
+class RotatingSchedule(Schedule):
+    """A rule "position x meets position y in turn k", played on one relabelling after another.
 
-    name: ClassVar[str] = "dissemination"
+    Round `t` is turn `t mod period` of the relabelling with index `t // period`. Without rotation
+    the position of a rank is its own number.
+    """
+
+    seed: int = 0
+    """Picks the sequence of relabellings; the same on all ranks."""
+    rotate: bool = True
+    """Whether each period has a new relabelling."""
+
+    def __post_init__(self) -> None:
+        # No super(): a dataclass with slots is a copy of the class that super() would look up.
+        Schedule.__post_init__(self)
+        check_seed(self.seed)
+        if self.name == "hypercube" and not takes_hypercube(p := self.world_size):
+            raise ValueError(
+                f"hypercube needs a world size that is a power of two, got {p}: "
+                f"dissemination({p}) and matching({p}) work for any"
+            )
+
+    @property
+    def period(self) -> int:
+        """The number of turns of the rule."""
+        return _RULES[self.name].period(self.world_size)
 
     @property
     def symmetric(self) -> bool:
-        """False, unless there are only two ranks: they send to each other."""
-        return self.world_size <= 2
+        """True, but for dissemination among more than two ranks."""
+        return self.name != "dissemination" or self.world_size <= 2
 
-    def _meet(self, turn: int, position: Ranks) -> tuple[Ranks, Ranks]:
-        hop = 1 << turn
-        return (position - hop) % self.world_size, (position + hop) % self.world_size
+    def _peers_of_all(self, round: int) -> tuple[Ranks, Ranks]:
+        index, turn = divmod(round, self.period)
+        positions = np.arange(self.world_size, dtype=np.int64)
+        if not self.rotate:
+            rank_at = position_of = positions
+        else:
+            rank_at, position_of = relabelling(self.world_size, self.seed, index)
+
+        def ranks_at(met: Ranks) -> Ranks:
+            sits_out = (met == position_of) | (met < 0) | (met >= self.world_size)
+            return np.where(sits_out, NOBODY, rank_at[np.where(sits_out, 0, met)])
+
+        send_to, recv_from = _RULES[self.name].meet(self.world_size, turn, position_of)
+        return ranks_at(send_to), ranks_at(recv_from)
+
+    def describe(self) -> dict:
+        """Return what identifies this schedule; see `Schedule.describe`.
+
+        The seed is None without rotation, which does not use it.
+        """
+        return {
+            "name": self.name,
+            "world_size": self.world_size,
+            "rotate": self.rotate,
+            "seed": self.seed if self.rotate else None,
+        }
 
 
-def dissemination(world_size: int, *, seed: int = 0, rotate: bool = True) -> Dissemination:
+def takes_hypercube(world_size: int) -> bool:
+    """Whether a hypercube has so many corners."""
+    return not world_size & (world_size - 1)
+
+
+def _meet_dissemination(p: int, turn: int, position: Ranks) -> tuple[Ranks, Ranks]:
+    hop = 1 << turn
+    return (position - hop) % p, (position + hop) % p
+
+
+def _meet_hypercube(p: int, turn: int, position: Ranks) -> tuple[Ranks, Ranks]:
+    partner = position ^ (1 << turn)
+    return partner, partner
+
+
+def _meet_matching(p: int, turn: int, position: Ranks) -> tuple[Ranks, Ranks]:
+    even = p + p % 2
+    hop = min(2 << turn, even) - 1
+    partner = (position + (1 - 2 * (position % 2)) * hop) % even
+    return partner, partner
+
+
+def _meet_complete(p: int, turn: int, position: Ranks) -> tuple[Ranks, Ranks]:
+    seats = p - 1 + p % 2
+    # In the circle's own order values creep along it: 256 rounds, not 7, to contract tenfold
+    # at 256 ranks. Any fixed shuffle will do.
+    shift = int(relabelling(seats, seed=0, index=0).rank_at[turn])
+    partner = (2 * shift - position) % seats
+    # On the circle position `shift` would meet itself: it meets the one without a seat.
+    partner = np.where(position == shift, seats, partner)
+    partner = np.where(position == seats, shift, partner)
+    return partner, partner
+
+
+def _meet_ring(p: int, turn: int, position: Ranks) -> tuple[Ranks, Ranks]:
+    if turn == 2:
+        # Only the edge that closes an odd ring is left.
+        partner = np.where(position == 0, p - 1, np.where(position == p - 1, 0, NOBODY))
+    else:
+        partner = np.where(position % 2 == turn, position + 1, position - 1)
+        if p % 2 == 0:
+            partner %= p
+    return partner, partner
+
+
+_RULES = {
+    "dissemination": _Rule(_meet_dissemination),
+    "hypercube": _Rule(_meet_hypercube),
+    "matching": _Rule(_meet_matching),
+    "complete": _Rule(_meet_complete, lambda p: p - 1 + p % 2),
+    "ring": _Rule(_meet_ring, lambda p: 1 if p <= 2 else 2 + p % 2),
+}
+
+SCHEDULE_NAMES = tuple(_RULES)
+"""What `by_name` knows."""
+
+
+def by_name(name: str, world_size: int, *, seed: int = 0, rotate: bool | None = None) -> Schedule:
+    """The schedule of that name.
+
+    Args:
+        name: one of `SCHEDULE_NAMES`.
+        world_size: the number of ranks, 1 or more.
+        seed: picks the relabellings, 0 to 2**64 - 1; the same on all ranks.
+        rotate: whether to relabel after each period; without, the ranks keep their own numbers.
+            None: all but the ring do.
+
+    Raises:
+        ValueError: when the name is unknown, the schedule does not take this world size, or the
+            seed is out of range.
+
+    Example:
+        >>> by_name("matching", 12).symmetric
+        True
+    """
+    if name not in _RULES:
+        raise ValueError(
+            f"no schedule is called {name!r}: choose one of {', '.join(SCHEDULE_NAMES)}, "
+            "or build one with from_graph or from_matrix"
+        )
+    rotate = name != "ring" if rotate is None else rotate
+    return RotatingSchedule(name=name, world_size=world_size, seed=seed, rotate=rotate)
+
+
+def dissemination(world_size: int, *, seed: int = 0, rotate: bool = True) -> RotatingSchedule:
     r"""The schedule that GossipGraD prefers: any world size, every rank busy in every round.
 
     With $p$ ranks, $L = \lceil \log_2 p \rceil$ and $k = t \bmod L$, the rank at position $r$
@@ -37,13 +177,7 @@ def dissemination(world_size: int, *, seed: int = 0, rotate: bool = True) -> Dis
     Directed: when a message is void the mean is not kept. Use a symmetric schedule (`matching`,
     `hypercube`) where ranks may be late beyond waiting for, or die.
 
-    Args:
-        world_size: the number of ranks, 1 or more.
-        seed: picks the relabellings, 0 to 2**64 - 1; the same on all ranks.
-        rotate: whether to relabel after each period; without, the ranks keep their own numbers.
-
-    Raises:
-        ValueError: when the world size or the seed is out of range.
+    Arguments and errors are those of `by_name`.
 
     Example:
         >>> schedule = dissemination(6, rotate=False)
@@ -58,30 +192,10 @@ def dissemination(world_size: int, *, seed: int = 0, rotate: bool = True) -> Dis
         2. relabellings are computed by each rank and never repeat, where the authors shuffle p
         communicators once and go round them. 3. the first period is relabelled too.
     """
-    return Dissemination(world_size=world_size, seed=seed, rotate=rotate)
+    return RotatingSchedule(name="dissemination", world_size=world_size, seed=seed, rotate=rotate)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Hypercube(RotatingSchedule):
-    """See `hypercube`."""
-
-    name: ClassVar[str] = "hypercube"
-
-    def __post_init__(self) -> None:
-        RotatingSchedule.__post_init__(self)
-        p = self.world_size
-        if p & (p - 1):
-            raise ValueError(
-                f"hypercube needs a world size that is a power of two, got {p}: "
-                f"dissemination({p}) and matching({p}) work for any"
-            )
-
-    def _meet(self, turn: int, position: Ranks) -> tuple[Ranks, Ranks]:
-        partner = position ^ (1 << turn)
-        return partner, partner
-
-
-def hypercube(world_size: int, *, seed: int = 0, rotate: bool = True) -> Hypercube:
+def hypercube(world_size: int, *, seed: int = 0, rotate: bool = True) -> RotatingSchedule:
     r"""Symmetric pairs for a power of two, the exact average after every period.
 
     With $p$ ranks, $L = \log_2 p$ and $k = t \bmod L$, positions $r$ and $r \oplus 2^k$ meet.
@@ -89,14 +203,7 @@ def hypercube(world_size: int, *, seed: int = 0, rotate: bool = True) -> Hypercu
 
     Symmetric: a void exchange counts on neither end, so the mean survives late and dead ranks.
 
-    Args:
-        world_size: the number of ranks, a power of two.
-        seed: picks the relabellings, 0 to 2**64 - 1; the same on all ranks.
-        rotate: whether to relabel after each period; without, the ranks keep their own numbers.
-
-    Raises:
-        ValueError: when the world size is no power of two (`dissemination` and `matching` take
-            any), or the seed is out of range.
+    Arguments and errors are those of `by_name`; the world size is a power of two.
 
     Example:
         >>> schedule = hypercube(8, rotate=False)
@@ -106,23 +213,10 @@ def hypercube(world_size: int, *, seed: int = 0, rotate: bool = True) -> Hypercu
     References:
         Daily et al., "GossipGraD", arXiv:1803.05880. Deviations: 2 and 3 of `dissemination`.
     """
-    return Hypercube(world_size=world_size, seed=seed, rotate=rotate)
+    return RotatingSchedule(name="hypercube", world_size=world_size, seed=seed, rotate=rotate)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Matching(RotatingSchedule):
-    """See `matching`."""
-
-    name: ClassVar[str] = "matching"
-
-    def _meet(self, turn: int, position: Ranks) -> tuple[Ranks, Ranks]:
-        even = self.world_size + self.world_size % 2
-        hop = min(2 << turn, even) - 1
-        partner = (position + (1 - 2 * (position % 2)) * hop) % even
-        return partner, partner
-
-
-def matching(world_size: int, *, seed: int = 0, rotate: bool = True) -> Matching:
+def matching(world_size: int, *, seed: int = 0, rotate: bool = True) -> RotatingSchedule:
     r"""Symmetric pairs for any world size: the schedule for runs that must survive lost messages.
 
     With $n$ the world size $p$ rounded up to even, $L = \lceil \log_2 p \rceil$ and
@@ -136,13 +230,7 @@ def matching(world_size: int, *, seed: int = 0, rotate: bool = True) -> Matching
 
     Symmetric: a void exchange counts on neither end, so the mean survives late and dead ranks.
 
-    Args:
-        world_size: the number of ranks, 1 or more.
-        seed: picks the relabellings, 0 to 2**64 - 1; the same on all ranks.
-        rotate: whether to relabel after each period; without, the ranks keep their own numbers.
-
-    Raises:
-        ValueError: when the world size or the seed is out of range.
+    Arguments and errors are those of `by_name`.
 
     Example:
         >>> schedule = matching(6, rotate=False)
@@ -155,33 +243,10 @@ def matching(world_size: int, *, seed: int = 0, rotate: bool = True) -> Matching
         Deviations: 1. the last dimension is cut to `n - 1`, so that it differs from all the others
         when `n` is no power of two.
     """
-    return Matching(world_size=world_size, seed=seed, rotate=rotate)
+    return RotatingSchedule(name="matching", world_size=world_size, seed=seed, rotate=rotate)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Complete(RotatingSchedule):
-    """See `complete`."""
-
-    name: ClassVar[str] = "complete"
-
-    @property
-    def period(self) -> int:
-        """The rounds of a tournament: `world_size - 1` when even, `world_size` when odd."""
-        return self.world_size - 1 + self.world_size % 2
-
-    def _meet(self, turn: int, position: Ranks) -> tuple[Ranks, Ranks]:
-        seats = self.period
-        # In the circle's own order values creep along it: 256 rounds, not 7, to contract tenfold
-        # at 256 ranks. Any fixed shuffle will do.
-        shift = int(relabelling(seats, seed=0, index=0).rank_at[turn])
-        partner = (2 * shift - position) % seats
-        # On the circle position `shift` would meet itself: it meets the one without a seat.
-        partner = np.where(position == shift, seats, partner)
-        partner = np.where(position == seats, shift, partner)
-        return partner, partner
-
-
-def complete(world_size: int, *, seed: int = 0, rotate: bool = True) -> Complete:
+def complete(world_size: int, *, seed: int = 0, rotate: bool = True) -> RotatingSchedule:
     r"""Every pair meets exactly once a period: a round-robin tournament.
 
     $p - 1$ rounds when the world size $p$ is even; $p$ when it is odd, each rank sitting out
@@ -191,46 +256,17 @@ def complete(world_size: int, *, seed: int = 0, rotate: bool = True) -> Complete
 
     Symmetric: a void exchange counts on neither end, so the mean survives late and dead ranks.
 
-    Args:
-        world_size: the number of ranks, 1 or more.
-        seed: picks the relabellings, 0 to 2**64 - 1; the same on all ranks.
-        rotate: whether to relabel after each period; without, the ranks keep their own numbers.
-
-    Raises:
-        ValueError: when the world size or the seed is out of range.
+    Arguments and errors are those of `by_name`.
 
     Example:
         >>> schedule = complete(4, rotate=False)
         >>> [schedule.peers(round, rank=0).send_to for round in range(schedule.period)]
         [3, 2, 1]
     """
-    return Complete(world_size=world_size, seed=seed, rotate=rotate)
+    return RotatingSchedule(name="complete", world_size=world_size, seed=seed, rotate=rotate)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ring(RotatingSchedule):
-    """See `ring`."""
-
-    name: ClassVar[str] = "ring"
-
-    @property
-    def period(self) -> int:
-        """The matchings that cover the ring: 2 when the world size is even, 3 when it is odd."""
-        return 1 if self.world_size <= 2 else 2 + self.world_size % 2
-
-    def _meet(self, turn: int, position: Ranks) -> tuple[Ranks, Ranks]:
-        p = self.world_size
-        if turn == 2:
-            # Only the edge that closes an odd ring is left.
-            partner = np.where(position == 0, p - 1, np.where(position == p - 1, 0, NOBODY))
-        else:
-            partner = np.where(position % 2 == turn, position + 1, position - 1)
-            if p % 2 == 0:
-                partner %= p
-        return partner, partner
-
-
-def ring(world_size: int, *, seed: int = 0, rotate: bool = False) -> Ring:
+def ring(world_size: int, *, seed: int = 0, rotate: bool = False) -> RotatingSchedule:
     """The ring, for comparison and for networks that are rings; static unless `rotate` is set.
 
     Rank `r` meets its neighbours `r + 1` and `r - 1` in turns, one a round. The ring is coloured
@@ -239,53 +275,10 @@ def ring(world_size: int, *, seed: int = 0, rotate: bool = False) -> Ring:
 
     Symmetric: a void exchange counts on neither end, so the mean survives late and dead ranks.
 
-    Args:
-        world_size: the number of ranks, 1 or more.
-        seed: picks the relabellings of a ring that rotates; the same on all ranks.
-        rotate: whether each period is another ring, on a new relabelling.
-
-    Raises:
-        ValueError: when the world size or the seed is out of range.
+    Arguments and errors are those of `by_name`.
 
     Example:
         >>> [ring(6).peers(round, rank=0).send_to for round in range(4)]
         [1, 5, 1, 5]
     """
-    return Ring(world_size=world_size, seed=seed, rotate=rotate)
-
-
-_SCHEDULES: dict[str, Callable[..., Schedule]] = {
-    "dissemination": dissemination,
-    "hypercube": hypercube,
-    "matching": matching,
-    "complete": complete,
-    "ring": ring,
-}
-
-SCHEDULE_NAMES = tuple(_SCHEDULES)
-"""What `by_name` knows."""
-
-
-def by_name(name: str, world_size: int, *, seed: int = 0, rotate: bool | None = None) -> Schedule:
-    """The schedule of that name.
-
-    Args:
-        name: one of `SCHEDULE_NAMES`.
-        world_size: the number of ranks, 1 or more.
-        seed: picks the relabellings, 0 to 2**64 - 1; the same on all ranks.
-        rotate: whether to relabel after each period; None: all but the ring do.
-
-    Raises:
-        ValueError: when the name is unknown, or the schedule does not take this world size.
-
-    Example:
-        >>> by_name("matching", 12).symmetric
-        True
-    """
-    if name not in _SCHEDULES:
-        raise ValueError(
-            f"no schedule is called {name!r}: choose one of {', '.join(SCHEDULE_NAMES)}, "
-            "or build one with from_graph or from_matrix"
-        )
-    options = {} if rotate is None else {"rotate": rotate}
-    return _SCHEDULES[name](world_size, seed=seed, **options)
+    return RotatingSchedule(name="ring", world_size=world_size, seed=seed, rotate=rotate)

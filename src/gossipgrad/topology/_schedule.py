@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -40,9 +40,8 @@ class Schedule(ABC):
     one: there an exchange counts on both ends or on neither, and the mean survives.
     """
 
-    name: ClassVar[str]
+    name: str
     """What `by_name` calls it."""
-
     world_size: int
     """The number of ranks."""
 
