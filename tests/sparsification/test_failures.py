@@ -235,14 +235,11 @@ def test_replicas_that_cannot_be_made_equal_do_not_train_on_alone(change, error)
     [
         ({"density": 0.0}, r"density is 0.0: it is the share .* such as 0.001"),
         ({"density": {"*.weight": 0.1}}, r'needs an entry "\*"'),
-        ({"density": {"nothing": 0.1, "*": 0.1}}, "no trained parameter is called so"),
-        (
-            {"density": {"*": 0.1, "*.bias": 0.1}},
-            r"of '\*.bias' never counts: '\*' stands before it",
-        ),
+        ({"density": {"nothing": 0.1, "*": 0.1}}, r"'nothing' never counts"),
+        ({"density": {"*": 0.1, "*.bias": 0.1}}, r"'\*.bias' never counts"),
         (
             {"density": {"0.*": 0.1, "2.*": 0.1, "*.bias": 0.1, "*": 0.1}},
-            r"'0\.\*' stands before it and fits '0\.bias', .* Put '\*\.bias' before it",
+            r"'\*.bias' never counts: .* Put narrow patterns before wide",
         ),
         ({"density": lambda step: 2}, "density at step 0 is 2"),
         ({"plan": "best"}, "there is no plan 'best': it is one of 'optimal', .* a threshold"),

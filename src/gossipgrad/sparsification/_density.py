@@ -122,7 +122,7 @@ def _check_all_count(patterns: Sequence[str], names: Sequence[str]) -> None:
         if pattern not in used:
             raise ValueError(
                 f"density of {pattern!r} never counts: the first pattern that fits a parameter "
-                f"does, and it is that of none of {', '.join(names[:5])}"
+                f"does, which this is for none of {', '.join(names[:5])}"
                 f"{', ...' if len(names) > 5 else ''}. Put narrow patterns before wide ones"
             )
 
