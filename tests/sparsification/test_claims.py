@@ -82,16 +82,10 @@ def test_a_session_that_failed_to_begin_leaves_no_mark():
     del kept
 
 
-def test_a_hook_of_ddp_that_nobody_kept_leaves_no_mark():
+@pytest.mark.parametrize("kind", ["sparsify", "CommHook"])
+def test_what_nobody_kept_leaves_no_mark(kind):
     model = network()
-    gg.sparsification.CommHook(model, density=0.2)
-    with SECOND["sparsify"](model):
-        pass
-
-
-def test_a_session_that_nobody_kept_ends_with_its_optimizer():
-    model = network()
-    gg.sparsify(model, sgd(list(model.parameters())), density=0.2)
+    SECOND[kind](model)
     with SECOND["sparsify"](model):
         pass
 

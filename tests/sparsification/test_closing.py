@@ -5,7 +5,6 @@ import threading
 import pytest
 
 import gossipgrad as gg
-from gossipgrad.sparsification._queue import OrderedQueue
 from support.ranks import run_ranks
 from support.sparse import backward_of, same_weights, start
 
@@ -97,17 +96,3 @@ def test_closed_in_a_step_that_is_a_round():
         session.close()
 
     run_ranks(2, rank_main)
-
-
-@pytest.mark.parametrize("entries", [0, 2])
-def test_what_is_put_into_a_closed_queue_fails_at_once(entries):
-    queue, done = OrderedQueue("closed"), []
-    before = [queue.put(lambda: done.append(None)) for _ in range(entries)]
-    queue.close()
-    after = [queue.put(lambda: done.append(None)) for _ in range(3)]
-    for ticket in (*before, *after):
-        ticket.wait(20.0)
-        assert ticket.ended_seconds
-    assert [ticket.error for ticket in before] == [None] * entries
-    assert all(isinstance(ticket.error, gg.GossipError) for ticket in after)
-    assert len(done) == entries

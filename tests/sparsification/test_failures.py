@@ -250,25 +250,14 @@ def test_replicas_that_cannot_be_made_equal_do_not_train_on_alone(change, error)
         ({"value_dtype": torch.int8}, "value_dtype must be one of torch.float32"),
         ({"momentum_correction": 1.0}, "momentum_correction is 1.0: it is the momentum itself"),
         ({"momentum_correction": 0.9}, "has one of its own: use torch.optim.SGD.*momentum=0"),
+        ({"scaler": 3}, "scaler must be the torch.amp.GradScaler .*, got 3"),
+        ({"recorder": 3}, r"a method span\(name, .*got 3"),
     ],
 )
 def test_wrong_settings(settings, message):
     model = network()
-    with pytest.raises(ValueError, match=message):
-        gg.sparsify(model, sgd(list(model.parameters())), **settings)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: gg.sparsification.Warmup(steps=1, densities=0.5), "such as .*, got 0.5"),
-        (lambda: start(None, scaler=3), "scaler must be the torch.amp.GradScaler .*, got 3"),
-        (lambda: start(None, recorder=3), r"a method span\(name, .*got 3"),
-    ],
-)
-def test_what_is_no_setting_is_named(make, message):
     with types_unchecked(), pytest.raises(ValueError, match=message):
-        make()
+        gg.sparsify(model, sgd(list(model.parameters())), **settings)
 
 
 def test_an_optimizer_of_another_model_is_refused():
@@ -282,6 +271,15 @@ def test_an_optimizer_may_train_more_than_the_model():
     model = network()
     with gg.sparsify(model, sgd([*model.parameters(), extra])) as session:
         assert session.world_size == 1
+
+
+def test_what_a_session_of_equal_replicas_cannot_do_is_refused_with_the_way_out():
+    surgery = gg.Surgery({"0.bias": [gg.Resize(0, torch.tensor([0]))]})
+    with start(None)[-1] as session:
+        with pytest.raises(gg.GossipError, match=r"broadcast_\(\)"):
+            session.accept_changes()
+        with pytest.raises(gg.GossipError, match="start another"):
+            session.apply_(surgery)
 
 
 def test_sparse_gradients_are_refused_with_the_way_out():

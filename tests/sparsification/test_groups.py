@@ -12,22 +12,6 @@ from support.ranks import run_ranks
 from support.sparse import backward_of, same_weights, start
 
 
-def test_a_dense_tensor_does_not_starve():
-    def rank_main(rank, group):
-        model, optimizer, session = start(group, "single", density=0.02)
-        with session:
-            for _ in range(10):
-                for place, p in enumerate(model.parameters()):
-                    p.grad = torch.full_like(p, 1e-9 if place else 1.0)
-                optimizer.step()
-            assert session.stats().longest_wait_rounds == 10
-            session._aggregation.regroup((Merge(0, 4, "dense"),))
-            backward_of(model, rank, 0)
-            assert session.stats().longest_wait_rounds == 0
-
-    run_ranks(2, rank_main)
-
-
 @pytest.mark.parametrize("cuts", [False, True], ids=["one group", "a group without any"])
 def test_what_is_carried_over_outlives_a_dense_round_that_is_not_finite(cuts):
     """A scaler skips such a step; nothing of the residuals may have been spent on it."""
@@ -148,24 +132,3 @@ def test_parameters_without_elements_are_left_alone(settings):
         return [p.detach() for p in model.parameters()]
 
     assert same_weights(run_ranks(2, rank_main))
-
-
-def test_a_gradient_of_negative_zeros_meets_none():
-    """The mean of such zeros is one: a rank without a gradient must not take it for silence."""
-
-    def rank_main(rank, group):
-        model = torch.nn.Linear(2, 1, bias=False)
-        torch.nn.init.ones_(model.weight)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
-        settings = {"plan": "single", "methods": ("dense",)}
-        with gg.sparsify(model, optimizer, process_group=group, **settings) as session:
-            model.weight.register_hook(lambda grad: torch.full_like(grad, -0.0))
-            if rank == 0:
-                model(torch.zeros(1, 2)).sum().backward()
-            optimizer.step()
-            session.group.barrier()
-        return [model.weight.detach()]
-
-    told = run_ranks(2, rank_main)
-    assert same_weights(told)
-    assert told[0][0].tolist() == [[pytest.approx(0.99)] * 2]

@@ -239,23 +239,6 @@ def test_a_closure_is_one_round_for_each_of_its_backward_passes():
     assert same_weights(run_ranks(2, rank_main))
 
 
-def test_two_optimizers_that_step_together_share_a_session():
-    def rank_main(rank, group):
-        model = network()
-        both = [torch.optim.SGD(model[i].parameters(), lr=0.1) for i in (0, 2)]
-        with gg.sparsify(
-            model, both, process_group=group, plan="layerwise", density=0.3
-        ) as session:
-            for step in range(3):
-                backward_of(model, rank, step)
-                for optimizer in both:
-                    optimizer.step()
-            assert session.stats().rounds == 3
-        return [p.detach() for p in model.parameters()]
-
-    assert same_weights(run_ranks(2, rank_main))
-
-
 def test_a_step_that_a_scaler_leaves_out_is_left_out_by_all_optimizers():
     """Else what met would be applied and, as the round is taken back, carried over as well."""
 

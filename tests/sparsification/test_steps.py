@@ -374,28 +374,3 @@ def test_a_step_without_gradients_on_any_rank_sends_nothing():
             session.group.barrier()
 
     run_ranks(2, rank_main)
-
-
-@pytest.mark.parametrize("has_closure", [False, True])
-def test_a_subclass_that_calls_its_parents_step_makes_one_round_a_step(has_closure):
-    class Extended(torch.optim.SGD):
-        @torch.optim.Optimizer.profile_hook_step
-        def step(self, closure=None):
-            return super().step(closure)
-
-    plain = torch.optim.SGD(network().parameters(), lr=0.1)  # torch wraps its `step`, with hooks
-
-    def rank_main(rank, group):
-        model = network()
-        optimizer = Extended(model.parameters(), lr=0.1)
-        with gg.sparsify(model, optimizer, process_group=group, plan="single") as session:
-            for step in range(3):
-                with session.no_sync():
-                    backward_of(model, rank, step)
-                optimizer.step((lambda: torch.tensor(0.0)) if has_closure else None)
-            assert session.position == session.stats().rounds == 3
-            session.group.barrier()
-        return [p.detach().clone() for p in model.parameters()]
-
-    assert same_weights(run_ranks(2, rank_main))
-    del plain

@@ -3,6 +3,7 @@
 import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -20,7 +21,7 @@ from gossipgrad.sparsification._queue import OrderedQueue, Ticket
 from gossipgrad.sparsification._settings import Settings
 from gossipgrad.sparsification._streams import make_clock
 
-__all__ = ["Aggregation", "scale_of"]
+__all__ = ["Aggregation", "Counters", "scale_of"]
 
 _REMEMBERED = 50  # rounds whose times count for the median
 _BREAK_SECONDS = 5.0  # for collectives of this rank to end once the group is closed
@@ -29,6 +30,26 @@ _CLOSED_INSIDE = (
     "the session was closed in the middle of a backward pass, so its gradients are not averaged, "
     "and .grad has this rank's own: take no step with them, call zero_grad()"
 )
+
+
+@dataclass(slots=True)
+class Counters:
+    """What a session has counted; see `SparseStats`."""
+
+    rounds: int = 0
+    nonfinite_rounds: int = 0
+    bytes_sent: int = 0
+    all_reduce_bytes: int = 0
+    exposed_seconds: float = 0.0
+    select_seconds: float = 0.0
+    communicate_seconds: float = 0.0
+    scale: float = 1.0
+    """The factor of loss scaling that residuals have in them."""
+
+    def load(self, counted: Mapping[str, Any]) -> None:
+        """Counts on from what `dataclasses.asdict` gave."""
+        for name, value in counted.items():
+            setattr(self, name, value)
 
 
 class Aggregation:
@@ -40,17 +61,16 @@ class Aggregation:
         settings: Of the session.
         merges: The groups to begin with.
         after_round: Called after each round, when nothing is under way; it may `regroup`.
+        counters: Counted on; those of the session.
         scaler: Whose scale the gradients have in them.
         recorder: Gets spans of time.
 
     Attributes:
-        rounds: How many have been.
-        all_reduce_bytes: What rings would have sent in them of gradients as they are.
+        counters: As given.
         names: Of the parameters, in the order of backward.
         parameters: The same.
         groups: The groups.
         passes: The backward passes.
-        scale: The factor of loss scaling that residuals have in them.
         broken: Why there are no more rounds, None while there are.
     """
 
@@ -62,14 +82,11 @@ class Aggregation:
         merges: Sequence[Merge],
         *,
         after_round: Callable[["Aggregation"], None],
+        counters: Counters,
         scaler: torch.amp.GradScaler | None,
         recorder: Recorder | None,
     ) -> None:
-        self.rounds = 0
-        self.nonfinite_rounds = 0
-        self.exposed_seconds = self.select_seconds = self.communicate_seconds = 0.0
-        self.bytes_sent = self.all_reduce_bytes = 0
-        self.scale = 1.0
+        self.counters = counters
         self.broken: str | None = None
         self._last_counts = False  # whether the last round may be stepped with though it is broken
         self.groups: list[MergedGroup] = []
@@ -198,13 +215,8 @@ class Aggregation:
         self._finished.clear()  # of other groups
         self.passes.reorder(self.parameters)
         if self._densities:
-            self._use(self._density.at(names, self.rounds))
+            self._use(self._density.at(names, self.counters.rounds))
         self.passes.regroup([range(merge.start, merge.stop) for merge in merges])
-
-    def count_from(self, counts: Mapping[str, Any]) -> None:
-        """Counts on from what a session before it had counted, by name of the attribute."""
-        for name, value in counts.items():
-            setattr(self, name, value)
 
     def carried_over(self) -> dict[str, CarriedOver]:
         """What is carried over, by name of the parameter, in the order of backward."""
@@ -262,17 +274,17 @@ class Aggregation:
         self._tickets, self._empty = [], False
         self._opened_seconds = perf_counter()
         self._rescale()
-        densities = self._density.at(self.names, self.rounds)
+        densities = self._density.at(self.names, self.counters.rounds)
         if densities != self._densities:
             self._use(densities)
 
     def _rescale(self) -> None:
         """What is carried over is from now on in units of another loss scale."""
         scale = scale_of(self._scaler)
-        if scale != self.scale:
+        if scale != self.counters.scale:
             for made in self.groups:
-                made.rescale(scale / self.scale)
-            self.scale = scale
+                made.rescale(scale / self.counters.scale)
+            self.counters.scale = scale
 
     def _use(self, densities: tuple[float, ...]) -> None:
         per_tensor = self._settings.select == "per_tensor"
@@ -290,8 +302,8 @@ class Aggregation:
         else:
             made.begin(self._grads(number))
         self._tickets.append(self.queue.put(partial(made.exchange, self._group)))
-        self.select_seconds += made.timing.select_seconds
-        self.bytes_sent += made.bytes_sent
+        self.counters.select_seconds += made.timing.select_seconds
+        self.counters.bytes_sent += made.bytes_sent
         if self._recorder is not None:
             self._recorder.span("select", start, perf_counter(), bucket=number)
 
@@ -329,18 +341,22 @@ class Aggregation:
         if error is not None or self.broken is not None:
             self._give_up(str(error))
             raise GossipError(self.broken) from error
-        if self._empty and self.scale != 1.0 and any(bool(m.total.any()) for m in self.groups):
+        if (
+            self._empty
+            and self.counters.scale != 1.0
+            and any(bool(m.total.any()) for m in self.groups)
+        ):
             self._give_up("this rank stepped without a gradient while others had some, scaled")
             raise GossipError(self.broken)
-        self.exposed_seconds += end - start
+        self.counters.exposed_seconds += end - start
         self._write()
         self._finished.append(end - self._opened_seconds)
         self._record(start, end)
         self.passes.finish()
-        self.rounds += 1
+        self.counters.rounds += 1
         ranks = self._group.world_size
         width = sum(made.numel * made.dtype.itemsize for made in self.groups)
-        self.all_reduce_bytes += 2 * (ranks - 1) * width // ranks
+        self.counters.all_reduce_bytes += 2 * (ranks - 1) * width // ranks
         if self.broken is not None:  # closed while the mean was written
             self._last_counts = True
             return
@@ -359,7 +375,7 @@ class Aggregation:
     def _write(self) -> None:
         local = [self._grads(number) for number in range(len(self.groups))]
         finite = all(made.finite for made in self.groups)
-        self.nonfinite_rounds += not finite
+        self.counters.nonfinite_rounds += not finite
         for merge, made, grads in zip(self.merges, self.groups, local, strict=True):
             if not finite:
                 made.roll_back(grads)
@@ -376,7 +392,7 @@ class Aggregation:
 
     def _record(self, start: float, end: float) -> None:
         for number, (ticket, made) in enumerate(zip(self._tickets, self.groups, strict=True)):
-            self.communicate_seconds += ticket.ended_seconds - ticket.began_seconds
+            self.counters.communicate_seconds += ticket.ended_seconds - ticket.began_seconds
             if self._recorder is not None:
                 times = ticket.began_seconds, ticket.ended_seconds
                 self._recorder.span("exchange", *times, bucket=number, bytes=made.bytes_sent)

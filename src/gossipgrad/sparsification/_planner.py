@@ -108,7 +108,7 @@ class Planner:
                 f"plan={self._settings.plan!r} measures nothing, so there is nothing to plan anew: "
                 "replan() is for 'optimal', 'greedy' and 'mg-wfbp'"
             )
-        rounds = self._group.all_gather_object(aggregation.rounds)
+        rounds = self._group.all_gather_object(aggregation.counters.rounds)
         if len(set(rounds)) > 1:
             raise GossipError(f"replan() after {rounds} rounds: call it after the same step on all")
         self.plan = self._dense = self.refused = None
@@ -187,7 +187,7 @@ class Planner:
         names, self.backward_seconds = backward_of([of for of, _ in of_ranks], aggregation.names)
         aggregation.regroup(self.first_merges, names=names)
         self._density = aggregation.average(
-            final_density(self._settings.density, names, aggregation.rounds)
+            final_density(self._settings.density, names, aggregation.counters.rounds)
         )
         return statistics.median(period for _, period in of_ranks)
 

@@ -24,15 +24,13 @@ from gossipgrad.comm import (
 from gossipgrad.engine import Flow, Replica, Session
 from gossipgrad.errors import GossipError
 from gossipgrad.planning import Plan
-from gossipgrad.sparsification._aggregation import Aggregation
+from gossipgrad.sparsification._aggregation import Aggregation, Counters
 from gossipgrad.sparsification._planner import Planner
 from gossipgrad.sparsification._queue import OrderedQueue
 from gossipgrad.sparsification._session_state import (
     change,
     check_all_fit,
-    counts_of_session,
     load_session,
-    new_counts,
     session_misfit,
     session_state,
 )
@@ -65,6 +63,7 @@ class SparseSession(Session):
         recorder: Recorder | None,
     ) -> None:
         self._scaler = scaler
+        self._counters = Counters()
         self._aggregation: Aggregation | None = None
         self._planner: Planner | None = None
         self._watch: StepWatch | None = None
@@ -168,7 +167,7 @@ class SparseSession(Session):
             return self._at_close
         if self._aggregation is not None and self._planner is not None:
             return collect(self._aggregation, self._planner)
-        return SparseStats(rounds=self._run.steps)
+        return SparseStats(rounds=self._counters.rounds)
 
     def state_dict(self, *, drain: bool = False, copy: bool = True) -> dict[str, Any]:
         """All that this rank needs to go on as if it had never stopped; local.
@@ -203,10 +202,9 @@ class SparseSession(Session):
         self._check_ready("state_dict")
         if self._aggregation is not None and self._aggregation.passes.began:
             raise GossipError("a state in the middle of a backward pass: take it between steps")
-        own = session_state(self.settings, self._aggregation, self._planner, self.group)
-        if self._aggregation is None:
-            own["counted"] = {**new_counts(), "rounds": self._run.steps}
-        return own
+        return session_state(
+            self.settings, self._aggregation, self._planner, self._counters, self.group
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where `state_dict` was taken; a collective.
@@ -261,9 +259,7 @@ class SparseSession(Session):
 
     def _begin(self) -> None:
         """Makes the replicas equal, and what aggregates their gradients; a collective."""
-        group, replica, counts = self.group, self.replica, new_counts()
-        if self._aggregation is not None:
-            counts = counts_of_session(self._aggregation)
+        group, replica = self.group, self.replica
         if self.world_size > 1:
             backwards = in_order_of(self.settings.plan, dict(reversed(self._trained().items())))
             planner = Planner(self.settings, [p.nbytes for p in backwards.values()], group)
@@ -275,10 +271,10 @@ class SparseSession(Session):
                 self.settings,
                 planner.first_merges,
                 after_round=planner.after_round,
+                counters=self._counters,
                 scaler=self._scaler,
                 recorder=self._recorder,
             )
-            aggregation.count_from(counts)
             self._planner = planner
             self._watch = StepWatch(replica.model, replica.optimizers, aggregation, self._scaler)
             self._arm()
@@ -296,6 +292,7 @@ class SparseSession(Session):
     def _after_step(self, optimizer: Optimizer) -> None:
         if self._watch is None:
             super()._after_step(optimizer)
+            self._counters.rounds = self._run.steps
         else:
             self._watch.after_step(optimizer)
 
@@ -317,7 +314,8 @@ class SparseSession(Session):
         if self._aggregation is not None and self._planner is not None:
             load_session(self.settings, self._aggregation, self._planner, session)
         else:
-            self._run.steps = session["counted"]["rounds"]
+            self._counters.load(session["counted"])
+            self._run.steps = self._counters.rounds
             if any(bool(residual.any()) for residual in session["residuals"].values()):
                 warnings.warn(
                     "what several ranks carried over in residuals is given up: one rank sends "
@@ -336,7 +334,7 @@ class SparseSession(Session):
 
     def _close(self, wait_seconds: float, error: BaseException | None = None) -> None:
         try:
-            if not self._is_closed and self._driver is not None:
+            if not self._is_closed:
                 self._at_close = self.stats()
         finally:
             self._end_rounds()

@@ -1,13 +1,14 @@
 """A session's own state as plain values, and what becomes of it among other ranks."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from torch import Tensor, nn
 
 from gossipgrad.comm import Group
 from gossipgrad.planning import Merge, Plan
-from gossipgrad.sparsification._aggregation import Aggregation
+from gossipgrad.sparsification._aggregation import Aggregation, Counters
 from gossipgrad.sparsification._merged import CarriedOver
 from gossipgrad.sparsification._planner import Planner
 from gossipgrad.sparsification._settings import Settings
@@ -15,27 +16,21 @@ from gossipgrad.sparsification._settings import Settings
 __all__ = [
     "change",
     "check_all_fit",
-    "counts_of_session",
     "deal_states",
     "load_session",
-    "new_counts",
     "saved_at",
     "session_misfit",
     "session_state",
 ]
 
 VERSION = 3
-_COUNTED = {
-    **dict.fromkeys(("rounds", "nonfinite_rounds", "bytes_sent", "all_reduce_bytes"), 0),
-    **dict.fromkeys(("exposed_seconds", "select_seconds", "communicate_seconds"), 0.0),
-    "scale": 1.0,
-}
 
 
 def session_state(
     settings: Settings,
     aggregation: Aggregation | None,
     planner: Planner | None,
+    counters: Counters,
     group: Group,
 ) -> dict[str, Any]:
     """See `SparseSession.own_state`."""
@@ -49,7 +44,7 @@ def session_state(
         "residuals": {},
         "velocities": {},
         "rounds_without": {},
-        "counted": new_counts(),
+        "counted": asdict(counters),
         "planner": None if planner is None else planner.state(),
     }
     if aggregation is not None:
@@ -60,7 +55,6 @@ def session_state(
                 "names": list(aggregation.names),
                 "groups": [[m.start, m.stop, m.method] for m in merges],
             },
-            "counted": counts_of_session(aggregation),
         }
         for name, (residual, velocity, rounds_without) in aggregation.carried_over().items():
             session["rounds_without"][name] = rounds_without
@@ -161,18 +155,8 @@ def load_session(
         )
         for name in names
     }
+    aggregation.counters.load(session["counted"])
     aggregation.regroup(merges, names=names, carried=carried)
-    aggregation.count_from(session["counted"])
-
-
-def counts_of_session(aggregation: Aggregation) -> dict[str, Any]:
-    """How far it has come."""
-    return {name: getattr(aggregation, name) for name in _COUNTED}
-
-
-def new_counts() -> dict[str, Any]:
-    """What `counts_of_session` gives at the beginning."""
-    return dict(_COUNTED)
 
 
 def deal_states(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[str, Any]]:
@@ -263,6 +247,7 @@ def _unlike(
     session: Mapping[str, Any], settings: Settings, group: Group, trained: Mapping[str, Tensor]
 ) -> str | None:
     saved_at(session)  # what is not there is found before ranks compare it
+    Counters(**session["counted"])
     if session["world_size"] != group.world_size:
         return (
             f"it was saved by {session['world_size']} ranks, here are {group.world_size}: deal "

@@ -1,7 +1,7 @@
 """What a session has done so far, in numbers."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import torch
 
@@ -139,13 +139,7 @@ def collect(aggregation: Aggregation, planner: Planner) -> SparseStats:
     starved = waits >= after
     sizes = torch.tensor(aggregation.sizes)
     return SparseStats(
-        rounds=aggregation.rounds,
-        bytes_sent=aggregation.bytes_sent,
-        all_reduce_bytes=aggregation.all_reduce_bytes,
-        exposed_seconds=aggregation.exposed_seconds,
-        select_seconds=aggregation.select_seconds,
-        communicate_seconds=aggregation.communicate_seconds,
-        nonfinite_rounds=aggregation.nonfinite_rounds,
+        **{name: of for name, of in asdict(aggregation.counters).items() if name != "scale"},
         starved_tensors=int(starved.sum()),
         starved_share=float(sizes[starved].sum()) / max(1, elements),
         starved_after=after,

@@ -56,7 +56,9 @@ class StepWatch:
 
     def start_over(self) -> None:
         """No round until now is one of the step to come: after a state was loaded."""
-        self._stepped_at = {id(each): self._aggregation.rounds for each in self._optimizers}
+        self._stepped_at = {
+            id(each): self._aggregation.counters.rounds for each in self._optimizers
+        }
 
     def before_step(self, optimizer: Optimizer, closure: Closure | None) -> Closure | None:
         """Called before each step; returns the closure that it is to use."""
@@ -89,9 +91,9 @@ class StepWatch:
         """Whether it would step with what no round of its step has given."""
         aggregation = self._aggregation
         return (
-            self._stepped_at[id(optimizer)] == aggregation.rounds
+            self._stepped_at[id(optimizer)] == aggregation.counters.rounds
             or any(aggregation.passes.fresh)
-            or scale_of(self._scaler) != aggregation.scale
+            or scale_of(self._scaler) != aggregation.counters.scale
         )
 
     def _run_round(self) -> None:
@@ -142,7 +144,7 @@ class StepWatch:
             )
             aggregation.end(why)
             raise GossipError(why)
-        self._stepped_at[id(optimizer)] = aggregation.rounds
+        self._stepped_at[id(optimizer)] = aggregation.counters.rounds
 
     def _look_for_untrained(self) -> None:
         """Warns once of a parameter that has a gradient and is trained by no optimizer here.
@@ -150,7 +152,7 @@ class StepWatch:
         Under DistributedDataParallel its gradient would be the mean of all ranks. Here it stays
         this rank's own, and so is what is computed from all gradients, such as their norm.
         """
-        spell = self._aggregation.rounds // _LOOK_EVERY
+        spell = self._aggregation.counters.rounds // _LOOK_EVERY
         if self._warned or spell == self._looked_at:
             return
         self._looked_at = spell
