@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 
@@ -138,8 +139,10 @@ def collect(aggregation: Aggregation, planner: Planner) -> SparseStats:
     after = max(100, math.ceil(3 * elements / max(1, chosen)))
     starved = waits >= after
     sizes = torch.tensor(aggregation.sizes)
+    counted: dict[str, Any] = asdict(aggregation.counters)
+    del counted["scale"]
     return SparseStats(
-        **{name: of for name, of in asdict(aggregation.counters).items() if name != "scale"},
+        **counted,
         starved_tensors=int(starved.sum()),
         starved_share=float(sizes[starved].sum()) / max(1, elements),
         starved_after=after,
