@@ -1,7 +1,6 @@
 """The reference keeps what its rules promise: means, bounds, counters, and the plain optimizer."""
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -22,7 +21,7 @@ from support.vectors import (
 SCHEDULES = [
     pytest.param(name, p, id=f"{name}-{p}")
     for name in ("dissemination", "hypercube", "matching", "ring", "complete")
-    for p in range(2, 10)
+    for p in (2, 3, 5, 8)
     if name != "hypercube" or p & (p - 1) == 0
 ]
 
@@ -57,7 +56,7 @@ def test_lagged_halves_the_mean_step_of_ranks_that_meet(name: str, p: int) -> No
         assert_near(mean(models), before + dw.mean(0))
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("name", ["dissemination", "hypercube"])
 @pytest.mark.parametrize("p", [2, 4, 8])
 def test_zero_gradients_reach_the_exact_average_in_one_period(p: int, name: str, seed: int) -> None:
@@ -241,38 +240,3 @@ def test_gradients_and_weights_meet_in_the_same_round() -> None:
     reference.step()
     for model in models:
         assert_near(flat(model), start - 0.1 * average)
-
-
-# One rank
-
-
-@pytest.mark.parametrize("payload", ["weights", "weights+state", "gradients", "gradients+weights"])
-@pytest.mark.parametrize("mode", ["sync", "overlap"])
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-        lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
-    ],
-    ids=["sgd", "adamw"],
-)
-def test_one_rank_is_the_plain_optimizer(
-    optimizer: Callable[..., torch.optim.Optimizer], mode: str, payload: str
-) -> None:
-    models, plain = replicas(1), replicas(1)
-    plain_optimizer = optimizer(plain[0].parameters())
-    reference = Reference(
-        models,
-        [optimizer(models[0].parameters())],
-        by_name("dissemination", 1),
-        mode=mode,
-        payload=payload,
-        average_every=2,
-        wire_dtype=torch.bfloat16,
-    )
-    for step in range(5):
-        fill_gradients(models, step)
-        fill_gradients(plain, step)
-        reference.step()
-        plain_optimizer.step()
-    assert torch.equal(flat(models[0]), flat(plain[0]))

@@ -9,8 +9,9 @@ import gossipgrad as gg
 from gossipgrad.comm import Hub, load_replica, misfit
 from gossipgrad.decentralized import average_states
 from support.ranks import run_ranks
-from support.replicas import adam, backward, flat, network, set_gradients, sgd
+from support.replicas import adam, backward, network, sgd
 from support.resuming import run_on
+from support.sessions import run_sessions
 
 
 def states_after(world_size, steps, **settings):
@@ -18,31 +19,20 @@ def states_after(world_size, steps, **settings):
     return states
 
 
-def on_sessions(world_size, function, *, optimizer=sgd, dtype=torch.float32, **settings):
-    """What `function(session, model, optimizer, rank)` returns on fresh sessions."""
-    hub = Hub(world_size)
+def on_sessions(world_size, use, *, dtype=torch.float32, **settings):
+    """What `use(me)` returns on fresh sessions."""
+    make = lambda rank: network(1, dtype=dtype)  # noqa: E731
+    return run_sessions(world_size, use, make=make, bucket_bytes=100, **settings)
 
-    def main(rank, group):
-        model = network(1, dtype=dtype)
-        o = optimizer(list(model.parameters()))
-        with gg.gossip(
-            model,
-            o,
-            process_group=group,
-            transport=lambda group: hub.transport(group.rank),
-            bucket_bytes=100,
-            **settings,
-        ) as session:
-            return function(session, model, o, rank)
 
-    return run_ranks(world_size, main)
+def named(me):
+    return {name: p.detach().clone() for name, p in me.model.named_parameters()}
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"mode": "sync"}, "mode was overlap, here it is sync: use the same"),
-        ({"every": 2}, "every was 1, here it is 2"),
+        ({"mode": "sync"}, "mode was overlap, here it is sync"),
         ({"optimizer": adam}, "saved with the optimizers SGD, here are Adam"),
         ({"world_size": 3}, "it was saved by 2 ranks, here are 3: begin a session from the cons"),
     ],
@@ -51,25 +41,27 @@ def test_what_does_not_fit_is_refused_on_all_ranks_and_changes_nothing(change, m
     states = states_after(2, 2)
     settings = {"world_size": 2, **change}
 
-    def load(session, model, optimizer, rank):
-        before = flat(model)
+    def load(me):
+        before = me.weights()
         with pytest.raises(ValueError, match=rf"cannot be loaded on rank 0: .*{message}"):
-            session.load_state_dict(states[min(rank, 1)])
-        assert torch.equal(flat(model), before)
-        backward(model, rank, 0)
-        optimizer.step()
+            me.session.load_state_dict(states[min(me.rank, 1)])
+        assert torch.equal(me.weights(), before)
+        me.train()
 
     on_sessions(settings.pop("world_size"), load, **settings)
 
 
-def test_the_state_of_another_rank_is_refused_on_all_ranks():
+def test_foreign_states_are_refused_on_all_ranks():
     states = states_after(2, 2)
 
-    def load(session, model, optimizer, rank):
-        with pytest.raises(ValueError, match="on rank 1: it is the state of rank 0: load each"):
-            session.load_state_dict(states[0])
-        with pytest.raises(ValueError, match="it is no state that state_dict"):
-            session.load_state_dict({"model": {}})
+    def load(me):
+        with pytest.raises(ValueError, match="on rank 1: it is the state of rank 0"):
+            me.session.load_state_dict(states[0])
+        with pytest.raises(ValueError, match="it is no state"):
+            me.session.load_state_dict({"model": {}})
+        states[me.rank]["session"] = {"version": 1}
+        with pytest.raises(ValueError, match=r"version 1.*gg.load_replica"):
+            me.session.load_state_dict(states[me.rank])
 
     on_sessions(2, load)
 
@@ -78,46 +70,27 @@ def test_a_state_can_be_loaded_into_a_session_that_has_trained():
     states = states_after(2, 3)
     _, uninterrupted = run_on(2, 0, 6, saves_at=3)
 
-    def train(session, model, optimizer, rank):
-        for step in range(4):
-            backward(model, rank, 50 + step)
-            optimizer.step()
-        session.load_state_dict(states[rank])
-        for step in range(3, 6):
-            backward(model, rank, step)
-            optimizer.step()
-        held = {name: p.detach().clone() for name, p in model.named_parameters()}
-        session.group.barrier()
-        return held, session.stats().refused_messages
+    def train(me):
+        me.train(4)
+        me.session.load_state_dict(states[me.rank])
+        me.steps = 3
+        me.train(3)
+        return named(me), me.session.stats().refused_messages
 
-    for rank, (held, refused) in enumerate(on_sessions(2, train)):
+    for rank, (held, refused) in enumerate(on_sessions(2, train, gradients=backward)):
         for name, value in held.items():
             assert torch.equal(value, uninterrupted[rank][0]["model"][name]), name
         assert refused == 0
 
 
-def test_a_state_of_an_older_version_is_refused():
-    states = states_after(2, 2)
-    for state in states:
-        state["session"] = {"version": 1}
-
-    def load(session, model, optimizer, rank):
-        with pytest.raises(ValueError, match=r"is of version 1.*gg.load_replica"):
-            session.load_state_dict(states[rank])
-
-    on_sessions(2, load)
-
-
-def test_states_taken_after_unequal_steps_are_told_and_nobody_waits_for_ever():
+def test_states_taken_after_unequal_steps_are_warned_of_and_nobody_waits_for_ever():
     states = [states_after(2, 6)[0], states_after(2, 5)[1]]
 
-    def train(session, model, optimizer, rank):
-        session.load_state_dict(states[rank])
-        for step in range(6, 9):
-            backward(model, rank, step)
-            optimizer.step()
-        session.group.barrier()
-        return session.stats().outcomes
+    def train(me):
+        me.session.load_state_dict(states[me.rank])
+        me.train(3)
+        me.group.barrier()
+        return me.outcomes
 
     with pytest.warns(UserWarning, match="unlike rounds, 5 to 6"):
         outcomes = on_sessions(2, train)
@@ -131,55 +104,44 @@ def test_what_is_late_is_given_up_with_a_warning_and_the_state_can_be_loaded(mod
     waits = {"overlap": gg.Overlap, "sync": gg.Sync}[mode]
     patient = waits(deadline_seconds=0.2, floor_seconds=0.2)
 
-    def train(session, model, optimizer, rank):
-        for step in range(5):
-            if step == 3 and rank == 1:
-                assert saved.wait(60.0)
-            set_gradients(model, rank, step)
-            optimizer.step()
-        state = session.state_dict()
-        if rank == 0:
+    def train(me):
+        me.train(3)
+        if me.rank == 1:
+            assert saved.wait(60.0)
+        me.train(2)
+        state = me.session.state_dict()
+        if me.rank == 0:
             saved.set()
-        session.group.barrier()
-        with session.consensus():
-            shown = flat(model)
-        return state, shown
+        me.group.barrier()
+        return state, me.mean()
 
     found = on_sessions(2, train, mode=patient, topology="matching")
     assert "gave up round" in caplog.text
-    states = [state for state, _ in found]
     assert torch.equal(found[0][1], found[1][1])
 
-    def go_on(session, model, optimizer, rank):
-        session.load_state_dict(states[rank])
-        for step in range(5, 9):
-            set_gradients(model, rank, step)
-            optimizer.step()
-        session.group.barrier()
-        return session.stats().outcomes
+    def go_on(me):
+        me.session.load_state_dict(found[me.rank][0])
+        me.train(4)
+        me.group.barrier()
+        return me.outcomes["delivered"]
 
-    for counts in on_sessions(2, go_on, mode=mode, topology="matching"):
-        assert counts["delivered"] > 0
+    assert min(on_sessions(2, go_on, mode=mode, topology="matching")) > 0
 
 
-def test_ranks_that_end_after_unequal_steps_settle_first():
-    def train(session, model, optimizer, rank):
-        for step in range(4 - rank):
-            set_gradients(model, rank, step)
-            optimizer.step()
-        return session.state_dict(drain=True)
+def test_ranks_that_end_after_unequal_steps_drain_first():
+    def train(me):
+        me.train(4 - me.rank)
+        return me.session.state_dict(drain=True)
 
-    states = on_sessions(2, train, dtype=torch.float64)
+    states = on_sessions(2, train, dtype=torch.float64, leaves_together=False)
     assert [state["session"]["steps"] for state in states] == [4, 3]
     mean = average_states(states)["model"]
 
-    def go_on(session, model, optimizer, rank):
-        session.load_state_dict(states[rank])
-        with session.consensus():
-            shown = {name: p.detach().clone() for name, p in model.named_parameters()}
-        set_gradients(model, rank, 9)
-        optimizer.step()
-        session.group.barrier()
+    def go_on(me):
+        me.session.load_state_dict(states[me.rank])
+        with me.session.consensus():
+            shown = named(me)
+        me.train()
         return shown
 
     for shown in on_sessions(2, go_on, dtype=torch.float64):
@@ -191,17 +153,15 @@ def test_ranks_that_end_after_unequal_steps_settle_first():
 def test_the_mean_of_all_states_is_the_consensus(dtype):
     """With what rounding took from narrow weights."""
 
-    def train(session, model, optimizer, rank):
-        for step in range(5):
-            set_gradients(model, rank, step)
-            optimizer.step()
-        state = session.state_dict()
-        with session.consensus():
-            return state, {name: p.detach().clone() for name, p in model.named_parameters()}
+    def train(me):
+        me.train(5)
+        state = me.session.state_dict()
+        with me.session.consensus():
+            return state, named(me)
 
-    told = on_sessions(4, train, dtype=dtype, optimizer=adam)
-    mean = average_states([state for state, _ in told])
-    for name, shown in told[0][1].items():
+    found = on_sessions(4, train, dtype=dtype, optimizer=adam)
+    mean = average_states([state for state, _ in found])
+    for name, shown in found[0][1].items():
         torch.testing.assert_close(
             mean["model"][name], shown, rtol=1e-2 if dtype.itemsize == 2 else 1e-6, atol=1e-6
         )

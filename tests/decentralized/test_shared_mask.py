@@ -8,18 +8,17 @@ from gossipgrad.comm import BucketPlan
 from gossipgrad.decentralized._reference_masked import MaskedReference
 from gossipgrad.engine import weight_entries
 from gossipgrad.topology import by_name
-from support.ranks import run_ranks
 from support.replicas import (
     adam,
     assert_same_bits,
     backward,
-    flat,
     network,
+    plain_sgd,
     set_gradients,
     sgd,
     train,
-    transport_by_name,
 )
+from support.sessions import no_gradients, run_sessions
 
 STEPS = 14
 SEED = 3
@@ -81,28 +80,23 @@ def both(world_size, topology="dissemination", transport="in-process", **setting
     return ours, reference.w
 
 
-@pytest.mark.parametrize("mode", ["overlap", "sync"])
-@pytest.mark.parametrize("world_size", [2, 5])
-def test_a_session_does_what_the_reference_says(world_size, mode):
-    assert_same_bits(*both(world_size, mode=mode))
-
-
-@pytest.mark.parametrize("topology", ["matching", "ring"])
-def test_under_every_kind_of_schedule(topology):
-    assert_same_bits(*both(5, topology, optimizer=adam))
-
-
-def test_on_a_narrow_wire_in_rounds_of_several_steps():
-    assert_same_bits(*both(4, wire_dtype=torch.bfloat16, every=2))
-
-
-def test_over_zeromq():
-    assert_same_bits(*both(3, transport="zeromq"))
-
-
-@pytest.mark.parametrize("mode", ["overlap", "sync"])
-def test_narrow_parameters_with_their_residuals(mode):
-    assert_same_bits(*both(4, mode=mode, dtype=torch.bfloat16, gradients=set_gradients))
+@pytest.mark.parametrize(
+    ("world_size", "settings"),
+    [
+        (2, {"mode": "overlap"}),
+        (5, {"mode": "sync"}),
+        (5, {"topology": "matching", "optimizer": adam}),
+        (5, {"topology": "ring", "optimizer": adam}),
+        (4, {"wire_dtype": torch.bfloat16, "every": 2}),
+        (3, {"transport": "zeromq"}),
+        (4, {"mode": "overlap", "dtype": torch.bfloat16, "gradients": set_gradients}),
+        (4, {"mode": "sync", "dtype": torch.bfloat16, "gradients": set_gradients}),
+    ],
+    ids=str,
+)
+def test_a_session_does_what_the_reference_says(world_size, settings):
+    """Also with narrow parameters and their residuals."""
+    assert_same_bits(*both(world_size, **settings))
 
 
 def test_the_reference_keeps_its_sum_with_what_is_outstanding():
@@ -127,40 +121,21 @@ def test_the_reference_keeps_its_sum_with_what_is_outstanding():
 
 def still(mode, world_size, rounds, compress, **settings):
     """Replicas that are apart, after rounds without updates: before, consensus, distance, stats."""
-    link = transport_by_name("in-process", world_size)
 
-    def rank_main(rank, group):
-        model = network()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        with gg.gossip(
-            model,
-            optimizer,
-            process_group=group,
-            transport=link,
-            mode=mode,
-            compress=compress,
-            **settings,
-        ) as session:
-            with torch.no_grad():
-                for place, p in enumerate(model.parameters()):
-                    apart = torch.Generator().manual_seed(100 * rank + place)
-                    p.add_(torch.randn(p.shape, generator=apart))
-            session.accept_changes()
-            before = flat(model).double()
-            for _ in range(rounds):
-                for p in model.parameters():
-                    p.grad = torch.zeros_like(p)
-                optimizer.step()
-            distance = session.consensus_distance()
-            with session.consensus():
-                mean = flat(model).double()
-            session.average_()
-            held = flat(model).double()
-            stats = session.stats()
-            group.barrier()
-        return before, mean, held, distance, stats
+    def use(me):
+        with torch.no_grad():
+            for number, p in enumerate(me.model.parameters()):
+                apart = torch.Generator().manual_seed(100 * me.rank + number)
+                p.add_(torch.randn(p.shape, generator=apart))
+        me.session.accept_changes()
+        before = me.weights().double()
+        me.train(rounds)
+        distance, mean = me.session.consensus_distance(), me.mean().double()
+        me.session.average_()
+        return before, mean, me.weights().double(), distance, me.session.stats()
 
-    return run_ranks(world_size, rank_main)
+    settings |= {"gradients": no_gradients, "optimizer": plain_sgd}
+    return run_sessions(world_size, use, mode=mode, compress=compress, **settings)
 
 
 @pytest.mark.parametrize("mode", ["overlap", "sync", "stale"])
@@ -188,62 +163,3 @@ def test_messages_snapshots_and_memory_shrink():
     assert masked.bytes_sent == whole.bytes_sent * 9 // 83  # elements of the one bucket
     assert masked.snapshot_limit_bytes == whole.snapshot_limit_bytes * 9 // 83
     assert masked.extra_memory_bytes < whole.extra_memory_bytes / 2
-
-
-def test_a_change_where_nothing_is_sent_is_noticed():
-    """Of what travels only a part could be compared with the weights."""
-
-    def rank_main(rank, group):
-        model = network()
-        optimizer = sgd(list(model.parameters()))
-        with gg.gossip(
-            model, optimizer, process_group=group, transport=link, compress=gg.SharedMask(0.02)
-        ) as session:
-            with torch.no_grad():
-                model[0].bias.add_(1.0)
-            if rank == 0:
-                with pytest.raises(gg.ReplicaChangedError):
-                    optimizer.step()
-            session.accept_changes()
-            group.barrier()
-
-    link = transport_by_name("in-process", 2)
-    run_ranks(2, rank_main)
-
-
-@pytest.mark.parametrize(
-    ("settings", "why"),
-    [
-        ({"payload": "weights+state"}, r"(?s)moments.*Use payload='weights'"),
-        ({"payload": "gradients"}, r"error feedback. Use payload='weights'"),
-        ({"seed": -1}, r"from 0 to 2\*\*64 - 1, got -1"),
-        ({"compress": "top-k:0.1"}, r"gg.SharedMask"),
-        ({"compress": "shared-mask"}, r"such as 'shared-mask:0.1'"),
-        ({"compress": "random:0.1"}, r"got 'random:0.1'"),
-        ({"compress": "shared-mask:2"}, r"density"),
-    ],
-)
-def test_what_it_does_not_go_with_is_refused(settings, why):
-    model = network()
-    with pytest.raises(ValueError, match=why):
-        gg.gossip(
-            model, sgd(list(model.parameters())), **{"compress": "shared-mask:0.1", **settings}
-        )
-
-
-def test_ranks_must_agree_on_mask_and_seed():
-    def rank_main(rank, group):
-        model = network()
-        with pytest.raises(gg.AgreementError, match=r"setting 'seed' is 1 on rank 1"):
-            gg.gossip(
-                model,
-                sgd(list(model.parameters())),
-                process_group=group,
-                topology="ring",
-                compress=MASK,
-                seed=rank,
-                transport=link,
-            )
-
-    link = transport_by_name("in-process", 2)
-    run_ranks(2, rank_main)

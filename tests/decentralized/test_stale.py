@@ -8,16 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gossipgrad as gg
-from gossipgrad import topology
-from support.ranks import run_ranks
-from support.replicas import backward, flat, network, sgd, transport_by_name
+from support.replicas import flat, network, plain_sgd
+from support.sessions import no_gradients, run_sessions
 from support.stale import Scripted
 
 RATE = 0.1
-
-
-def plain_sgd(parameters):
-    return torch.optim.SGD(parameters, lr=RATE)
 
 
 def doubles():
@@ -26,11 +21,6 @@ def doubles():
 
 def one_number():
     return torch.nn.Linear(1, 1, bias=False, dtype=torch.float64)
-
-
-def no_gradients(model, rank, step):
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
 
 
 def spread(ranks):
@@ -199,34 +189,23 @@ def test_the_weight_is_stable_where_one_half_diverges(world_size, d, monkeypatch
 
 def test_a_rank_that_stalls_holds_nobody_up():
     """The others come to the end of the run while it stands still; it takes no step of those."""
-    link, over = transport_by_name("zeromq", 4), threading.Barrier(4)
-    stands = threading.Event()
+    stalls, over = threading.Event(), threading.Barrier(4)
 
-    def rank_main(rank, group):
-        model = network()
-        optimizer = sgd(list(model.parameters()))
-        step = at = 0
-        with gg.gossip(
-            model, optimizer, process_group=group, transport=link, mode="stale"
-        ) as session:
-            while session.position < 60:
-                if at == 0 and session.position >= 20:
-                    at = session.position
-                    if rank == 2:
-                        stands.set()
-                        over.wait(60)
-                    assert stands.wait(60)
-                backward(model, rank, step)
-                optimizer.step()
-                step += 1
-            if rank != 2:
-                over.wait(60)
-            stats = session.stats()
-            with session.consensus():
-                seen = flat(model)
-        return at, step, stats, seen
+    def use(me):
+        while me.session.position < 20:
+            me.train()
+        at = me.session.position
+        if me.rank == 2:
+            stalls.set()
+            over.wait(60)
+        assert stalls.wait(60)
+        while me.session.position < 60:
+            me.train()
+        if me.rank != 2:
+            over.wait(60)
+        return at, me.steps, me.session.stats(), me.mean()
 
-    found = run_ranks(4, rank_main)
+    found = run_sessions(4, use, mode="stale", transport="zeromq")
     assert all(torch.equal(seen, found[0][-1]) for *_, seen in found)
     at, steps, stats, _ = found[2]
     assert at < 25
@@ -252,87 +231,47 @@ def test_a_rank_at_half_speed_takes_half_the_steps_and_ends_with_the_others():
 
 def test_collectives_count_what_is_in_flight():
     """Ranks come after unequal steps; all see one mean, go on, and end equal."""
-    link = transport_by_name("zeromq", 3)
 
-    def rank_main(rank, group):
-        model = network()
-        optimizer = sgd(list(model.parameters()))
-        with gg.gossip(
-            model,
-            optimizer,
-            process_group=group,
-            transport=link,
-            mode=gg.Stale(max_staleness=3),
-            payload=gg.WeightsAndState(every=2),
-            wire_dtype=torch.bfloat16,
-            every=2,
-        ) as session:
-            for step in range(5 + 4 * rank):
-                backward(model, rank, step)
-                optimizer.step()
-            with session.consensus():
-                seen = flat(model)
-            assert session.consensus_distance() > 0
-            session.average_()
-            averaged = flat(model)
-            for step in range(3):
-                backward(model, rank, step)
-                optimizer.step()
-            session.broadcast_()
-            restarted = flat(model)
-            for step in range(4 - rank):
-                backward(model, rank, step)
-                optimizer.step()
+    def use(me):
+        me.train(5 + 4 * me.rank)
+        seen, position = me.mean(), me.session.position
+        assert me.session.consensus_distance() > 0
+        me.session.average_()
+        assert me.session.position >= position
+        averaged = me.weights()
+        me.train(3)
+        me.session.broadcast_()
+        restarted = me.weights()
+        me.train(4 - me.rank)
         return seen, averaged, restarted
 
-    results = run_ranks(3, rank_main)
+    results = run_sessions(
+        3,
+        use,
+        transport="zeromq",
+        mode=gg.Stale(max_staleness=3),
+        payload=gg.WeightsAndState(every=2),
+        wire_dtype=torch.bfloat16,
+        every=2,
+        leaves_together=False,
+    )
     for found in zip(*results, strict=True):
         assert all(torch.equal(each, found[0]) for each in found)
     seen, averaged, _ = results[0]
     torch.testing.assert_close(seen, averaged, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("settings", "way_out"),
-    [
-        ({"topology": "dissemination"}, "matching"),
-        ({"topology": topology.dissemination(3)}, "symmetric"),
-        ({"average_every": 4}, "leave it out"),
-        ({"payload": "gradients"}, "payload='weights'"),
-    ],
-)
-def test_only_symmetric_pairs_and_nothing_that_waits(settings, way_out):
-    model = network()
-    with pytest.raises(ValueError, match=way_out):
-        gg.gossip(model, sgd(list(model.parameters())), mode="stale", **settings)
-
-
-@pytest.mark.parametrize("number", [-1, 16, True, 1.5])
-def test_staleness_is_a_small_number_of_rounds(number):
-    with pytest.raises((ValueError, TypeError), match=r"max_staleness counts rounds|type"):
-        gg.Stale(max_staleness=number)
-
-
 @pytest.mark.parametrize("every", [1, 2])
 def test_collectives_move_no_position(every):
-    link = transport_by_name("in-process", 2)
-
-    def rank_main(rank, group):
-        model = network()
-        optimizer = sgd(list(model.parameters()))
+    def use(me):
         seen = []
-        with gg.gossip(
-            model, optimizer, process_group=group, transport=link, mode="stale", every=every
-        ) as session:
-            for step in range(4):
-                backward(model, rank, step)
-                optimizer.step()
-                group.barrier()
-                session.average_()
-                seen.append(session.position)
-                session.broadcast_()
-                seen.append(session.position)
-                group.barrier()
+        for _ in range(4):
+            me.train()
+            me.group.barrier()
+            for call in (me.session.average_, me.session.broadcast_):
+                call()
+                seen.append(me.session.position)
+            me.group.barrier()
         return seen
 
-    assert run_ranks(2, rank_main) == [[1, 1, 2, 2, 3, 3, 4, 4]] * 2
+    assert run_sessions(2, use, mode="stale", every=every) == [[1, 1, 2, 2, 3, 3, 4, 4]] * 2

@@ -1,17 +1,15 @@
 """Ctrl-C at any place of a round, caught as in a notebook: what one end counts, the other does."""
 
-import contextlib
 import threading
 
 import pytest
 import torch
 
-import gossipgrad as gg
 from gossipgrad.engine import Bucket, _flow
 from gossipgrad.engine._listener import Listener
 from gossipgrad.engine._transfer import Transfer
-from support.ranks import run_ranks
-from support.replicas import flat, network, transport_by_name
+from support.replicas import flat, network, plain_sgd
+from support.sessions import no_gradients, run_sessions
 from support.stale import Scripted
 
 PLACES = {
@@ -53,12 +51,11 @@ def alarm(monkeypatch):
     return patch
 
 
-def part_ways(session, model, rank):
+def part_ways(model, rank):
     other = network(seed=10 + rank, dtype=torch.float64)
     with torch.no_grad():
         for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
             mine.copy_(theirs)
-    session.accept_changes()
 
 
 def opposite_gradients(model, rank, step):
@@ -67,68 +64,54 @@ def opposite_gradients(model, rank, step):
         parameter.grad = torch.full_like(parameter, (step + 1) * (-1) ** rank)
 
 
-def no_gradients(model, rank, step):
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-
-
-def plain(parameters):
-    return torch.optim.SGD(parameters, lr=0.1)
-
-
-def doubles():
+def doubles(rank=0):
     return network(dtype=torch.float64)
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize(("mode", "world_size"), [("sync", 2), ("overlap", 2), ("overlap", 4)])
+@pytest.mark.parametrize(("mode", "world_size"), [("sync", 2), ("overlap", 4)])
 def test_an_interrupt_moves_no_mean(alarm, place, mode, world_size):
-    armed = alarm(place)
-    link = transport_by_name("in-process", world_size)
-    rang = []
+    armed, rang = alarm(place), []
 
-    def rank_main(rank, group):
-        model = doubles()
-        optimizer = plain(model.parameters())
-        with gg.gossip(
-            model,
-            optimizer,
-            process_group=group,
-            transport=link,
-            mode=mode,
-            topology="hypercube",
-            bucket_bytes=64,
-            heartbeats=None,
-        ) as session:
-            part_ways(session, model, rank)
-            before = flat(model)
-            for step in range(STEPS):
-                opposite_gradients(model, rank, step)
-                if rank == 0 and step in (2, 5, 6):
-                    armed.append(step)
-                try:
-                    optimizer.step()
-                except KeyboardInterrupt:
-                    rang.append(step)
-            session.consensus_distance()  # rank 0 may have had fewer rounds
-            group.barrier()
-        return before, flat(model), session.stats().outcomes["delivered"]
+    def use(me):
+        part_ways(me.model, me.rank)
+        me.session.accept_changes()
+        before = me.weights()
+        for step in range(STEPS):
+            if me.rank == 0 and step in (2, 5, 6):
+                armed.append(step)
+            try:
+                me.train()
+            except KeyboardInterrupt:
+                rang.append(step)
+        me.session.consensus_distance()  # rank 0 may have had fewer rounds
+        me.group.barrier()
+        return before, me
 
-    ended = run_ranks(world_size, rank_main)
+    ended = run_sessions(
+        world_size,
+        use,
+        make=doubles,
+        optimizer=plain_sgd,
+        gradients=opposite_gradients,
+        mode=mode,
+        topology="hypercube",
+        bucket_bytes=64,
+        heartbeats=None,
+    )
     assert rang
-    assert all(delivered > 0 for *_, delivered in ended)
-    moved = sum(after - before for before, after, _ in ended)
-    assert moved.abs().max() < 1e-12
+    assert all(me.outcomes["delivered"] > 0 for _, me in ended)
+    assert sum(me.weights() - before for before, me in ended).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_an_interrupt_in_mode_stale_moves_no_mean_and_holds_no_snapshot(alarm, place):
-    ranks = Scripted(2, make=doubles, optimizer=plain, mode="stale", bucket_bytes=64)
+    ranks = Scripted(2, make=doubles, optimizer=plain_sgd, mode="stale", bucket_bytes=64)
     for rank, session in enumerate(ranks.sessions):
-        part_ways(session, ranks.models[rank], rank)
+        part_ways(ranks.models[rank], rank)
+        session.accept_changes()
     before = sum(flat(model) for model in ranks.models)
-    armed = alarm(place)
-    rang = 0
+    armed, rang = alarm(place), 0
     for step in range(STEPS):
         ranks.step(1, no_gradients)
         ranks.deliver(1, 0)
@@ -148,23 +131,3 @@ def test_an_interrupt_in_mode_stale_moves_no_mean_and_holds_no_snapshot(alarm, p
     assert rang
     assert moved.abs().max() < 1e-12
     assert used == in_flight
-
-
-def test_an_interrupt_as_a_round_of_mode_stale_is_taken_on_breaks_no_later_step():
-    ranks = Scripted(2, mode="stale")
-    rounds = ranks.sessions[0]._rounds
-    take_on = rounds._take_on
-
-    def interrupted(transfers, **how):
-        take_on(transfers, **how)
-        raise KeyboardInterrupt
-
-    rounds._take_on = interrupted
-    with contextlib.suppress(KeyboardInterrupt):
-        ranks.step(0)
-    rounds._take_on = take_on
-    for _ in range(3):
-        ranks.step(0)
-        ranks.step(1)
-    ranks.drain()
-    ranks.close()

@@ -7,14 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
-import gossipgrad as gg
-from gossipgrad.comm import Header, Hub
+from gossipgrad.comm import Header
 
 # Private: no public door says when a message leaves.
 from gossipgrad.engine import _pacing
 from gossipgrad.engine._pacing import RoundBefore
-from support.ranks import run_ranks
-from support.replicas import network, set_gradients, sgd
+from support.sessions import run_sessions
 
 
 class Ticket:
@@ -52,23 +50,6 @@ def patient(monkeypatch):
     monkeypatch.setattr(_pacing, "_PATIENCE_SECONDS", 30.0)
 
 
-@pytest.mark.usefixtures("patient")
-def test_waits_for_what_was_sent_before_and_for_its_own_buffer():
-    first, events = Ticket(), []
-    ready = RoundBefore([first]).then(lambda: events.append("filled"))
-
-    def leave():
-        time.sleep(0.05)
-        events.append("left")
-        first.leave()
-
-    thread = threading.Thread(target=leave)
-    thread.start()
-    ready()
-    thread.join()
-    assert events == ["left", "filled"]
-
-
 def test_a_partner_that_takes_nothing_holds_up_the_next_round_once(clock):
     before = RoundBefore([Ticket()])
     buckets = [before.then(None) for _ in range(3)]
@@ -78,16 +59,6 @@ def test_a_partner_that_takes_nothing_holds_up_the_next_round_once(clock):
     for ready in buckets[1:]:
         ready()
     assert clock.seconds == waited, "all of a round share one wait"
-
-
-def test_patience_grows_with_what_a_round_takes_and_has_an_end(clock):
-    asked = []
-    for took in (0.5, 5.0, 500.0):
-        before = RoundBefore()
-        clock.seconds += took
-        before.end(1.0)
-        before.then(None, asked.append)()
-    assert 0.5 < asked[0] < 5.0 < asked[1] < asked[2] < 100.0
 
 
 def test_who_was_held_up_asks_for_some_rounds_and_nobody_else_does(clock):
@@ -127,23 +98,18 @@ class SlowTransport:
 
 @pytest.mark.usefixtures("patient")
 def test_a_round_leaves_after_the_one_before():
-    hub = Hub(3)
+    links = []
 
-    def main(rank, group):
-        model = network()
-        optimizer = sgd(list(model.parameters()))
-        transport = SlowTransport(hub.transport(rank))
-        with gg.gossip(
-            model, optimizer, process_group=group, transport=lambda _: transport
-        ) as session:
-            for step in range(6):
-                set_gradients(model, rank, step)
-                optimizer.step()
-            assert session.stats().outcomes["delivered"] >= 5
-            group.barrier()  # whoever has left is sent nothing
-        return len(transport.sent)
+    def wrap(inner):
+        links.append(SlowTransport(inner))
+        return links[-1]
 
-    assert run_ranks(3, main) == [7, 7, 7]
+    def use(me):
+        me.train(6)
+        assert me.outcomes["delivered"] >= 5
+
+    run_sessions(3, use, wrap=wrap)
+    assert [len(link.sent) for link in links] == [7, 7, 7]
 
 
 class SharedLink:
@@ -181,21 +147,15 @@ class SharedLink:
 def test_rounds_of_ranks_out_of_step_do_not_meet_at_a_receiver(asks, monkeypatch):
     if not asks:
         monkeypatch.setattr(RoundBefore, "end", lambda self, waited: None)
-    hub, arriving, meetings = Hub(4), Counter(), Counter()
+    arriving, meetings = Counter(), Counter()
 
-    def main(rank, group):
-        model = network()
-        optimizer = sgd(list(model.parameters()))
-        link = SharedLink(hub.transport(rank), arriving, meetings)
-        with gg.gossip(
-            model, optimizer, topology="hypercube", process_group=group, transport=lambda _: link
-        ) as session:
-            session._rounds._sent.end(1.0)  # each has been held up, and asks from now on
-            for step in range(12):
-                time.sleep(0.02 * ((rank + step) % 3))
-                set_gradients(model, rank, step)
-                optimizer.step()
+    def use(me):
+        me.session._rounds._sent.end(1.0)  # each has been held up, and asks from now on
+        for step in range(12):
+            time.sleep(0.02 * ((me.rank + step) % 3))
+            me.train()
 
-    run_ranks(4, main)
+    wrap = lambda inner: SharedLink(inner, arriving, meetings)  # noqa: E731
+    run_sessions(4, use, wrap=wrap, topology="hypercube", leaves_together=False)
     later = sum(count for round, count in meetings.items() if round > 2)
     assert later == 0 if asks else later > 0

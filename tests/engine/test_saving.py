@@ -2,98 +2,73 @@
 
 import copy
 import pickle
-import threading
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-import gossipgrad as gg
 from support.processes import run_processes
-from support.ranks import run_ranks
-from support.replicas import network, set_gradients, sgd, transport_by_name
+from support.sessions import run_sessions
 
-LONE = r"state_dict\(\) of one replica, and replicas may differ: .* inside `with session.consensus"
-
-
-def on_two_ranks(function, **settings):
-    link = transport_by_name("in-process", 2)
-    together = threading.Barrier(2)
-
-    def rank_main(rank, group):
-        model = gg.GossipDataParallel(network(), process_group=group, transport=link, **settings)
-        optimizer = sgd(list(model.parameters()))
-        with model.attach(optimizer):
-            function(rank, model, lambda: step(rank, model, optimizer))
-            together.wait(30)
-
-    run_ranks(2, rank_main)
+SGD = partial(torch.optim.SGD, lr=0.1)
 
 
-def step(rank, model, optimizer):
-    set_gradients(model.module, rank, 0)
-    optimizer.step()
+def on_two_ranks(use, **settings):
+    run_sessions(2, use, optimizer=SGD, **settings)
 
 
-@pytest.mark.parametrize("take", [lambda m: m.state_dict(), lambda m: m.module.state_dict()])
-def test_the_replica_of_one_rank_is_warned_of_once(take):
-    def save(rank, model, train):
-        train()
-        if rank == 0:
-            take(model)
-            take(model)
+def test_the_replica_of_one_rank_is_warned_of_once():
+    def save(me):
+        me.train()
+        if me.rank == 0:
+            me.model.state_dict()
+            me.model.state_dict()
 
-    with pytest.warns(UserWarning, match=LONE) as seen:
+    with pytest.warns(UserWarning, match=r"(?s)replicas may differ.*session\.consensus") as seen:
         on_two_ranks(save)
     assert len(seen) == 1
 
 
 def test_copies_of_the_model_are_silent():
-    def save(rank, model, train):
-        train()
-        for other in (copy.deepcopy(model.module), pickle.loads(pickle.dumps(model.module))):
+    def save(me):
+        me.train()
+        for other in (copy.deepcopy(me.model), pickle.loads(pickle.dumps(me.model))):
             other.state_dict()
 
     on_two_ranks(save)
 
 
 def test_where_replicas_are_equal_there_is_no_warning():
-    def save(rank, model, train):
+    def save(me):
+        model, session = me.model, me.session
         model.state_dict()
-        train()
-        with model.session.consensus():
+        me.train()
+        with session.consensus():
             model.state_dict()
-        model.session.average_()
-        model.state_dict()
-        train()
-        model.session.broadcast_()
-        model.state_dict()
-        train()
-        model.close()
+        for make_equal in (session.average_, session.broadcast_):
+            make_equal()
+            model.state_dict()
+            me.train()
+        me.group.barrier()
+        session.close()
         model.state_dict()
 
-    on_two_ranks(save)
-    on_two_ranks(lambda rank, model, train: (train(), model.state_dict()), average_every=1)
+    on_two_ranks(save, leaves_together=False)
+    on_two_ranks(lambda me: (me.train(), me.model.state_dict()), average_every=1)
 
 
 def test_one_rank_or_the_last_one_has_no_other_way():
-    model = network()
-    optimizer = sgd(list(model.parameters()))
-    with gg.gossip(model, optimizer):
-        set_gradients(model, 0, 0)
-        optimizer.step()
-        model.state_dict()
-
-    def leave(rank, model, train):
-        train()
-        if rank == 1:
-            model.close()
+    def leave(me):
+        me.train()
+        if me.rank == 1:
+            me.session.close()
             return
-        while 1 not in model.session._rounds.channel.gone:
-            train()
-        model.state_dict()
+        me.train_until(lambda: me.session.departed or me.session.membership.living == (0,))
+        me.model.state_dict()
 
-    on_two_ranks(leave)
+    on_two_ranks(leave, leaves_together=False)
+    run_sessions(1, lambda me: (me.train(), me.model.state_dict()))
 
 
 def saved_and_loaded(rank, store, folder):
@@ -111,6 +86,7 @@ def saved_and_loaded(rank, store, folder):
     return [tensor[0].item() for state in (plain, own) for tensor in state.values()]
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_distributed_checkpoint_keeps_replicas_under_keys_of_their_own(tmp_path):

@@ -6,7 +6,8 @@ import torch
 import gossipgrad as gg
 from gossipgrad.comm import Hub
 from support.ranks import run_ranks
-from support.replicas import flat, network, set_gradients, transport_by_name
+from support.replicas import flat, network, set_gradients
+from support.sessions import run_sessions
 
 
 class Extended(torch.optim.SGD):
@@ -31,27 +32,20 @@ def _parent():
 @pytest.mark.usefixtures("_parent")
 @pytest.mark.parametrize("mode", ["overlap", "sync"])
 def test_a_subclass_that_calls_its_parents_step_makes_one_round_a_step(mode):
-    link = transport_by_name("in-process", 2)
+    def use(me):
+        positions = []
+        for step in range(4):
+            me.optimizer.fails = step == 2 and me.rank == 0
+            if me.optimizer.fails:
+                with pytest.raises(MemoryError):
+                    me.train()
+                me.optimizer.fails = False
+            me.train()
+            positions.append(me.session.position)
+        return positions, me.session.stats().rounds
 
-    def rank_main(rank, group):
-        model = network()
-        optimizer = Extended(model.parameters(), lr=0.1)
-        with gg.gossip(model, optimizer, process_group=group, transport=link, mode=mode) as session:
-            positions = []
-            for step in range(4):
-                set_gradients(model, rank, step)
-                optimizer.fails = step == 2 and rank == 0
-                if optimizer.fails:
-                    with pytest.raises(MemoryError):
-                        optimizer.step()
-                    optimizer.fails = False
-                optimizer.step()
-                positions.append(session.position)
-            rounds = session.stats().rounds
-            group.barrier()
-        return positions, rounds
-
-    assert run_ranks(2, rank_main) == [([1, 2, 3, 4], 4)] * 2
+    found = run_sessions(2, use, optimizer=lambda p: Extended(p, lr=0.1), mode=mode)
+    assert found == [([1, 2, 3, 4], 4)] * 2
 
 
 @pytest.mark.parametrize("payload", ["weights", "gradients+weights"])

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import gossipgrad as gg
-from support.ranks import run_ranks
-from support.replicas import adam, backward, flat, network, sgd, transport_by_name
+from support.replicas import adam, flat, network, sgd
+from support.sessions import run_sessions
 
 STAYS = torch.tensor([0, 2, 3, 6, 7])  # of the eight hidden units
 FOLD = 0.25 * torch.ones(5, 3)
@@ -24,42 +24,19 @@ def narrower():
     )
 
 
-def after_steps(world_size, use, *, optimizer=sgd, steps=5, **settings):
-    """What `use(rank, session, train)` returns on each rank, after some steps."""
-    link = transport_by_name("in-process", world_size)
-
-    def rank_main(rank, group):
-        model = network()
-        made = optimizer(list(model.parameters()))
-        number = 0
-
-        def train(count):
-            nonlocal number
-            for _ in range(count):
-                backward(model, rank, number)
-                made.step()
-                number += 1
-
-        with gg.gossip(model, made, process_group=group, transport=link, **settings) as session:
-            train(steps)
-            result = use(rank, session, train)
-            group.barrier()
-        return result
-
-    return run_ranks(world_size, rank_main)
-
-
 def consensus_of(session):
     with session.consensus():
         return [p.detach().clone() for p in session.replica.model.parameters()]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("optimizer", [sgd, adam])
-@pytest.mark.parametrize("mode", ["overlap", "sync"])
+@pytest.mark.parametrize(
+    ("world_size", "optimizer", "mode"),
+    [(2, sgd, "sync"), (2, adam, "overlap"), (3, sgd, "overlap"), (3, adam, "sync")],
+)
 def test_shapes_change_and_training_goes_on(world_size, optimizer, mode):
-    def use(rank, session, train):
-        model, (held,) = session.replica.model, session.replica.optimizers
+    def use(me):
+        me.train(5)
+        model, held, session, train = me.model, me.optimizer, me.session, me.train
         ids, sent = [id(p) for p in model.parameters()], session.stats().bytes_sent
         train(2 * world_size)
         large_bytes = session.stats().bytes_sent - sent
@@ -92,7 +69,7 @@ def test_shapes_change_and_training_goes_on(world_size, optimizer, mode):
         torch.testing.assert_close(flat(model), shown, rtol=1e-6, atol=1e-6)
         return session.replica.version, shown
 
-    ended = after_steps(world_size, use, optimizer=optimizer, mode=mode)
+    ended = run_sessions(world_size, use, optimizer=optimizer, mode=mode)
     for version, shown in ended:
         assert version == 1
         assert torch.equal(shown, ended[0][1])
@@ -100,7 +77,9 @@ def test_shapes_change_and_training_goes_on(world_size, optimizer, mode):
 
 @pytest.mark.parametrize("mode", ["overlap", "sync"])
 def test_a_surgery_that_does_not_fit_changes_nothing(mode):
-    def use(rank, session, train):
+    def use(me):
+        me.train(5)
+        session, train = me.session, me.train
         before = flat(session.replica.model)
         for wrong in (
             gg.Surgery({"9.weight": [gg.Resize(0, STAYS)]}),
@@ -116,4 +95,4 @@ def test_a_surgery_that_does_not_fit_changes_nothing(mode):
         train(3)
         return session.stats().outcomes["void"]
 
-    assert after_steps(2, use, mode=mode) == [0, 0]
+    assert run_sessions(2, use, mode=mode) == [0, 0]

@@ -1,6 +1,5 @@
 """Headless Chromium over its own pipe: DevTools messages, nothing to install."""
 
-import base64
 import fcntl
 import json
 import os
@@ -232,14 +231,6 @@ class Page:
             ):
                 found.append(told["entry"]["text"])
         return found
-
-    def screenshot(self, path: Path) -> None:
-        """Write the page, from its top to its end, as a PNG file."""
-        size = "[document.documentElement.clientWidth, document.documentElement.scrollHeight]"
-        width, height = self.evaluate(size)
-        clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
-        options = {"format": "png", "captureBeyondViewport": True, "clip": clip}
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", options)["data"]))
 
     def close(self) -> None:
         """Close the page."""

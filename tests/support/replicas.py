@@ -18,6 +18,10 @@ def sgd(parameters: list[nn.Parameter]) -> Optimizer:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
+def plain_sgd(parameters: list[nn.Parameter]) -> Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
 def adam(parameters: list[nn.Parameter]) -> Optimizer:
     return torch.optim.Adam(parameters, lr=0.01)
 
