@@ -15,11 +15,11 @@ demo: $(READY)
 	$(BIN)/gossipgrad demo
 
 test: $(READY) lint types
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --dist loadgroup
 
 # large models, networks of namespaces, a browser, storms, the pages; as root on Linux runs all
 test-slow: $(READY)
-	$(BIN)/python -m pytest -n auto -m "slow and not gpu"
+	$(BIN)/python -m pytest -n auto --dist loadgroup -m "slow and not gpu"
 
 lint: $(READY)
 	$(BIN)/ruff format --check --quiet

@@ -126,7 +126,9 @@ def replica_unsharded(replicas):
     return run_ranks(replicas, rank_main)
 
 
-@pytest.mark.parametrize(("replicas", "whole"), [(2, True), (3, False)])
+@pytest.mark.parametrize(
+    ("replicas", "whole"), [(2, False), pytest.param(3, True, marks=pytest.mark.slow)]
+)
 def test_shards_gossip_like_whole_replicas(replicas, whole):
     """Not to the bit: the gradient is a mean over shards of means, summed in another order."""
     found = run_processes(replicas * SHARDS, replica_of_shards, replicas, whole)

@@ -95,7 +95,7 @@ def test_torchrun_with_an_agent_a_worker_goes_on_without_rank_0_and_the_store(tm
     holds(summary, 0, steps=180, frozen=summary["losses"]["0"]["generation"] == 0)
 
 
-@pytest.mark.parametrize("victim", [1, 0])
+@pytest.mark.parametrize("victim", [pytest.param(1, marks=pytest.mark.slow), 0])
 def test_a_world_of_slurm_goes_on_without_a_killed_rank(tmp_path, victim):
     """As srun starts it if it lets the others live, which is up to its options."""
     assert guide_command("srun", "--no-kill --kill-on-bad-exit=0")

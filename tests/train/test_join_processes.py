@@ -27,6 +27,7 @@ pytestmark = pytest.mark.process
 ENDLESS = 10_000
 
 
+@pytest.mark.slow
 def test_a_run_grows_from_three_to_six_and_shrinks_to_two(tmp_path, capfd, monkeypatch):
     """Three join, and leave as by Ctrl-C; then a rank of the start is killed."""
     stops, told = Stops(), {}

@@ -134,6 +134,7 @@ time.sleep(1000)
 """
 
 
+@pytest.mark.slow
 def test_one_torchrun_agent_ends_all_its_workers_with_one(tmp_path):
     """Nothing that a worker does can change it: hence one agent a worker."""
     script, here = tmp_path / "script.py", tmp_path / "here"

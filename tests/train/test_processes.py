@@ -36,7 +36,9 @@ SLOW = pytest.mark.slow
 ENDLESS = 10_000
 
 
-@pytest.mark.parametrize("strategy", ["gossip", "allreduce", pytest.param("wfbp", marks=SLOW)])
+@pytest.mark.parametrize(
+    "strategy", ["gossip", *(pytest.param(s, marks=SLOW) for s in ("allreduce", "wfbp"))]
+)
 def test_run_leaves_all_that_is_promised(tmp_path, strategy):
     outcome = run(config(tmp_path, strategy=strategy, nproc=2, epochs=3))
     assert outcome.exit_code == 0
@@ -63,6 +65,7 @@ def test_run_leaves_all_that_is_promised(tmp_path, strategy):
     assert not workers()
 
 
+@pytest.mark.slow
 def test_gossip_repeats_by_seed_and_mixes(tmp_path):
     options = {"nproc": 2, "epochs": 1, "trace": 0}
     for name in ("first", "again"):
@@ -83,6 +86,7 @@ def test_gossip_repeats_by_seed_and_mixes(tmp_path):
     assert not all((first[name] == other[name]).all() for name in first)
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_paused_costs_the_others_nothing(tmp_path):
     """In mode stale; it takes fewer steps, all of which count, and ends with the others."""
     waited_in_none = []
@@ -198,7 +202,7 @@ def test_faults_by_script_are_seen_in_trace_and_summary(tmp_path, capfd):
     assert script in (tmp_path / "report.html").read_text()
 
 
-@pytest.mark.parametrize("strategy", ["allreduce", "every-log-p"])
+@pytest.mark.parametrize("strategy", ["allreduce", pytest.param("every-log-p", marks=SLOW)])
 def test_what_needs_every_rank_ends_with_a_killed_worker(tmp_path, strategy):
     with (
         after_steps(tmp_path, 20, kill(0), rank=0),
@@ -214,8 +218,11 @@ def test_what_needs_every_rank_ends_with_a_killed_worker(tmp_path, strategy):
 @pytest.mark.parametrize(
     "strategy",
     [
-        *("gossip", "allreduce", "post-local-sgd"),
-        *(pytest.param(name, marks=SLOW) for name in ("agd", "every-log-p", "local")),
+        *("gossip", "allreduce"),
+        *(
+            pytest.param(name, marks=SLOW)
+            for name in ("post-local-sgd", "agd", "every-log-p", "local")
+        ),
     ],
 )
 def test_ctrl_c_keeps_what_was_reached(tmp_path, strategy):
@@ -304,7 +311,7 @@ def test_ctrl_c_while_a_worker_is_started(tmp_path, monkeypatch, capfd, presses)
     assert not workers()
 
 
-@pytest.mark.parametrize("strategy", ["gossip", "allreduce"])
+@pytest.mark.parametrize("strategy", ["gossip", pytest.param("allreduce", marks=SLOW)])
 def test_diverging_run_says_so_once(tmp_path, strategy, capfd):
     with pytest.raises(RunFailedError, match=r"^rank \d failed: the loss .*; lower --lr \(trace"):
         run(config(tmp_path, strategy=strategy, nproc=2, lr=1e20))
