@@ -36,6 +36,10 @@ from gossipgrad.errors import ReplicaChangedError as ReplicaChangedError
 if _TYPE_CHECKING:
     from gossipgrad import sparsification as sparsification
     from gossipgrad.muon import Muon as Muon
+    from gossipgrad.muon import Polynomial as Polynomial
+    from gossipgrad.muon import SudaSession as SudaSession
+    from gossipgrad.muon import SudaStats as SudaStats
+    from gossipgrad.muon import suda as suda
     from gossipgrad.sparsification import SparseSession as SparseSession
     from gossipgrad.sparsification import SparseStats as SparseStats
     from gossipgrad.sparsification import sparsify as sparsify

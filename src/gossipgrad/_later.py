@@ -5,6 +5,10 @@ from typing import Any
 
 _ROOMS = {
     "Muon": "muon",
+    "Polynomial": "muon",
+    "SudaSession": "muon",
+    "SudaStats": "muon",
+    "suda": "muon",
     "sparsification": "sparsification",
     "SparseSession": "sparsification",
     "SparseStats": "sparsification",

@@ -253,7 +253,7 @@ def test_a_scaler_that_was_not_given_is_noticed(family):
             scaler.scale((model(x) - y).square().mean()).backward()
             if rank == 0:  # warnings are caught process-wide, so on one thread only
                 with pytest.warns(
-                    UserWarning, match=r"Pass (gossip|sparsify)\(\.\.\., scaler=scaler\)"
+                    UserWarning, match=r"Pass (gossip|sparsify|suda)\(\.\.\., scaler=scaler\)"
                 ):
                     scaler.step(optimizer)
 

@@ -33,6 +33,11 @@ def sparsify(model, optimizer, group: Group, *, hub: Hub, **settings):
     return gg.sparsify(model, optimizer, process_group=group, **settings)
 
 
+def suda(model, optimizer, group: Group, *, hub: Hub, **settings):
+    settings.setdefault("transport", lambda group: hub.transport(group.rank))
+    return gg.suda(model, optimizer, process_group=group, **settings)
+
+
 FAMILIES: dict[str, Callable] = {
     "gossip": gossip,
     "gossip, sync": partial(gossip, mode="sync"),
@@ -41,6 +46,12 @@ FAMILIES: dict[str, Callable] = {
     "gossip, data parallel": data_parallel,
     "gossip, bf16 wire": partial(gossip, wire_dtype=torch.bfloat16),
     "gossip, shared mask": partial(gossip, compress=gg.SharedMask(0.25)),
+    "suda": suda,
+    "suda, ed on a ring": partial(suda, backbone="ed", topology="ring"),
+    "suda, extra on a ring": partial(suda, backbone="extra", topology="ring"),
+    "suda, demuon, bf16 wire": partial(
+        suda, backbone="demuon", topology="matching", wire_dtype=torch.bfloat16
+    ),
     "sparsify": sparsify,
     "sparsify, fixed plan": partial(sparsify, plan=200, density=0.3),
     "sparsify, per tensor": partial(

@@ -206,7 +206,7 @@ class StepDriver:
         if closes:
             if after:
                 rounds.open([flow for flow in after if flow.is_due(rounds.next_round)])
-            elif not across:
+            elif not across and self.in_phase(Phase.BEFORE_UPDATE):
                 rounds.next_round += 1  # gradients had their own transfers
             rounds.close()
         if averages and self._averaging.periodically(self.flows, steps, self._recorder):

@@ -9,6 +9,7 @@ from ._analysis import rounds_until_all_know_all as rounds_until_all_know_all
 from ._analysis import spectral_gap as spectral_gap
 from ._given import from_graph as from_graph
 from ._given import from_matrix as from_matrix
+from ._repeated import repeated as repeated
 from ._rotation import splitmix64 as splitmix64
 from ._rules import SCHEDULE_NAMES as SCHEDULE_NAMES
 from ._rules import by_name as by_name

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from jaxtyping import Float, Int
 
+from ._repeated import Repeated
 from ._rules import RotatingSchedule, takes_hypercube
 from ._schedule import NOBODY, Ranks, Schedule
 
@@ -96,6 +97,9 @@ def among(schedule: Schedule, living: Collection[int]) -> Schedule:
     ranks = tuple(sorted(set(living)))
     if not ranks:
         raise ValueError("nobody is left: name at least one living rank")
+    if isinstance(schedule, Repeated):
+        paced = among(schedule.inner, ranks)
+        return replace(schedule, world_size=paced.world_size, inner=paced)
     p, n = max(schedule.world_size, ranks[-1] + 1), len(ranks)
     rotates = isinstance(schedule, RotatingSchedule)
     if ranks[0] < 0 or (not rotates and p > schedule.world_size):

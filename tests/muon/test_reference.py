@@ -1,0 +1,155 @@
+"""The reference against the stacked primal-dual form, and the paper's counter-examples."""
+
+import math
+
+import pytest
+import torch
+
+from gossipgrad.muon._reference import NAMES, Neighbours, Reference, Stacked, mix, msgn
+from gossipgrad.topology import dissemination
+
+SURVIVORS = ("atc-gt", "semi-atc-gt", "non-atc-gt", "paper-extra", "demuon")
+PAIR = torch.tensor([[0.75, 0.25], [0.25, 0.75]], dtype=torch.float64)
+
+
+def ring(n, weight=0.25):
+    W = torch.zeros(n, n, dtype=torch.float64)
+    for i in range(n):
+        W[i, i] += 1 - 2 * weight
+        W[i, (i + 1) % n] += weight
+        W[i, (i - 1) % n] += weight
+    return W
+
+
+def full(n):
+    return torch.full((n, n), 1 / n, dtype=torch.float64)
+
+
+def same_start(n, *shape):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(1, *shape, generator=generator, dtype=torch.float64).repeat(n, 1, 1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_neighbour_form_equals_the_primal_dual_form(name):
+    W, X = ring(8), same_start(8, 4, 3)
+    stacked, local = Stacked(name, W, X), Neighbours(name, X)
+    generator, mean = torch.Generator().manual_seed(5), X.mean(0)
+    for k in range(300):
+        U = msgn(torch.randn(8, 4, 3, generator=generator, dtype=torch.float64))
+        U *= 0.1 / (1 + k) ** 0.5
+        assert (stacked.step(U) - local.step(U, W)).abs().max() < 1e-10
+        mean = mean - U.mean(0)
+        assert (local.X.mean(0) - mean).abs().max() < 1e-11
+
+
+class Logistic:
+    """Example 4.1: two agents whose gradients have one polar factor, with opposite signs."""
+
+    def __init__(self, a=2.0, b=1.0):
+        generator = torch.Generator().manual_seed(1)
+        u, v = (torch.randn(n, generator=generator, dtype=torch.float64) for n in (6, 4))
+        self.U, self.a, self.b = torch.outer(u / u.norm(), v / v.norm()), a, b
+
+    def gradients(self, X):
+        t = (X * self.U).sum((1, 2))
+        of_two = self.a * torch.sigmoid(t[0]), -self.b * torch.sigmoid(-t[1])
+        return torch.stack([factor * self.U for factor in of_two])
+
+    def gap(self, mean):
+        """f of the mean, less its least value, which is at t = ln(b / a)."""
+        softplus = torch.nn.functional.softplus
+
+        def f(t):
+            return 0.5 * (self.a * softplus(t) + self.b * softplus(-t))
+
+        best = torch.tensor(math.log(self.b / self.a), dtype=torch.float64)
+        return (f((mean * self.U).sum()) - f(best)).item()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_tracking_the_mean_never_leaves_the_start(name):
+    """Proposition 4.5: msgn cancels, though the gradient of the mean is 0.25 there."""
+    problem, X = Logistic(), torch.zeros(2, 6, 4, dtype=torch.float64)
+    reference = Reference(name, X, b=0.9, tracks=False)
+    for _ in range(300):
+        X = reference.step(problem.gradients(X), 0.05, PAIR)
+    assert X.mean(0).norm() < 1e-12
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_with_tracking_the_gap_closes(name):
+    problem, X = Logistic(), torch.zeros(2, 6, 4, dtype=torch.float64)
+    reference = Reference(name, X, b=0.9, polar=by_norm)  # of rank one they are the same
+    for k in range(2000):
+        X = reference.step(problem.gradients(X), 0.05 / (1 + k) ** 0.75, PAIR)
+    assert problem.gap(X.mean(0)) < 1e-6
+
+
+def steps_to_one(n, W, *, tracks):
+    """Proposition 5.1: f = x_1^2 / 2, noise of +-50 in x_2, from x_1 = 10 until 1."""
+    X = torch.tensor([[10.0], [0.0]], dtype=torch.float64).repeat(n, 1, 1)
+    reference = Reference("ed", X, b=0.0, tracks=tracks, polar=by_norm)
+    generator = torch.Generator().manual_seed(0)
+    for k in range(400):
+        G = X.clone()
+        signs = torch.randint(0, 2, (n,), generator=generator)
+        G[:, 1, 0] = 50.0 * (2 * signs - 1).double()
+        X = reference.step(G, 1.0, W)
+        if X[:, 0, 0].mean().abs() <= 1:
+            return k + 1
+    raise AssertionError("never")
+
+
+def by_norm(H):
+    return H / H.norm(dim=(1, 2), keepdim=True).clamp_min(1e-300)
+
+
+def test_polarise_then_average_gains_nothing_from_more_agents_and_tracking_does():
+    assert [steps_to_one(n, full(n), tracks=False) for n in (1, 8, 64, 256)] == [115] * 4
+    assert steps_to_one(8, full(8), tracks=True) < 40
+    assert steps_to_one(64, full(64), tracks=True) < 25
+    assert steps_to_one(64, ring(64), tracks=True) < 60
+
+
+class Quadratic:
+    """f_i(X) = 1/2 tr (X - T_i)' A_i (X - T_i), with minima far apart."""
+
+    def __init__(self, n=8):
+        generator = torch.Generator().manual_seed(1)
+        options = {"generator": generator, "dtype": torch.float64}
+        self.T = 3 * torch.randn(n, 8, 5, **options)
+        Q = torch.randn(n, 8, 8, **options)
+        self.A = Q @ Q.mT / 8 + 0.1 * torch.eye(8, dtype=torch.float64)
+
+    def gradients(self, X):
+        return self.A @ (X - self.T)
+
+    def slope(self, X):
+        """Nuclear norm of the gradient of the mean function at the mean."""
+        G = (self.A @ (X.mean(0) - self.T)).mean(0)
+        return torch.linalg.matrix_norm(G, "nuc").item()
+
+
+def slope_after(name, weights, steps=300):
+    problem, X = Quadratic(), torch.zeros(8, 8, 5, dtype=torch.float64)
+    reference = Reference(name, X, b=0.9)
+    for k in range(steps):
+        X = reference.step(problem.gradients(X), 0.3 / (1 + k) ** 0.75, weights(k))
+        if not X.abs().max() < 1e6:
+            return math.inf
+    return problem.slope(X)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_which_backbones_survive_rotating_partners(name):
+    """From a slope of 21 those that do not grow without bound."""
+    schedule = dissemination(8, rotate=False)
+    matrices = [torch.from_numpy(schedule.mixing_matrix(k)) for k in range(3)]
+    assert slope_after(name, lambda k: ring(8)) < 10
+    assert (slope_after(name, lambda k: matrices[k % 3]) < 10) == (name in SURVIVORS)
+
+
+def test_mixing_is_by_rows_of_the_weights():
+    X = torch.arange(2.0, dtype=torch.float64).view(2, 1, 1)
+    assert mix(PAIR, X).flatten().tolist() == [0.25, 0.75]

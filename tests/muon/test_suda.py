@@ -1,0 +1,342 @@
+"""A session against the reference, and what it does around its steps."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import gossipgrad as gg
+from gossipgrad.comm import Hub
+from gossipgrad.muon import BACKBONES, suda
+from gossipgrad.muon._reference import Reference, Stacked
+from support.ranks import run_ranks
+from support.replicas import network
+
+STATIC = tuple(BACKBONES)
+ROTATING = ("semi-atc-gt", "atc-gt", "non-atc-gt", "demuon", "paper-extra")
+B = 0.8
+
+
+class Quadratic(nn.Module):
+    """f_i(X) = 1/2 tr (X - T_i)' A_i (X - T_i) on rank i, with minima far apart."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.x = nn.Parameter(torch.zeros(3, 5, dtype=torch.float64))
+        generator = torch.Generator().manual_seed(rank)
+        q = torch.randn(3, 3, generator=generator, dtype=torch.float64)
+        self.a = q @ q.T / 3 + 0.1 * torch.eye(3, dtype=torch.float64)
+        self.t = 3 * torch.randn(3, 5, generator=generator, dtype=torch.float64)
+
+    def forward(self):
+        d = self.x - self.t
+        return 0.5 * (d * (self.a @ d)).sum()
+
+
+def step_size(k):
+    return 0.3 / (1 + k) ** 0.75
+
+
+def exact_muon(model, **options):
+    return gg.Muon(model, polar="svd", momentum_form="ema", momentum=B, nesterov=False, **options)
+
+
+def train(model, optimizer, steps, start=0):
+    for k in range(start, start + steps):
+        for group in optimizer.param_groups:
+            group["lr"] = step_size(k)
+        model().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def on_ranks(p, rank_main, **settings):
+    """Runs `rank_main(rank, model, optimizer, session)` on p ranks of one quadratic each."""
+    hub = Hub(p)
+
+    def start(rank, group):
+        model = Quadratic(rank)
+        optimizer = exact_muon(model)
+        with suda(
+            model,
+            optimizer,
+            process_group=group,
+            transport=lambda group: hub.transport(group.rank),
+            bucket_bytes=64,
+            **settings,
+        ) as session:
+            found = rank_main(rank, model, optimizer, session)
+            session.group.barrier()
+        return found
+
+    return run_ranks(p, start)
+
+
+def weights(p, topology, lazy, k):
+    """What `W` of step k is, by hand."""
+    if topology == "ring":
+        W = np.zeros((p, p))
+        for i in range(p):
+            for j in ((i + 1) % p, (i - 1) % p):
+                W[i, j] = 0.25
+        W += np.diag(1 - W.sum(1))
+    else:
+        W = gg.topology.by_name(topology, p).mixing_matrix(k)
+    return torch.from_numpy((np.eye(p) + W) / 2 if lazy else W)
+
+
+def reference_of(p, backbone, topology, lazy, steps):
+    models = [Quadratic(rank) for rank in range(p)]
+    X = torch.zeros(p, 3, 5, dtype=torch.float64)
+    reference = Reference(backbone, X, B)
+    for k in range(steps):
+        G = torch.stack([m.a @ (x - m.t) for m, x in zip(models, X, strict=True)])
+        X = reference.step(G, step_size(k), weights(p, topology, lazy, k))
+    return X
+
+
+@pytest.mark.parametrize(
+    ("backbone", "topology", "options"),
+    [
+        *((name, "ring", {}) for name in STATIC),
+        *((name, "dissemination", {}) for name in ROTATING),
+        ("ed", "ring", {"lazy": True}),
+        ("semi-atc-gt", "matching", {"lazy": True}),
+        ("extra", "ring", {"mode": "sync"}),
+        ("paper-ed", "ring", {"mode": "sync"}),
+        ("semi-atc-gt", "hypercube", {"mode": "sync"}),
+        ("non-atc-gt", "hypercube", {"mode": "sync"}),
+        ("paper-extra", "matching", {"mode": "sync"}),
+    ],
+)
+def test_a_session_equals_the_reference(backbone, topology, options):
+    def rank_main(rank, model, optimizer, session):
+        train(model, optimizer, 8)
+        return model.x.detach().clone()
+
+    found = on_ranks(4, rank_main, backbone=backbone, topology=topology, **options)
+    expected = reference_of(4, backbone, topology, options.get("lazy", False), 8)
+    torch.testing.assert_close(torch.stack(found), expected, rtol=0, atol=1e-10)
+
+
+def test_any_polynomial_equals_the_stacked_form():
+    """The template with weights of the user's own, and one optimizer that is not Muon."""
+    rule = gg.Polynomial(a=(0.5, 0, 0.5), b2=(0.5, 0, -0.5), c=(0.25, 0.75))
+    W = np.array([[0.6, 0.3, 0.1], [0.3, 0.5, 0.2], [0.1, 0.2, 0.7]])
+    goal = torch.randn(3, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    hub = Hub(3)
+
+    def rank_main(rank, group):
+        model = nn.Module()
+        model.x = nn.Parameter(torch.zeros(2, 4, dtype=torch.float64))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with suda(
+            model,
+            optimizer,
+            backbone=rule,
+            topology=W,
+            process_group=group,
+            transport=lambda group: hub.transport(group.rank),
+        ) as session:
+            for _ in range(10):
+                (0.5 * (model.x - goal[rank]).square().sum()).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            session.group.barrier()
+            return model.x.detach().clone()
+
+    found = torch.stack(run_ranks(3, rank_main))
+    w = torch.from_numpy(W)
+
+    def of(coefficients):
+        return sum(c * torch.linalg.matrix_power(w, k) for k, c in enumerate(coefficients))
+
+    X = torch.zeros(3, 2, 4, dtype=torch.float64)
+    stacked = Stacked((of(rule.a), of(rule.b2), of(rule.c)), w, X)
+    H = G_before = torch.zeros_like(X)
+    for _ in range(10):
+        G = X - goal
+        H = torch.einsum("ij,jmn->imn", w, H + G - G_before)
+        G_before, X = G, stacked.step(0.05 * H)
+    torch.testing.assert_close(found, X, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("backbone", "topology"),
+    [("semi-atc-gt", "dissemination"), ("ed", "ring"), ("extra", "ring"), ("demuon", "matching")],
+)
+def test_it_resumes_bit_for_bit_and_keeps_its_identities(backbone, topology):
+    states = {}
+
+    def whole(rank, model, optimizer, session):
+        train(model, optimizer, 5)
+        states[rank] = session.state_dict()
+        train(model, optimizer, 4, start=5)
+        with session.consensus():
+            pass
+        return model.x.detach().clone(), session.stats()
+
+    def resumed(rank, model, optimizer, session):
+        train(model, optimizer, 2)
+        session.load_state_dict(states[rank])
+        train(model, optimizer, 4, start=5)
+        return model.x.detach().clone()
+
+    settings = {"backbone": backbone, "topology": topology}
+    first = on_ranks(4, whole, **settings)
+    for (expected, stats), found in zip(first, on_ranks(4, resumed, **settings), strict=True):
+        assert torch.equal(expected, found)
+        assert stats.tracker_error < 1e-12
+        assert stats.dual_error < 1e-12
+        assert stats.rounds == 9
+        assert stats.outcomes["late"] == stats.outcomes["void"] == 0
+
+
+def test_all_kinds_of_parameters_in_narrow_types():
+    """bf16 weights: what rounding takes away is kept, and ranks come together."""
+    hub = Hub(2)
+
+    def rank_main(rank, group):
+        model = network(dtype=torch.bfloat16)
+        optimizer = gg.Muon(model)
+        with suda(
+            model,
+            optimizer,
+            process_group=group,
+            transport=lambda group: hub.transport(group.rank),
+            wire_dtype=torch.bfloat16,
+        ) as session:
+            for step in range(20):
+                generator = torch.Generator().manual_seed(2 * step + rank)
+                x = torch.randn(8, 6, generator=generator).bfloat16()
+                (model(x) - rank).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            session.average_()
+            distance = session.consensus_distance()
+            train_more = torch.ones(8, 6, dtype=torch.bfloat16)
+            (model(train_more) - rank).square().mean().backward()
+            optimizer.step()
+            session.group.barrier()
+            return distance
+
+    assert max(run_ranks(2, rank_main)) < 1e-6
+
+
+def test_one_rank_is_the_plain_optimizer():
+    model, twin = Quadratic(0), Quadratic(0)
+
+    def rank_main(rank, group):
+        optimizer = exact_muon(model)
+        with suda(model, optimizer, process_group=group):
+            train(model, optimizer, 5)
+
+    run_ranks(1, rank_main)
+    train(twin, exact_muon(twin), 5)
+    assert torch.equal(model.x, twin.x)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"backbone": "ed", "topology": "dissemination"}, "semi-atc-gt.*ring"),
+        ({"backbone": "paper-ed", "topology": "matching"}, "semi-atc-gt.*ring"),
+        ({"backbone": "ed", "topology": gg.topology.ring(4, rotate=True)}, "semi-atc-gt"),
+        ({"backbone": "ed", "topology": "one third"}, "-1/3.*-0.3333.*lazy=True"),
+        ({"backbone": "extra", "topology": "strong"}, "-1/3.*lazy=True.*semi-atc-gt"),
+        ({"backbone": "semi-atc-gt", "topology": "unmixed"}, "lazy=True"),
+        ({"backbone": "ed", "topology": "apart"}, "components"),
+        ({"backbone": "ed", "topology": np.array([[0.5, 0.5], [0.2, 0.8]])}, "symmetric"),
+        ({"backbone": "dgd"}, "backbone"),
+        ({"mode": "stale"}, "stale"),
+        ({"backbone": "ed", "topology": "ring", "mode": "overlap"}, "sync"),
+        ({"topology": gg.topology.matching(8)}, "8 ranks"),
+    ],
+)
+def test_what_would_diverge_is_refused(options, says):
+    from gossipgrad.muon import resolve_settings
+
+    named = {"one third": (1 / 3, 1 / 3), "strong": (0.45, 0.45), "unmixed": (0.5, 0.5)}
+    topology = options.get("topology")
+    if isinstance(topology, str) and topology in named:
+        left, right = named[topology]
+        shift = np.roll(np.eye(4), 1, axis=1)
+        options = options | {
+            "topology": left * shift + right * shift.T + (1 - left - right) * np.eye(4)
+        }
+    if isinstance(topology, str) and topology == "apart":
+        options = options | {"topology": np.kron(np.eye(2), np.full((2, 2), 0.5))}
+    with pytest.raises(ValueError, match=f"(?s){says}"):
+        resolve_settings(4, **options)
+
+
+def test_lazy_weights_are_let_through():
+    from gossipgrad.muon import resolve_settings
+
+    shift = np.roll(np.eye(4), 1, axis=1)
+    strong = 0.45 * (shift + shift.T) + 0.1 * np.eye(4)
+    assert resolve_settings(4, backbone="ed", topology=strong, lazy=True).rounds == 2
+    assert gg.Polynomial((0, 1), (1, -1), (1,)) == BACKBONES["ed"]
+    with pytest.raises(ValueError, match="b2"):
+        gg.Polynomial((0, 1), (1, -2), (1,))
+
+
+def test_a_rank_that_leaves_takes_its_share_along():
+    """The living begin trackers anew from their own momentum, and stay together."""
+
+    def rank_main(rank, model, optimizer, session):
+        if rank == 3:
+            train(model, optimizer, 6)
+            session.close()
+            return None
+        train(model, optimizer, 6)
+        steps = 6
+        while len(session.membership.living) == 4:
+            train(model, optimizer, 1, start=steps)
+            steps += 1
+        target = max(session.agree(steps)) + 80
+        train(model, optimizer, target - steps, start=steps)
+        with session.consensus():
+            pass
+        return session.consensus_distance(), session.stats(), model.x.detach().clone()
+
+    found = leaving(4, rank_main)
+    for distance, stats, _ in found[:3]:
+        assert distance < 0.1
+        assert stats.tracker_error < 1e-9
+        assert stats.dual_error < 1e-9
+
+
+def leaving(p, rank_main):
+    """As `on_ranks`, without a barrier at the end."""
+    hub = Hub(p)
+
+    def start(rank, group):
+        model = Quadratic(rank)
+        optimizer = exact_muon(model)
+        with suda(
+            model,
+            optimizer,
+            process_group=group,
+            transport=lambda group: hub.transport(group.rank),
+            heartbeats=gg.Heartbeats(interval_seconds=0.1),
+            topology="matching",
+        ) as session:
+            return rank_main(rank, model, optimizer, session)
+
+    return run_ranks(p, start)
+
+
+def test_writing_weights_of_one_rank_or_cutting_them_is_refused():
+    def rank_main(rank, model, optimizer, session):
+        with pytest.raises(gg.GossipError, match="broadcast_"):
+            session.accept_changes()
+        with pytest.raises(gg.GossipError, match="close the session"):
+            session.apply_(gg.Surgery({}))
+        with torch.no_grad():
+            model.x += rank
+        session.broadcast_()
+        train(model, optimizer, 3)
+        return session.consensus_distance()
+
+    assert max(on_ranks(2, rank_main)) < 1.0
