@@ -57,8 +57,8 @@ def past_run():
     return address, run
 
 
-def test_a_donor_that_dies_in_the_middle_is_replaced_by_another(monkeypatch):
-    begun, donors, save = threading.Event(), [], torch.save
+def test_a_joiner_whose_donor_dies_in_the_middle_may_try_again(monkeypatch):
+    begun, donors, save, join = threading.Event(), [], torch.save, gg.join
 
     def hanging(copy, buffer):
         if threading.current_thread().name == "gossipgrad-donor" and not begun.is_set():
@@ -67,7 +67,13 @@ def test_a_donor_that_dies_in_the_middle_is_replaced_by_another(monkeypatch):
             raise ScriptedDeathError("the process is gone, and this thread with it")
         save(copy, buffer)
 
+    def join_again(*arguments, **more):
+        with pytest.raises(gg.GossipError, match="try again"):
+            join(*arguments, **more)
+        return join(*arguments, **more)
+
     monkeypatch.setattr(_admission.torch, "save", hanging)
+    monkeypatch.setattr(gg, "join", join_again)
 
     def member(me, run):
         if me.rank == 0:
@@ -79,9 +85,9 @@ def test_a_donor_that_dies_in_the_middle_is_replaced_by_another(monkeypatch):
         return go_on(me)
 
     def go_on(me):
-        me.train_until(lambda: 3 in me.session.membership.living)
+        me.train_until(lambda: 4 in me.session.membership.living)
         me.train_until(lambda: donors[0] in me.session.membership.lost)
-        assert me.session.membership.joined[3].donor != donors[0]
+        assert me.session.membership.joined[4].donor != donors[0]
         mean = me.mean()
         me.session.group.barrier()
         return mean

@@ -66,8 +66,8 @@ def join(
     In rounds nobody waits for it until it has made a step, which is its own; it then goes on at the
     round that the others are at.
 
-    If the donor dies or fails, another member is asked, twice at most. If joining fails, nothing in
-    the run has changed.
+    If the donor dies or fails, or joining fails otherwise, nothing in the run has changed, and it
+    can be tried again.
 
     Args:
         model: As on the other ranks, on any device; its weights are overwritten.
@@ -97,7 +97,8 @@ def join(
             the run's; a parameter is in a session of `sparsify`; or this host cannot be reached by
             the others.
         AgreementError: This rank has another secret than the run, or only one of both encrypts.
-        GossipError: The run is over, no member sends its replica in time, or three failed.
+        GossipError: The run is over, no member sends its replica in time, or the one that does
+            fails in the middle.
 
     Example:
         >>> import torch, gossipgrad as gg

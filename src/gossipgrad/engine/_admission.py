@@ -215,7 +215,7 @@ class Admission:
             self.seconds += time.perf_counter() - start
 
     def close(self) -> None:
-        """Sends nothing any more; a joiner in the middle of it asks another member."""
+        """Sends nothing any more; a joiner in the middle of it gets an error."""
         self._closed = True
         deadline = time.monotonic() + _FAREWELL_SECONDS
         for thread in self._threads:

@@ -2,14 +2,13 @@
 
 import io
 import json
-import logging
 import re
 import secrets
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,8 +37,6 @@ __all__ = [
     "root_of",
 ]
 
-logger = logging.getLogger(__name__)
-
 T = TypeVar("T")
 RUN_KEY, WISH_KEY = "run", "wish"
 RUN_FORMAT = "gossipgrad run 2"
@@ -49,7 +46,6 @@ _STORE_SECONDS = 10.0
 _LISTEN_SECONDS = 0.05
 _ASK_SECONDS = 0.1
 _STALLED_SECONDS = 60.0
-_TRIES = 3
 
 
 def claim_key(wish: str) -> str:
@@ -187,10 +183,8 @@ class Joiner:
     def fetch(self) -> tuple[Any, Arrival]:
         """The replica of a member, and what this rank must know to enter; takes a number for it.
 
-        A member that fails in the middle is replaced by another, twice.
-
         Raises:
-            GossipError: No member sends one; nothing has changed, so try again.
+            GossipError: No member sends one, or it fails in the middle; nothing has changed.
             AgreementError: This rank has another secret.
         """
         membership = self._read_membership()
@@ -199,50 +193,48 @@ class Joiner:
         number = self._ask(lambda store: store.add(f"{self._name}/joined", 1))
         self.rank = self.world_size - 1 + number
         link = self.transport(membership, 2 * PIECE_BYTES)
-        failures: list[str] = []
         try:
-            while len(failures) < _TRIES:
-                donor, gift = self._fetch_once(link)
-                if not isinstance(gift, str):
-                    arrival = Arrival(
-                        membership=self._read_membership(),
-                        name=self._name,
-                        donor=donor,
-                        place=gift["place"],
-                        run=gift["run"],
-                        carried=gift["carried"],
-                    )
-                    return gift["replica"], arrival
-                failures.append(f"rank {donor}: {gift}")
-                logger.warning("no replica from %s", failures[-1])
+            donor, gift = self._receive(link)
         finally:
             link.close()
-        raise GossipError(
-            f"{_TRIES} members failed to send a replica ({'; '.join(failures)}): try again"
+        arrival = Arrival(
+            membership=self._read_membership(),
+            name=self._name,
+            donor=donor,
+            place=gift["place"],
+            run=gift["run"],
+            carried=gift["carried"],
         )
+        return gift["replica"], arrival
 
-    def _fetch_once(self, link: ZeroMQTransport) -> tuple[int, dict[str, Any] | str]:
-        """Who claimed the wish for a replica, and what it sent; or in words why nothing."""
+    def _receive(self, link: ZeroMQTransport) -> tuple[int, dict[str, Any]]:
+        """Asks for a replica; which member sent it, and what it sent."""
         wish = secrets.token_hex(8)
         text = json.dumps({"id": wish, "rank": self.rank, "introduction": link.introduction})
         claim, key = f"{self._name}/{claim_key(wish)}", f"{self._name}/{WISH_KEY}"
-        laid, donor, blob, asked_seconds = False, -1, io.BytesIO(), 0.0
+        is_asked, donor, blob, asked_seconds = False, -1, io.BytesIO(), 0.0
         moved_seconds = time.monotonic()
+
+        def fail(why: str) -> NoReturn:
+            raise GossipError(
+                f"rank {donor} gave no replica: {why}. Nothing was loaded, and the run goes on: "
+                "try again"
+            )
+
         try:
             while True:
                 for event in link.receive(_LISTEN_SECONDS):
                     if not isinstance(event, Message):
                         continue
                     header = json.loads(event.header)
-                    if header["id"] != wish:
-                        continue  # of a donor that was given up
+                    donor = header["rank"]
                     if event.payload is None:
-                        return header["rank"], header["error"]
+                        fail(header["error"])
                     blob.write(event.payload.numpy().data)
                     moved_seconds = time.monotonic()
                     if blob.tell() >= header["bytes"]:
                         blob.seek(0)
-                        return header["rank"], torch.load(blob, weights_only=True)
+                        return donor, torch.load(blob, weights_only=True)
                 now = time.monotonic()
                 if blob.tell() == 0 and now > self._deadline:
                     raise GossipError(
@@ -250,17 +242,17 @@ class Joiner:
                         "run over, or are all its ranks busy with something else than steps?"
                     )
                 if blob.tell() and now - moved_seconds > _STALLED_SECONDS:
-                    return donor, "it stopped in the middle"
+                    fail("it stopped in the middle")
                 if now - asked_seconds < _ASK_SECONDS:
                     continue
                 asked_seconds = now
-                if not laid:  # until no other joiner asks
+                if not is_asked:  # until no other joiner asks
                     put = self._ask(lambda store: store.compare_set(key, "", text))
-                    laid = put.decode() == text
+                    is_asked = put.decode() == text
                 elif donor < 0 and self._ask(lambda store: store.check([claim])):
                     donor = int(self._ask(lambda store: store.get(claim)))
                 elif donor >= 0 and donor not in self._read_membership().living:
-                    return donor, "it died or left in the middle"
+                    fail("it died or left in the middle")
         finally:
             with suppress(GossipError):
                 self._ask(lambda store: store.compare_set(key, text, ""))
