@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from gossipgrad.train._starting import ensure_fork_server
 
-__all__ = ["run_processes", "start_fork_server"]
+__all__ = ["one_by_one", "run_processes", "start_fork_server"]
 
 # All that any test forks: whoever starts the server decides for all that come later.
 _PRELOAD = [
@@ -77,6 +77,11 @@ def run_processes(
                 process.kill()
             process.join()
             process.close()
+
+
+def one_by_one(rank: int, store: dist.Store, *calls: tuple[Any, ...]) -> list[Any]:
+    """What several functions return, each given with its arguments, in the same processes."""
+    return [function(rank, store, *arguments) for function, *arguments in calls]
 
 
 def _main(pipe, function, rank, world_size, port, grouped, arguments) -> None:

@@ -1,31 +1,25 @@
 import pytest
 
 from support.lockstep_rank import STEPS, evaluated, parted, started, statistics
-from support.processes import run_processes
+from support.processes import one_by_one, run_processes
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("name", ["allreduce", "agd"])
-def test_what_is_exported_has_the_accuracy_that_is_told(name):
-    """Statistics of BatchNorm differ between ranks: their mean is judged, each keeps its own."""
-    for rank, (told, exported, shown, own) in enumerate(run_processes(2, evaluated, name)):
-        assert told == exported == 1.0
-        assert shown == 5.0
-        assert own == 10.0 * rank
-
-
-@pytest.mark.process
-def test_each_rank_trains_with_the_statistics_of_its_own_samples():
+def test_each_rank_trains_with_statistics_of_its_own_samples_and_exports_their_mean():
     names = "allreduce", "agd", "every-log-p", "post-local-sgd", "local"
-    for rank, found in enumerate(run_processes(2, statistics, names)):
+    kept = "allreduce", "agd"
+    calls = [(evaluated, name) for name in kept], [(statistics, names), (started, kept)]
+    begun = []
+    for rank, found in enumerate(run_processes(2, one_by_one, *calls[0], *calls[1])):
+        *exports, trained, start = found
+        for told, exported, shown, own in exports:
+            assert told == exported == 1.0
+            assert shown == 5.0
+            assert own == 10.0 * rank
         own = 10.0 * (rank + 1) * (1 - 0.5**STEPS)
-        assert found == {name: (pytest.approx(own), STEPS) for name in names}
-
-
-@pytest.mark.process
-def test_all_start_as_rank_0_whatever_their_seeds():
-    first, second = run_processes(2, started, ("allreduce", "agd"))
-    assert first == second
+        assert trained == {name: (pytest.approx(own), STEPS) for name in names}
+        begun.append(start)
+    assert begun[0] == begun[1], "all start as rank 0, whatever their seeds"
 
 
 @pytest.mark.process

@@ -7,12 +7,12 @@ import torch.distributed as dist
 import gossipgrad as gg
 from gossipgrad.comm import load_replica, replica_state
 from gossipgrad.train import SparseConfig, TrainConfig
-from support.processes import run_processes
+from support.processes import one_by_one, run_processes
 from support.ranks import run_ranks
 from support.replicas import flat, network
 from support.strategies import STEPS, loss_of, sgd, start, take_step
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.xdist_group("sparse strategies")]
 
 
 def resume_sparse(rank, store):
@@ -41,8 +41,8 @@ def resume_sparse(rank, store):
     return found, notes
 
 
-def test_what_is_carried_over_is_part_of_a_checkpoint():
-    for (whole, resumed), notes in run_processes(2, resume_sparse):
+def test_what_is_carried_over_is_part_of_a_checkpoint(on_two):
+    for (whole, resumed), notes in on_two[resume_sparse]:
         assert whole == resumed
         assert notes[0] == "gradients travelled in 4 groups, 4 of them sparse"
 
@@ -66,8 +66,8 @@ def warm_up(rank, store):
     return found
 
 
-def test_the_density_falls_over_the_first_half_of_a_run_of_one_epoch_unless_told_otherwise():
-    for (densities, told), (constant, none), (_, begun) in run_processes(2, warm_up):
+def test_the_density_falls_over_the_first_half_of_a_run_of_one_epoch_unless_told_otherwise(on_two):
+    for (densities, told), (constant, none), (_, begun) in on_two[warm_up]:
         assert densities == [0.25, 0.0625, 0.015625, 0.004] + 4 * [0.001]
         assert told == ["the density fell to 0.001 over the first 4 steps"]
         assert constant == STEPS * [0.001]
@@ -108,8 +108,8 @@ def go_on_from_three(rank, store):
     return mean(former, 3), told, taken["counted"]["rounds"], density
 
 
-def test_another_number_of_ranks_shares_out_what_was_carried_over_and_warms_up_on():
-    for before, after, rounds, density in run_processes(2, go_on_from_three):
+def test_another_number_of_ranks_shares_out_what_was_carried_over_and_warms_up_on(on_two):
+    for before, after, rounds, density in on_two[go_on_from_three]:
         assert rounds == 5
         assert density == 0.0625
         for name, mean in before.items():
@@ -136,12 +136,20 @@ def corrected(rank, store):
     return found
 
 
-def test_momentum_is_applied_before_selection_or_after():
-    for before, after, none in run_processes(2, corrected):
+def test_momentum_is_applied_before_selection_or_after(on_two):
+    for before, after, none in on_two[corrected]:
         assert before[1:] == (0.9, 0.0)
         assert after[1:] == (None, 0.9)
         assert none[1:] == (None, 0.0)
         assert before[0] != after[0]
+
+
+@pytest.fixture(scope="module")
+def on_two():
+    """What each of these returned, by rank."""
+    calls = resume_sparse, warm_up, go_on_from_three, corrected
+    found = run_processes(2, one_by_one, *((call,) for call in calls))
+    return dict(zip(calls, zip(*found, strict=True), strict=True))
 
 
 def alone_with_momentum(rank, store):
