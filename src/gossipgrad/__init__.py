@@ -24,6 +24,7 @@ from gossipgrad.decentralized import gossip as gossip
 from gossipgrad.decentralized import join as join
 from gossipgrad.engine import Overlap as Overlap
 from gossipgrad.engine import Resize as Resize
+from gossipgrad.engine import Shift as Shift
 from gossipgrad.engine import Stale as Stale
 from gossipgrad.engine import Stats as Stats
 from gossipgrad.engine import Surgery as Surgery
@@ -34,7 +35,13 @@ from gossipgrad.errors import GossipError as GossipError
 from gossipgrad.errors import ReplicaChangedError as ReplicaChangedError
 
 if _TYPE_CHECKING:
+    from gossipgrad import apoptosis as apoptosis
     from gossipgrad import sparsification as sparsification
+    from gossipgrad.apoptosis import Neurons as Neurons
+    from gossipgrad.apoptosis import ShrinkPlan as ShrinkPlan
+    from gossipgrad.apoptosis import ShrinkSession as ShrinkSession
+    from gossipgrad.apoptosis import rebuild as rebuild
+    from gossipgrad.apoptosis import shrink as shrink
     from gossipgrad.muon import Muon as Muon
     from gossipgrad.muon import Polynomial as Polynomial
     from gossipgrad.muon import SudaSession as SudaSession

@@ -87,6 +87,7 @@ def run_mortals(
     *,
     heartbeats: gg.Heartbeats | None = QUICK,
     gradients: Callable[[Any, int, int], None] = backward,
+    build: Callable[[int], Any] = network,
     **settings: Any,
 ) -> list[Any]:
     """Runs `function(rank)` with a session in a thread a rank; None for those that die."""
@@ -94,7 +95,7 @@ def run_mortals(
     settings = {"topology": "matching"} | settings
 
     def rank_main(rank: int, group: Group) -> Any:
-        model = network(seed=rank)
+        model = build(rank)
         optimizer = sgd(list(model.parameters()))
         steps = 0
 

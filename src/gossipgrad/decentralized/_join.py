@@ -24,7 +24,7 @@ from gossipgrad.compression import SharedMask
 from gossipgrad.decentralized._gossip import check_settings, resolve_settings
 from gossipgrad.decentralized._session import GossipSession
 from gossipgrad.decentralized._settings import Payload
-from gossipgrad.engine import Claim, Joiner, Mode, Replica
+from gossipgrad.engine import Claim, Joiner, Mode, Replica, narrow
 from gossipgrad.topology import Schedule
 
 __all__ = ["join"]
@@ -70,7 +70,8 @@ def join(
     can be tried again.
 
     Args:
-        model: As on the other ranks, on any device; its weights are overwritten.
+        model: As the other ranks built it, on any device; its weights are overwritten, and it
+            becomes as narrow as theirs if they have shrunk since.
         optimizer: The optimizer, or several, as on the other ranks.
         address: What `GossipSession.join_address` returned on one of them.
         topology: As in `gossip()`, like all settings that follow.
@@ -130,6 +131,7 @@ def join(
     made = Joiner(address, encrypt=encrypt, timeout_seconds=timeout_seconds)
     with closing(made) as joiner:
         settings = resolve_settings(joiner.world_size, **chosen)
+        narrow(model, joiner.shapes)
         joiner.check(
             fingerprint(model, optimizers, {**settings.describe(), "heartbeats": heartbeats})
         )

@@ -13,6 +13,7 @@ from gossipgrad.engine._modes import Stale as Stale
 from gossipgrad.engine._modes import Sync as Sync
 from gossipgrad.engine._modes import check_stale as check_stale
 from gossipgrad.engine._modes import resolve_mode as resolve_mode
+from gossipgrad.engine._narrow import narrow as narrow
 from gossipgrad.engine._replica import Replica as Replica
 from gossipgrad.engine._rounds import Rounds as Rounds
 from gossipgrad.engine._session import Session as Session
@@ -23,7 +24,9 @@ from gossipgrad.engine._settings import resolve_average_every as resolve_average
 from gossipgrad.engine._stats import Stats as Stats
 from gossipgrad.engine._step_hooks import StepHooks as StepHooks
 from gossipgrad.engine._surgery import Resize as Resize
+from gossipgrad.engine._surgery import Shift as Shift
 from gossipgrad.engine._surgery import Surgery as Surgery
+from gossipgrad.engine._surgery import operate as operate
 from gossipgrad.engine._tensors import NON_NEGATIVE as NON_NEGATIVE
 from gossipgrad.engine._tensors import Entry as Entry
 from gossipgrad.engine._tensors import gradient_entries as gradient_entries

@@ -167,6 +167,7 @@ class Admission:
                 "format": RUN_FORMAT,
                 "world_size": self._group.world_size,
                 "fingerprint": self._fingerprint(),
+                "shapes": self._replica.shapes() if self._replica.version else {},
                 "introductions": self._transport.introductions,
             }
             self._info = json.dumps(info)

@@ -20,7 +20,16 @@ __all__ = ["Averaging"]
 logger = logging.getLogger(__name__)
 
 Kind = Literal[
-    "consensus", "average", "distance", "broadcast", "surgery", "periodic", "drain", "load", "agree"
+    "consensus",
+    "average",
+    "distance",
+    "broadcast",
+    "surgery",
+    "periodic",
+    "drain",
+    "load",
+    "agree",
+    "mean",
 ]
 _TRIES = 4  # what failed on one rank alone it may do again before it meets the others
 
@@ -171,6 +180,13 @@ class Averaging:
                 if left == 0:
                     raise
         return self._group.all_gather_object(value)
+
+    def mean_(self, tensors: Sequence[Tensor]) -> None:
+        """Makes tensors of any kind their mean over the living ranks, in place."""
+        self.meet("mean")
+        with self.together():
+            for tensor in tensors:
+                self._group.mean_(tensor)
 
     @contextmanager
     def together(self) -> Iterator[None]:

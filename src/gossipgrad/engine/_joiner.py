@@ -94,6 +94,7 @@ class Joiner:
 
     Attributes:
         world_size: How many ranks the run began with.
+        shapes: Of parameters and buffers, where the model has shrunk since.
         rank: This rank's number; -1 before `fetch`.
 
     Raises:
@@ -128,6 +129,7 @@ class Joiner:
             self.close()
             raise
         self.world_size: int = info["world_size"]
+        self.shapes: dict[str, list[int]] = info["shapes"]
         self._fingerprint: dict[str, str] = info["fingerprint"]
         self._introductions = {int(rank): each for rank, each in info["introductions"].items()}
 

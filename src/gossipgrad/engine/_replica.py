@@ -161,6 +161,11 @@ class Replica:
         self.version += 1
         self.note()
 
+    def shapes(self) -> dict[str, list[int]]:
+        """Of parameters and buffers, by name."""
+        model = self.model
+        return {n: list(t.shape) for n, t in (*model.named_parameters(), *model.named_buffers())}
+
     def reshard(self) -> None:
         """Frees full parameters that FSDP2 has gathered and would use again; local.
 

@@ -38,6 +38,7 @@ from gossipgrad.engine._state import StateKeeper
 from gossipgrad.engine._stats import Stats, collect
 from gossipgrad.engine._step_hooks import Closure, StepHooks
 from gossipgrad.engine._surgery import Surgery, check_surgery
+from gossipgrad.engine._surgery_together import apply_together
 from gossipgrad.errors import GossipError, ReplicaChangedError
 
 __all__ = ["Session"]
@@ -309,25 +310,34 @@ class Session:
 
         All ranks pass an equal surgery: it is linear, so it commutes with averaging, and replicas
         need not be equal. What is in flight is mixed first; messages are smaller from the next
-        round on.
+        round on. When a rank is lost in the middle, the others go on with it.
 
         Raises:
             ValueError: If it does not fit; nothing is changed then.
-            AgreementError: If the replicas differ in shapes afterwards.
+            AgreementError: On every rank, if one's surgery is not equal; nothing is changed then.
+                Or the replicas differ in shapes afterwards.
             GossipError: As `consensus()`.
         """
         self._check_ready("apply_")
         check_surgery(self.replica.model, surgery)
-        self._averaging.meet("surgery", self._pending_change())
-        self._averaging.drain()
-        with self._averaging.together():
-            self.replica.apply(surgery)
-            self._run.use(self._deal())
-            self.group.barrier()  # no rank sends by the new plan before all have it
+        of = surgery, self.replica, self.group, self._averaging, self._pending_change
+        if not apply_together(*of, renew=lambda: self._run.use(self._deal())):
+            return
         self.replica.accept()
         if self._admission is not None:
             self._admission.publish()
         self._run.begin()
+
+    def mean_(self, tensors: Sequence[Tensor]) -> None:
+        """Makes tensors that are no part of the replica their mean over the living ranks, in place.
+
+        A collective, for what a family measures; all ranks pass as many, of equal shapes.
+
+        Raises:
+            GossipError: As `consensus()`; the tensors may be means in part then.
+        """
+        self._check_ready("mean_")
+        self._averaging.mean_(tensors)
 
     def accept_changes(self) -> None:
         """Says that weights of this rank were written on purpose and goes on from there; local.

@@ -1,5 +1,6 @@
 """Surgery: parameters that lose rows or columns in place, with their optimizer state."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -10,7 +11,7 @@ from torch.optim import Optimizer
 from gossipgrad.comm import is_sharded
 from gossipgrad.engine._tensors import NON_NEGATIVE
 
-__all__ = ["Resize", "Surgery", "check_surgery", "operate"]
+__all__ = ["Resize", "Shift", "Surgery", "check_surgery", "operate"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,18 +24,23 @@ class Resize:
         weight_fold: Shape `(k, removed)`, what weights and buffers that stay get of those removed;
             None: nothing.
         gradient_fold: The same for gradients and optimizer state that is linear in them.
+        block: Consecutive elements along the dimension that one index stands for: the positions of
+            a channel in a flattened image.
     """
 
     dim: int
     kept: Tensor
     weight_fold: Tensor | None = None
     gradient_fold: Tensor | None = None
+    block: int = 1
 
     def misfit(self, tensor: Tensor) -> str | None:
         """Why it does not fit a tensor, None if it does."""
         if not 0 <= self.dim < tensor.ndim:
             return f"it has no dimension {self.dim}, its shape is {tuple(tensor.shape)}"
-        size = tensor.shape[self.dim]
+        size, rest = divmod(tensor.shape[self.dim], self.block)
+        if rest:
+            return f"dimension {self.dim} has no whole number of blocks of {self.block}"
         kept = self.kept.tolist()
         if not kept or kept != sorted({*kept}) or kept[0] < 0 or kept[-1] >= size:
             return f"kept must be rising indices below {size} of dimension {self.dim}, got {kept}"
@@ -46,14 +52,32 @@ class Resize:
     def apply(self, tensor: Tensor, fold: Tensor | None) -> Tensor:
         """The smaller tensor."""
         kept = self.kept.to(tensor.device)
-        small = tensor.index_select(self.dim, kept)
-        if fold is None:
-            return small
-        is_removed = torch.ones(tensor.shape[self.dim], dtype=torch.bool, device=tensor.device)
-        is_removed[kept] = False
-        removed = tensor.index_select(self.dim, is_removed.nonzero().flatten())
-        added = torch.tensordot(fold.to(removed), removed, dims=([1], [self.dim]))
-        return small + added.movedim(0, self.dim)
+        blocks = tensor.unflatten(self.dim, (-1, self.block))
+        small = blocks.index_select(self.dim, kept)
+        if fold is not None and fold.numel():
+            is_removed = torch.ones(blocks.shape[self.dim], dtype=torch.bool, device=tensor.device)
+            is_removed[kept] = False
+            removed = blocks.index_select(self.dim, is_removed.nonzero().flatten())
+            added = torch.tensordot(fold.to(removed), removed, dims=([1], [self.dim]))
+            small = small + added.movedim(0, self.dim)
+        return small.flatten(self.dim, self.dim + 1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shift:
+    """What a vector gets of a matrix as it was before: `new = old + source @ coefficients`.
+
+    Attributes:
+        source: The name of a parameter of shape `(n, ...)`, where the vector has shape `(n,)`.
+        coefficients: Shape `(...)`.
+    """
+
+    source: str
+    coefficients: Tensor
+
+    def amount(self, source: Tensor) -> Tensor:
+        """What is added."""
+        return source.flatten(1) @ self.coefficients.to(source).flatten()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,6 +87,7 @@ class Surgery:
     Attributes:
         resizes: By the name of a parameter or buffer, one entry for each dimension that shrinks.
         attributes: By the name of a module, integers that describe it, such as `out_features`.
+        shifts: By the name of a bias or buffer, what it gets of a weight, before that shrinks.
 
     References:
         Own derivation: momentum and gradients follow the map of gradients, second moments its
@@ -71,6 +96,30 @@ class Surgery:
 
     resizes: Mapping[str, Sequence[Resize]]
     attributes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    shifts: Mapping[str, Sequence[Shift]] = field(default_factory=dict)
+
+    def digest(self) -> str:
+        """Equal where two surgeries are, bit for bit."""
+        found = hashlib.sha256()
+
+        def take(*parts: object) -> None:
+            for part in parts:
+                if isinstance(part, Tensor):
+                    take(tuple(part.shape), str(part.dtype))
+                    flat = (
+                        part.detach().cpu().flatten().clone(memory_format=torch.contiguous_format)
+                    )
+                    part = flat.view(torch.uint8).numpy().tobytes()
+                found.update(part if isinstance(part, bytes) else f"{part};".encode())
+
+        for name, resizes in sorted(self.resizes.items()):
+            for r in resizes:
+                take(name, r.dim, r.kept, r.weight_fold, r.gradient_fold, r.block)
+        for name, shifts in sorted(self.shifts.items()):
+            for shift in shifts:
+                take(name, shift.source, shift.coefficients)
+        take(sorted((path, sorted(values.items())) for path, values in self.attributes.items()))
+        return found.hexdigest()
 
 
 def check_surgery(model: nn.Module, surgery: Surgery) -> None:
@@ -85,6 +134,17 @@ def check_surgery(model: nn.Module, surgery: Surgery) -> None:
         for resize in resizes:
             if (why := resize.misfit(tensor)) is not None:
                 raise ValueError(f"the surgery does not fit {name!r}: {why}")
+    for name, shifts in surgery.shifts.items():
+        target = parameters.get(name, buffers.get(name))
+        for shift in shifts:
+            source = parameters.get(shift.source)
+            if target is None or source is None:
+                raise ValueError(
+                    f"the surgery shifts {name!r} by {shift.source!r}; the model does not have both"
+                )
+            shape = tuple(target.shape), tuple(shift.coefficients.shape)
+            if shape != ((source.shape[0],), tuple(source.shape[1:])):
+                raise ValueError(f"the surgery does not fit {name!r}: a shift has shapes {shape}")
     modules = dict(model.named_modules())
     for path, values in surgery.attributes.items():
         for attribute in values:
@@ -105,6 +165,13 @@ def operate(model: nn.Module, optimizers: Sequence[Optimizer], surgery: Surgery)
     """
     check_surgery(model, surgery)
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    amounts = [
+        (name, shift.amount(parameters[shift.source]))
+        for name, shifts in surgery.shifts.items()
+        for shift in shifts
+    ]
+    for name, amount in amounts:
+        (buffers[name] if name in buffers else parameters[name]).add_(amount)
     for name, resizes in surgery.resizes.items():
         if name in buffers:
             _replace(buffers[name], _weight(buffers[name], resizes))

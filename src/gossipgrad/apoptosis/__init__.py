@@ -1,0 +1,25 @@
+"""Neuron apoptosis: redundant neurons are merged into others while training goes on."""
+
+from gossipgrad.apoptosis._activations import ACTIVATIONS as ACTIVATIONS
+from gossipgrad.apoptosis._activations import Activation as Activation
+from gossipgrad.apoptosis._bounds import Candidates as Candidates
+from gossipgrad.apoptosis._bounds import candidates_of as candidates_of
+from gossipgrad.apoptosis._bounds import choose_bounded as choose_bounded
+from gossipgrad.apoptosis._find import Found as Found
+from gossipgrad.apoptosis._find import find as find
+from gossipgrad.apoptosis._merges import Consumer as Consumer
+from gossipgrad.apoptosis._merges import choose as choose
+from gossipgrad.apoptosis._merges import joint_error as joint_error
+from gossipgrad.apoptosis._moments import Moments as Moments
+from gossipgrad.apoptosis._neurons import Neurons as Neurons
+from gossipgrad.apoptosis._plan import Merging as Merging
+from gossipgrad.apoptosis._plan import ShrinkPlan as ShrinkPlan
+from gossipgrad.apoptosis._rebuild import rebuild as rebuild
+from gossipgrad.apoptosis._session import ShrinkEvent as ShrinkEvent
+from gossipgrad.apoptosis._session import ShrinkSession as ShrinkSession
+from gossipgrad.apoptosis._session import ShrinkSettings as ShrinkSettings
+from gossipgrad.apoptosis._session import ShrinkStats as ShrinkStats
+from gossipgrad.apoptosis._shrink import shrink as shrink
+from gossipgrad.apoptosis._trial import Certificate as Certificate
+from gossipgrad.apoptosis._trial import merged as merged
+from gossipgrad.apoptosis._trial import samples_at_risk as samples_at_risk

@@ -1,0 +1,182 @@
+"""Neurons that may go together: who makes them, what they pass through, and who reads them."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+
+from gossipgrad.apoptosis._activations import check_activation
+from gossipgrad.comm import is_sharded
+
+__all__ = [
+    "Neurons",
+    "bias_of",
+    "block_of",
+    "is_depthwise",
+    "is_layer",
+    "taps_of",
+    "weight_of",
+    "width_of",
+]
+
+
+@dataclass(frozen=True)
+class Neurons:
+    """The neurons of a hidden layer, by the names of modules.
+
+    Attributes:
+        producers: The linear or convolutional layer whose outputs they are; several where their
+            outputs are multiplied, as in gated perceptrons.
+        consumers: The layers that read them, and nothing else does. An operation between must keep
+            channels apart: activations, pooling, dropout, flattening.
+        companions: Layers with something for each neuron on the way: BatchNorm, PReLU, depthwise
+            convolutions.
+        activation: The only one on the way, such as `"relu"`; None if it is none that is known, or
+            there are several. `bound="worst-case"` needs it.
+        norms: By the name of a consumer, the BatchNorm that alone reads its output, which takes a
+            constant in where the consumer has no bias.
+        dropout: A module of dropout right before the consumers: what it gets is looked at, and not
+            what it leaves. Noise of other dropout on the way makes neurons look less alike.
+
+    Example:
+        >>> import gossipgrad as gg
+        >>> gg.Neurons("0", "2", activation="relu").name
+        '0'
+    """
+
+    producers: str | Sequence[str]
+    consumers: str | Sequence[str]
+    companions: str | Sequence[str] = ()
+    activation: str | None = None
+    norms: dict[str, str] = field(default_factory=dict)
+    dropout: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("producers", "consumers", "companions"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
+        check_activation(self.activation)
+        if not self.producers or not self.consumers:
+            raise ValueError(f"neurons need a producer and a consumer, got {self}")
+
+    @property
+    def name(self) -> str:
+        """The first producer's."""
+        return self.producers[0]
+
+    def width(self, model: nn.Module) -> int:
+        """How many there are now."""
+        return width_of(model.get_submodule(self.name))
+
+    def misfit(self, model: nn.Module) -> str | None:
+        """Why a model's neurons cannot be these; None if they can."""
+        modules = dict(model.named_modules())
+        dropout = () if self.dropout is None else (self.dropout,)
+        for path in (*self._paths(), *self.norms.values(), *dropout):
+            if path not in modules:
+                return f"the model has no module {path!r}"
+        owners: dict[int, int] = {}
+        for module in {id(m): m for m in modules.values()}.values():
+            for parameter in module.parameters(recurse=False):
+                owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+        for path in self._paths():
+            module = modules[path]
+            if nn.utils.parametrize.is_parametrized(module):
+                return f"{path} is parametrized: its weight is computed anew in each step"
+            for name, parameter in module.named_parameters(recurse=False):
+                if owners[id(parameter)] > 1:
+                    return f"{path}.{name} is shared with another layer"
+                if is_sharded(parameter):
+                    return f"{path}.{name} is sharded"
+        for path in (*self.producers, *self.consumers):
+            if not is_layer(modules[path]):
+                return f"{path} is {_named(modules[path])}, no linear or plain convolutional layer"
+        widths = {path: width_of(modules[path]) for path in self.producers}
+        if len({*widths.values()}) > 1:
+            return f"the producers make unlike numbers of neurons: {widths}"
+        width = widths[self.name]
+        for path in self.companions:
+            if _size_of(modules[path]) not in (width, 1):
+                return f"{path} is {_named(modules[path])} of another width than {width}"
+        for path in self.consumers:
+            inputs = weight_of(modules[path]).shape[1]
+            if inputs % width or (isinstance(modules[path], _ConvNd) and inputs != width):
+                return f"{path} reads {inputs} inputs, no multiple of {width} neurons"
+        for path in self.norms.values():
+            if not isinstance(modules[path], _BatchNorm):
+                return f"{path} is {_named(modules[path])}, no BatchNorm"
+        return None
+
+    def absorber(self, model: nn.Module, consumer: str) -> tuple[str, float] | None:
+        """What takes in a constant that the consumer's output gets, and with which sign."""
+        if bias_of(model.get_submodule(consumer)) is not None:
+            return f"{consumer}.bias", 1.0
+        norm = self.norms.get(consumer)
+        if norm is not None and model.get_submodule(norm).running_mean is not None:
+            return f"{norm}.running_mean", -1.0
+        return None
+
+    def parameters(self, model: nn.Module) -> Iterator[nn.Parameter]:
+        """Those that change with them."""
+        for path in self._paths():
+            yield from model.get_submodule(path).parameters(recurse=False)
+
+    def _paths(self) -> tuple[str, ...]:
+        return (*self.producers, *self.companions, *self.consumers)
+
+
+def is_layer(module: nn.Module) -> bool:
+    """Whether it mixes all inputs into each output: linear, or a convolution in one group."""
+    if isinstance(module, _ConvTransposeNd):
+        return False
+    return isinstance(module, nn.Linear) or (isinstance(module, _ConvNd) and module.groups == 1)
+
+
+def is_depthwise(module: nn.Module) -> bool:
+    """Whether it is a convolution that keeps channels apart, one output each."""
+    return (
+        isinstance(module, _ConvNd)
+        and not isinstance(module, _ConvTransposeNd)
+        and module.groups == module.in_channels == module.out_channels > 1
+    )
+
+
+def weight_of(layer: nn.Module) -> nn.Parameter:
+    """Its weights, `(outputs, inputs, ...)`."""
+    assert isinstance(layer.weight, nn.Parameter)
+    return layer.weight
+
+
+def width_of(layer: nn.Module) -> int:
+    """How many outputs a layer has."""
+    return len(weight_of(layer))
+
+
+def bias_of(layer: nn.Module) -> Tensor | None:
+    """Its bias, None if it has none."""
+    return getattr(layer, "bias", None)
+
+
+def block_of(consumer: nn.Module, width: int) -> int:
+    """How many inputs of a consumer come from one neuron, one after another."""
+    return weight_of(consumer).shape[1] // width
+
+
+def taps_of(consumer: nn.Module, width: int) -> Tensor:
+    """A consumer's weights by output, tap and neuron, where a tap is a position it looks at."""
+    weight = weight_of(consumer).detach()
+    return weight.reshape(weight.shape[0], width, -1).transpose(1, 2)
+
+
+def _size_of(companion: nn.Module) -> int:
+    if isinstance(companion, _BatchNorm):
+        return companion.num_features
+    if isinstance(companion, nn.PReLU):
+        return companion.num_parameters
+    return width_of(companion) if is_depthwise(companion) else 0
+
+
+def _named(module: nn.Module) -> str:
+    return f"a {type(module).__name__}"

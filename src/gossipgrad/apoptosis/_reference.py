@@ -1,0 +1,106 @@
+"""Apoptosis in loops, on samples: what `_merges` computes from moments; slow, to be read.
+
+A hidden layer makes `h = s(W x + b)`, its consumer `y = V h + c`. A neuron j is removed, and its
+part in y, `V_j h_j`, is made up for by others.
+
+Of the paper (Siegel, Daily, Vishnu, arXiv:1610.00790) the abstract and the beginning of the
+introduction could be read, and no code was published. Of the paper are:
+
+P1. Redundant neurons are removed during the training phase itself, at low overhead.
+P2. Several neuron types are handled, and the loss of accuracy is bounded.
+P3. How much is removed adapts.
+P4. Replicas are trained in parallel, on the software of MaTEx: equal, with summed gradients.
+
+How neurons are compared, merged and bounded there, how often, and by what threshold, is not known.
+Ours, derived and tested here, are:
+
+O1. Exact merges: `w_j = a w_i`, a > 0, for homogeneous s; mirror images of tanh and sigmoid; dead
+    and constant neurons.
+O2. A bound for the worst case: `L ||V_j|| ||w_j|| sin(angle) ||x||`, and interval arithmetic.
+O3. Merges by covariance: `h_j` becomes `a h_i + b` with `a = C_ij / C_ii`, at the cost
+    `||V_j||^2 (C_jj - C_ij^2 / C_ii)`; with several others, least squares on all that stay, chosen
+    by a pivoted Cholesky decomposition.
+O4. The joint error of many merges, never a sum of errors; a greedy order, and bisection.
+O5. The state of optimizers: momentum follows the map of gradients, second moments its Minkowski
+    bound; where neurons become sums of many, none of it.
+O6. A budget over the run, spent early; loss on held-out samples before and after; a rate.
+O7. A certificate: samples whose class leads by more than twice the change of any logit are safe.
+O8. Replicas that differ: one plan from mean moments. Surgery is linear in weights, so it commutes
+    with averaging.
+"""
+
+import math
+
+from torch import Tensor
+
+__all__ = ["change_of_outputs", "merge_in_pairs", "pair"]
+
+
+def pair(h: Tensor, j: int, others: list[int]) -> tuple[float, int, float, float]:
+    """The one of the others that stands for neuron j best: `h_j = a h_i + b` (O3).
+
+    Returns:
+        The mean square of what is left, i, a and b.
+    """
+    best = (math.inf, -1, 0.0, 0.0)
+    mean_j = float(h[:, j].mean())
+    for i in others:
+        mean_i = float(h[:, i].mean())
+        between = float(((h[:, i] - mean_i) * (h[:, j] - mean_j)).mean())
+        own = float((h[:, i] - mean_i).square().mean())
+        a = between / own if own > 0 else 0.0
+        b = mean_j - a * mean_i
+        left = float((h[:, j] - a * h[:, i] - b).square().mean())
+        if left < best[0]:
+            best = (left, i, a, b)
+    return best
+
+
+def change_of_outputs(h: Tensor, v: Tensor, merges: dict[int, tuple[int, float, float]]) -> float:
+    """`E ||dy||^2` of all merges together, by running the samples (O4)."""
+    changed = h.clone()
+    for j, (i, a, b) in merges.items():
+        changed[:, j] = a * h[:, i] + b
+    return float(((h - changed) @ v.T).square().sum(1).mean())
+
+
+def merge_in_pairs(
+    h: Tensor, v: Tensor, budget: float, at_most: int
+) -> tuple[dict[int, tuple[int, float, float]], float]:
+    """As many merges as the budget allows, greedily, and their joint error.
+
+    Args:
+        h: Samples of the neurons, `(samples, width)`.
+        v: The consumer's weights, `(outputs, width)`.
+        budget: Mean square error over the variance of y, at most.
+        at_most: How many neurons may go.
+
+    Returns:
+        By neuron removed: the one it is merged into, a and b; and the error over the variance.
+    """
+    y = h @ v.T
+    variance = float((y - y.mean(0)).square().sum(1).mean())
+    alive = list(range(h.shape[1]))
+    order: list[int] = []
+    while len(alive) > 1:  # the cheapest alone, as it is when those before have gone
+        costs = {
+            j: float(v[:, j].square().sum()) * pair(h, j, [i for i in alive if i != j])[0]
+            for j in alive
+        }
+        j = min(costs, key=lambda each: costs[each])
+        order.append(j)
+        alive.remove(j)
+
+    def attempt(count: int) -> tuple[dict[int, tuple[int, float, float]], float]:
+        kept = [i for i in range(h.shape[1]) if i not in order[:count]]
+        merges = {j: pair(h, j, kept)[1:] for j in order[:count]}
+        return merges, change_of_outputs(h, v, merges) / variance
+
+    low, high = 0, min(at_most, len(order))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if attempt(middle)[1] <= budget:
+            low = middle
+        else:
+            high = middle - 1
+    return attempt(low)

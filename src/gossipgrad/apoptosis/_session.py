@@ -1,0 +1,441 @@
+"""A shrink session: looks at training, plans, tries, and applies merges of neurons."""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from gossipgrad.apoptosis._find import Found
+from gossipgrad.apoptosis._judge import judge, judge_bounded
+from gossipgrad.apoptosis._moments import Watch
+from gossipgrad.apoptosis._neurons import Neurons, is_layer, width_of
+from gossipgrad.apoptosis._plan import Merging, ShrinkPlan
+from gossipgrad.apoptosis._trial import Certificate, certify, evaluating, merged
+from gossipgrad.engine import Session
+from gossipgrad.errors import AgreementError, EvictedError, GossipError
+
+__all__ = ["ShrinkEvent", "ShrinkSession", "ShrinkSettings", "ShrinkStats"]
+
+logger = logging.getLogger(__name__)
+
+_FASTER, _SLOWER, _FASTEST = 1.25, 0.5, 2.0
+
+
+def cosine(share: float) -> float:
+    """Spends a budget early: what has been spent after a share of the time, from 0 to 1."""
+    return math.sin(math.pi / 2 * share)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShrinkSettings:
+    """How fast a model shrinks; see `shrink()`."""
+
+    budget: float = 0.02
+    every: int = 200
+    events: int = 10
+    batches: int = 16
+    merge: str = "least-squares"
+    bound: str = "sample"
+    schedule: Callable[[float], float] = cosine
+    tolerance: float = 0.01
+    min_width: int = 8
+    at_most: float = 0.5
+    start: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("every", "events", "batches", "min_width"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a whole number from 1, got {value!r}")
+        if self.batches > self.every:
+            raise ValueError(
+                f"batches={self.batches} are looked at before each event, but events are "
+                f"every={self.every} steps: take fewer batches"
+            )
+        if not 0 <= self.budget < 1:
+            raise ValueError(
+                "budget is the share of the variance of pre-activations that all events may take, "
+                f"in [0, 1), such as 0.02; got {self.budget!r}"
+            )
+        if not 0 < self.at_most < 1:
+            raise ValueError(f"at_most is a share of neurons, in (0, 1), got {self.at_most!r}")
+        if self.tolerance < 0:
+            raise ValueError(f"tolerance is a share of the loss from 0, got {self.tolerance!r}")
+        for name, known in (
+            ("merge", ("pairs", "least-squares")),
+            ("bound", ("sample", "worst-case")),
+        ):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {known}, got {getattr(self, name)!r}")
+
+
+@dataclass(frozen=True)
+class ShrinkEvent:
+    """One time at which neurons were to go.
+
+    Attributes:
+        position: Steps of the run.
+        widths: By layer, before and after; those alone that changed.
+        errors: By layer, the joint error over the variance of its consumers' outputs.
+        loss_before, loss_after: Of `evaluate`, as means over ranks; None without it.
+        applied: Whether it was applied; else loss had risen by more than the tolerance, or the
+            ranks did not agree.
+        seconds: It took, meetings of ranks included.
+    """
+
+    position: int
+    widths: Mapping[str, tuple[int, int]]
+    errors: Mapping[str, float]
+    loss_before: float | None
+    loss_after: float | None
+    applied: bool
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ShrinkStats:
+    """What a session has done so far.
+
+    Attributes:
+        events: Those that were applied.
+        undone: Those that were tried and not applied.
+        parameters: Of the model, now.
+        parameters_before: When the session began.
+        removed: Neurons that went.
+        seconds: All events together.
+        recompilations: How often shapes changed, so that `torch.compile` compiles anew.
+    """
+
+    events: int
+    undone: int
+    parameters: int
+    parameters_before: int
+    removed: int
+    seconds: float
+    recompilations: int
+
+
+@dataclass
+class _Course:
+    """What events left behind; equal on all ranks."""
+
+    rate: float = 1.0
+    spent: dict[str, float] = field(default_factory=dict)
+
+
+class ShrinkSession:
+    """What `shrink()` returns. Close it, or use it in a `with` statement.
+
+    Attributes:
+        replicas: The session that applies surgeries on all ranks: that of `gossip()` or
+            `sparsify()` if one was given, else one of its own.
+        neurons: Those that may go.
+        refused: By layer, why its outputs stay.
+        settings: See `shrink()`.
+        history: Events so far.
+        model: What to call in training: the model, or what `wrap` made of it last.
+    """
+
+    def __init__(
+        self,
+        replicas: Session,
+        found: Found,
+        settings: ShrinkSettings,
+        *,
+        owns_replicas: bool,
+        evaluate: Callable[[], Any] | None = None,
+        wrap: Callable[[nn.Module], nn.Module] | None = None,
+        copies: Sequence[nn.Module] = (),
+    ) -> None:
+        self.replicas = replicas
+        self.neurons: Sequence[Neurons] = found.neurons
+        self.refused = found.refused
+        self.settings = settings
+        self.history: list[ShrinkEvent] = []
+        self._owns_replicas = owns_replicas
+        self._evaluate, self._wrap, self._copies = evaluate, wrap, tuple(copies)
+        self._inner = replicas.replica.model
+        self._start = replicas.position if settings.start is None else settings.start
+        self._done = max(0, (replicas.position - self._start) // settings.every)
+        self._course = _Course()
+        self._watch: Watch | None = None
+        self._parameters_before = _count(self._inner)
+        self._widths_before = self.widths()
+        self._handle: RemovableHandle | None = None
+        self.model: nn.Module = self._inner if wrap is None else wrap(self._inner)
+        optimizer = replicas.replica.optimizers[-1]
+        self._handle = optimizer.register_step_post_hook(self._after_step)
+
+    # -- what a user asks -------------------------------------------------------------------
+
+    def describe(self) -> str:
+        """Every linear and convolutional layer, and what may happen to it; local."""
+        rows = [("layer", "neurons", "")]
+        by_producer = {path: each for each in self.neurons for path in each.producers}
+        for name, module in self._inner.named_modules():
+            if not is_layer(module) and name not in self.refused:
+                continue
+            each = by_producer.get(name)
+            what = f"stays: {self.refused.get(name, 'no group has it')}"
+            if each is not None:
+                what = f"may shrink to {self._floor(each)}; read by {', '.join(each.consumers)}"
+                if len(each.producers) > 1:
+                    what += f"; with {', '.join(p for p in each.producers if p != name)}"
+            rows.append((name or "(the model)", str(width_of(module)), what))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+    def widths(self) -> dict[str, int]:
+        """Neurons of each layer that may shrink, now; local."""
+        return {each.name: each.width(self._inner) for each in self.neurons}
+
+    def stats(self) -> ShrinkStats:
+        """What was done so far; local."""
+        applied = [event for event in self.history if event.applied]
+        now = self.widths()
+        return ShrinkStats(
+            events=len(applied),
+            undone=len(self.history) - len(applied),
+            parameters=_count(self._inner),
+            parameters_before=self._parameters_before,
+            removed=sum(self._widths_before[name] - now[name] for name in now),
+            seconds=sum(event.seconds for event in self.history),
+            recompilations=sum(bool(event.widths) for event in applied),
+        )
+
+    @property
+    def spent(self) -> dict[str, float]:
+        """By layer, what events took of the budget: the sum of their errors."""
+        return dict(self._course.spent)
+
+    def plan(self, budget: float | None = None) -> ShrinkPlan:
+        """Which neurons can go by what was seen since the last event; applies nothing.
+
+        A collective where there are several ranks: all make the same plan, of mean moments and
+        mean weights. It needs training batches since `look()`, or those before an event.
+
+        Args:
+            budget: Share of the variance of each consumer's outputs; None: what is due now.
+
+        Raises:
+            GossipError: As `consensus()` of the session of replicas; or no batch was seen.
+        """
+        watch = self._watch
+        if watch is None:
+            raise GossipError("no batch was seen: call look(), and train for a few steps")
+        moments = watch.moments
+        if self.replicas.world_size > 1:
+            flats = {key: each.tensors() for key, each in moments.items()}
+            self.replicas.mean_([t for tensors in flats.values() for t in tensors])
+            for key, each in moments.items():
+                each.use(flats[key], self.replicas.world_size)
+        if any(each.count < 2 for each in moments.values()):
+            raise GossipError("no batch was seen: train for a few steps after look()")
+        due = self._due() if budget is None else dict.fromkeys(self.widths(), budget)
+        if self.replicas.world_size == 1:
+            return self._plan(due)
+        with self.replicas.consensus():  # of one model, as of one sample
+            return self._plan(due)
+
+    def apply(self, plan: ShrinkPlan) -> None:
+        """Applies a plan on all ranks; a collective.
+
+        Raises:
+            ValueError: It does not fit the model; nothing is changed then.
+            AgreementError: The ranks pass unlike plans; nothing is changed then.
+            GossipError: As `apply_()` of the session of replicas.
+        """
+        self._forget()
+        self.replicas.apply_(plan.surgery(self._inner))
+        for each in plan.mergings:
+            spent = self._course.spent
+            spent[each.neurons.name] = spent.get(each.neurons.name, 0.0) + each.error
+        for copy in self._copies:
+            plan.apply(copy)
+        if self._wrap is not None and plan.mergings:
+            self.model = self._wrap(self._inner)
+
+    def certify(self, plan: ShrinkPlan, *inputs: Any) -> Certificate:
+        """How many samples of a batch could change their class by a plan; local, applies nothing.
+
+        Args:
+            plan: For the model as it is now.
+            inputs: What the model is called with; it returns logits, `(..., classes)`.
+        """
+        found = certify(self._inner, plan, lambda: self._inner(*inputs))
+        self.replicas.replica.note()
+        return found
+
+    def look(self) -> None:
+        """From now on training batches are looked at, for `plan()`; local.
+
+        Events do so by themselves, `batches` steps ahead.
+        """
+        if self._watch is None and self.neurons:
+            bounds = self.settings.bound == "worst-case"
+            self._watch = Watch(self._inner, self.neurons, bounds=bounds)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the session is, as plain values, to be saved beside the weights; local."""
+        return {
+            **asdict(self._course),
+            "steps": self.replicas.position - self._start,
+            "history": [asdict(event) for event in self.history],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where a state was taken, in a model that `rebuild` made as narrow; local.
+
+        A session that was given loads its own state before.
+        """
+        self._forget()
+        self._start = self.replicas.position - state["steps"]
+        self._done = max(0, state["steps"] // self.settings.every)
+        self._course = _Course(state["rate"], dict(state["spent"]))
+        self.history = [ShrinkEvent(**event) for event in state["history"]]
+
+    def close(self) -> None:
+        """Removes all hooks; the model keeps its widths. A session that was given stays open."""
+        self._forget()
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+        if self._owns_replicas:
+            self.replicas.close()
+
+    def __enter__(self) -> "ShrinkSession":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # -- events -----------------------------------------------------------------------------
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        settings = self.settings
+        if self._done >= settings.events or not self.neurons:
+            return
+        steps = self.replicas.position - self._start
+        while self._done < min(steps // settings.every, settings.events):
+            self._done += 1
+            self._event()
+        is_near = steps - self._done * settings.every >= settings.every - settings.batches
+        if is_near and self._done < settings.events:
+            self.look()
+
+    def _event(self) -> None:
+        """Plans, tries and applies; ranks that could not plan make the others leave it, too."""
+        start, position = time.perf_counter(), self.replicas.position
+        before = self.widths()
+        plan, losses = ShrinkPlan(()), None
+        is_kept = True
+        self.look()
+        try:
+            # A joiner takes up what the others have spent.
+            self._course = _Course(**self.replicas.agree(asdict(self._course))[0])
+            plan = self.plan()
+            losses = self._try(plan)
+            is_kept = losses is None or losses[1] <= losses[0] * (1 + self.settings.tolerance)
+        except EvictedError:
+            raise
+        except GossipError as error:
+            is_kept = False
+            logger.warning("no neuron goes at step %d: %s", position, error)
+        if not is_kept:
+            self._course.rate *= _SLOWER
+        elif losses is not None and losses[1] <= losses[0] * (1 + self.settings.tolerance / 4):
+            self._course.rate = min(_FASTEST, self._course.rate * _FASTER)
+        try:
+            self.apply(plan if is_kept else ShrinkPlan(()))
+        except AgreementError as error:
+            is_kept = False
+            logger.warning("no neuron goes at step %d: %s", position, error)
+        after = self.widths()
+        self.history.append(
+            ShrinkEvent(
+                position,
+                {
+                    name: (before[name], after[name])
+                    for name in after
+                    if after[name] != before[name]
+                },
+                {each.neurons.name: each.error for each in plan.mergings},
+                None if losses is None else losses[0],
+                None if losses is None else losses[1],
+                is_kept,
+                time.perf_counter() - start,
+            )
+        )
+
+    def _try(self, plan: ShrinkPlan) -> tuple[float, float] | None:
+        """Loss on held-out samples before and after; a collective if there is a way to measure."""
+        if self._evaluate is None:
+            return None
+        with evaluating(self._inner):
+            before = float(self._evaluate())
+            with merged(self._inner, plan):
+                after = float(self._evaluate())
+        self.replicas.replica.note()
+        losses = torch.tensor([before, after], dtype=torch.float64)
+        if self.replicas.world_size > 1:
+            self.replicas.mean_([losses])
+        before, after = losses.tolist()
+        return before, after
+
+    def _plan(self, due: Mapping[str, float]) -> ShrinkPlan:
+        mergings = []
+        for each in self.neurons:
+            at_most = self._at_most(each)
+            if at_most < 1 or due[each.name] <= 0:
+                continue
+            merging = self._judge(each, due[each.name], at_most)
+            if len(merging.kept) < merging.width:
+                mergings.append(merging)
+        return ShrinkPlan(tuple(mergings), self.settings.bound)
+
+    def _due(self) -> dict[str, float]:
+        """By layer, what may be spent now: what the schedule says, and was not spent before."""
+        course, settings = self._course, self.settings
+        so_far = settings.budget * settings.schedule(min(1.0, self._done / settings.events))
+        left = {name: settings.budget - course.spent.get(name, 0.0) for name in self.widths()}
+        return {
+            name: min(course.rate * (so_far - course.spent.get(name, 0.0)), left[name])
+            for name in left
+        }
+
+    def _floor(self, each: Neurons) -> int:
+        return min(self.settings.min_width, each.width(self._inner))
+
+    def _at_most(self, each: Neurons) -> int:
+        width = each.width(self._inner)
+        return min(int(self.settings.at_most * width), width - self._floor(each))
+
+    def _judge(self, each: Neurons, budget: float, at_most: int) -> Merging:
+        assert self._watch is not None
+        moments = {path: self._watch.moments[each.name, path] for path in each.consumers}
+        if self.settings.bound == "worst-case":
+            return judge_bounded(self._inner, each, moments, budget=budget, at_most=at_most)
+        rule = self.settings.merge
+        return judge(self._inner, each, moments, rule=rule, budget=budget, at_most=at_most)
+
+    def _forget(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+
+
+def _count(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())

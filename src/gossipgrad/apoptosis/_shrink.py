@@ -1,0 +1,225 @@
+"""The door: what a user chose becomes a shrink session."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from gossipgrad.apoptosis._find import Found, find
+from gossipgrad.apoptosis._judge import why_not_bounded
+from gossipgrad.apoptosis._neurons import Neurons
+from gossipgrad.apoptosis._session import ShrinkSession, ShrinkSettings, cosine
+from gossipgrad.comm import DEFAULT_BUCKET_BYTES, Group, check_optimizers, resolve_group
+from gossipgrad.engine import Flow, Replica, RoundSettings, Session, Sync
+from gossipgrad.topology import by_name
+
+__all__ = ["shrink"]
+
+
+def shrink(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    *,
+    example_input: Any = None,
+    groups: Sequence[Neurons] | None = None,
+    budget: float = 0.02,
+    every: int = 200,
+    events: int = 10,
+    schedule: Callable[[float], float] = cosine,
+    batches: int = 16,
+    merge: str = "least-squares",
+    bound: str = "sample",
+    evaluate: Callable[[], Any] | None = None,
+    tolerance: float = 0.01,
+    min_width: int = 8,
+    at_most: float = 0.5,
+    start: int | None = None,
+    session: Session | None = None,
+    process_group: dist.ProcessGroup | Group | None = None,
+    wrap: Callable[[nn.Module], nn.Module] | None = None,
+    copies: Sequence[nn.Module] = (),
+) -> ShrinkSession:
+    """Lets `model` shrink while it trains: redundant neurons are merged into others.
+
+    Every so many steps hidden neurons that others can stand for are removed, and the weights of
+    the layers that read them make up for it. Parameters stay the same objects and become smaller,
+    with the optimizer's state, so steps get faster and messages smaller. Hooks do it all; the
+    training loop stays the user's. A collective where several ranks train: all make the same
+    plan, of means over ranks, at the same steps.
+
+    Args:
+        model: Not wrapped by DistributedDataParallel: pass its `.module`, and `wrap`.
+        optimizer: The optimizer, or several.
+        example_input: What the model is called with, to find out which layers may shrink: a
+            tensor, a tuple of arguments, or a mapping. Not needed with `groups`.
+        groups: Which neurons may go, where that cannot be found out.
+        budget: Share of the variance of a layer's pre-activations that all merges in the layer
+            before it may take, all events added up. 0 leaves exact merges alone.
+        every: Steps between two events.
+        events: How many there are; then widths stay.
+        schedule: Share of the budget that may be spent after a share of the events, from
+            `schedule(0) = 0` to `schedule(1) = 1`; by default a quarter of a sine, so most of it
+            goes early.
+        batches: Training batches that are looked at before each event.
+        merge: `"least-squares"` (each neuron into all that stay) or `"pairs"` (into one).
+        bound: What errors are of: `"sample"` (those batches) or `"worst-case"` (each input as
+            large as theirs; by weights alone, and far more careful).
+        evaluate: Loss on held-out samples; called in evaluation mode, before and after merges are
+            tried. If it rises by more than `tolerance`, nothing is removed this time, and less is
+            spent from then on; if it hardly does, more.
+        tolerance: Share of that loss.
+        min_width: No layer gets narrower.
+        at_most: Share of a layer's neurons that one event may remove.
+        start: `session.position` that events are counted from, equal on all ranks; None: where it
+            is now. One that joins a run gives that of the others.
+        session: Of `gossip()` or `sparsify()` with this model and optimizer, whose ranks shrink
+            together; what it sends shrinks with the model.
+        process_group: Whose ranks shrink together without a session; by default all.
+        wrap: Makes what `session.model` is, anew after each event:
+            `wrap=DistributedDataParallel`.
+        copies: Models of the same architecture that follow, such as a mean of weights over time.
+
+    Returns:
+        The session; `describe()` says what may shrink, and why other layers stay.
+
+    Raises:
+        ValueError: For settings that cannot be, or a group that the model does not have.
+        AgreementError: The ranks differ in names, shapes or settings.
+
+    Example:
+        >>> import torch, gossipgrad as gg
+        >>> model = torch.nn.Sequential(
+        ...     torch.nn.Linear(4, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2)
+        ... )
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> x = torch.randn(256, 4)
+        >>> session = gg.shrink(model, optimizer, example_input=x, every=2, events=1, batches=1)
+        >>> with session:
+        ...     for _ in range(3):
+        ...         model(x).square().mean().backward()
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        >>> session.widths()["0"] < 64
+        True
+
+    References:
+        Siegel, Daily, Vishnu, Adaptive neuron apoptosis for accelerating deep learning on large
+        scale systems, arXiv:1610.00790; what of it is known, and what is ours, is numbered in
+        `gossipgrad.apoptosis._reference`.
+    """
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    check_optimizers(optimizers)
+    settings = ShrinkSettings(
+        budget=budget,
+        every=every,
+        events=events,
+        batches=batches,
+        merge=merge,
+        bound=bound,
+        schedule=schedule,
+        tolerance=tolerance,
+        min_width=min_width,
+        at_most=at_most,
+        start=start,
+    )
+    if isinstance(model, DistributedDataParallel):
+        raise ValueError(
+            "model is wrapped by DistributedDataParallel, which cannot change shapes: pass "
+            "model.module and wrap=DistributedDataParallel, and call session.model in training"
+        )
+    if session is not None:
+        replica = session.replica
+        if replica.model is not model or [*map(id, replica.optimizers)] != [*map(id, optimizers)]:
+            raise ValueError("session is of another model or optimizer: pass the same to both")
+        if process_group is not None:
+            raise ValueError("session has its own ranks: leave process_group out")
+    found = _found(model, example_input, groups)
+    if settings.bound == "worst-case":
+        found = _bounded(model, found)
+    found = _trained(found, model, optimizers)
+    replicas = session
+    if replicas is None:
+        group = resolve_group(process_group, asks="shrink()")
+        try:
+            replicas = _Replicas(
+                Replica(model, optimizers, door="shrink"), _lockstep(group.world_size), group=group
+            )
+        except BaseException:
+            group.close()
+            raise
+    else:
+        replicas.replica.note()  # looking for neurons wrote weights, and wrote them back
+    return ShrinkSession(
+        replicas,
+        found,
+        settings,
+        owns_replicas=session is None,
+        evaluate=evaluate,
+        wrap=wrap,
+        copies=copies,
+    )
+
+
+class _Replicas(Session):
+    """Equal replicas that something else keeps equal, or one alone: no tensors travel."""
+
+    door = "shrink"
+    counts_skipped_steps = False
+
+    def _make_flows(self) -> list[Flow]:
+        return []
+
+
+def _lockstep(world_size: int) -> RoundSettings:
+    return RoundSettings(
+        schedule=by_name("dissemination", world_size),
+        mode=Sync(),
+        every=1,
+        average_every=None,
+        wire_dtype=None,
+        bucket_bytes=DEFAULT_BUCKET_BYTES,
+    )
+
+
+def _found(model: nn.Module, example_input: Any, groups: Sequence[Neurons] | None) -> Found:
+    if groups is None:
+        if example_input is None:
+            raise ValueError(
+                "give example_input, with which shrink() runs the model to find which layers may "
+                "shrink, or groups=[gg.Neurons(producer, consumer)]"
+            )
+        return find(model, example_input)
+    seen: set[str] = set()
+    for each in groups:
+        if (why := each.misfit(model)) is not None:
+            raise ValueError(f"groups: {why}")
+        if seen & {*each.producers}:
+            raise ValueError(f"groups: {each.name} is in two of them")
+        seen |= {*each.producers}
+    return Found(tuple(groups), {})
+
+
+def _bounded(model: nn.Module, found: Found) -> Found:
+    why = {each.name: why_not_bounded(model, each) for each in found.neurons}
+    return Found(
+        tuple(each for each in found.neurons if why[each.name] is None),
+        {**found.refused, **{name: reason for name, reason in why.items() if reason is not None}},
+    )
+
+
+def _trained(found: Found, model: nn.Module, optimizers: Sequence[Optimizer]) -> Found:
+    """Leaves out what optimizers train that are not of this session: their state would not fit."""
+    held = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
+    strange = {
+        each.name
+        for each in found.neurons
+        if any(p.requires_grad and id(p) not in held for p in each.parameters(model))
+    }
+    reason = "an optimizer that is not passed trains it, or none does"
+    return Found(
+        tuple(each for each in found.neurons if each.name not in strange),
+        {**found.refused, **dict.fromkeys(strange, reason)},
+    )

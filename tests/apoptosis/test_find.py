@@ -1,0 +1,132 @@
+"""Which layers may shrink is found out, and what cannot be followed stays, with a reason."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import gossipgrad as gg
+from gossipgrad.apoptosis import find
+
+
+class Model(nn.Module):
+    """Layers a to d, and what is done with them."""
+
+    def __init__(self, forward, norm=None):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.c, self.d = nn.Linear(6, 8), nn.Linear(6, 8)
+        self.norm = norm or nn.Identity()
+        self.does = forward
+
+    def forward(self, x, *scale, **named):
+        return self.does(self, x, *scale, **named)
+
+
+class Opaque(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+def hard_coded(m, x):
+    return m.b(F.relu(m.a(x)).view(-1, 8))
+
+
+def branches(m, x):
+    h = F.relu(m.a(x))
+    for part in (h,):
+        if x.shape[0] > 1:
+            h = part * 2 + 1
+    return m.b(F.dropout(h, 0.5, m.training))
+
+
+def leaks(m, x):
+    h = F.relu(m.a(x))
+    return m.b(h) + Opaque.apply(h).sum()
+
+
+def only_in_training(m, x):
+    h = F.relu(m.a(x))
+    return m.b(h) + (h.sum() if m.training else 0.0)
+
+
+CASES = {
+    "plain": (lambda m, x: m.b(F.gelu(m.a(x))), {"a": ("b",)}),
+    "branches and numbers": (branches, {"a": ("b",)}),
+    "gated": (lambda m, x: m.b(F.silu(m.c(x)) * m.d(x)), {"c": ("b",)}),
+    "two readers": (lambda m, x: m.b(m.a(x).tanh()) + F.linear(m.c(x), m.b.weight), {}),
+    "width in a view": (hard_coded, {}),
+    "softmax": (lambda m, x: m.b(m.a(x).softmax(-1)), {}),
+    "sum of layers": (lambda m, x: m.b(F.relu(m.c(x) + m.d(x))), {}),
+    "output": (lambda m, x: (m.b(h := F.relu(m.a(x))), h), {}),
+    "unseen reader": (leaks, {}),
+    "reader in training": (only_in_training, {}),
+    "called twice": (lambda m, x: m.b(F.relu(m.a(m.b(F.relu(m.a(x)))))), {}),
+    "transposed": (lambda m, x: m.b(F.relu(m.a(x)).T.contiguous().T), {}),
+    "sliced": (lambda m, x: m.b(F.relu(m.a(x))[:, :8]), {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_may_shrink(case):
+    forward, expected = CASES[case]
+    model = Model(forward)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    drawn = torch.random.get_rng_state()
+    found = find(model, torch.randn(3, 6, generator=torch.Generator().manual_seed(0)))
+    assert {each.name: each.consumers for each in found.neurons} == expected
+    for name in ("a", "b", "c", "d"):
+        assert name in expected or name in found.refused or case == "gated"
+    assert torch.equal(torch.random.get_rng_state(), drawn)
+    assert model.training
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(8), nn.GroupNorm(2, 8)])
+def test_what_normalises_over_neurons_keeps_them(norm):
+    model = Model(lambda m, x: m.b(F.relu(m.norm(m.a(x)))), norm)
+    assert find(model, torch.randn(3, 6)).neurons == ()
+
+
+def test_shared_weights_stay():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    model[2].weight = model[0].weight
+    assert find(model, torch.randn(3, 4)).neurons == ()
+
+
+def test_transformers_and_attention():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.5)
+    found = find(layer, torch.randn(2, 5, 8))
+    (each,) = found.neurons
+    assert (each.name, each.consumers, each.dropout) == ("linear1", ("linear2",), "dropout")
+    assert {"linear2", "self_attn.out_proj"} <= found.refused.keys()
+
+
+def test_arguments_of_the_model_and_hand_made_groups():
+    model = Model(lambda m, x, scale: m.b(F.relu(m.a(x)) * scale))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(3, 6)
+    assert len(find(model, (x, 2.0)).neurons) == len(find(model, {"x": x, "scale": 2.0}).neurons)
+    found = gg.shrink(model, optimizer, example_input=(x, 2.0))
+    by_hand = gg.shrink(model, optimizer, groups=[gg.Neurons("a", "b", activation="relu")])
+    with found, by_hand:
+        assert found.widths() == by_hand.widths() == {"a": 8}
+        assert "read by b" in found.describe()
+        assert "model's" in found.describe()
+
+
+def test_wrapped_models_are_refused_with_the_way_out():
+    class Wrapped(torch.nn.parallel.DistributedDataParallel):
+        def __init__(self, module):
+            nn.Module.__init__(self)
+            self.module = module
+
+    model = Wrapped(nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="wrap=DistributedDataParallel"):
+        gg.shrink(model, optimizer, example_input=torch.ones(1, 2))

@@ -1,0 +1,269 @@
+"""Replicas that shrink together: one plan, wherever they are, whoever is lost or joins."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gossipgrad as gg
+from support.deaths import run_mortals
+from support.joining import run_open
+from support.ranks import run_ranks
+from support.replicas import adam, flat, sgd, transport_by_name
+
+SHRINK = {"every": 6, "batches": 4, "events": 2, "budget": 0.1, "min_width": 2}
+
+
+def wide(seed=0, dtype=torch.float32):
+    model = nn.Sequential(nn.Linear(6, 20), nn.Tanh(), nn.Linear(20, 3))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator))
+        model[0].weight[10:] = model[0].weight[:10]
+        model[0].bias[10:] = model[0].bias[:10]
+    return model.to(dtype)
+
+
+def backward(model, rank, number):
+    """A batch that is large enough for moments."""
+    generator = torch.Generator().manual_seed(1000 * rank + number)
+    batch = torch.randn(32, 6, generator=generator)
+    model.zero_grad()
+    model(batch).square().mean().backward()
+
+
+def shrink(session, **settings):
+    optimizer = session.replica.optimizers
+    settings = {**SHRINK, **settings}
+    return gg.shrink(
+        session.replica.model,
+        optimizer,
+        session=session,
+        example_input=torch.ones(2, 6),
+        **settings,
+    )
+
+
+def on_ranks(world_size, use, *, optimizer=sgd, models=wide, **settings):
+    """What `use(session, shrinking, train)` returns on each rank."""
+    link = transport_by_name("in-process", world_size)
+
+    def rank_main(rank, group):
+        model = models()
+        made = optimizer(list(model.parameters()))
+        number = 0
+
+        def train(count):
+            nonlocal number
+            for _ in range(count):
+                backward(model, rank, number)
+                made.step()
+                number += 1
+
+        with (
+            gg.gossip(model, made, process_group=group, transport=link, **settings) as session,
+            shrink(session) as shrinking,
+        ):
+            result = use(session, shrinking, train)
+            group.barrier()
+        return result
+
+    return run_ranks(world_size, rank_main)
+
+
+@pytest.mark.parametrize("optimizer", [sgd, adam])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"mode": "overlap"},
+        {"mode": "sync", "payload": "weights+state"},
+        {"mode": "stale"},
+        {"mode": "overlap", "payload": "gradients+weights"},
+    ],
+    ids=lambda settings: "-".join(settings.values()),
+)
+def test_all_ranks_make_one_plan_and_messages_shrink(settings, optimizer):
+    def use(session, shrinking, train):
+        train(5)
+        before = session.stats().bytes_sent
+        train(30)
+        with session.consensus():
+            shared = flat(session.replica.model)
+        return shrinking.widths(), [e.errors for e in shrinking.history], shared, before
+
+    ended = on_ranks(3, use, optimizer=optimizer, **settings)
+    widths, errors, shared, _ = ended[0]
+    assert widths["0"] <= 10
+    assert len(errors) == 2
+    for other, told, mean, _ in ended:
+        assert (other, told) == (widths, errors)
+        assert torch.equal(mean, shared)
+
+
+def test_the_consensus_of_shrunk_replicas_is_the_shrunk_consensus():
+    def use(session, shrinking, train):
+        model = session.replica.model
+        shrinking.look()
+        train(4)
+        plan = shrinking.plan(0.05)
+        with session.consensus():
+            mean = copy.deepcopy(model)
+        plan.apply(mean)
+        shrinking.apply(plan)
+        with session.consensus():
+            torch.testing.assert_close(flat(model), flat(mean), rtol=1e-5, atol=1e-6)
+        return plan.surgery(wide()).digest()
+
+    digests = on_ranks(3, use)
+    assert len({*digests}) == 1
+
+
+def test_ranks_with_unlike_plans_change_nothing():
+    def use(session, shrinking, train):
+        shrinking.look()
+        train(4)
+        plan = shrinking.plan(0.05)
+        if session.rank == 1:
+            plan = gg.ShrinkPlan(())
+        before = flat(session.replica.model)
+        with pytest.raises(gg.AgreementError):
+            shrinking.apply(plan)
+        assert torch.equal(flat(session.replica.model), before)
+        train(10)
+        return shrinking.widths()["0"]
+
+    assert max(on_ranks(2, use)) <= 10
+
+
+def die(me):
+    """Ends this rank; one whose plan failed would call `apply_` next."""
+    me.session.apply_ = lambda surgery: die(me)
+    me.die()
+
+
+@pytest.mark.parametrize("place", ["mean_", "apply_", "agree"])
+def test_a_rank_that_dies_before_a_plan_is_applied_takes_nobody_along(place):
+    def function(me):
+        model, session = me.session.replica.model, me.session
+        with shrink(session, events=3) as shrinking:
+            if me.rank == 2:
+                setattr(session, place, lambda *args: die(me))
+            me.train_without(2)
+            me.train_until(lambda: shrinking.stats().events >= 1)
+            me.train_until(lambda: len(shrinking.history) == 3)
+            widths = shrinking.widths()
+            with session.consensus():
+                mean = flat(model)
+            session.group.barrier()
+        return widths, mean
+
+    first, second, dead = run_mortals(3, function, gradients=backward, build=wide)
+    assert dead is None
+    assert first[0] == second[0]
+    assert first[0]["0"] <= 10
+    assert torch.equal(first[1], second[1])
+
+
+def test_a_joiner_becomes_as_narrow_as_the_run():
+    def member(me, run):
+        with shrink(me.session, events=1, start=0) as shrinking:
+            me.train_until(lambda: shrinking.history)
+            if me.rank == 0:
+                run.invite(me.session)
+            me.train_until(lambda: 2 in me.session.membership.living)
+            return go_on(me)
+
+    def joiner(me, run):
+        with shrink(me.session, events=1, start=0) as shrinking:
+            assert shrinking.widths()["0"] <= 10
+            return go_on(me)
+
+    def go_on(me):
+        me.train(5)
+        ended.add(me.session.rank)
+        me.train_until(lambda: len(ended) == 3)
+        mean = me.mean()
+        me.session.group.barrier()
+        return mean
+
+    ended = set()
+    means = run_open(2, member, joiner, gradients=backward, build=wide)
+    assert all(torch.equal(mean, means[0]) for mean in means)
+
+
+def test_a_run_goes_on_from_states_of_narrow_replicas():
+    def whole(session, shrinking, train):
+        train(7)
+        states = copy.deepcopy([session.state_dict(), shrinking.state_dict()])
+        train(10)
+        return states, flat(session.replica.model)
+
+    first = on_ranks(2, whole)
+    link = transport_by_name("in-process", 2)
+
+    def resumed(rank, group):
+        states, expected = first[rank]
+        model = gg.rebuild(wide(seed=7), states[0])
+        optimizer = sgd(list(model.parameters()))
+        with (
+            gg.gossip(model, optimizer, process_group=group, transport=link) as session,
+            shrink(session) as shrinking,
+        ):
+            session.load_state_dict(states[0])
+            shrinking.load_state_dict(states[1])
+            for number in range(7, 17):
+                backward(model, rank, number)
+                optimizer.step()
+            torch.testing.assert_close(flat(model), expected, rtol=1e-5, atol=1e-7)
+            group.barrier()
+        return shrinking.widths()
+
+    assert run_ranks(2, resumed)[0]["0"] <= 10
+
+
+def test_equal_replicas_stay_equal_without_gossip():
+    def rank_main(rank, group):
+        model = wide()
+        optimizer = adam(list(model.parameters()))
+        with gg.shrink(
+            model, optimizer, process_group=group, example_input=torch.ones(2, 6), **SHRINK
+        ) as session:
+            for number in range(15):
+                backward(model, rank, number)
+                session.replicas.mean_([p.grad for p in model.parameters()])
+                optimizer.step()
+            group.barrier()
+        return flat(model), session.widths()
+
+    one, two = run_ranks(2, rank_main)
+    assert one[1] == two[1]
+    assert one[1]["0"] <= 10
+    assert torch.equal(one[0], two[0])
+
+
+def test_data_parallel_is_wrapped_anew():
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        model = wide()
+        optimizer = sgd(list(model.parameters()))
+        session = gg.shrink(
+            model,
+            optimizer,
+            example_input=torch.ones(2, 6),
+            wrap=DistributedDataParallel,
+            **SHRINK,
+        )
+        with session:
+            wrapped = {id(session.model)}
+            for number in range(15):
+                backward(session.model, 0, number)
+                optimizer.step()
+                wrapped.add(id(session.model))
+        assert len(wrapped) > 1
+        assert session.widths()["0"] <= 10
+    finally:
+        dist.destroy_process_group()

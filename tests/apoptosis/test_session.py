@@ -1,0 +1,210 @@
+"""A session that shrinks a network while it trains."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+import gossipgrad as gg
+from support.shrinking import random
+
+
+def network(width=48, seed=0):
+    model = nn.Sequential(nn.Linear(6, width), nn.ReLU(), nn.Linear(width, width), nn.Tanh())
+    model = model.append(nn.Linear(width, 3))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator) / p.shape[-1] ** 0.5)
+    return model
+
+
+def batches(count, seed=0, size=64):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        x = torch.randn(size, 6, generator=generator)
+        yield x, x[:, :3].sin() + 0.5 * x[:, 3:].square()
+
+
+def train(model, optimizer, data):
+    loss = torch.tensor(0.0)
+    for x, y in data:
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.item()
+
+
+@torch.no_grad()
+def loss_of(model):
+    x, y = next(batches(1, seed=99, size=512))
+    return float((model(x) - y).square().mean())
+
+
+SETTINGS = {"example_input": torch.zeros(2, 6), "every": 20, "batches": 10, "events": 3}
+
+
+@pytest.mark.parametrize("merge", ["pairs", "least-squares"])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_it_gets_smaller_and_learns_on(merge, optimizer):
+    model = network()
+    of = {"lr": 0.02, "momentum": 0.9} if optimizer is torch.optim.SGD else {"lr": 0.003}
+    made = optimizer(model.parameters(), **of)
+    scheduler = torch.optim.lr_scheduler.StepLR(made, 1000)
+    ids = [id(p) for p in model.parameters()]
+    seen = []
+    model[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.shape))
+    with gg.shrink(model, made, budget=0.03, merge=merge, **SETTINGS) as session:
+        train(model, made, batches(100))
+        stats, widths = session.stats(), session.widths()
+        assert all(spent <= 0.03 + 1e-9 for spent in session.spent.values())
+        assert [e.position for e in session.history] == [20, 40, 60]
+    scheduler.step()
+    assert stats.events == 3
+    assert stats.removed == sum(48 - width for width in widths.values()) > 10
+    assert stats.parameters == sum(p.numel() for p in model.parameters()) < stats.parameters_before
+    assert [id(p) for p in model.parameters()] == ids
+    for p, state in made.state.items():
+        assert all(t.shape == p.shape for t in state.values() if t.ndim)
+    assert len(seen) == 100
+    assert seen[-1] == model[0].weight.shape
+    assert loss_of(model) < 0.5 * loss_of(network())
+
+
+def test_the_error_that_is_told_is_what_happens():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    x, _ = next(batches(1, size=2000))
+    with gg.shrink(model, optimizer, merge="pairs", **SETTINGS) as session:
+        session.look()
+        model(x)
+        plan = session.plan(0.02)
+        for each in plan.mergings:
+            before, after = copy.deepcopy(model), copy.deepcopy(model)
+            gg.ShrinkPlan((each,)).apply(after)
+            index = int(each.neurons.consumers[0]) + 1
+            y, changed = before[:index](x).detach(), after[:index](x).detach()
+            measured = (y - changed).square().sum(1).mean() / y.var(0, unbiased=False).sum()
+            assert float(measured) == pytest.approx(each.error, rel=5e-3)
+            assert each.error <= 0.02
+
+
+@pytest.mark.parametrize("harm", [True, False])
+def test_what_the_loss_notices_is_undone(harm):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    calls = []
+
+    def evaluate():
+        calls.append(model.training)
+        return loss_of(model) if not harm else float(len(calls))
+
+    tolerance = 0.0 if harm else 10.0
+    with gg.shrink(
+        model, optimizer, budget=0.1, evaluate=evaluate, tolerance=tolerance, **SETTINGS
+    ) as session:
+        train(model, optimizer, batches(65))
+        assert session.stats().undone == (3 if harm else 0)
+        assert (session.widths() == {"0": 48, "2": 48}) == harm
+        assert calls == [False] * 6
+        assert model.training
+        for event in session.history:
+            assert event.applied != harm
+            assert event.loss_before is not None
+
+
+def test_a_trial_leaves_no_trace():
+    plain, tried = network(), network()
+    for model, evaluate in ((plain, None), (tried, lambda: loss_of(tried))):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        with gg.shrink(model, optimizer, budget=0.0, min_width=48, evaluate=evaluate, **SETTINGS):
+            train(model, optimizer, batches(65))
+    for one, two in zip(plain.parameters(), tried.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_plan_and_apply_are_two_steps_and_copies_follow(tmp_path):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    mean = AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+    with gg.shrink(model, optimizer, copies=[mean.module], **SETTINGS) as session:
+        session.look()
+        for data in batches(12):
+            train(model, optimizer, [data])
+            mean.update_parameters(model)
+        plan = session.plan(0.02)
+        assert session.widths() == {"0": 48, "2": 48}
+        found = session.certify(plan, next(batches(1, seed=5))[0])
+        assert 0 <= found.changed <= found.at_risk <= 1
+        assert found.samples == 64
+        torch.save(plan.state_dict(), tmp_path / "plan.pt")
+        loaded = gg.ShrinkPlan.from_state_dict(torch.load(tmp_path / "plan.pt"))
+        assert str(loaded) == str(plan)
+        session.apply(loaded)
+        assert len(plan) == sum(48 - width for width in session.widths().values()) > 0
+        mean.update_parameters(model)
+        with pytest.raises(ValueError, match="neurons"):
+            plan.apply(model, [optimizer])
+        train(model, optimizer, batches(3))
+
+
+def test_it_goes_on_from_a_checkpoint():
+    def start(model):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
+        return optimizer, gg.shrink(model, optimizer, budget=0.03, **SETTINGS)
+
+    whole = network()
+    optimizer, session = start(whole)
+    with session:
+        train(whole, optimizer, batches(45))
+        saved = copy.deepcopy([whole.state_dict(), optimizer.state_dict(), session.state_dict()])
+        train(whole, optimizer, batches(30, seed=1))
+        widths = session.widths()
+    resumed = gg.rebuild(network(seed=5), saved[0])
+    optimizer, session = start(resumed)
+    with session:
+        optimizer.load_state_dict(saved[1])
+        session.load_state_dict(saved[2])
+        train(resumed, optimizer, batches(30, seed=1))
+        assert session.widths() == widths
+        assert len(session.history) == 3
+    for one, two in zip(whole.parameters(), resumed.parameters(), strict=True):
+        torch.testing.assert_close(one, two)
+
+
+def test_worst_case_bounds_are_more_careful_and_hold():
+    removed = {}
+    for bound in ("sample", "worst-case"):
+        model = network()
+        with torch.no_grad():
+            model[0].weight[40:] = model[0].weight[:8] * 1.0001
+            model[0].bias[40:] = model[0].bias[:8]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        with gg.shrink(model, optimizer, bound=bound, **SETTINGS) as session:
+            session.look()
+            model(next(batches(1, size=500))[0])
+            plan = session.plan(0.01)
+            removed[bound] = len(plan)
+            assert all(each.error <= 0.01 for each in plan.mergings)
+    assert 8 <= removed["worst-case"] <= removed["sample"]
+
+
+def test_convolutions_shrink_in_training():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Conv2d(1, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()),
+        *(nn.MaxPool2d(2), nn.Conv2d(16, 16, 3, padding=1), nn.ReLU(), nn.Flatten()),
+        *(nn.Dropout(0.1), nn.Linear(16 * 16, 4)),
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    x = random(64, 1, 8, 8).float()
+    settings = {**SETTINGS, "example_input": x, "batches": 20}
+    with gg.shrink(model, optimizer, budget=0.2, **settings) as session:
+        train(model, optimizer, [(x, x[:, 0, 0, :4])] * 70)
+        assert session.stats().removed > 4
+        assert min(session.widths().values()) >= 8
+    assert model[1].running_mean.shape == model[1].weight.shape == (model[0].out_channels,)
+    assert model[8].in_features == 16 * model[4].out_channels

@@ -1,0 +1,278 @@
+"""Each statement of the theory, on random networks: T1 to T10 of exact merges, bounds and state."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import gossipgrad as gg
+from gossipgrad.apoptosis import (
+    ACTIVATIONS,
+    Moments,
+    candidates_of,
+    choose,
+    choose_bounded,
+    joint_error,
+    merged,
+    samples_at_risk,
+)
+from gossipgrad.apoptosis._reference import change_of_outputs, merge_in_pairs
+from support.shrinking import (
+    INTERIOR,
+    consumer_of_samples,
+    mirrored,
+    parallel,
+    random,
+    saturated,
+    seen,
+)
+
+WIDTH, INPUTS, OUTPUTS = 9, 5, 4
+
+
+def hidden(rows, activation, x):
+    return activation.function(x @ rows[:, :-1].T + rows[:, -1])
+
+
+@pytest.mark.parametrize("name", ["relu", "leaky_relu", "identity", "abs"])
+def test_t1_parallel_neurons_of_homogeneous_activations_merge_exactly(name):
+    activation, x = ACTIVATIONS[name], random(200, INPUTS)
+    rows = random(WIDTH, INPUTS + 1, seed=1)
+    rows[3] = 2.5 * rows[7]
+    found = candidates_of(rows, activation, norm=10.0)
+    h = hidden(rows, activation, x)
+    assert float(found.distance[3].min()) < 1e-4
+    torch.testing.assert_close(h[:, 3], found.scale[3, 7] * h[:, 7])
+
+
+@pytest.mark.parametrize("name", [n for n in ACTIVATIONS if n != "softplus"])
+def test_t2_t3_bounds_of_pairs_and_constants_hold_for_every_input(name):
+    activation = ACTIVATIONS[name]
+    for seed in range(10):
+        rows, x = random(WIDTH, INPUTS + 1, seed=seed), random(300, INPUTS, seed=50 + seed)
+        norm = float((x.square().sum(1) + 1).max().sqrt())
+        found = candidates_of(rows, activation, norm=norm, low=x.amin(0), high=x.amax(0))
+        h = hidden(rows, activation, x)
+        for j in range(WIDTH):
+            for i in range(WIDTH + 1):
+                if i == j:
+                    continue
+                stand_in = found.constant[j, i]
+                if i < WIDTH:
+                    stand_in = stand_in + found.scale[j, i] * h[:, i]
+                assert (h[:, j] - stand_in).abs().max() <= found.distance[j, i] + 1e-9
+
+
+def test_t2_projection_is_as_near_as_a_multiple_can_be():
+    rows = random(WIDTH, INPUTS + 1)
+    found = candidates_of(rows, ACTIVATIONS["relu"], norm=1.0)
+    for j, i in ((0, 1), (4, 2), (8, 3)):
+        angle = F.cosine_similarity(rows[j], rows[i], dim=0).clamp(min=0).arccos()
+        torch.testing.assert_close(found.distance[j, i], rows[j].norm() * angle.sin())
+
+
+@pytest.mark.parametrize("name", ["tanh", "sigmoid", "hardtanh"])
+def test_t3_mirror_images_merge_exactly(name):
+    activation, x = ACTIVATIONS[name], random(100, INPUTS)
+    rows = random(WIDTH, INPUTS + 1, seed=2)
+    rows[0] = -rows[5]
+    found = candidates_of(rows, activation, norm=10.0)
+    h = hidden(rows, activation, x)
+    torch.testing.assert_close(h[:, 0], found.scale[0, 5] * h[:, 5] + found.constant[0, 5])
+    assert float(found.distance[0, 5]) < 1e-4
+
+
+def test_t4_dead_neurons_go_for_nothing_and_saturated_ones_within_their_range():
+    rows = random(WIDTH, INPUTS + 1, seed=3)
+    rows[2, :-1], rows[2, -1] = rows[2, :-1].clamp(max=0), -0.1  # inputs are not negative
+    low, high = torch.zeros(INPUTS).double(), torch.full((INPUTS,), 2.0).double()
+    found = candidates_of(rows, ACTIVATIONS["relu"], norm=10.0, low=low, high=high)
+    assert float(found.distance[2, -1]) == 0
+    assert float(found.constant[2, -1]) == 0
+    rows[4, :-1], rows[4, -1] = 1e-3, 9.0
+    found = candidates_of(rows, ACTIVATIONS["sigmoid"], norm=10.0, low=low, high=high)
+    assert float(found.distance[4, -1]) < 1e-5
+    assert float(found.constant[4, -1]) == pytest.approx(1.0, abs=1e-3)
+
+
+@pytest.mark.parametrize("name", ["relu", "tanh", "gelu"])
+@pytest.mark.parametrize("rule", ["pairs", "least-squares"])
+def test_t5_t6_the_joint_error_is_what_the_samples_say(name, rule):
+    h = ACTIVATIONS[name].function(random(500, WIDTH) @ random(WIDTH, WIDTH, seed=1))
+    v = random(OUTPUTS, WIDTH, seed=2)
+    consumer = consumer_of_samples(h, v)
+    kept, (fold,), error = choose([consumer], rule=rule, budget=0.4, at_most=6)
+    removed = torch.tensor([j for j in range(WIDTH) if j not in kept.tolist()])
+    assert len(removed) >= 2
+    changed = h.clone()
+    changed[:, removed] = h[:, kept] @ fold
+    changed += (h - changed).mean(0)
+    y, after = h @ v.T, changed @ v.T
+    measured = (y - after).square().sum(1).mean() / (y - y.mean(0)).square().sum(1).mean()
+    assert joint_error(consumer, kept, removed, fold) == pytest.approx(float(measured), rel=1e-9)
+    assert float(measured) <= error <= 0.4
+
+
+def test_t6_one_plan_is_that_of_the_reference():
+    h = torch.relu(random(300, 12) @ random(12, 12, seed=4))
+    v = random(OUTPUTS, 12, seed=5)
+    kept, (fold,), _ = choose([consumer_of_samples(h, v)], rule="pairs", budget=0.1, at_most=8)
+    merges, error = merge_in_pairs(h, v, 0.1, 8)
+    assert sorted(set(range(12)) - set(kept.tolist())) == sorted(merges)
+    assert error <= 0.1
+    for column, j in enumerate(sorted(merges)):
+        i, a, _ = merges[j]
+        assert float(fold[kept.tolist().index(i), column]) == pytest.approx(a)
+
+
+def test_t6_least_squares_is_no_worse_than_pairs_and_errors_do_not_add_up():
+    h = torch.relu(random(800, 20) @ random(20, 20, seed=6) + 0.3)
+    v = random(OUTPUTS, 20, seed=7)
+    consumer = consumer_of_samples(h, v)
+    least = {
+        r: choose([consumer], rule=r, budget=0.05, at_most=19) for r in ("pairs", "least-squares")
+    }
+    assert len(least["least-squares"][0]) <= len(least["pairs"][0])
+    merges, joint = merge_in_pairs(h, v, 0.2, 10)
+    alone = sum(change_of_outputs(h, v, {j: merge}) for j, merge in merges.items())
+    y = h @ v.T
+    assert alone / float((y - y.mean(0)).square().sum(1).mean()) != pytest.approx(joint, rel=0.01)
+
+
+def test_t7_no_sample_changes_its_class_that_was_not_at_risk():
+    model = nn.Sequential(nn.Linear(INPUTS, 40), nn.ReLU(), nn.Linear(40, 3)).double()
+    x = random(400, INPUTS)
+    plan = seen(model, x, [x] * 8, budget=0.05)
+    with torch.no_grad():
+        before = model(x)
+        with merged(model, plan):
+            after = model(x)
+    shift = float((after - before).abs().max())
+    assert shift > 0
+    at_risk = samples_at_risk(before, shift)
+    has_changed = before.argmax(1) != after.argmax(1)
+    assert not (has_changed & ~at_risk).any()
+    assert samples_at_risk(before, 0.0).sum() == 0
+
+
+def test_t8_a_constant_channel_folds_exactly_inside_and_its_border_is_counted():
+    for padding, exact in ((0, slice(None)), (1, INTERIOR)):
+        conv = nn.Sequential(
+            nn.Conv2d(2, 6, 3, padding=1), nn.ReLU(), nn.Conv2d(6, 3, 3, padding=padding)
+        ).double()
+        with torch.no_grad():
+            conv[0].weight[2] = 0
+            conv[0].bias[2] = 1.5
+            conv[2].weight[:, 2] *= 0.3
+        x = random(16, 2, 9, 9)
+        plan = seen(conv, x, [x] * 4, budget=0.5, at_most=0.17, merge="pairs")
+        (merging,) = plan.mergings
+        assert merging.kept.tolist() == [0, 1, 3, 4, 5]
+        before = conv(x).detach()
+        plan.apply(conv)
+        after = conv(x).detach()
+        if padding == 0:
+            assert merging.error < 1e-9
+        else:
+            assert merging.error > 1e-4
+        deviation = (after - before)[..., exact, exact]
+        assert deviation.abs().max() < (1e-6 if padding == 0 else 1.0)
+        measured = (after - before).square().mean((0, 2, 3)).sum()
+        variance = before.var((0, 2, 3), unbiased=False).sum()
+        assert float(measured / variance) == pytest.approx(merging.error, rel=0.2, abs=1e-9)
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_t9_channels_that_differ_by_batch_norms_scale_merge_in_both_modes(sign):
+    model = nn.Sequential(
+        nn.Conv2d(2, 6, 3, bias=False),
+        nn.BatchNorm2d(6, eps=1e-12),
+        nn.ReLU(),
+        nn.Conv2d(6, 3, 3, bias=False),
+        nn.BatchNorm2d(3),
+    ).double()
+    x = random(16, 2, 8, 8)
+    with torch.no_grad():
+        model[0].weight[4] = sign * 3.0 * model[0].weight[1]
+        model[1].weight.copy_(torch.tensor([1.0, 0.7, 1.2, 0.4, sign * 2 * 0.7, 0.9]))
+        model[1].bias.copy_(torch.tensor([0.1, 0.2, 0.3, -0.2, 2 * 0.2, 0.0]))
+    for _ in range(200):
+        model(x)
+    plan = seen(model, x, [x] * 4, budget=1e-9)
+    assert [len(each.kept) for each in plan.mergings] == [5]
+    small = copy.deepcopy(model)
+    plan.apply(small)
+    for mode in (False, True):
+        model.train(mode)
+        small.train(mode)
+        torch.testing.assert_close(small(x), model(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("make", [parallel, mirrored, saturated])
+def test_t10_gradients_and_momentum_follow_the_map_and_moments_are_no_less(make):
+    model, x, target = make()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.0)
+    (model(x) - target).square().mean().backward()
+    optimizer.step()  # of rate 0: weights stay, moments do not
+    plan = seen(model, x, [x] * 8, budget=1e-12, merge="pairs")
+    assert len(plan) == 1
+    plan.apply(model, [optimizer])
+    moments = [optimizer.state[p]["exp_avg"].clone() for p in model.parameters()]
+    squares = [optimizer.state[p]["exp_avg_sq"].clone() for p in model.parameters()]
+    carried = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    (model(x) - target).square().mean().backward()
+    for p, grad, moment, square in zip(model.parameters(), carried, moments, squares, strict=True):
+        torch.testing.assert_close(grad, p.grad, rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(moment, 0.1 * p.grad, rtol=1e-6, atol=1e-9)
+        assert (square >= 0.001 * p.grad.square() - 1e-12).all()
+
+
+def test_moments_of_ranks_are_those_of_all_samples():
+    rows = random(60, 2, 7)
+    whole = Moments(7, 2)
+    parts = [Moments(7, 2) for _ in range(3)]
+    for part, some in zip(parts, rows.split([10, 20, 30]), strict=True):
+        part.add(some[:6])
+        part.add(some[6:])
+    whole.add(rows)
+    means = [torch.stack(t).mean(0) for t in zip(*(p.tensors() for p in parts), strict=True)]
+    parts[0].use(means, 3)
+    torch.testing.assert_close(parts[0].mean, whole.mean)
+    torch.testing.assert_close(parts[0].scatter / parts[0].count, whole.scatter / whole.count)
+
+
+def test_bounded_choices_stay_within_the_budget_for_every_input():
+    activation = ACTIVATIONS["relu"]
+    rows, v = random(30, 4, seed=8), 0.3 * random(OUTPUTS, 30, seed=9)
+    rows[10:20] = rows[:10] + 0.02 * random(10, 4, seed=10)
+    x = random(500, 3)
+    norm = float((x.square().sum(1) + 1).max().sqrt())
+    found = candidates_of(rows, activation, norm=norm)
+    kept, fold, constants, error = choose_bounded(found, [v.norm(dim=0)], budget=1.0, at_most=20)
+    assert len(kept) < 30
+    removed = torch.tensor([j for j in range(30) if j not in kept.tolist()])
+    h = hidden(rows, activation, x)
+    change = (h[:, removed] - h[:, kept] @ fold - constants) @ v[:, removed].T
+    assert float(change.square().sum(1).max()) <= error <= 1.0
+
+
+def test_a_session_names_what_is_wrong_with_its_settings():
+    model = nn.Sequential(nn.Linear(2, 9), nn.ReLU(), nn.Linear(9, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for wrong in (
+        {"budget": -1.0},
+        {"every": 0},
+        {"merge": "angles"},
+        {"bound": "none"},
+        {"batches": 300},
+        {"at_most": 1.0},
+        {"groups": [gg.Neurons("0", "7")]},
+        {"groups": [gg.Neurons("1", "2")]},
+        {"groups": [gg.Neurons("0", "2"), gg.Neurons("0", "2")]},
+        {"example_input": None},
+    ):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            gg.shrink(model, optimizer, **{"example_input": torch.ones(1, 2), **wrong})
