@@ -36,7 +36,7 @@ def test_bytes_are_those_of_a_session(dtype):
             value_dtype=None,
             momentum=None,
         )
-        group.use_counts([elements // 1000])
+        group.use_densities([0.001])
         size_bytes = methods[name].communicate_seconds(elements) / 8e-9
         assert size_bytes == pytest.approx(group.bytes_sent, rel=1e-3), name
 

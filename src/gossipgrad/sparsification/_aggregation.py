@@ -15,7 +15,7 @@ from gossipgrad.comm import Group, Recorder
 from gossipgrad.engine import GradientHooks
 from gossipgrad.errors import GossipError
 from gossipgrad.planning import Merge
-from gossipgrad.sparsification._density import AgreedDensity, counts_of
+from gossipgrad.sparsification._density import AgreedDensity
 from gossipgrad.sparsification._merged import CarriedOver, MergedGroup
 from gossipgrad.sparsification._queue import OrderedQueue, Ticket
 from gossipgrad.sparsification._settings import Settings
@@ -287,11 +287,8 @@ class Aggregation:
             self.counters.scale = scale
 
     def _use(self, densities: tuple[float, ...]) -> None:
-        per_tensor = self._settings.select == "per_tensor"
         for merge, made in zip(self.merges, self.groups, strict=True):
-            made.use_counts(
-                counts_of(made.sizes, densities[merge.start : merge.stop], per_tensor=per_tensor)
-            )
+            made.use_densities(densities[merge.start : merge.stop])
         self._densities = densities
 
     def _launch(self, number: int) -> None:

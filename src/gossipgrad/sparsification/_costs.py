@@ -9,7 +9,6 @@ from torch import nn
 
 from gossipgrad.comm import Group
 from gossipgrad.planning import Method, PiecewiseCost
-from gossipgrad.sparsification._density import counts_of
 from gossipgrad.sparsification._merged import MergedGroup
 from gossipgrad.sparsification._settings import Settings
 
@@ -122,16 +121,15 @@ def _random_gradients(
 def _make_group(
     method: str, grads: Sequence[torch.Tensor], settings: Settings, group: Group, density: float
 ) -> MergedGroup:
-    per_tensor = settings.select == "per_tensor"
     made = MergedGroup(
         grads,
         method,
         world_size=group.world_size,
-        per_tensor=per_tensor,
+        per_tensor=settings.select == "per_tensor",
         value_dtype=settings.value_dtype,
         momentum=settings.momentum_correction,
     )
-    made.use_counts(counts_of(made.sizes, [density] * len(grads), per_tensor=per_tensor))
+    made.use_densities([density] * len(grads))
     return made
 
 

@@ -16,7 +16,6 @@ from gossipgrad.sparsification._density import (
     DEFAULT_DENSITY,
     AgreedDensity,
     Density,
-    counts_of,
     describe_density,
     resolve_density,
 )
@@ -97,7 +96,7 @@ class CommHook:
         self._per_tensor = select == "per_tensor"
         self._value_dtype = value_dtype
         self._rounds = 0
-        self._together = False  # whether all are known to be in the same round
+        self._rounds_agree = False  # whether all are known to be in the same round
         self._groups: dict[int, tuple[tuple[str, ...], MergedGroup]] = {}
         self._loaded: dict[str, Tensor] = {}
         self._group = resolve_group(process_group, asks="CommHook()")
@@ -115,8 +114,8 @@ class CommHook:
         self._asked = resolved
         self._density = AgreedDensity(resolved, self._group)
         self._queue = OrderedQueue(f"gossipgrad comm hook, rank {self._group.rank}")
-        self._farewell = weakref.finalize(self, _leave, self._queue, self._group)
-        self._farewell.atexit = False  # pyrefly: ignore[missing-attribute]
+        self._finalizer = weakref.finalize(self, _leave, self._queue, self._group)
+        self._finalizer.atexit = False  # pyrefly: ignore[missing-attribute]
 
     def state_dict(self) -> dict[str, Any]:
         """Rounds and residuals by name, in host memory; each rank saves its own, between steps."""
@@ -138,7 +137,7 @@ class CommHook:
                 f"a residual is of {unknown[0]!r}, which the model does not have: load the state "
                 "of the same model"
             )
-        self._rounds, self._together = state["rounds"], False
+        self._rounds, self._rounds_agree = state["rounds"], False
         # Who has not loaded comes to no round of who has, but sees that they have gone on.
         self._group.enter(self._group.generation + 1, self._group.members)
         self._density = AgreedDensity(self._asked, self._group)
@@ -148,7 +147,7 @@ class CommHook:
     def close(self) -> None:
         """Ends the thread and leaves the group; local. The hook then raises."""
         self._claim.release()
-        self._farewell()
+        self._finalizer()
 
     def __enter__(self) -> "CommHook":
         return self
@@ -158,7 +157,7 @@ class CommHook:
 
     def exchange(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
         """What `ddp_hook` does with a bucket."""
-        if not self._farewell.alive:
+        if not self._finalizer.alive:
             raise GossipError(
                 "the state of the communication hook is closed: a wrapper cannot change its hook, "
                 "make a new one around the model"
@@ -173,7 +172,7 @@ class CommHook:
 
     def _begin_round(self) -> None:
         """Sees that messages will be of one size on all ranks; nothing else is under way now."""
-        if not self._together:
+        if not self._rounds_agree:
             rounds_of = self._group.all_gather_object(self._rounds)
             for rank, rounds in enumerate(rounds_of):
                 if rounds != rounds_of[0]:
@@ -182,7 +181,7 @@ class CommHook:
                         f"{rank}, but {rounds_of[0]} on rank 0: load states that all ranks saved "
                         "after the same step"
                     )
-            self._together = True
+            self._rounds_agree = True
         self._density.at([""], self._rounds)
         self._rounds += 1
 
@@ -225,7 +224,7 @@ class CommHook:
             known = self._groups[bucket.index()] = names, made
         made = known[1]
         densities = self._density.at(names, self._rounds - 1)
-        made.use_counts(counts_of(made.sizes, densities, per_tensor=self._per_tensor))
+        made.use_densities(densities)
         return made
 
     def _residuals(self) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from gossipgrad.comm import Group, widened
 from gossipgrad.compression import SparseFormat, top_k
 from gossipgrad.errors import GossipError
+from gossipgrad.sparsification._density import counts_of
 from gossipgrad.sparsification._streams import make_staging
 
 __all__ = ["DENSE_DTYPES", "CarriedOver", "MergedGroup", "Timing"]
@@ -110,7 +111,7 @@ class MergedGroup:
         self._format: SparseFormat | None = None
         self._message = self._gathered = torch.empty(0, dtype=torch.uint8)
         self._chosen: _Chosen | None = None
-        self._kept_out = False  # whether this rank sends zeros in this round
+        self._sends_zeros = False  # in this round
         self._old_kept = False  # whether the buffer of sums still holds the old residual
         self._moved: float | None = None  # the factor, once velocities have this round's gradient
 
@@ -144,11 +145,12 @@ class MergedGroup:
         """The mean over ranks of the last round, flat."""
         return self._total
 
-    def use_counts(self, counts: Sequence[int]) -> None:
-        """How many coordinates are sent from now on: of each tensor, or of all together."""
-        if self.counts == tuple(counts) or self.method != "sparse":
+    def use_densities(self, densities: Sequence[float]) -> None:
+        """Which share is sent from now on: of each tensor, or on average of all together."""
+        counts = counts_of(self.sizes, densities, per_tensor=self._per_tensor)
+        if self.counts == counts or self.method != "sparse":
             return
-        self.counts = tuple(counts)
+        self.counts = counts
         if not self.sparse:
             self._format = None
             self._message = self._gathered = torch.empty(0, dtype=torch.uint8)
@@ -194,7 +196,7 @@ class MergedGroup:
     def begin(self, grads: Sequence[Tensor | None]) -> None:
         """Selects from residual plus gradients and packs the message; None counts as zeros."""
         start = perf_counter()
-        self._kept_out = False
+        self._sends_zeros = False
         if self.sparse:
             self._need_residual()
         self._accumulate(grads)
@@ -206,7 +208,7 @@ class MergedGroup:
     @torch.no_grad()
     def begin_with_zeros(self) -> None:
         """Instead of `begin`, on a rank without gradients: what is carried over stays as it is."""
-        self._kept_out = True
+        self._sends_zeros = True
         if self.sparse:
             assert self._format is not None
             indices = torch.arange(self._format.count, device=self._device)
@@ -237,7 +239,7 @@ class MergedGroup:
 
     def accept(self) -> None:
         """The round is done: what was sent is no longer carried over."""
-        if self._kept_out:
+        if self._sends_zeros:
             return
         if not self.sparse:
             self._residual, self._residual_views = None, []
@@ -253,7 +255,7 @@ class MergedGroup:
 
         What was chosen is put back, and this round's gradient taken out again.
         """
-        if self._kept_out:
+        if self._sends_zeros:
             return
         self._staging.wait_received()
         chosen, self._chosen = self._chosen, None

@@ -152,10 +152,10 @@ class StepWatch:
         Under DistributedDataParallel its gradient would be the mean of all ranks. Here it stays
         this rank's own, and so is what is computed from all gradients, such as their norm.
         """
-        spell = self._aggregation.counters.rounds // _LOOK_EVERY
-        if self._warned or spell == self._looked_at:
+        look = self._aggregation.counters.rounds // _LOOK_EVERY
+        if self._warned or look == self._looked_at:
             return
-        self._looked_at = spell
+        self._looked_at = look
         for name, parameter in self._model.named_parameters():
             if parameter.grad is None or self._aggregation.knows(parameter):
                 continue
