@@ -100,7 +100,8 @@ def test_encryption_without_a_secret_says_how_to_make_one(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"), [("short", "holds 5 bytes"), (5000 * "x", "or more"), (None, "plain file")]
+    ("content", "said"),
+    [("short", "holds 5 bytes"), (5000 * "x", "5000 bytes"), (None, "plain file")],
 )
 def test_what_is_no_file_with_a_secret_is_refused(tmp_path, monkeypatch, content, said):
     path = tmp_path / "secret"
@@ -109,7 +110,7 @@ def test_what_is_no_file_with_a_secret_is_refused(tmp_path, monkeypatch, content
     monkeypatch.setenv(SECRET_FILE, str(path))
     with pytest.raises(ValueError, match=r"openssl rand") as caught:
         run_ranks(1, lambda rank, group: ZeroMQTransport(group))
-    assert said in str(caught.value) or "directory" in str(caught.value)
+    assert said in str(caught.value)
 
 
 def test_a_secret_that_others_can_read_warns(secret):

@@ -2,12 +2,10 @@ import re
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.tensor import Shard, distribute_tensor
 
-from gossipgrad.comm import BucketPlan, FlatBuffers, TensorSpec, local, split
+from gossipgrad.comm import BucketPlan, TensorSpec
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 
@@ -74,73 +72,13 @@ def test_settings_are_checked():
 
 
 @pytest.mark.parametrize(
-    ("tensor", "message"),
+    ("tensor", "way_out"),
     [
-        (
-            torch.zeros(2, dtype=torch.complex64),
-            "'w' is complex (torch.complex64): train torch.view_as_real of it instead",
-        ),
-        (
-            torch.zeros(2, 2).to_sparse(),
-            "'w' is sparse (torch.sparse_coo), buckets hold dense tensors: use "
-            "nn.Embedding(sparse=False), or payload='weights', which sends no gradients",
-        ),
-        (
-            torch.zeros(2, dtype=torch.int64),
-            "'w' is of type torch.int64, which has no average; tensors of torch.float32, "
-            "torch.float64, torch.bfloat16, torch.float16 have",
-        ),
+        (torch.zeros(2, dtype=torch.complex64), "train torch.view_as_real of it"),
+        (torch.zeros(2, 2).to_sparse(), "nn.Embedding(sparse=False)"),
+        (torch.zeros(2, dtype=torch.int64), "has no average"),
     ],
 )
-def test_what_cannot_be_averaged_is_refused_with_the_way_out(tensor, message):
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+def test_what_cannot_be_averaged_is_refused_with_the_way_out(tensor, way_out):
+    with pytest.raises(ValueError, match=f"^'w' is .*{re.escape(way_out)}"):
         TensorSpec.of("w", tensor)
-
-
-def test_filling_copies_values_whatever_the_strides_and_splits_back():
-    image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
-    turned = torch.randn(3, 2).t()
-    scalar = torch.tensor(7.0)
-    tensors = [image, turned, scalar]
-    plan = BucketPlan.make([TensorSpec.of(str(i), t) for i, t in enumerate(tensors)])
-    buffers = FlatBuffers(plan, torch.device("cpu"))
-    assert buffers.size_bytes == plan.size_bytes
-    (bucket,) = plan.buckets
-    buffers.fill(0, [tensors[i] for i in bucket.indices])
-    for index, piece in zip(bucket.indices, split(buffers.flats[0], plan, bucket), strict=True):
-        assert torch.equal(piece, tensors[index])
-    flat = buffers.flats[0].clone()
-    buffers.fill(0, [None] * 3)
-    assert buffers.flats[0].eq(0).all()
-    for index, piece in zip(bucket.indices, split(flat, plan, bucket), strict=True):
-        tensors[index].copy_(piece)
-    assert image.is_contiguous(memory_format=torch.channels_last)
-
-
-def test_a_narrow_wire_rounds_and_leaves_the_tensors_alone():
-    tensor = torch.nn.Parameter(torch.tensor([1.0, 1.0 + 2**-12]))
-    plan = BucketPlan.make([TensorSpec.of("w", tensor)], wire_dtype=BF16)
-    buffers = FlatBuffers(plan, torch.device("cpu"))
-    buffers.fill(0, [tensor])
-    assert buffers.flats[0].dtype == BF16
-    assert buffers.flats[0].tolist() == [1.0, 1.0]
-    assert tensor[1] != 1.0
-
-
-def test_distributed_tensors_count_by_their_local_shard():
-    store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        mesh = dist.init_device_mesh("cpu", (1,))
-        whole = torch.arange(6.0).reshape(3, 2)
-        tensor = distribute_tensor(whole, mesh, [Shard(0)])
-        assert TensorSpec.of("d", tensor) == TensorSpec("d", (3, 2), F32)
-        assert torch.equal(local(tensor), whole)
-        plan = BucketPlan.make([TensorSpec.of("d", tensor)])
-        buffers = FlatBuffers(plan, torch.device("cpu"))
-        buffers.fill(0, [local(tensor)])
-        assert torch.equal(buffers.views[0][0], whole)
-        local(tensor).add_(1)
-        assert torch.equal(tensor.full_tensor(), whole + 1)
-    finally:
-        dist.destroy_process_group()

@@ -1,14 +1,16 @@
-"""What holds for exchanges, whatever transport moves them."""
+"""How exchanges end, whatever transport moves them."""
 
 import time
 
 import pytest
 import torch
 
-from gossipgrad.comm import Outcome, Part
+from gossipgrad.comm import Channel, Hub, News, Outcome, Part
+from support.links import RUN
 from support.waiting import quick, until
 
 D, L, V, X = Outcome.DELIVERED, Outcome.LATE, Outcome.VOID, Outcome.DEAD_PEER
+in_process = pytest.mark.parametrize("kind", ["in-process"])
 
 
 def part(value, size=4):
@@ -19,57 +21,54 @@ def post(channel, peer, round=0, value=0.0, bucket=0, size=4, **options):
     return channel.post(round, bucket, part(value, size), send_to=peer, recv_from=peer, **options)
 
 
-def test_both_parts_arrive(channels):
-    a, b = channels()
-    mine, theirs = post(a, 1, value=1), post(b, 0, value=2)
+def both(a, b, round=0, value=0.0):
+    """An exchange that counts; what the first one gets."""
+    mine, theirs = post(a, b.rank, round), post(b, a.rank, round, value)
     assert (a.take(mine, 30.0), b.take(theirs, 30.0)) == (D, D)
-    assert mine.received.tolist() == [2.0] * 4
-    assert theirs.received.sub_(0.5).tolist() == [0.5] * 4  # it may be written
-    assert not mine.open
-    assert mine.finished_seconds >= mine.posted_seconds
-    assert a.bytes_sent == a.bytes_received == 16
+    return mine.received.tolist()
 
 
-def test_a_part_that_is_here_before_the_post_is_taken_at_once(channels):
-    a, b = channels()
-    b_side = post(b, 0, value=7)
-    until(lambda: a.poll() or a.early_bytes)
-    mine = post(a, 1, value=1)
-    assert mine.outcome is D
-    assert mine.received.tolist() == [7.0] * 4
-    assert b.take(b_side, 30.0) is D
+def test_both_parts_arrive_in_any_order_of_buckets(channels):
+    sizes = (4, 2, 0)
+    a, b = channels(sizes=sizes)
+    mine = {i: post(a, 1, bucket=i, value=i, size=sizes[i]) for i in (0, 1, 2)}
+    theirs = {i: post(b, 0, bucket=i, value=10 + i, size=sizes[i]) for i in (2, 1, 0)}
+    for i in (1, 0, 2):
+        assert (a.take(mine[i], 30.0), b.take(theirs[i], 30.0)) == (D, D)
+        assert mine[i].received.tolist() == [10.0 + i] * sizes[i]
+    assert theirs[0].received.sub_(0.5).tolist() == [-0.5] * 4  # it may be written
+    assert mine[0].finished_seconds >= mine[0].posted_seconds
+    assert a.bytes_sent == a.bytes_received == 24
+
+
+def test_rounds_of_a_link_keep_apart_and_a_part_that_is_here_is_taken_at_once(channels):
+    a, b = channels(credits=10)
+    sent = [post(b, 0, round=r, value=r) for r in range(10)]
+    until(lambda: a.poll() or a.early_bytes == 160)
+    mine = [post(a, 1, round=r) for r in range(10)]
+    assert [x.outcome for x in mine] == [D] * 10
+    assert [x.received[0].item() for x in mine] == list(range(10))
+    assert [b.take(x, 30.0) for x in sent] == [D] * 10
+    assert a.early_bytes == 0
 
 
 def test_late_then_delivered_by_a_second_take(channels):
     a, b = channels()
-    mine = post(a, 1)
-    took = []
-
-    def late():
-        start = time.perf_counter()
-        assert a.take(mine, 0.1) is L
-        took.append(time.perf_counter() - start)
-        return took[-1]
-
-    quick(late, 0.2)
-    assert min(took) >= 0.1
-    assert mine.open
+    mine, start = post(a, 1), time.perf_counter()
+    assert a.take(mine, 0.1) is L
+    assert time.perf_counter() - start >= 0.1
     post(b, 0, value=3)
-    assert a.take(mine, 30.0) is D
+    assert (a.take(mine, 30.0), a.take(mine, 0.0)) == (D, D)
     assert mine.received.tolist() == [3.0] * 4
-    assert a.take(mine, 0.0) is D
 
 
-def test_a_peer_that_left_is_dead_and_later_rounds_say_so_at_once(channels, leave):
+def test_a_peer_that_left_is_dead_and_what_it_posted_before_counts(channels, leave):
     a, b = channels()
-    done = post(a, 1), post(b, 0)
-    assert (a.take(done[0], 30.0), b.take(done[1], 30.0)) == (D, D)
-    mine = post(a, 1, round=1)
+    mine, theirs = post(a, 1), post(b, 0, value=5)
+    assert b.take(theirs, 30.0) is D
     leave(b)
-    start = time.perf_counter()
-    assert a.take(mine, 60.0) is X
-    assert time.perf_counter() - start < 30.0
-    assert a.gone == {1: "left"}
+    assert a.take(mine, 30.0) is D
+    until(lambda: a.poll() or a.gone == {1: "left"})
     later = post(a, 1, round=2)
     assert later.outcome is X
     assert later.ticket.done
@@ -80,66 +79,42 @@ def test_what_was_sent_before_leaving_counts_where_nothing_was_due_in_return(cha
     a, b = channels()
     for round in range(2):
         b.post(round, 0, part(5), send_to=0, recv_from=None)
-    until(lambda: a.poll() or a.early_bytes == 32)
     leave(b)
     until(lambda: a.poll() or a.gone == {1: "left"})
-    mine = post(a, 1)
-    assert mine.outcome is X
-    assert mine.received is None
+    assert a.early_bytes == 32
+    assert post(a, 1).outcome is X
     takes = a.post(1, 0, part(0), send_to=None, recv_from=1)
     assert a.take(takes, 30.0) is D
     assert takes.received.tolist() == [5.0] * 4
 
 
-def test_what_was_posted_before_its_partner_left_counts(channels, leave):
-    a, b = channels()
-    mine, theirs = post(a, 1, value=1), post(b, 0, value=5)
-    assert b.take(theirs, 30.0) is D
-    until(lambda: b._outbox.empty)
-    leave(b)
-    assert a.take(mine, 30.0) is D
-    assert mine.received.tolist() == [5.0] * 4
-    until(lambda: a.poll() or a.gone == {1: "left"})
-
-
 @pytest.mark.parametrize("they_met", [True, False])
-def test_a_peer_that_vanished_without_a_word_is_dead(channels, they_met):
-    a, b = channels()
+def test_a_peer_that_vanished_is_dead_and_disturbs_no_other_link(channels, they_met):
+    size = 1 << 18
+    a, b, c = channels(3, sizes=(4, size), credits=4)
     if they_met:
-        done = post(a, 1), post(b, 0)
-        assert (a.take(done[0], 30.0), b.take(done[1], 30.0)) == (D, D)
-    mine = post(a, 1, round=1)
+        both(a, b)
+    b.post(2, 0, part(0), send_to=0, recv_from=None)
+    mine = post(a, 1, round=2, bucket=1, size=size)
+    until(lambda: a.poll() or a.early_bytes)
     b.transport.close()
-    start = time.perf_counter()
+    both(a, c, round=4)
     assert a.take(mine, 60.0) is X
-    assert time.perf_counter() - start < 30.0
     assert a.gone == {1: "was lost"}
+    assert mine.ticket.wait(30.0)
+    assert a.early_bytes == 0
 
 
-def test_a_lost_peer_disturbs_no_other_link(channels):
-    a, b, c = channels(3)
-    first = post(a, 1), post(b, 0)
-    assert (a.take(first[0], 30.0), b.take(first[1], 30.0)) == (D, D)
-    b.transport.close()
-    lost = post(a, 1, round=1)
-    other = post(a, 2, round=2, value=1), post(c, 0, round=2, value=2)
-    assert (a.take(other[0], 30.0), c.take(other[1], 30.0)) == (D, D)
-    assert a.take(lost, 30.0) is X
-
-
-def test_credits_void_a_further_round_and_name_it_to_the_partner(channels):
+def test_credits_void_a_further_round_on_both_ends(channels):
     a, b = channels(credits=2)
-    first, second = post(a, 1, round=3, value=3), post(a, 1, round=5, value=5)
-    third = post(a, 1, round=8, value=8)
-    assert third.outcome is V
-    assert third.ticket.done
+    mine = [post(a, 1, round=r, value=r) for r in (3, 5, 8)]
+    assert mine[2].outcome is V
+    assert mine[2].ticket.done
     until(lambda: b.poll() or b.heard == 8)
-    answers = [post(b, 0, round=r, value=r) for r in (3, 5, 8)]
-    assert answers[2].outcome is V
-    assert [b.take(x, 30.0) for x in answers[:2]] == [D, D]
-    assert [a.take(x, 30.0) for x in (first, second)] == [D, D]
-    assert first.received.tolist() == [3.0] * 4
-    assert second.received.tolist() == [5.0] * 4
+    theirs = [post(b, 0, round=r, value=r) for r in (3, 5, 8)]
+    assert [b.take(x, 30.0) for x in theirs] == [D, D, V]
+    assert [a.take(x, 30.0) for x in mine] == [D, D, V]
+    assert [x.received[0].item() for x in mine[:2]] == [3.0, 5.0]
 
 
 def test_a_round_voided_by_the_partner_ends_what_was_posted(channels):
@@ -147,74 +122,21 @@ def test_a_round_voided_by_the_partner_ends_what_was_posted(channels):
     mine = post(a, 1, round=4)
     b.void(4, 0)
     assert a.take(mine, 30.0) is V
-    after = post(a, 1, round=5, value=1), post(b, 0, round=5, value=2)
-    assert (a.take(after[0], 30.0), b.take(after[1], 30.0)) == (D, D)
+    both(a, b, round=5)
 
 
 def test_cancel_drops_the_part_should_it_come(channels):
     a, b = channels()
     mine = post(a, 1)
     a.cancel(mine)
-    assert mine.outcome is V
     a.cancel(mine)
+    assert mine.outcome is V
     assert b.take(post(b, 0), 30.0) is D
-    after = post(a, 1, round=1, value=1), post(b, 0, round=1, value=9)
-    assert a.take(after[0], 30.0) is D
-    assert after[0].received.tolist() == [9.0] * 4
+    assert both(a, b, round=1, value=9) == [9.0] * 4
     assert not a.early_bytes
 
 
-def test_a_partner_ahead_sees_rounds_past_the_fence_as_void(channels):
-    a, b = channels(credits=8)
-    pair = post(a, 1, round=0), post(b, 0, round=0)
-    ahead = post(b, 0, round=1)
-    came = {0: a.fence()}
-    start = time.perf_counter()
-    assert b.take(ahead, 60.0) is V
-    assert time.perf_counter() - start < 30.0
-    assert post(b, 0, round=2).outcome is V
-    assert (a.take(pair[0], 30.0), b.take(pair[1], 30.0)) == (D, D)
-    came[1] = b.fence()
-    for channel in (a, b):
-        channel.resume(came, 3)
-    after = post(a, 1, round=3, value=1), post(b, 0, round=3, value=2)
-    assert (a.take(after[0], 30.0), b.take(after[1], 30.0)) == (D, D)
-
-
-def test_replan_goes_on_with_other_buckets(channels):
-    a, b = channels()
-    pair = post(a, 1), post(b, 0)
-    assert (a.take(pair[0], 30.0), b.take(pair[1], 30.0)) == (D, D)
-    for channel in (a, b):
-        channel.replan([Part(torch.float64, 2)])
-    x = a.post(1, 0, torch.ones(2).double(), send_to=1, recv_from=1)
-    y = b.post(1, 0, torch.zeros(2).double(), send_to=0, recv_from=0)
-    assert (a.take(x, 30.0), b.take(y, 30.0)) == (D, D)
-    assert y.received.dtype == torch.float64
-
-
-def test_all_buckets_of_a_round_come_whatever_their_order(channels):
-    a, b = channels(sizes=(4, 2, 0))
-    sizes = (4, 2, 0)
-    mine = {i: post(a, 1, bucket=i, value=i, size=sizes[i]) for i in (0, 1, 2)}
-    theirs = {i: post(b, 0, bucket=i, value=10 + i, size=sizes[i]) for i in (2, 1, 0)}
-    for i in (1, 0, 2):
-        assert a.take(mine[i], 30.0) is D
-        assert b.take(theirs[i], 30.0) is D
-        assert mine[i].received.tolist() == [10.0 + i] * sizes[i]
-
-
-def test_rounds_of_a_link_are_told_apart_and_keep_their_order(channels):
-    a, b = channels(credits=10)
-    sent = [post(b, 0, round=r, value=r) for r in range(10)]
-    mine = [post(a, 1, round=r, value=-r) for r in range(10)]
-    for r in reversed(range(10)):
-        assert a.take(mine[r], 30.0) is D
-        assert mine[r].received.tolist() == [float(r)] * 4
-    assert [b.take(x, 30.0) for x in sent] == [D] * 10
-
-
-def test_directed_schedules(channels):
+def test_directed_and_one_sided_rounds(channels):
     ends = channels(3)
     mine = [
         c.post(0, 0, part(r), send_to=(r - 1) % 3, recv_from=(r + 1) % 3)
@@ -223,29 +145,19 @@ def test_directed_schedules(channels):
     for r, channel in enumerate(ends):
         assert channel.take(mine[r], 30.0) is D
         assert mine[r].received.tolist() == [float((r + 1) % 3)] * 4
-
-
-def test_one_sided_rounds(channels):
-    a, b = channels()
-    gives = a.post(0, 0, part(6), send_to=1, recv_from=None)
-    assert gives.outcome is D
-    assert gives.received is None
-    takes = b.post(0, 0, part(0), send_to=None, recv_from=0)
+    a, b, c = ends
+    gives = a.post(1, 0, part(6), send_to=1, recv_from=None)
+    assert (gives.outcome, gives.received) == (D, None)
+    takes = b.post(1, 0, part(0), send_to=None, recv_from=0)
     assert b.take(takes, 30.0) is D
-    assert takes.received.tolist() == [6.0] * 4
-
-
-def test_a_directed_rank_still_gives_when_its_source_is_dead(channels):
-    a, b, c = channels(3)
-    b.transport.close()
-    assert a.take(a.post(0, 0, part(1), send_to=2, recv_from=1), 30.0) is X
-    assert a.post(1, 0, part(2), send_to=2, recv_from=1).outcome is X
-    takes = c.post(1, 0, part(0), send_to=None, recv_from=0)
+    b.transport.close()  # a rank still gives when its source is dead
+    assert a.take(a.post(2, 0, part(1), send_to=2, recv_from=1), 30.0) is X
+    takes = c.post(2, 0, part(0), send_to=None, recv_from=0)
     assert c.take(takes, 30.0) is D
-    assert takes.received.tolist() == [2.0] * 4
+    assert takes.received.tolist() == [1.0] * 4
 
 
-def test_a_posted_buffer_is_not_written_before_its_ticket_is_done(channels):
+def test_a_posted_buffer_is_read_until_its_ticket_is_done(channels):
     size = 1 << 18
     a, b = channels(sizes=(size,), credits=4)
     buffers = [part(r, size) for r in range(4)]
@@ -259,22 +171,127 @@ def test_a_posted_buffer_is_not_written_before_its_ticket_is_done(channels):
         assert theirs[r].received.eq(r).all()
 
 
-def test_tickets_of_a_dead_peer_are_let_go(channels):
-    size = 1 << 20
-    a, b = channels(sizes=(size,), credits=9)
-    mine = [post(a, 1, round=r, size=size) for r in range(6)]
-    b.transport.close()
-    for exchange in mine:
-        assert a.take(exchange, 30.0) is X
-    until(lambda: all(exchange.ticket.done for exchange in mine))
-    assert post(a, 1, round=9, size=size).ticket.done
-
-
-def test_early_parts_of_a_lost_peer_are_freed(channels):
+def test_replan_goes_on_with_other_buckets(channels):
     a, b = channels()
-    a.void(0, 1)  # opens its link, and so sees it break
-    post(b, 0, round=5)
-    until(lambda: a.poll() or a.early_bytes == 16)
-    b.transport.close()
+    both(a, b)
+    for channel in (a, b):
+        channel.replan([Part(torch.float64, 2)])
+    x = a.post(1, 0, torch.ones(2).double(), send_to=1, recv_from=1)
+    y = b.post(1, 0, torch.zeros(2).double(), send_to=0, recv_from=0)
+    assert (a.take(x, 30.0), b.take(y, 30.0)) == (D, D)
+    assert y.received.dtype == torch.float64
+
+
+# -- generations ----------------------------------------------------------------------------------
+
+
+class Watching(News):
+    """What a channel hears of others, and who they are said to have expelled."""
+
+    def __init__(self):
+        self.ranks, self.heard = set(), []
+
+    def ahead(self, generation):
+        self.heard.append(generation)
+
+    def expelled(self):
+        return self.ranks
+
+
+def test_a_round_of_an_older_generation_is_void_on_both_ends(channels):
+    news = Watching()
+    a, b = channels(news=news)
+    mine = post(a, 1, round=3)
+    b.enter(1, 3, [0, 1])
+    assert a.take(mine, 30.0) is V
+    assert news.heard == [1]
+    until(lambda: b.poll() or b.bytes_received)
+    assert post(b, 0, round=3).outcome is V, "a lives in generation 0 still: nobody waits for it"
+    assert post(a, 1, round=4).outcome is V
+
+
+def test_what_both_sent_in_the_same_generation_counts_however_late(channels):
+    a, b = channels()
+    mine, theirs = post(a, 1, value=1), post(b, 0, value=2)
+    a.enter(1, 1, [0, 1])
+    b.enter(1, 1, [0, 1])
+    assert (a.take(mine, 30.0), b.take(theirs, 30.0)) == (D, D)
+
+
+@pytest.mark.parametrize("generation", [1, 2**31])
+def test_rounds_before_a_peer_entered_are_void(channels, generation):
+    a, b = channels()
+    a.enter(generation, 5, [0, 1])
+    b.enter(generation, 6, [0, 1])
+    until(lambda: a.poll() or b.poll() or (a.heard, b.heard) == (6, 5))
+    assert post(a, 1, round=5).outcome is V, "b entered with round 6"
+    both(a, b, round=6)
+
+
+def test_the_living_go_on_with_each_other_when_two_are_expelled(channels):
+    news = Watching()
+    ends = channels(4, news=news)
+    a, b = ends[0], ends[2]
+    open_ones = post(a, 1), post(b, 3)
+    news.ranks = {1, 3}
+    for end in (a, b):
+        end.poll()
+        end.enter(1, 1, [0, 2])
+    assert [x.outcome for x in open_ones] == [X, X]
+    until(lambda: a.poll() or b.poll() or (a.heard, b.heard) == (1, 1))
+    both(a, b, round=1)
+    refused = a.refused
+    ends[1].post(9000, 0, part(0), send_to=0, recv_from=None)  # it trains on, alone and fast
+    until(lambda: a.poll() or a.refused > refused)
+    assert a.heard == 1
+
+
+# -- the end --------------------------------------------------------------------------------------
+
+
+def test_post_and_take_after_close_are_void_and_quick(channels):
+    a, _ = channels()
+    before = post(a, 1)
+    a.close()
+    after, start = post(a, 1, round=1), time.perf_counter()
+    assert (a.take(before, 60.0), a.take(after, 60.0)) == (V, V)
+    a.poll(60.0)
+    a.void(2, 1)
+    a.close(linger_seconds=60.0)
+    assert time.perf_counter() - start < 30.0
+
+
+def test_close_is_quick_while_peers_are_silent_dead_or_many(channels):
+    def closed():
+        ends = channels(6)
+        for peer in range(1, 6):
+            post(ends[0], peer, round=peer)
+        ends[1].transport.close()
+        ends[2].close()
+        start = time.perf_counter()
+        ends[0].close(linger_seconds=0.5)
+        return time.perf_counter() - start
+
+    quick(closed, 1.5)
+
+
+@in_process
+def test_early_parts_of_a_peer_that_left_are_freed_with_its_generation(channels, leave):
+    a, b = channels()
+    b.post(5, 0, part(1), send_to=0, recv_from=None)
+    leave(b)
     until(lambda: a.poll() or a.gone)
+    assert a.early_bytes == 16  # a directed round may still want it
+    a.enter(1, 1, [0])
     assert a.early_bytes == 0
+
+
+@in_process
+def test_wrong_arguments_are_refused(channels):
+    a, _ = channels()
+    for payload in (part(0, 5), part(0).double()):
+        with pytest.raises(ValueError, match="bucket 0 is planned as 4 x"):
+            a.post(0, 0, payload, send_to=1, recv_from=1)
+    for options in ({"run": b"abc"}, {"run": RUN, "credits": 0}):
+        with pytest.raises(ValueError, match="must be"):
+            Channel(Hub(2).transport(0), plan=[], **options)

@@ -12,9 +12,12 @@ from support.ranks import run_ranks
 @pytest.mark.parametrize(("bind", "address"), [("127.0.0.2", "127.0.0.2"), ("lo", "127.0.0.1")])
 def test_the_interface_may_be_named_in_the_environment(monkeypatch, bind, address):
     monkeypatch.setenv("GOSSIPGRAD_BIND", bind)
-    end = run_ranks(1, lambda rank, group: ZeroMQTransport(group))[0]
-    assert end.address == address
-    end.close()
+    ends = run_ranks(
+        2, lambda rank, group: ZeroMQTransport(group, bind="127.0.0.1" if rank else None)
+    )
+    assert [end.address for end in ends] == [address, "127.0.0.1"]
+    for end in ends:
+        end.close()
 
 
 @pytest.mark.parametrize(

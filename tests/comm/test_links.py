@@ -92,28 +92,19 @@ def test_garbage_over_a_link_is_dropped_and_disturbs_nobody_else(monkeypatch):
 
 
 @pytest.mark.parametrize("encrypt", [False, True])
-def test_a_payload_of_the_limit_arrives(encrypt, secret):
+def test_a_payload_of_the_limit_arrives_and_none_above_it(encrypt, secret):
     """Encrypted ones are longer on the wire, where ZeroMQ looks."""
-    size = (1 << 16) + 16
+    size, events = (1 << 16) + 16, []
     ends = run_ranks(
         2, lambda rank, group: ZeroMQTransport(group, max_payload_bytes=size, encrypt=encrypt)
     )
-    for one, other in (ends, ends[::-1]):
-        one.send(other.rank, bytes(1 << 14), torch.ones(size, dtype=torch.uint8))
-        events = []
-        until(lambda other=other, events=events: events.extend(other.receive(0.01)) or events)
-        (arrival,) = events
-        assert arrival.header == bytes(1 << 14)
-        assert arrival.payload.eq(1).all()
-        assert arrival.payload.numel() == size
-    for end in ends:
-        end.close()
-
-
-def test_a_payload_above_the_limit_is_refused_where_it_is_sent():
-    ends = run_ranks(2, lambda rank, group: ZeroMQTransport(group, max_payload_bytes=1 << 16))
-    with pytest.raises(ValueError, match=r"70000 bytes is above max_payload_bytes=65536: use smal"):
-        ends[0].send(1, b"header", torch.zeros(70000, dtype=torch.uint8))
+    ends[0].send(1, bytes(1 << 14), torch.ones(size, dtype=torch.uint8))
+    until(lambda: events.extend(ends[1].receive(0.01)) or events)
+    assert events[0].header == bytes(1 << 14)
+    assert events[0].payload.eq(1).all()
+    assert events[0].payload.numel() == size
+    with pytest.raises(ValueError, match=f"is above max_payload_bytes={size}: use smal"):
+        ends[0].send(1, b"header", torch.zeros(size + 1, dtype=torch.uint8))
     for end in ends:
         end.close()
 
@@ -164,15 +155,6 @@ def test_a_failed_start_leaves_no_socket(monkeypatch):
     assert all(c.closed for c in contexts)
 
 
-def test_one_rank_may_name_its_interface_and_the_other_not():
-    ends = run_ranks(
-        2, lambda rank, group: ZeroMQTransport(group, bind="127.0.0.1" if rank else None)
-    )
-    assert [end.address for end in ends] == 2 * ["127.0.0.1"]
-    for end in ends:
-        end.close()
-
-
 def test_a_link_that_broke_one_way_is_told_and_made_anew_in_the_next_generation():
     """Until then both ends see the other as gone, and neither hangs."""
     ends = make_transports("zeromq", 2)
@@ -193,30 +175,12 @@ def test_a_link_that_broke_one_way_is_told_and_made_anew_in_the_next_generation(
     for end in (a, b):
         end.enter(1, 3, [0, 1])
     assert a.gone == b.gone == {}
-    until(lambda: a.poll() or b.poll() or min(a._ledgers[1].latest, b._ledgers[0].latest) > 0)
+    until(lambda: a.poll() or b.poll() or (a.heard, b.heard) == (3, 3))
     anew = post(a, 1, round=3, value=5), post(b, 0, round=3, value=6)
     assert (a.take(anew[0], 30.0), b.take(anew[1], 30.0)) == (D, D)
     assert anew[0].received.tolist() == [6.0] * 4
     a.close()
     b.close()
-
-
-def test_monitors_and_sockets_end_with_their_links():
-    end, *others = make_transports("zeromq", 4)
-    for peer in (1, 2, 3):
-        end.send(peer, b"header")
-    assert len(end._poller.sockets) == 4
-    monitors = [link.monitor for link in end._links.values()]
-    end.forget(2)
-    end.forget(2)
-    assert len(end._poller.sockets) == 3
-    end.close()
-    end.close()
-    assert all(monitor.closed for monitor in monitors)
-    assert end.receive(0.0) == []
-    assert end.send(1, b"header").done
-    for other in others:
-        other.close()
 
 
 @pytest.mark.parametrize("name", ["in-process", "zeromq"])

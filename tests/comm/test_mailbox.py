@@ -32,7 +32,7 @@ def test_what_is_published_is_here_and_with_those_it_was_sent_to(boxes):
     mail = arrived(ends, boxes, 1, 1, 3)
     assert torch.equal(mail.values, values)
     assert (mail.sender, boxes[0].latest(1).version) == (0, 3)
-    until(lambda: all(ticket.done for ticket in tickets))
+    assert all(ticket.wait(30.0) for ticket in tickets)
     ends[2].poll()
     assert boxes[2].latest(1) is None
     assert boxes[1].latest(0) is None
@@ -40,44 +40,38 @@ def test_what_is_published_is_here_and_with_those_it_was_sent_to(boxes):
 
 def test_an_older_version_replaces_no_newer_one(boxes):
     ends, boxes = boxes
-    boxes[0].publish(0, torch.full((4,), 5.0), version=5, peers=[2])
-    arrived(ends, boxes, 2, 0, 5)
-    boxes[1].publish(0, torch.full((4,), 4.0), version=4, peers=[2])
-    boxes[1].publish(0, torch.full((4,), 6.0), version=6, peers=[2])
+    for sender, version in ((0, 5), (1, 4), (1, 6), (0, 1)):
+        boxes[sender].publish(0, torch.full((4,), float(version)), version=version, peers=[2])
+    for sender in (0, 1):  # behind all that
+        boxes[sender].publish(
+            1, torch.zeros(70_000, dtype=torch.bfloat16), version=sender, peers=[2]
+        )
+    arrived(ends, boxes, 2, 1, 1)
     assert arrived(ends, boxes, 2, 0, 6).values.tolist() == [6.0] * 4
-    boxes[0].publish(0, torch.full((4,), 1.0), version=1, peers=[2])
-    boxes[0].publish(1, torch.zeros(70_000, dtype=torch.bfloat16), version=0, peers=[2])
-    arrived(ends, boxes, 2, 1, 0)
-    assert boxes[2].latest(0).version == 6
 
 
 def test_mail_goes_on_beside_rounds_and_collectives(boxes):
     ends, boxes = boxes
     a, b, _ = ends
     boxes[0].publish(0, torch.ones(4), version=1, peers=[1])
-    fences = {rank: end.fence() for rank, end in enumerate(ends)}
+    epochs = {rank: end.fence() for rank, end in enumerate(ends)}
     boxes[0].publish(0, torch.ones(4), version=2, peers=[1])
     for end in ends:
-        end.resume(fences, 0)
-    sent = [
-        end.post(0, 0, torch.ones(4), send_to=1 - rank, recv_from=1 - rank)
-        for rank, end in enumerate((a, b))
-    ]
-    outcomes = [end.take(each, 30.0) for end, each in zip((a, b), sent, strict=True)]
-    assert outcomes == [Outcome.DELIVERED] * 2
-    assert arrived(ends, boxes, 1, 0, 2).version == 2
+        end.resume(epochs, 0)
+    mine = a.post(0, 0, torch.ones(4), send_to=1, recv_from=1)
+    theirs = b.post(0, 0, torch.ones(4), send_to=0, recv_from=0)
+    assert (a.take(mine, 30.0), b.take(theirs, 30.0)) == (Outcome.DELIVERED,) * 2
+    arrived(ends, boxes, 1, 0, 2)
 
 
-def test_nothing_waits_for_a_peer_that_is_gone(boxes):
+def test_a_peer_that_is_gone_gets_nothing_and_holds_nothing(boxes):
     ends, boxes = boxes
-    boxes[0].publish(0, torch.ones(4), version=0, peers=[1])
-    arrived(ends, boxes, 1, 0, 0)
     ends[1].close()
     ends[0].void(0, 1)
     until(lambda: ends[0].poll() or ends[0].gone)
     tickets = boxes[0].publish(0, torch.ones(4), version=1, peers=[1, 2])
     assert arrived(ends, boxes, 2, 0, 1).version == 1
-    until(lambda: all(ticket.done for ticket in tickets))
+    assert all(ticket.wait(30.0) for ticket in tickets)
 
 
 @pytest.mark.parametrize("values", [torch.ones(5), torch.ones(4).double()])

@@ -177,30 +177,20 @@ def _derive(key: bytes, purpose: bytes) -> bytes:
 
 def _secret_in(where: str) -> bytes:
     """What a file holds, space at both ends left out; warns if other users can read it."""
+    path = Path(where)
     try:
-        content = _content(Path(where))
+        if not path.is_file():  # a pipe might never end
+            raise FileNotFoundError(errno.ENOENT, "there is no plain file")
+        mode, content = path.stat().st_mode, path.read_bytes().strip()
     except OSError as error:
         raise ValueError(
             f"cannot read {SECRET_FILE}={where}: {error.strerror}; {_WAY_OUT}"
         ) from error
+    if os.name == "posix" and mode & (stat.S_IRGRP | stat.S_IROTH):
+        warnings.warn(f"other users can read the secret in {path}: chmod 600 {path}", stacklevel=2)
     if not _LEAST_BYTES <= len(content) <= _MOST_BYTES:
         raise ValueError(
-            f"{SECRET_FILE}={where} holds {len(content)} bytes or more, but a secret has "
-            f"{_LEAST_BYTES} to {_MOST_BYTES}: {_WAY_OUT}"
+            f"{SECRET_FILE}={where} holds {len(content)} bytes, but a secret has {_LEAST_BYTES} to "
+            f"{_MOST_BYTES}: {_WAY_OUT}"
         )
     return content
-
-
-def _content(path: Path) -> bytes:
-    def opener(name: str, flags: int) -> int:
-        return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))  # a pipe may have no writer
-
-    with open(path, "rb", opener=opener) as file:
-        mode = os.fstat(file.fileno()).st_mode
-        if not stat.S_ISREG(mode):
-            raise OSError(errno.EINVAL, "it is no plain file")
-        if os.name == "posix" and mode & (stat.S_IRGRP | stat.S_IROTH):
-            warnings.warn(
-                f"other users can read the secret in {path}: chmod 600 {path}", stacklevel=2
-            )
-        return file.read(_MOST_BYTES + 64).strip()

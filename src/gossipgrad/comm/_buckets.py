@@ -7,13 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gossipgrad.comm._part import Part
-from gossipgrad.comm._wire import FLOATING
+from gossipgrad.comm._wire import FLOATING, Part
 
-__all__ = ["BucketPlan", "FlatBuffers", "TensorSpec", "is_sharded", "local"]
+__all__ = ["BucketLayout", "BucketPlan", "TensorSpec", "is_sharded", "local"]
 
 DEFAULT_BUCKET_BYTES = 4 << 20
-_LARGEST_FP16 = torch.finfo(torch.float16).max
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -127,17 +125,14 @@ class BucketPlan:
             width = (wire_dtype or spec.dtype).itemsize
             if sum(specs[i].numel for i in indices) * width >= bucket_bytes:
                 del filling[spec.dtype]
-        buckets = [
-            BucketLayout(
-                indices=tuple(indices),
-                part=Part(
-                    wire_dtype or specs[indices[0]].dtype, sum(specs[i].numel for i in indices)
-                ),
-                dtype=specs[indices[0]].dtype,
-            )
-            for indices in done
-        ]
-        return cls(tuple(specs), tuple(bucket for bucket in buckets if bucket.part.numel))
+        buckets = []
+        for indices in done:
+            dtype, numel = specs[indices[0]].dtype, sum(specs[i].numel for i in indices)
+            if numel:
+                buckets.append(
+                    BucketLayout(tuple(indices), Part(wire_dtype or dtype, numel), dtype)
+                )
+        return cls(tuple(specs), tuple(buckets))
 
     def sending(self, part_of: Callable[[Part], Part]) -> "BucketPlan":
         """As many buckets, each of one flat tensor that is sent in place of all it has."""
@@ -162,61 +157,3 @@ class BucketPlan:
     def size_bytes(self) -> int:
         """Bytes of all buckets on the wire."""
         return sum(part.size_bytes for part in self.parts)
-
-
-class FlatBuffers:
-    """Storage for all buckets of a plan, and views of it in the tensors' shapes.
-
-    Attributes:
-        flats: One flat tensor a bucket, of the wire type (or `dtype`), shape `(numel,)`.
-        views: For each bucket one view a tensor, in the order of `BucketLayout.indices`.
-    """
-
-    def __init__(
-        self, plan: BucketPlan, device: torch.device, dtype: torch.dtype | None = None
-    ) -> None:
-        self.plan = plan
-        self.flats = [
-            torch.zeros(bucket.part.numel, dtype=dtype or bucket.part.dtype, device=device)
-            for bucket in plan.buckets
-        ]
-        self.views = [
-            split(flat, plan, bucket) for flat, bucket in zip(self.flats, plan.buckets, strict=True)
-        ]
-
-    @property
-    def size_bytes(self) -> int:
-        """Memory held."""
-        return sum(flat.numel() * flat.itemsize for flat in self.flats)
-
-    @torch.no_grad()
-    def fill(self, bucket: int, tensors: Sequence[Tensor | None]) -> None:
-        """Copies a bucket's tensors into it, casting to the wire type; None counts as zeros.
-
-        What fp16 cannot hold becomes its largest value: both ends subtract what they sent, so that
-        costs a slower exchange and no infinity.
-        """
-        views = self.views[bucket]
-        missing = [i for i, tensor in enumerate(tensors) if tensor is None]
-        if missing:
-            torch._foreach_zero_([views[i] for i in missing])
-        there = [i for i, tensor in enumerate(tensors) if tensor is not None]
-        if there:
-            torch._foreach_copy_([views[i] for i in there], [_present(tensors[i]) for i in there])
-        flat = self.flats[bucket]
-        if flat.dtype == torch.float16 and self.plan.buckets[bucket].dtype != torch.float16:
-            flat.clamp_(-_LARGEST_FP16, _LARGEST_FP16)
-
-
-def _present(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor
-
-
-def split(flat: Tensor, plan: BucketPlan, bucket: BucketLayout) -> list[Tensor]:
-    """Views of a flat bucket in its tensors' shapes."""
-    sizes = [plan.specs[index].numel for index in bucket.indices]
-    return [
-        piece.view(plan.specs[index].shape)
-        for piece, index in zip(flat.split(sizes), bucket.indices, strict=True)
-    ]

@@ -4,22 +4,18 @@ import logging
 import os
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
-from functools import partial
 
 from torch import Tensor
 
-from gossipgrad.comm._exchange import Exchange, Outcome
 from gossipgrad.comm._grants import Grants
-from gossipgrad.comm._ledger import LOST, Ledgers, era_of, place
+from gossipgrad.comm._ledger import LOST, Exchange, Ledger, Outcome, place
 from gossipgrad.comm._news import News
 from gossipgrad.comm._outbox import Outbox
-from gossipgrad.comm._part import Part, check_planned, check_run, read, values_of
-from gossipgrad.comm._transport import Arrival, Lost, Ticket, Transport
-from gossipgrad.comm._turn import Turn
-from gossipgrad.comm._wire import Header, Kind, WireError
+from gossipgrad.comm._transport import Arrival, Lost, Sent, Ticket, Transport
+from gossipgrad.comm._wire import Header, Kind, Part, WireError
 
 __all__ = ["Channel"]
 
@@ -28,6 +24,7 @@ logger = logging.getLogger(__name__)
 _LEAVE_SECONDS = 0.2  # for the last message; a peer that misses it sees the link go down
 _LEFT = "left"
 _WAKE_SECONDS = 0.5  # a wait wakes this often, so that Ctrl-C and silent deaths are seen
+_END_SECONDS = 5.0  # for another thread to end its wait, which takes `_WAKE_SECONDS`
 
 
 class Channel:
@@ -51,6 +48,12 @@ class Channel:
         news: Is notified of who is gone, and of later generations.
         peers: The ranks that live, where this one joins others: it does not say that it enters
             until it arrives. None: those of the transport, who begin together.
+
+    Attributes:
+        heard: The highest round that a message has named, -1 before any.
+        bytes_sent: Of payloads that were posted to peers.
+        bytes_received: Of payloads of rounds.
+        refused: How many messages were dropped.
     """
 
     def __init__(
@@ -64,45 +67,44 @@ class Channel:
         news: News | None = None,
         peers: Collection[int] | None = None,
     ) -> None:
-        check_run(run, credits)
+        if len(run) != 16:
+            raise ValueError(f"run must be 16 bytes, got {len(run)}: use secrets.token_bytes(16)")
+        if credits < 1:
+            raise ValueError(f"credits must be at least 1, got {credits}")
         self.rank, self.world_size = transport.rank, transport.world_size
         self.largest_bytes: int | None = getattr(transport, "max_payload_bytes", None)
         self.plan, self.credits = tuple(plan), credits
         self.generation, self.epoch = generation, 0
-        self.refused = self.bytes_received = 0
+        self.heard = -1
+        self.bytes_sent = self.bytes_received = self.refused = 0
         self.transport, self.run = transport, run
-        self._lock = threading.RLock()
-        self._news = news or News()
-        self._turn = Turn()
-        self._ledgers = Ledgers(self.rank, range(self.world_size) if peers is None else peers)
-        self._arrived = peers is None
-        self._outbox = Outbox(
-            transport, self._lock, gone=lambda peer: self._ledgers[peer].gone is not None
-        )
-        self._grants = Grants(self._lock, self._ledgers, self._say)
-        self._last = -1  # place of the last round that was posted here
-        self._accept_mail: Callable[[Header, Tensor | None], bool] | None = None
-        self._in_collective = False
-        self._later_epoch = 0  # of a peer that takes part in rounds of it
-        self.heard = -1  # the highest round that a message has named
         self.closed, self._process = False, os.getpid()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._listener: int | None = None  # the thread that receives
+        self._is_over = False  # nobody receives any more
+        self._news = news or News()
+        # All other ranks that were members in a generation that this rank has lived in.
+        self._peers = set(range(self.world_size) if peers is None else peers) - {self.rank}
+        self._arrived = peers is None
+        self._ledgers: defaultdict[int, Ledger] = defaultdict(Ledger)
+        self._outboxes: dict[int, Outbox] = {}  # of links that are open
+        self._grants = Grants(self._changed, self._ledgers, self._say)
+        self._last = -1  # place of the last round that was posted here
+        self._later_epoch = 0  # of a peer that takes part in rounds of it
+        self._accept_mail: Callable[[Header, Tensor | None], None] | None = None
 
     @property
     def early_bytes(self) -> int:
         """Memory of what arrived before this rank posted its round."""
         with self._lock:
-            return self._ledgers.early_bytes
-
-    @property
-    def bytes_sent(self) -> int:
-        """Payload bytes that were posted to peers."""
-        return self._outbox.bytes_sent
+            return sum(v.nbytes for to in self._ledgers.values() for v in to.early.values())
 
     @property
     def gone(self) -> dict[int, str]:
         """Ranks that left or were lost, with which of the two."""
         with self._lock:
-            return self._ledgers.gone
+            return {peer: to.gone for peer, to in self._ledgers.items() if to.gone is not None}
 
     # -- rounds -----------------------------------------------------------------------------
 
@@ -130,48 +132,32 @@ class Channel:
 
         Raises:
             ValueError: If the payload does not fit the plan.
+            GossipError: If an earlier message could not be sent.
         """
-        check_planned(bucket, payload, self.plan)
+        self.plan[bucket].check(payload, bucket)
         is_member = self._news.is_member()
         with self._lock:
             self._follow_epoch(round)
-            at = self._place(round)
-            exchange = Exchange(round, bucket, send_to, recv_from, at=at)
+            exchange = Exchange(round, bucket, send_to, recv_from, self._place(round))
             if self.closed or not is_member:
                 exchange.finish(Outcome.VOID)
                 return exchange
-            self._last = max(self._last, at)
-            self._grants.answer(era_of(self._place(0)), self._last)
-            header = self._header(Kind.DATA, round, bucket)
-            if send_to is not None and send_to != recv_from:
-                receiver = self._ledgers[send_to]
-                if receiver.is_absent or at <= receiver.given_up:
-                    self.void(round, send_to)
-                    exchange.send_to = None
+            self._last = max(self._last, exchange.at)
+            self._grants.answer(self._last)
             if recv_from is None:
-                self._outbox.part(exchange, header, payload, ready)
                 exchange.finish(Outcome.DELIVERED)
-                return exchange
-            ledger = self._ledgers[recv_from]
-            assert (at, bucket) not in ledger.open, f"round {round} is posted twice"
-            ledger.prune(before=at)
-            early = ledger.take_early((at, bucket), mutual=send_to == recv_from)
-            refusal = None if early is not None else ledger.refusal(at, credits=self.credits)
-            if refusal is not None:
-                exchange.finish(refusal)
-                if send_to == recv_from:
-                    if at not in ledger.voided:
-                        self.void(round, send_to)
+            else:
+                self._ledgers[recv_from].post(exchange, credits=self.credits)
+                if exchange.outcome in (Outcome.VOID, Outcome.DEAD_PEER) and send_to == recv_from:
+                    self.void(round, send_to)
                     return exchange
-                ledger.cancelled.add(at)
-            elif early is None:
-                self.transport.open(recv_from)
-                self._outbox.linked.add(recv_from)
-            self._outbox.part(exchange, header, payload, ready)
-            if early is not None:
-                exchange.finish(Outcome.DELIVERED, early)
-            elif refusal is None:
-                ledger.open[at, bucket] = exchange
+                if exchange.open:
+                    self.transport.open(recv_from)
+                    self._outbox(recv_from)
+            if send_to is not None:
+                self._check()
+                header = self._header(Kind.DATA, round, bucket, self.plan[bucket])
+                exchange.ticket = self._send(send_to, header, payload, ready)
         return exchange
 
     def turn(self, round: int, send_to: int) -> Callable[[float], None]:
@@ -190,7 +176,7 @@ class Channel:
         deadline, left = time.perf_counter() + timeout_seconds, 0.0
         while exchange.open and left >= 0:
             self.poll(min(left, _WAKE_SECONDS), exchange)
-            self._outbox.check()
+            self._check()
             left = deadline - time.perf_counter()
         return exchange.outcome
 
@@ -200,11 +186,16 @@ class Channel:
         One thread at a time listens, and may serve those that wait beside it for what is `awaited`.
         """
         deadline = time.perf_counter() + timeout_seconds
-        with self._turn.take(
-            lambda: awaited is not None and not awaited.open, timeout_seconds
-        ) as mine:
-            if not mine:
+        with self._changed:
+
+            def is_served() -> bool:
+                return self._is_over or (awaited is not None and not awaited.open)
+
+            self._changed.wait_for(lambda: self._listener is None or is_served(), timeout_seconds)
+            if self._listener is not None or is_served():
                 return
+            self._listener = threading.get_ident()
+        try:
             events = self.transport.receive(max(0.0, deadline - time.perf_counter()))
             with self._lock:
                 for event in events:
@@ -212,9 +203,14 @@ class Channel:
                         self._lose(event.peer, LOST)
                     else:
                         self._accept(event)
-                for peer in self._ledgers.alive(self._news.expelled()):
-                    self._lose(peer, LOST)
-                self._grants.answer(era_of(self._place(0)), self._last)
+                for peer in self._peers.intersection(self._news.expelled()):
+                    if self._ledgers[peer].gone is None:
+                        self._lose(peer, LOST)
+                self._grants.answer(self._last)
+        finally:
+            with self._changed:
+                self._listener = None
+                self._changed.notify_all()
 
     def cancel(self, exchange: Exchange) -> None:
         """Gives up an open exchange; the partner's part is dropped should it arrive."""
@@ -230,53 +226,43 @@ class Channel:
         with self._lock:
             ledger, at = self._ledgers[send_to], self._place(round)
             if ledger.gone is None and at > ledger.given_up:
-                ledger.give_up(at)
+                ledger.given_up = at
+                ledger.prune(before=at + 1)
                 self._grants.release(at)
                 self._notify(Kind.VOID, [send_to], round)
 
     # -- collectives and generations --------------------------------------------------------
 
-    def fence(self) -> tuple[int, int]:
-        """Begins a collective: enters the next epoch, and notifies everyone.
+    def fence(self) -> int:
+        """Begins a collective: enters the next epoch, notifies everyone, and returns its number.
 
         Nothing more is sent of earlier epochs. So partners that are rounds ahead see those rounds
-        as void instead of waiting for this rank, and what both ends have sent still counts.
-
-        Returns:
-            The epoch, and the place of the last round that this rank has posted, for `resume`.
+        as void instead of waiting for this rank, and what both ends have sent still counts. If the
+        collective fails, rounds go on in this epoch: a peer that has not entered it does so after
+        the first round that this rank makes with it, which is void.
         """
         with self._lock:
-            self._grants.release(self._last)
-            self._in_collective = True
-            self.epoch += 1
-            self._notify(Kind.FENCE, self._ledgers.peers, 0)
-            return self.epoch, self._last
+            self._enter_era(self.generation, self.epoch + 1)
+            self._notify(Kind.FENCE, self._peers, 0)
+            return self.epoch
 
-    def resume(self, fences: Mapping[int, Sequence[int]], next_round: int) -> None:
+    def resume(self, epochs: Mapping[int, int], next_round: int) -> None:
         """Ends a collective that all ranks have entered.
 
         Args:
-            fences: What `fence` returned on each rank. What is open past its last round was never
-                sent, and is void, like all that is open with others.
+            epochs: What `fence` returned on each rank.
             next_round: Where rounds go on, equal on all ranks.
         """
         with self._lock:
-            self._in_collective = False
-            self.epoch = max(epoch for epoch, _ in fences.values())
+            self._enter_era(self.generation, max(epochs.values()))
             self.heard = next_round - 1
-            last = {rank: place for rank, (_, place) in fences.items()}
-            self._ledgers.resume(self._place(next_round), last)
+            for peer in epochs.keys() - {self.rank}:
+                # Its word for that may come later than this collective has ended.
+                self._ledgers[peer].latest = max(self._ledgers[peer].latest, self._place(0))
 
     def restart(self, next_round: int, members: Iterable[int]) -> None:
         """After a collective, all ranks at once: rounds go on by lower numbers, in a new epoch."""
-        self.resume(dict.fromkeys(members, (self.epoch + 1, -1)), next_round)
-
-    def abort(self) -> None:
-        """Ends a collective that failed: rounds go on in this epoch, once peers have entered it."""
-        with self._lock:
-            self._in_collective = False
-            last = max(0, self._last - self._place(0))
-            self._notify(Kind.ENTER, self._ledgers.peers, last)
+        self.resume(dict.fromkeys(members, self.epoch + 1), next_round)
 
     def enter(self, generation: int, next_round: int, living: Collection[int]) -> None:
         """Lives in another membership from `next_round` on, and notifies those who live in it.
@@ -287,11 +273,16 @@ class Channel:
         """
         with self._lock:
             assert generation > self.generation, f"generation {generation} is no later one"
-            self.generation, self.epoch, self._later_epoch = generation, 0, 0
-            self._grants.release(self._last)
-            self._ledgers.enter(living, reopens=getattr(self.transport, "reopens", False))
+            peers = {*living} - {self.rank}
+            if getattr(self.transport, "reopens", False):
+                for peer in peers:
+                    if self._ledgers[peer].gone == LOST:
+                        self._ledgers[peer] = Ledger()
+                        self._outboxes.pop(peer, None)
+            self._peers |= peers
+            self._enter_era(generation, 0)
             if self._arrived:
-                self._notify(Kind.ENTER, living, next_round)
+                self._notify(Kind.FENCE, living, next_round)
 
     def arrive(self, next_round: int, living: Collection[int]) -> None:
         """Takes part from `next_round` on, where this rank has joined others, and notifies them.
@@ -300,13 +291,13 @@ class Channel:
         """
         with self._lock:
             self._arrived = True
-            self._notify(Kind.ENTER, living, next_round)
+            self._notify(Kind.FENCE, living, next_round)
 
     def replan(self, plan: Sequence[Part]) -> None:
         """Goes on with other buckets; nothing may be open, and all ranks do it between rounds."""
         with self._lock:
-            assert not any(ledger.open for ledger in self._ledgers.values()), "exchanges are open"
             for ledger in self._ledgers.values():
+                assert not ledger.open, "exchanges are open"
                 ledger.early.clear()
             self.plan = tuple(plan)
 
@@ -320,21 +311,23 @@ class Channel:
         with self._lock:
             if self.closed:
                 return
-            self.closed = self._grants.over = True
+            self.closed = True
+            self._grants.release(self._last)
             for ledger in self._ledgers.values():
-                ledger.cancel_all()
+                for exchange in [*ledger.open.values()]:
+                    ledger.cancel(exchange)
         deadline = time.perf_counter() + linger_seconds
         with ExitStack() as at_last:  # the first comes last; all run, even in an interrupt
             at_last.callback(self._end, min(_LEAVE_SECONDS, linger_seconds))
-            at_last.callback(lambda: self._outbox.drain(max(0.0, deadline - time.perf_counter())))
+            at_last.callback(self._drain, deadline)
             self.poll(0.0)
-            while not self._outbox.empty and time.perf_counter() < deadline:
+            while not self._is_all_sent() and time.perf_counter() < deadline:
                 self.poll(0.005)
 
     # -- mail -------------------------------------------------------------------------------
 
-    def attach(self, accept: Callable[[Header, Tensor | None], bool]) -> None:
-        """Calls `accept` for all mail from now on; it returns whether it fits, and at once."""
+    def attach(self, accept: Callable[[Header, Tensor | None], None]) -> None:
+        """Calls `accept` for all mail from now on; it returns at once, or raises `WireError`."""
         with self._lock:
             assert self._accept_mail is None, "a channel has one mailbox"
             self._accept_mail = accept
@@ -343,97 +336,138 @@ class Channel:
         self, key: int, version: int, values: Tensor, peers: Iterable[int]
     ) -> list[Ticket]:
         """Sends a version of a mailbox's tensor to peers that are not gone; returns at once."""
-        bare = self._header(Kind.MAIL, version)
-        header = replace(bare, bucket=key, dtype=values.dtype, size_bytes=values.nbytes)
+        part = Part(values.dtype, values.numel())
+        header = self._header(Kind.MAIL, version, key, part)
         with self._lock:
             if self.closed:
                 return []
-            return [self._outbox.mail(peer, header, values) for peer in {*peers} - {self.rank}]
+            return [self._send(peer, header, values) for peer in {*peers} - {self.rank}]
 
     # -- messages ---------------------------------------------------------------------------
 
     def _place(self, round: int) -> int:
         return place(self.generation, self.epoch, round)
 
-    def _header(self, kind: Kind, round: int, bucket: int = 0) -> Header:
-        part = self.plan[bucket] if kind is Kind.DATA else None
-        return Header(
-            kind,
-            self.run,
-            self.rank,
-            self.generation,
-            self.epoch,
-            round,
-            bucket,
-            None if part is None else part.dtype,
-            0 if part is None else part.size_bytes,
-        )
+    def _header(self, kind: Kind, round: int, bucket: int = 0, part: Part | None = None) -> Header:
+        dtype, size_bytes = (None, 0) if part is None else (part.dtype, part.size_bytes)
+        era = self.generation, self.epoch
+        return Header(kind, self.run, self.rank, *era, round, bucket, dtype, size_bytes)
+
+    def _outbox(self, peer: int) -> Outbox:
+        if peer not in self._outboxes:
+            self._outboxes[peer] = Outbox(self.transport, peer, self._lock)
+        return self._outboxes[peer]
+
+    def _send(
+        self,
+        peer: int,
+        header: Header,
+        payload: Tensor | None = None,
+        ready: Callable[[], None] | None = None,
+    ) -> Ticket:
+        if self._ledgers[peer].gone is not None:
+            return Sent()
+        self.bytes_sent += header.size_bytes
+        return self._outbox(peer).send(header.pack(), payload, ready)
 
     def _notify(self, kind: Kind, peers: Iterable[int], round: int) -> None:
-        self._outbox.notify(self._header(kind, round), set(peers) - {self.rank})
+        for peer in {*peers} - {self.rank}:
+            self._send(peer, self._header(kind, round))
 
     def _say(self, kind: Kind, peer: int, at: int) -> None:
-        self._notify(kind, [peer], at - self._place(0))
+        """Sends `ASK` or `GO` of a round of this era, past what waits to be sent."""
+        round = at - self._place(0)
+        if round >= 0 and self._ledgers[peer].gone is None:
+            self._outbox(peer)
+            self.transport.send(peer, self._header(kind, round).pack())
+
+    def _check(self) -> None:
+        for outbox in [*self._outboxes.values()]:
+            outbox.check()
+
+    def _enter_era(self, generation: int, epoch: int) -> None:
+        if generation > self.generation:
+            self._later_epoch = 0
+        self.generation, self.epoch = generation, epoch
+        self._grants.release(self._last)
+        for ledger in self._ledgers.values():
+            ledger.prune(before=self._place(0))
 
     def _follow_epoch(self, round: int) -> None:
         """Enters, between two rounds, the epoch of a peer whose collective has failed."""
-        if self._in_collective or self._later_epoch <= self.epoch:
-            return
-        if self._place(round) > self._last:
-            self.epoch = self._later_epoch
-            self._notify(Kind.ENTER, self._ledgers.peers, round)
+        if self._later_epoch > self.epoch and self._place(round) > self._last:
+            self._enter_era(self.generation, self._later_epoch)
+
+    def _read(self, arrival: Arrival) -> tuple[Header, Tensor | None]:
+        """The header of a message of this run, and what it brings.
+
+        Raises:
+            WireError: It is none, or does not fit the plan.
+        """
+        header, payload = Header.unpack(arrival.header), arrival.payload
+        if header.run != self.run:
+            raise WireError("it belongs to another run")
+        # One that joins may send before this rank has heard of its generation.
+        is_known = header.sender in self._peers or header.generation > self.generation
+        if header.sender == self.rank or not is_known:
+            raise WireError(f"rank {header.sender} is no peer of this run")
+        if header.kind is Kind.DATA:
+            if header.round < 0 or header.bucket >= len(self.plan):
+                raise WireError(f"round {header.round}, bucket {header.bucket} is not in the plan")
+            payload = self.plan[header.bucket].read(header, payload)
+        elif payload is not None and header.kind is not Kind.MAIL:
+            raise WireError(f"a {header.kind.name} message carries no payload")
+        return header, payload
 
     def _accept(self, arrival: Arrival) -> None:
         try:
-            may_send = partial(self._ledgers.may_send, here=self.generation)
-            header = read(arrival, self.plan, run=self.run, rank=self.rank, may_send=may_send)
+            header, payload = self._read(arrival)
+            if header.generation > self.generation:
+                self._news.ahead(header.generation)
+            self._handle(header, payload)
         except WireError as error:
             self.refused += 1
             logger.debug("rank %d dropped a message: %s", self.rank, error)
-            return
+
+    def _handle(self, header: Header, payload: Tensor | None) -> None:
+        """Does what a message of this run says.
+
+        Raises:
+            WireError: Its sender is gone, or what it brings cannot be kept.
+        """
         kind, peer = header.kind, header.sender
         ledger = self._ledgers[peer]
-        if header.generation > self.generation:
-            self._news.ahead(header.generation)
         if ledger.gone is not None:
-            self.refused += 1
             is_last = kind in (Kind.LEAVE, Kind.PART)
             if ledger.gone == LOST and not ledger.was_notified and not is_last:
                 # Our link to it broke, not its to us: without a message it would wait for us.
                 ledger.was_notified = True
                 self.transport.send(peer, self._header(Kind.PART, 0).pack())
-            return
+            raise WireError(f"rank {peer} {ledger.gone}")
+        at = place(header.generation, header.epoch, header.round)
         if kind is Kind.MAIL:
-            accept = self._accept_mail
-            self.refused += accept is None or not accept(header, arrival.payload)
-            return
-        if kind is Kind.LEAVE:
+            if self._accept_mail is None:
+                raise WireError("there is no mailbox")
+            self._accept_mail(header, payload)
+        elif kind is Kind.LEAVE:
             self._lose(peer, _LEFT)
-            return
-        if kind is Kind.PART:
+        elif kind is Kind.PART:
             if header.generation >= self.generation:  # else the link was made anew since
                 ledger.was_notified = True
                 self._lose(peer, LOST)
-            return
-        at = place(header.generation, header.epoch, header.round)
-        if kind in (Kind.ASK, Kind.GO):
+        elif kind in (Kind.ASK, Kind.GO):
             self._grants.hear(kind, peer, at)
-            return
-        ledger.advance(at)
-        if kind is Kind.FENCE:
-            return
-        ledger.is_absent = False
-        if header.generation == self.generation:
-            self._later_epoch = max(self._later_epoch, header.epoch)
-        if at >= self._place(0):  # of an earlier era it may be of a rank that is lost
-            self.heard = max(self.heard, header.round)
-        if kind is Kind.VOID:
-            ledger.void(at)
-        elif kind is Kind.DATA:
-            self.bytes_received += header.size_bytes
-            values = values_of(header, arrival.payload, self.plan)
-            here = era_of(self._place(0))
-            self.refused += not ledger.deliver(at, header.bucket, values, here=here)
+        else:
+            ledger.advance(at + 1 if kind is Kind.VOID else at)
+            if at >= self._place(0):  # of an earlier era it may be of a rank that is lost
+                self.heard = max(self.heard, header.round)
+            if kind is not Kind.FENCE and header.generation == self.generation:
+                self._later_epoch = max(self._later_epoch, header.epoch)
+            if kind is Kind.DATA:
+                assert payload is not None
+                self.bytes_received += header.size_bytes
+                if not ledger.deliver(at, header.bucket, payload):
+                    raise WireError(f"round {header.round} is too far ahead")
 
     def _lose(self, peer: int, how: str) -> None:
         ledger = self._ledgers[peer]
@@ -442,14 +476,36 @@ class Channel:
             return
         level = logging.INFO if how == _LEFT else logging.WARNING
         logger.log(level, "rank %d %s; rank %d goes on without it", peer, how, self.rank)
-        ledger.end(how, keep_early=how == _LEFT)
+        ledger.end(how)
+        if peer in self._outboxes:
+            self._outboxes[peer].end()
         self._news.gone(peer, left=how == _LEFT)
 
+    # -- the end ----------------------------------------------------------------------------
+
+    def _is_all_sent(self) -> bool:
+        with self._lock:
+            return all(outbox.is_empty for outbox in self._outboxes.values())
+
+    def _drain(self, deadline: float) -> None:
+        with self._lock:
+            for outbox in self._outboxes.values():
+                outbox.drain(deadline - time.perf_counter())
+
     def _end(self, leave_seconds: float) -> None:
-        """Sends LEAVE and closes the transport."""
+        """Sends LEAVE and closes the transport, once no other thread receives."""
         try:
             with self._lock:
-                self._notify(Kind.LEAVE, self._outbox.linked, 0)
+                self._notify(Kind.LEAVE, [*self._outboxes], 0)
         finally:
-            if self._turn.end():
+            with self._changed:
+                self._is_over = True
+                self._changed.notify_all()
+                # A session that nobody closed may be collected, and so closed, in its listener.
+                has_ended = self._changed.wait_for(
+                    lambda: self._listener in (None, threading.get_ident()), _END_SECONDS
+                )
+            if has_ended:
                 self.transport.close(leave_seconds)
+            else:
+                logger.warning("a thread listens still: rank %d leaves its links open", self.rank)

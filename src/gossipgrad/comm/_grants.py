@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from gossipgrad.comm._ledger import Ledger, era_of
+from gossipgrad.comm._ledger import Ledger
 from gossipgrad.comm._wire import Kind
 
 __all__ = ["Grants"]
@@ -23,27 +23,23 @@ class Grants:
     when nothing is on its way to the receiver, or the receiver has come to that round itself.
 
     Args:
-        lock: The channel's.
+        changed: Of the channel; its lock is held by whoever calls, but for `turn`.
         ledgers: What stands between this rank and each peer.
-        say: Tells a peer `ASK` or `GO` of the round at a place.
-
-    Attributes:
-        over: Nothing is sent any more.
+        say: Tells a peer `ASK` or `GO` of the round at a place, unless that is of another era.
     """
 
     def __init__(
         self,
-        lock: threading.RLock,
+        changed: threading.Condition,
         ledgers: Mapping[int, Ledger],
         say: Callable[[Kind, int, int], None],
     ) -> None:
-        self.over = False
-        self._changed = threading.Condition(lock)
+        self._changed = changed
         self._ledgers = ledgers
         self._say = say
         self._asked: dict[int, int] = {}
         self._granted: defaultdict[int, int] = defaultdict(lambda: -1)
-        self._era, self._last = 0, -1
+        self._last = -1
         self._free = -1  # up to this place nothing waits any more
 
     def turn(self, peer: int, at: int) -> Callable[[float], None]:
@@ -59,29 +55,23 @@ class Grants:
         if kind is Kind.ASK:
             self._asked[peer] = at
         self._granted[peer] = max(self._granted[peer], at)
-        self._changed.notify_all()
 
     def release(self, last: int) -> None:
         """What was posted up to a place waits no more: a word for others stands behind it."""
         self._free = max(self._free, last)
         self._changed.notify_all()
 
-    def answer(self, era: int, last: int) -> None:
+    def answer(self, last: int) -> None:
         """Grants what may be: rounds up to `last`, and the next one unless a part is awaited.
 
         Called whenever messages have come; so those that wait look at what they have told.
-
-        Args:
-            era: Of this rank; what was asked in an earlier one is void.
-            last: Place of the last round that was posted here.
         """
-        self._era, self._last = era, last
+        self._last = last
         self._changed.notify_all()
         for peer, at in list(self._asked.items()):
             if at <= last or (at == last + 1 and not self._is_busy()):
                 del self._asked[peer]
-                if era_of(at) == era:
-                    self._say(Kind.GO, peer, at)
+                self._say(Kind.GO, peer, at)
 
     def _wait(self, peer: int, at: int, timeout_seconds: float) -> None:
         deadline = time.perf_counter() + timeout_seconds
@@ -93,12 +83,11 @@ class Grants:
 
     def _must_wait(self, peer: int, at: int) -> bool:
         to = self._ledgers[peer]
-        if self.over or to.gone is not None or era_of(at) < self._era:
+        if to.gone is not None or at < to.past:
             return False
         if at < self._last or at <= self._free:  # a later round, or a word, is behind it
             return False
-        came = max(self._granted[peer], to.latest)  # it sends that round itself
-        return came < at and at not in to.voided and at not in to.cancelled
+        return max(self._granted[peer], to.latest) < at  # it sends that round itself
 
     def _is_busy(self) -> bool:
         return any(ledger.open for ledger in self._ledgers.values())

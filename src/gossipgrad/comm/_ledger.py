@@ -1,11 +1,11 @@
-"""What stands between this rank and each peer: open exchanges, early parts, void rounds.
+"""An exchange with a peer: how it begins and ends, and what a link must remember for that.
 
 The states of one exchange with a peer, from this rank's side:
 
-    posted ──peer's part is here already──────────────> DELIVERED
-      │ peer gave the round up, is past it, or has not
-      │ come to this era ─────────────────────────────> VOID   (nothing was sent)
-      │ peer is gone ─────────────────────────────────> DEAD_PEER
+    posted ──the peer's part is here already──────────> DELIVERED
+      │ the peer gave the round up, is past it, or has
+      │ not entered this era ─────────────────────────> VOID   (nothing was sent)
+      │ the peer is gone ─────────────────────────────> DEAD_PEER
       v
     open (LATE) ──the peer's part arrives─────────────> DELIVERED
       │ the peer names the round void, or a later one ─> VOID
@@ -13,19 +13,19 @@ The states of one exchange with a peer, from this rank's side:
       └ the peer leaves or is lost ───────────────────> DEAD_PEER
 
 Messages of one link arrive in order, and rounds on it rise. So whatever the peer says of a later
-round, of a collective (FENCE) or of a new generation (ENTER) comes behind all parts that it has
-sent before, and what is still open then it has never sent: both ends count it as void.
+round or era comes behind all parts that it has sent before, and what is still open then it has
+never sent: both ends count it as void.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+import enum
+import time
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from gossipgrad.comm._exchange import Exchange, Outcome
+from gossipgrad.comm._transport import Sent, Ticket
 
-__all__ = ["LOST", "Ledger", "Ledgers", "era_of", "place"]
+__all__ = ["LOST", "Exchange", "Ledger", "Outcome", "place"]
 
 LOST = "was lost"
 
@@ -33,7 +33,59 @@ _EARLY_ROUNDS = 16  # how far ahead of us a partner's parts are kept
 _EPOCH_BITS = 32  # as on the wire
 _ROUND_BITS = 40
 
-Key = tuple[int, int]  # place of the round, bucket
+
+class Outcome(enum.Enum):
+    """How taking an exchange ended. Never an exception: a late or dead partner is ordinary."""
+
+    DELIVERED = "delivered"
+    """Both parts were sent and the partner's is here."""
+    LATE = "late"
+    """The partner's part has not come in time; it may still be taken later."""
+    DEAD_PEER = "dead_peer"
+    """The partner died or left the run before sending its part."""
+    VOID = "void"
+    """One end gave the round up before sending its part; it counts on neither."""
+
+
+@dataclass(eq=False, slots=True)
+class Exchange:
+    """One bucket of one round, posted on a channel.
+
+    Attributes:
+        round: The round it belongs to.
+        bucket: Which bucket of the payload.
+        send_to: The rank that gets this rank's part, None if no one.
+        recv_from: The rank whose part is awaited, None if no one.
+        at: The place of its round among those of all eras (`place`).
+        outcome: How it ended; `LATE` as long as it is open.
+        received: The partner's part, flat, in host memory; only when `DELIVERED`.
+        ticket: Done when the buffer that was posted may be written again.
+        posted_seconds: When it was posted (`time.perf_counter`).
+        finished_seconds: When it ended, None while it is open.
+    """
+
+    round: int
+    bucket: int
+    send_to: int | None
+    recv_from: int | None
+    at: int
+    outcome: Outcome = Outcome.LATE
+    received: Tensor | None = None
+    ticket: Ticket = field(default_factory=Sent)
+    posted_seconds: float = field(default_factory=time.perf_counter)
+    finished_seconds: float | None = None
+
+    @property
+    def open(self) -> bool:
+        """Whether the partner's part can still come."""
+        return self.outcome is Outcome.LATE
+
+    def finish(self, outcome: Outcome, received: Tensor | None = None) -> None:
+        """Closes the exchange, once."""
+        assert self.open, self
+        self.received = received
+        self.finished_seconds = time.perf_counter()
+        self.outcome = outcome  # last: other threads look at it without a lock
 
 
 def place(generation: int, epoch: int, round: int) -> int:
@@ -46,8 +98,7 @@ def place(generation: int, epoch: int, round: int) -> int:
     return (((generation << _EPOCH_BITS) | epoch) << _ROUND_BITS) + round
 
 
-def era_of(at: int) -> int:
-    """The era of a place; 0 for what comes before the first round."""
+def _era(at: int) -> int:
     return max(at, 0) >> _ROUND_BITS
 
 
@@ -56,190 +107,88 @@ class Ledger:
     """The state of one link. Rounds are named by their places (`place`).
 
     Attributes:
-        open: Exchanges that wait for the peer's part.
-        early: Parts that arrived before this rank posted the round.
-        given_up: The last round this rank voided before sending its part. Its rounds rise, so it
-            posts nothing more of that one, nor of any before.
-        cancelled: Rounds of which this rank expects nothing any more, though it sent its part.
-        past: Rounds before this one are posted no more, and expected only if they are open.
-        voided: Rounds the peer gave up.
-        latest: The highest round heard of; nothing arrives of an earlier one any more.
-        era: The latest era that the peer is known to have entered.
+        open: Exchanges that wait for the peer's part, by place and bucket.
+        early: Parts that arrived before this rank posted their round, by place and bucket.
+        past: Of rounds before this one this rank sends nothing any more, and expects only what is
+            open.
+        given_up: The last round that this rank has named void.
+        latest: Of rounds before this one the peer sends nothing any more, and nothing is on its
+            way but what is open.
         gone: How the peer ended, None while it lives.
         was_notified: Whether a peer that was lost, and still sends, was notified that it is.
-        is_absent: Whether the peer has joined, and takes no part in rounds yet.
     """
 
-    open: dict[Key, Exchange] = field(default_factory=dict)
-    early: dict[Key, Tensor] = field(default_factory=dict)
-    given_up: int = -1
-    cancelled: set[int] = field(default_factory=set)
+    open: dict[tuple[int, int], Exchange] = field(default_factory=dict)
+    early: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     past: int = -1
-    voided: set[int] = field(default_factory=set)
+    given_up: int = -1
     latest: int = -1
-    era: int = 0
     gone: str | None = None
     was_notified: bool = False
-    is_absent: bool = False
 
-    @property
-    def early_bytes(self) -> int:
-        """Memory of the parts that arrived early."""
-        return sum(values.numel() * values.itemsize for values in self.early.values())
-
-    def refusal(self, round: int, *, credits: int) -> Outcome | None:
-        """Why a round with the peer cannot be, or None if it can."""
-        if self.gone is not None:
-            return Outcome.DEAD_PEER
-        if round < self.latest or era_of(round) > self.era:
-            return Outcome.VOID  # the peer is past it, or has not entered this era yet
-        if round in self.voided or round <= self.given_up or round in self.cancelled:
-            return Outcome.VOID
-        others = {other for other, _ in self.open} - {round}
-        return Outcome.VOID if len(others) >= credits else None
-
-    def advance(self, at: int) -> None:
-        """The peer is at a place: what is open before it was never sent."""
-        self.latest = max(self.latest, at)
-        self.era = max(self.era, era_of(at))
-        self.resolve(lambda earlier: earlier < at, Outcome.VOID)
-        _discard(self.cancelled, at)
-
-    def void(self, at: int) -> None:
-        """The peer has given a round up."""
-        self.voided.add(at)
-        self.resolve(lambda open_at: open_at == at, Outcome.VOID)
-
-    def deliver(self, at: int, bucket: int, values: Tensor, *, here: int) -> bool:
-        """Accepts the peer's part; False if it is too far ahead to be kept.
+    def post(self, exchange: Exchange, *, credits: int) -> None:
+        """Opens an exchange, or ends it at once, by what is known of the peer.
 
         Args:
-            at: Its round.
-            bucket: Which part it is.
-            values: The part.
-            here: The era of this rank: of an earlier one it posts nothing any more.
+            exchange: Later than those before it.
+            credits: How many rounds of an era may be open.
         """
-        key = (at, bucket)
-        exchange = self.open.pop(key, None)
+        key = exchange.at, exchange.bucket
+        assert key not in self.open, f"round {exchange.round} is posted twice"
+        self.prune(before=exchange.at)
+        early = self.early.pop(key, None)
+        # Of one that is gone a part counts only where none was due in return.
+        if early is not None and (self.gone is None or exchange.send_to != exchange.recv_from):
+            exchange.finish(Outcome.DELIVERED, early)
+        elif self.gone is not None:
+            exchange.finish(Outcome.DEAD_PEER)
+        elif self._is_refused(exchange.at, credits):
+            exchange.finish(Outcome.VOID)
+        else:
+            self.open[key] = exchange
+
+    def deliver(self, at: int, bucket: int, values: Tensor) -> bool:
+        """Accepts the peer's part; False if it is too far ahead to be kept."""
+        exchange = self.open.pop((at, bucket), None)
         if exchange is not None:
             exchange.finish(Outcome.DELIVERED, values)
-            return True
-        if at <= self.given_up or at < self.past or at in self.cancelled or era_of(at) < here:
-            return True
-        if len({early for early, _ in self.early} - {at}) >= _EARLY_ROUNDS:
-            return False
-        self.early[key] = values
+        elif at >= self.past:
+            if len({early for early, _ in self.early} - {at}) >= _EARLY_ROUNDS:
+                return False
+            self.early[at, bucket] = values
         return True
 
-    def give_up(self, at: int) -> None:
-        """Voids a round before anything of it was sent."""
-        _discard(self.voided, at)
-        self.given_up = at
-        self._drop_early(lambda other: other <= at)
-
-    def take_early(self, key: Key, *, mutual: bool) -> Tensor | None:
-        """The peer's early part; none of one that is gone, and gets no part in return."""
-        values = self.early.pop(key, None)
-        return None if mutual and self.gone is not None else values
+    def advance(self, at: int) -> None:
+        """The peer sends nothing any more of rounds before `at`: what is open was never sent."""
+        self.latest = max(self.latest, at)
+        self._finish_open(Outcome.VOID, before=at)
 
     def cancel(self, exchange: Exchange) -> None:
         """Ends an open exchange; the peer's part is dropped should it arrive."""
-        self.open.pop((exchange.at, exchange.bucket))
-        self.cancelled.add(exchange.at)
+        del self.open[exchange.at, exchange.bucket]
+        self.prune(before=exchange.at + 1)
         exchange.finish(Outcome.VOID)
 
-    def cancel_all(self) -> None:
-        """Ends all open exchanges."""
-        for exchange in list(self.open.values()):
-            self.cancel(exchange)
-
-    def end(self, how: str, *, keep_early: bool) -> None:
+    def end(self, how: str) -> None:
         """The peer is gone; what it sent before it left may be used where it gets nothing back."""
         self.gone = how
-        self.resolve(lambda at: True, Outcome.DEAD_PEER)
-        if not keep_early:
+        self._finish_open(Outcome.DEAD_PEER)
+        if how == LOST:
             self.early.clear()
 
-    def resolve(self, which: Callable[[int], bool], outcome: Outcome) -> None:
-        """Ends the open exchanges of some rounds."""
-        for key in [key for key in self.open if which(key[0])]:
-            self.open.pop(key).finish(outcome)
-
     def prune(self, before: int) -> None:
-        """Forgets what no round from `before` on needs."""
+        """This rank is past the rounds before one: what arrived early of them is dropped."""
         self.past = max(self.past, before)
-        self._drop_early(lambda at: at < before)
-        _discard(self.voided, before)
-        _discard(self.cancelled, before)
-
-    def _drop_early(self, which: Callable[[int], bool]) -> None:
-        for key in [key for key in self.early if which(key[0])]:
+        for key in [key for key in self.early if key[0] < before]:
             del self.early[key]
 
+    def _is_refused(self, at: int, credits: int) -> bool:
+        if at < max(self.past, self.latest) or _era(at) > _era(self.latest):
+            return True
+        # Those of an earlier era end with the peer's word for this one, at the latest.
+        others = {other for other, _ in self.open if _era(other) == _era(at)} - {at}
+        return len(others) >= credits
 
-class Ledgers(defaultdict[int, Ledger]):
-    """A ledger for each peer, made when first needed.
-
-    Args:
-        rank: This one; it has no ledger.
-        members: The ranks at the start, this one among them or not.
-
-    Attributes:
-        peers: All other ranks that were members in a generation that this rank has lived in.
-    """
-
-    def __init__(self, rank: int, members: Iterable[int]) -> None:
-        super().__init__(Ledger)
-        self._rank = rank
-        self.peers = set(members) - {rank}
-
-    @property
-    def early_bytes(self) -> int:
-        """Memory of what arrived before this rank posted its round."""
-        return sum(ledger.early_bytes for ledger in self.values())
-
-    @property
-    def gone(self) -> dict[int, str]:
-        """Who left or was lost, with which of the two."""
-        return {peer: how for peer, to in self.items() if (how := to.gone) is not None}
-
-    def may_send(self, sender: int, generation: int, *, here: int) -> bool:
-        """Whether a message of a generation may be of a rank, where this one lives in `here`.
-
-        One that joins may send before this rank has heard of its generation.
-        """
-        return sender in self.peers or generation > here
-
-    def alive(self, peers: Iterable[int]) -> list[int]:
-        """Those who were members here and are not known to be gone."""
-        return [peer for peer in peers if peer in self.peers and self[peer].gone is None]
-
-    def enter(self, living: Collection[int], *, reopens: bool) -> None:
-        """Goes on among those who live: links that were lost are made anew, or new ones met."""
-        peers = set(living) - {self._rank}
-        for peer in self.keys() - peers:
-            self[peer].early.clear()
-        for peer in peers:
-            if reopens and peer in self and self[peer].gone == LOST:
-                self[peer] = Ledger()
-            if peer not in self.peers and self[peer].latest < 0:
-                self[peer].is_absent = True
-        self.peers |= peers
-
-    def resume(self, first: int, last: Mapping[int, int]) -> None:
-        """A collective is over: rounds go on at the place `first`.
-
-        Args:
-            first: The place.
-            last: Of each rank that was there the place of the last round that it has posted.
-        """
-        for peer in self.peers:
-            end = last.get(peer, -1)
-            self[peer].resolve(lambda at, end=end: at > end, Outcome.VOID)
-            if peer in last:
-                self[peer].era = max(self[peer].era, era_of(first))
-            self[peer].prune(before=first)
-
-
-def _discard(rounds: set[int], before: int) -> None:
-    rounds.difference_update([round for round in rounds if round < before])
+    def _finish_open(self, outcome: Outcome, before: int | None = None) -> None:
+        for key in [key for key in self.open if before is None or key[0] < before]:
+            self.open.pop(key).finish(outcome)

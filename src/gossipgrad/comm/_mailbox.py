@@ -4,13 +4,11 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from gossipgrad.comm._channel import Channel
-from gossipgrad.comm._part import Part, check_planned
 from gossipgrad.comm._transport import Ticket
-from gossipgrad.comm._wire import Header
+from gossipgrad.comm._wire import Header, Part, WireError
 
 __all__ = ["Mail", "Mailbox"]
 
@@ -45,6 +43,7 @@ class Mailbox:
             dropped and counted in the channel's `refused`.
 
     Example:
+        >>> import torch
         >>> from gossipgrad.comm import Channel, Hub, Mailbox, Part
         >>> hub, run, plan = Hub(2), bytes(16), [Part(torch.float32, 3)]
         >>> a, b = (Channel(hub.transport(rank), run=run, plan=[]) for rank in (0, 1))
@@ -77,7 +76,7 @@ class Mailbox:
         Raises:
             ValueError: If it does not fit the plan.
         """
-        check_planned(key, values, self.plan)
+        self.plan[key].check(values, key)
         if version < 0:
             raise ValueError(f"version must be at least 0, got {version}")
         self._keep(key, Mail(version, self._channel.rank, values))
@@ -88,16 +87,16 @@ class Mailbox:
         with self._lock:
             return self._latest.get(key)
 
-    def _accept(self, header: Header, payload: Tensor | None) -> bool:
-        """Keeps what a peer has published; False if it does not fit."""
+    def _accept(self, header: Header, payload: Tensor | None) -> None:
+        """Keeps what a peer has published.
+
+        Raises:
+            WireError: It does not fit.
+        """
         if header.bucket >= len(self.plan) or header.round < 0:
-            return False
-        part = self.plan[header.bucket]
-        body = torch.empty(0, dtype=torch.uint8) if payload is None else payload
-        if (header.dtype, body.numel()) != (part.dtype, part.size_bytes):
-            return False
-        self._keep(header.bucket, Mail(header.round, header.sender, body.view(part.dtype)))
-        return True
+            raise WireError(f"version {header.round} of key {header.bucket} is not in the plan")
+        values = self.plan[header.bucket].read(header, payload)
+        self._keep(header.bucket, Mail(header.round, header.sender, values))
 
     def _keep(self, key: int, mail: Mail) -> None:
         with self._lock:

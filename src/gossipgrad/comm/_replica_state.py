@@ -1,6 +1,7 @@
-"""A replica as plain values: parameters, buffers and optimizer state, copied and put back."""
+"""A replica: its parameters by name, and all of its state as plain values, copied and put back."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -8,17 +9,58 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gossipgrad.comm._buckets import is_sharded, local
-from gossipgrad.comm._optimizer_state import (
-    copied,
-    group_sizes,
-    load_optimizer,
-    optimizer_state,
-    plain,
-    to_host,
-)
-from gossipgrad.comm._parameters import all_parameters
+from gossipgrad.errors import GossipError
 
-__all__ = ["load_replica", "misfit", "replica_state"]
+__all__ = [
+    "all_parameters",
+    "kept_by",
+    "load_replica",
+    "misfit",
+    "parameters_of",
+    "plain",
+    "put_back",
+    "replica_state",
+    "trained_parameters",
+]
+
+_PLAIN: tuple[tuple[type, Callable[[Any], Any]], ...] = (
+    (bool, bool),
+    (int, int),
+    (float, float),
+    (str, str.__str__),
+    (bytes, bytes),
+)
+Path = tuple[Any, ...]  # the keys that lead to a value inside of another
+
+
+def parameters_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:
+    """All parameters of its groups, in their order."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def all_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
+    """The model's parameters, and those that only an optimizer holds, by name; tied ones once."""
+    named = dict(model.named_parameters())
+    known = {id(p) for p in named.values()}
+    for number, optimizer in enumerate(optimizers):
+        for place, parameter in enumerate(parameters_of(optimizer)):
+            if id(parameter) not in known:
+                known.add(id(parameter))
+                named[f"optimizer {number}, parameter {place}"] = parameter
+    return named
+
+
+def trained_parameters(
+    model: nn.Module, optimizers: Sequence[Optimizer]
+) -> dict[str, nn.Parameter]:
+    """The parameters that the optimizers train, by name, in the model's order.
+
+    Frozen parameters stay out: they are equal on all ranks after the start.
+    """
+    owned = {id(p) for optimizer in optimizers for p in parameters_of(optimizer)}
+    named = all_parameters(model, optimizers)
+    return {name: p for name, p in named.items() if id(p) in owned and p.requires_grad}
 
 
 def replica_state(
@@ -42,13 +84,13 @@ def replica_state(
     """
     named = _named(model, optimizers)
     return {
-        "model": {name: to_host(tensor, copy) for name, tensor in named.items()},
+        "model": {name: _to_host(tensor, copy) for name, tensor in named.items()},
         "model_names": _own_names(model, named),
         "extra": {
             name: plain(module.get_extra_state(), f"the extra state of module {name!r}", copy)
             for name, module in _with_extra(model).items()
         },
-        "optimizers": [optimizer_state(number, o, copy) for number, o in enumerate(optimizers)],
+        "optimizers": [_optimizer_state(number, o, copy) for number, o in enumerate(optimizers)],
         "shard": _shard_of(named.values()),
     }
 
@@ -75,7 +117,7 @@ def misfit(
     if kinds != here:
         return f"it was saved with the optimizers {', '.join(kinds)}, here are {', '.join(here)}"
     for number, (optimizer, each) in enumerate(zip(optimizers, state["optimizers"], strict=True)):
-        saved_sizes, sizes = each["sizes"], group_sizes(optimizer)
+        saved_sizes, sizes = each["sizes"], _group_sizes(optimizer)
         if list(saved_sizes) != sizes:
             return (
                 f"optimizer {number} trained groups of {saved_sizes} parameters, here it trains "
@@ -95,9 +137,161 @@ def load_replica(
     for name, tensor in _named(model, optimizers).items():
         local(tensor).copy_(state["model"][name])
     for optimizer, each in zip(optimizers, state["optimizers"], strict=True):
-        load_optimizer(optimizer, each)
+        _load_optimizer(optimizer, each)
     for name, module in _with_extra(model).items():
-        module.set_extra_state(copied(state["extra"][name]))
+        module.set_extra_state(_copied(state["extra"][name]))
+
+
+def plain(value: Any, what: str, copy: bool) -> Any:
+    """A value that is made of tensors, numbers, text and None, with its tensors in host memory.
+
+    Raises:
+        GossipError: It is made of something else.
+    """
+    if isinstance(value, Tensor):
+        return _to_host(value, copy)
+    if value is None:
+        return None
+    for kind, bare in _PLAIN:
+        if isinstance(value, kind):  # of a subclass, such as numpy's float64, the value alone
+            return value if type(value) is kind else bare(value)
+    if isinstance(value, Mapping):
+        return {key: plain(each, what, copy) for key, each in value.items()}
+    if type(value) in (list, tuple, torch.Size):
+        made = [plain(each, what, copy) for each in value]
+        return made if isinstance(value, list) else tuple(made)
+    raise GossipError(
+        f"{what} is a {type(value).__name__}, which is no plain value: a state holds tensors, "
+        "numbers, text, bytes, None, and lists, tuples and dicts of these"
+    )
+
+
+def kept_by(optimizer: Optimizer, what: str, copy: bool) -> tuple[list[list[Any]], list[list[Any]]]:
+    """State of an optimizer: what it keeps of parameters, and what it keeps under names; local.
+
+    Args:
+        optimizer: Whose.
+        what: It is, in messages.
+        copy: Whether tensors that are in host memory are copied.
+
+    Returns:
+        For each parameter in order its place, its state, and the paths of tensors in it that were
+        in host memory; where those are cannot be known before the first step. The same with names
+        in place of places.
+
+    Raises:
+        GossipError: Something is no plain value, or stands under a key that is no name.
+    """
+    places = {id(parameter): place for place, parameter in enumerate(parameters_of(optimizer))}
+    kept: list[list[Any]] = []
+    named: list[list[Any]] = []
+    for key, held in optimizer.state.items():
+        if isinstance(key, Tensor):
+            if id(key) in places and held:  # of others it holds what it has no use for
+                values = {k: plain(v, f"{what} state {k!r}", copy) for k, v in held.items()}
+                kept.append([places[id(key)], values, _on_host(held)])
+        elif isinstance(key, str):
+            named.append([key, plain(held, f"{what} state {key!r}", copy), _on_host(held)])
+        else:
+            raise GossipError(
+                f"{what} state has the key {key!r}, which is no parameter and no text: it cannot "
+                "be told again where the state is loaded"
+            )
+    return sorted(kept, key=lambda entry: entry[0]), named
+
+
+def put_back(
+    optimizer: Optimizer, kept: Iterable[Sequence[Any]], named: Iterable[Sequence[Any]]
+) -> None:
+    """Gives an optimizer what `kept_by` returned: on the parameters' devices, or where it was."""
+    parameters = list(parameters_of(optimizer))
+    for place, values, on_host in kept:
+        optimizer.state[parameters[place]] = _beside(parameters[place], values, on_host)
+    for name, value, on_host in named:
+        optimizer.state[name] = _beside(parameters[0], value, on_host)
+
+
+def _optimizer_state(number: int, optimizer: Optimizer, copy: bool) -> dict[str, Any]:
+    what = f"of optimizer {number} ({type(optimizer).__name__})"
+    if type(optimizer).state_dict is not Optimizer.state_dict:
+        warnings.warn(
+            f"{type(optimizer).__name__} has a state_dict() of its own: what it keeps there beside "
+            "its state and groups is not in this state. Save and load it beside this one",
+            stacklevel=3,
+        )
+    kept, named = kept_by(optimizer, what, copy)
+    groups = [
+        {k: plain(value, f"{what} {k!r}", copy) for k, value in group.items() if k != "params"}
+        for group in optimizer.param_groups
+    ]
+    return {
+        "kind": type(optimizer).__name__,
+        "sizes": _group_sizes(optimizer),
+        "groups": groups,
+        "state": kept,
+        "named": named,
+    }
+
+
+def _load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    for group, values in zip(optimizer.param_groups, saved["groups"], strict=True):
+        for key, value in values.items():
+            if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
+                group[key].copy_(value)  # a scheduler may hold the same tensor
+            else:
+                group[key] = _copied(value)
+    optimizer.state.clear()
+    put_back(optimizer, saved["state"], saved["named"])
+
+
+def _group_sizes(optimizer: Optimizer) -> list[int]:
+    return [len(group["params"]) for group in optimizer.param_groups]
+
+
+def _to_host(tensor: Tensor, copy: bool) -> Tensor:
+    """What this rank holds of a tensor, in host memory; with `copy` False itself if it can be."""
+    return local(tensor.detach()).to("cpu", copy=copy)
+
+
+def _mapped(value: Any, change: Callable[[Tensor, Path], Any], at: Path = ()) -> Any:
+    """A value with its tensors changed, each by itself and its path."""
+    if isinstance(value, Tensor):
+        return change(value, at)
+    if isinstance(value, Mapping):
+        return {key: _mapped(each, change, (*at, key)) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)([_mapped(each, change, (*at, n)) for n, each in enumerate(value)])
+    return value
+
+
+def _copied(value: Any) -> Any:
+    return _mapped(value, lambda tensor, _: tensor.clone())
+
+
+def _on_host(value: Any) -> list[list[Any]]:
+    """The paths of tensors in host memory."""
+    paths: list[list[Any]] = []
+    _mapped(value, lambda t, at: paths.append([*at]) if t.device.type == "cpu" else None)
+    return paths
+
+
+def _beside(parameter: Tensor, value: Any, on_host: Iterable[Sequence[Any]]) -> Any:
+    """A copy on the parameter's device, sharded as the parameter is if it has its local shape.
+
+    What was in host memory is there again.
+    """
+    paths = {tuple(path) for path in on_host}
+
+    def bring(tensor: Tensor, at: Path) -> Tensor:
+        if at in paths:
+            return tensor.clone()
+        if is_sharded(parameter) and tensor.shape == local(parameter).shape:
+            whole = torch.empty_like(parameter, dtype=tensor.dtype)
+            local(whole).copy_(tensor)
+            return whole
+        return tensor.to(parameter.device, copy=True)
+
+    return _mapped(value, bring)
 
 
 def _own_names(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, str]:

@@ -1,5 +1,8 @@
-"""Making all replicas that of rank 0."""
+"""The start of a session: all ranks train the same, and all replicas become that of rank 0."""
 
+import hashlib
+import io
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,14 +10,66 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gossipgrad.comm._buckets import is_sharded, local
+from gossipgrad.comm._buckets import local
 from gossipgrad.comm._group import Group
-from gossipgrad.comm._parameters import all_parameters
-from gossipgrad.errors import GossipError
+from gossipgrad.comm._replica_state import all_parameters, kept_by, put_back
+from gossipgrad.errors import AgreementError
 
-__all__ = ["broadcast_replica"]
+__all__ = ["agree_on", "broadcast_replica", "fingerprint"]
 
 _TOGETHER_BYTES = 4 << 20  # small tensors share messages: each costs a round through all ranks
+_PARAMETERS = 64  # whose state is copied and sent together
+
+
+def fingerprint(
+    model: nn.Module, optimizers: Sequence[Optimizer], settings: dict[str, Any]
+) -> dict[str, str]:
+    """What must be equal on all ranks, as a flat table of plain words."""
+    table = {f"setting {name!r}": str(value) for name, value in settings.items()}
+    parameters = all_parameters(model, optimizers)
+    for kind, tensors in (("parameter", parameters.items()), ("buffer", model.named_buffers())):
+        for name, tensor in tensors:
+            frozen = "" if kind == "buffer" or tensor.requires_grad else ", frozen"
+            table[f"{kind} {name!r}"] = f"{tuple(local(tensor).shape)} {tensor.dtype}{frozen}"
+    order = [list(parameters), [name for name, _ in model.named_buffers()]]
+    table["order of parameters and buffers"] = _digest(order)
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    for number, optimizer in enumerate(optimizers):
+        groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        counts = "+".join(str(len(group)) for group in groups)
+        table[f"optimizer {number}"] = (
+            f"{type(optimizer).__name__} of {counts} parameters (in the order {_digest(groups)})"
+        )
+    return table
+
+
+def agree_on(
+    group: Group, model: nn.Module, optimizers: Sequence[Optimizer], settings: dict[str, Any]
+) -> None:
+    """Returns if all ranks train the same with the same settings; a collective.
+
+    Raises:
+        AgreementError: On every rank, with the first difference to rank 0.
+        GossipError: If a rank died before it came here.
+    """
+    table = fingerprint(model, optimizers, settings)
+    digest = hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
+    if len(set(group.all_gather_object(digest))) == 1:
+        return
+    tables = group.all_gather_object(table)
+    first = group.members[0]
+    for rank, other in zip(group.members, tables, strict=True):
+        # Digests last: what makes them differ is told better by name.
+        last = ("order", "optimizer")
+        for key in sorted({**tables[0], **other}, key=lambda key: key.startswith(last)):
+            here, there = tables[0].get(key), other.get(key)
+            if here != there:
+                raise AgreementError(
+                    f"the ranks do not agree: {key} is {there or 'missing'} on rank {rank}, but "
+                    f"{here or 'missing'} on rank {first}. Build the same model, optimizer and "
+                    "settings on every rank; nothing was sent"
+                )
+    raise AssertionError("digests differ, tables do not")
 
 
 @torch.no_grad()
@@ -25,31 +80,40 @@ def broadcast_replica(group: Group, model: nn.Module, optimizers: Sequence[Optim
     is no member of the group any more, its lowest member stands for it.
 
     Raises:
-        GossipError: If a rank dies meanwhile, or rank 0's optimizer keeps something that is
-            neither a tensor nor a plain number, text or None.
+        GossipError: If a rank dies meanwhile, or rank 0's optimizer keeps something that is no
+            tensor and no plain value.
     """
     parameters = all_parameters(model, optimizers).values()
     _broadcast(group, [local(tensor) for tensor in (*parameters, *model.buffers())])
+    is_source = group.rank == group.members[0]
     for number, optimizer in enumerate(optimizers):
-        _broadcast_state(group, number, optimizer)
+        kept: list[list[Any]] = []
+        named: list[list[Any]] = []
+        if is_source:
+            what = f"of optimizer {number} ({type(optimizer).__name__})"
+            kept, named = kept_by(optimizer, what, False)
+        else:
+            optimizer.state.clear()
+        keeps, names = group.broadcast_object([len(kept), len(named)])
+        for first in range(0, keeps, _PARAMETERS):
+            some = _broadcast_values(group, kept[first : first + _PARAMETERS])
+            if not is_source:
+                put_back(optimizer, some, [])
+        if names:
+            named = _broadcast_values(group, named)
+            if not is_source:
+                put_back(optimizer, [], named)
 
 
-def _broadcast_state(group: Group, number: int, optimizer: Optimizer) -> None:
-    parameters = [p for g in optimizer.param_groups for p in g["params"]]
-    outline = group.broadcast_object(_outline(group, number, optimizer, parameters))
-    if group.rank != group.members[0]:
-        optimizer.state.clear()
-    tensors: list[Tensor] = []
-    for place, key, kind, *rest in outline:
-        parameter = parameters[place]
-        if kind == "value":
-            optimizer.state[parameter][key] = rest[0]
-            continue
-        shape, dtype, device_type = rest
-        if group.rank != group.members[0]:
-            optimizer.state[parameter][key] = _empty(parameter, shape, dtype, device_type)
-        tensors.append(local(optimizer.state[parameter][key]))
-    _broadcast(group, tensors)
+def _broadcast_values(group: Group, value: Any) -> Any:
+    """What the source has, tensors in host memory included."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    mine = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+    size = group.broadcast_object(mine.numel())
+    data = mine.clone() if group.rank == group.members[0] else torch.empty(size, dtype=torch.uint8)
+    group.broadcast_(data)
+    return torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
 
 
 def _broadcast(group: Group, tensors: Sequence[Tensor]) -> None:
@@ -77,32 +141,5 @@ def _broadcast_batch(group: Group, batch: Sequence[Tensor]) -> None:
             tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
 
 
-def _outline(
-    group: Group, number: int, optimizer: Optimizer, parameters: Sequence[Tensor]
-) -> list[list[Any]]:
-    """What rank 0's optimizer keeps: place of the parameter, key, kind, and what to make."""
-    outline: list[list[Any]] = []
-    if group.rank != group.members[0]:
-        return outline
-    for place, parameter in enumerate(parameters):
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor):
-                made = [list(value.shape), str(value.dtype).split(".")[1], value.device.type]
-                outline.append([place, key, "tensor", *made])
-            elif value is None or isinstance(value, bool | int | float | str):
-                outline.append([place, key, "value", value])
-            else:
-                raise GossipError(
-                    f"optimizer {number} ({type(optimizer).__name__}) keeps a "
-                    f"{type(value).__name__} as {key!r}, which cannot be sent to the other ranks: "
-                    "start the session before its first step, when it keeps nothing yet"
-                )
-    return outline
-
-
-def _empty(parameter: Tensor, shape: list[int], dtype: str, device_type: str) -> Tensor:
-    kind = getattr(torch, dtype)
-    if is_sharded(parameter) and tuple(shape) == tuple(parameter.shape):
-        return torch.empty_like(parameter, dtype=kind)
-    device = parameter.device if device_type == parameter.device.type else "cpu"
-    return torch.empty(shape, dtype=kind, device=device)
+def _digest(names: Any) -> str:
+    return hashlib.sha256(json.dumps(names).encode()).hexdigest()[:12]

@@ -1,72 +1,94 @@
-"""Snapshots: copies of the payload that may travel while training goes on."""
+"""Snapshots: copies of the payload that may travel while training goes on; and the way back."""
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from gossipgrad.comm._buckets import BucketPlan, FlatBuffers
+from gossipgrad.comm._buckets import BucketPlan
 from gossipgrad.comm._transport import Ticket
 
-__all__ = ["Snapshot", "SnapshotPool", "to_device"]
+__all__ = ["Snapshot", "SnapshotPool", "stage"]
+
+_LARGEST_FP16 = torch.finfo(torch.float16).max
 
 
 class Snapshot:
     """A copy of all buckets at one moment; of the wire type, in host memory where it is sent from.
 
-    On an accelerator the copy is made there, on the stream of the training step, and brought to
-    pinned host memory on a side stream, so that the step never waits for the transfer.
+    On an accelerator the copy is made there, on the stream of the training step. On CUDA it is
+    brought to pinned host memory on a side stream, so that the step never waits for the transfer;
+    of another accelerator it is copied to host memory at once.
+
+    Attributes:
+        flats: One flat tensor a bucket, of the wire type, shape `(numel,)`, where the tensors are.
+        views: For each bucket one view a tensor, in the order of `BucketLayout.indices`.
     """
 
     def __init__(self, plan: BucketPlan, device: torch.device) -> None:
-        self.buffers = FlatBuffers(plan, device)
-        self._device = device
-        self._hosts: list[Tensor] | None = None
+        self.flats = [torch.zeros(p.numel, dtype=p.dtype, device=device) for p in plan.parts]
+        self.views = [
+            [
+                piece.view(plan.specs[index].shape)
+                for piece, index in zip(
+                    flat.split([plan.specs[index].numel for index in layout.indices]),
+                    layout.indices,
+                    strict=True,
+                )
+            ]
+            for flat, layout in zip(self.flats, plan.buckets, strict=True)
+        ]
+        self._plan, self._device = plan, device
+        self._hosts: list[Tensor] = []
         if device.type == "cuda":
             self._hosts = [torch.empty_like(f, device="cpu").pin_memory() for f in self.flats]
             self._stream = torch.cuda.Stream(device)
         self._tickets: list[Ticket] = []
 
     @property
-    def flats(self) -> list[Tensor]:
-        """One flat tensor a bucket, where the parameters are."""
-        return self.buffers.flats
-
-    @property
     def size_bytes(self) -> int:
         """Memory held, on both sides."""
-        return self.buffers.size_bytes * (1 if self._hosts is None else 2)
+        return sum(flat.nbytes for flat in (*self.flats, *self._hosts))
 
     @property
     def free(self) -> bool:
         """Whether every transport has let go of it."""
         return all(ticket.done for ticket in self._tickets)
 
+    @torch.no_grad()
     def take(
         self, bucket: int, tensors: Sequence[Tensor | None]
     ) -> tuple[Tensor, Callable[[], None] | None]:
-        """Copies a bucket's tensors; returns what to send, and what to wait for before."""
-        self.buffers.fill(bucket, tensors)
-        return self._ready(bucket)
+        """Copies a bucket's tensors, casting to the wire type; None counts as zeros.
+
+        What fp16 cannot hold becomes its largest value: both ends subtract what they sent, so that
+        costs a slower exchange and no infinity.
+
+        Returns:
+            What to send, in host memory, and what to wait for before.
+        """
+        flat = self.flats[bucket]
+        pairs = list(zip(self.views[bucket], tensors, strict=True))
+        if missing := [view for view, tensor in pairs if tensor is None]:
+            torch._foreach_zero_(missing)
+        there = [(view, tensor) for view, tensor in pairs if tensor is not None]
+        if there:
+            torch._foreach_copy_([view for view, _ in there], [tensor for _, tensor in there])
+        if flat.dtype == torch.float16 and self._plan.buckets[bucket].dtype != torch.float16:
+            flat.clamp_(-_LARGEST_FP16, _LARGEST_FP16)
+        if not self._hosts:
+            return flat.cpu(), None
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            self._hosts[bucket].copy_(flat, non_blocking=True)
+            return self._hosts[bucket], self._stream.record_event().synchronize
 
     def hold(self, ticket: Ticket) -> None:
         """Keeps the snapshot from being written again before `ticket` is done."""
         self._tickets = [held for held in self._tickets if not held.done]
         self._tickets.append(ticket)
-
-    def _ready(self, bucket: int) -> tuple[Tensor, Callable[[], None] | None]:
-        if self._hosts is None:
-            return self.flats[bucket], None
-        return self._bring(bucket, self._hosts[bucket])
-
-    def _bring(self, bucket: int, host: Tensor) -> tuple[Tensor, Callable[[], None]]:
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            host.copy_(self.flats[bucket], non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(self._stream)
-        return host, event.synchronize
 
 
 class SnapshotPool:
@@ -117,14 +139,34 @@ class SnapshotPool:
         self._used.discard(id(snapshot))
 
 
-def to_device(received: Tensor, like: Tensor) -> Tensor:
-    """What was received, where `like` is; through pinned memory and a side stream on CUDA."""
-    if like.device.type != "cuda":
-        return received.to(like.device)
-    stream = torch.cuda.Stream(like.device)
+def stage(received: Tensor, device: torch.device) -> Callable[[], Tensor]:
+    """Begins to bring what was received to a device; from any thread.
+
+    On CUDA it is pinned, and copied on a side stream: a thread beside the training's does both
+    while the step computes.
+
+    Returns:
+        What gives it there; to be called in the thread that uses it, whose stream then waits for
+        the copy.
+    """
+    if device.type != "cuda":
+        moved = received.to(device)
+        return lambda: moved
+    stream = _inbound(device)
     with torch.cuda.stream(stream):
-        moved = received.pin_memory().to(like.device, non_blocking=True)
-    current = torch.cuda.current_stream(like.device)
-    current.wait_stream(stream)
-    moved.record_stream(current)
-    return moved
+        moved = received.pin_memory().to(device, non_blocking=True)
+        copied = stream.record_event()
+
+    def arrive() -> Tensor:
+        current = torch.cuda.current_stream(device)
+        current.wait_event(copied)
+        moved.record_stream(current)
+        return moved
+
+    return arrive
+
+
+@functools.cache
+def _inbound(device: torch.device) -> torch.cuda.Stream:
+    """One for all: a stream's memory is reused on that stream alone."""
+    return torch.cuda.Stream(device)

@@ -88,8 +88,8 @@ class Transport(Protocol):
 
 
 @runtime_checkable
-class Joinable(Protocol):
-    """What a transport of a run can do, too, that others may join."""
+class Joinable(Transport, Protocol):
+    """A transport of a run that others may join."""
 
     @property
     def introduction(self) -> list[Any]:
@@ -105,16 +105,12 @@ class Joinable(Protocol):
         """Gets to know a rank that has joined; links are made when first used, here and there."""
         ...
 
-    def beside(self, *, max_payload_bytes: int) -> "JoinableTransport":
+    def beside(self, *, max_payload_bytes: int) -> "Joinable":
         """Another transport of this rank, with links of its own."""
         ...
 
 
-class JoinableTransport(Joinable, Transport, Protocol):
-    """Both of it."""
-
-
-def is_joinable(transport: object) -> TypeGuard[JoinableTransport]:
+def is_joinable(transport: object) -> TypeGuard[Joinable]:
     """Whether others may join over a transport, or over what it wraps."""
     # isinstance() does not see what a wrapper gives by __getattr__, from Python 3.12 on.
     return hasattr(transport, "take_in")

@@ -5,11 +5,12 @@ import struct
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-__all__ = ["DTYPES", "FLOATING", "Header", "Kind", "WireError"]
+__all__ = ["DTYPES", "FLOATING", "Header", "Kind", "Part", "WireError"]
 
 _MAGIC = b"gossip"
-_VERSION = 4
+_VERSION = 5
 _FIXED = struct.Struct("!6sBBB16sIIIqIQ")
 
 FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -25,13 +26,12 @@ class Kind(enum.IntEnum):
 
     DATA = 1
     VOID = 2  # the sender has given up `round`, and sends no part of it
-    FENCE = 3  # the sender is in a collective: nothing more is sent of earlier epochs
+    FENCE = 3  # the sender is at `round` of this epoch: nothing more is sent of what was before
     LEAVE = 4  # the sender leaves
-    ENTER = 5  # the sender takes part in rounds of `generation` and `epoch`, from `round` on
-    PART = 6  # the sender has lost its link to the receiver, and receives nothing any more
-    ASK = 7  # may the sender send its part of `round`?
-    GO = 8  # it may
-    MAIL = 9  # version `round` of the tensor with key `bucket`, for the mailbox
+    PART = 5  # the sender has lost its link to the receiver, and receives nothing any more
+    ASK = 6  # may the sender send its part of `round`?
+    GO = 7  # it may
+    MAIL = 8  # version `round` of the tensor with key `bucket`, for the mailbox
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,17 +64,8 @@ class Header:
         """The header as bytes, big-endian."""
         dtype = 255 if self.dtype is None else DTYPES.index(self.dtype)
         return _FIXED.pack(
-            _MAGIC,
-            _VERSION,
-            self.kind,
-            dtype,
-            self.run,
-            self.sender,
-            self.generation,
-            self.epoch,
-            self.round,
-            self.bucket,
-            self.size_bytes,
+            *(_MAGIC, _VERSION, self.kind, dtype, self.run, self.sender),
+            *(self.generation, self.epoch, self.round, self.bucket, self.size_bytes),
         )
 
     @classmethod
@@ -86,22 +77,54 @@ class Header:
         """
         if len(data) != _FIXED.size:
             raise WireError(f"a header has {_FIXED.size} bytes, got {len(data)}")
-        magic, version, kind, dtype, run, *numbers = _FIXED.unpack(data)
+        magic, version, kind, code, run, *numbers = _FIXED.unpack(data)
         if magic != _MAGIC or version != _VERSION:
             raise WireError(f"not a gossipgrad message of wire version {_VERSION}")
         if kind not in Kind.__members__.values():
             raise WireError(f"unknown kind of message {kind}")
-        if dtype != 255 and dtype >= len(DTYPES):
-            raise WireError(f"unknown dtype code {dtype}")
-        sender, generation, epoch, round, bucket, size = numbers
-        return cls(
-            kind=Kind(kind),
-            run=run,
-            sender=sender,
-            generation=generation,
-            epoch=epoch,
-            round=round,
-            bucket=bucket,
-            dtype=None if dtype == 255 else DTYPES[dtype],
-            size_bytes=size,
-        )
+        if code != 255 and code >= len(DTYPES):
+            raise WireError(f"unknown dtype code {code}")
+        sender, generation, epoch, round, bucket, size_bytes = numbers
+        dtype = None if code == 255 else DTYPES[code]
+        return cls(Kind(kind), run, sender, generation, epoch, round, bucket, dtype, size_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What the plan says of one bucket: element type and count."""
+
+    dtype: torch.dtype
+    numel: int
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the bucket on the wire."""
+        return self.numel * self.dtype.itemsize
+
+    def check(self, payload: Tensor, bucket: int) -> None:
+        """Refuses to send what the plan does not foresee.
+
+        Raises:
+            ValueError: If the payload does not fit.
+        """
+        if payload.dtype != self.dtype or payload.numel() != self.numel:
+            raise ValueError(
+                f"bucket {bucket} is planned as {self.numel} x {self.dtype}, "
+                f"got {payload.numel()} x {payload.dtype}"
+            )
+
+    def read(self, header: Header, payload: Tensor | None) -> Tensor:
+        """The elements that a message brings.
+
+        Raises:
+            WireError: If they do not fit.
+        """
+        size_bytes = 0 if payload is None else payload.numel()
+        announced = header.dtype, header.size_bytes
+        if announced != (self.dtype, self.size_bytes) or size_bytes != self.size_bytes:
+            raise WireError(
+                f"bucket {header.bucket} is planned as {self.size_bytes} bytes of {self.dtype}, "
+                f"got {size_bytes} bytes announced as {header.size_bytes} of {header.dtype}"
+            )
+        body = torch.empty(0, dtype=torch.uint8) if payload is None else payload
+        return body.view(self.dtype)

@@ -6,8 +6,9 @@ import re
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,14 +18,14 @@ from zmq.auth import Authenticator
 from zmq.utils.garbage import gc
 from zmq.utils.monitor import parse_monitor_message
 
-from gossipgrad.comm._access import Access, check_same, meet_access
+from gossipgrad.comm._access import Access, check_encrypt, check_same, meet_access
 from gossipgrad.comm._group import Group
-from gossipgrad.comm._interface import Interface, check_bound, interface_of
-from gossipgrad.comm._transport import Arrival, Lost, Sent, Ticket
+from gossipgrad.comm._interface import check_bound, interface_of
+from gossipgrad.comm._transport import Arrival, Lost, Sent, Ticket, Transport
 from gossipgrad.comm._zeromq_link import WATCHED, Link
 from gossipgrad.errors import AgreementError
 
-__all__ = ["ZeroMQTransport"]
+__all__ = ["ZeroMQTransport", "resolve_transport"]
 
 _HEADER_BYTES = 1 << 14
 _CURVE_BYTES = 64  # an encrypted message is 33 longer on the wire, where its size is checked
@@ -36,6 +37,29 @@ _RECONNECT_MILLISECONDS = 50
 _ENDPOINT = re.compile(r"tcp://(?:\[[0-9A-Za-z:.%]+\]|[^:/\s]+):\d{1,5}")
 
 _open: "weakref.WeakSet[ZeroMQTransport]" = weakref.WeakSet()
+
+
+@dataclass(eq=False, slots=True)
+class _Sockets:
+    """The sockets of a transport; they are closed even if nobody closes that."""
+
+    context: "zmq.Context[zmq.Socket[bytes]]"
+    listener: "zmq.Socket[bytes]"
+    authenticator: Authenticator | None
+    links: dict[int, Link] = field(default_factory=dict)
+    process: int = field(default_factory=os.getpid)
+
+    def close(self, linger_seconds: float = 0.0) -> None:
+        """Sends what is queued for at most `linger_seconds`, then ends the context."""
+        if os.getpid() != self.process:
+            return  # a fork of the process: all of it is its parent's
+        for link in self.links.values():
+            link.close(linger_seconds)
+        self.links.clear()
+        self.listener.close(linger=0)
+        if self.authenticator is not None:
+            self.authenticator.stop()
+        self.context.term()
 
 
 class ZeroMQTransport:
@@ -76,15 +100,17 @@ class ZeroMQTransport:
         encrypt: bool | None = None,
     ) -> None:
         access = meet_access(group, encrypt)
-        interface = interface_of(group, bind)
-        if access.fingerprint and not interface.one_host and group.rank == group.members[0]:
+        address, one_host = interface_of(group, bind)
+        if access.fingerprint and not one_host and group.rank == group.members[0]:
             warnings.warn(
                 "links are encrypted, and torch's collectives are not: at the start, and in every "
                 "average or consensus, they send whole models in the clear. A network that "
                 "encrypts everything is WireGuard",
                 stacklevel=2,
             )
-        with self._made(access, group.rank, group.world_size, max_payload_bytes, interface):
+        with self._listen(
+            access, group.rank, group.world_size, max_payload_bytes, address, one_host=one_host
+        ):
             told = group.all_gather_object(self.introduction)
             for member, introduction in zip(group.members, told, strict=True):
                 self.take_in(member, introduction)
@@ -117,8 +143,7 @@ class ZeroMQTransport:
             AgreementError: The others have another secret, or only one of both encrypts.
         """
         self = cls.__new__(cls)
-        access, interface = Access.resolve(encrypt), Interface(bind, one_host=True)
-        with self._made(access, rank, world_size, max_payload_bytes, interface):
+        with self._listen(Access.resolve(encrypt), rank, world_size, max_payload_bytes, bind):
             for other, introduction in introductions.items():
                 self.take_in(other, introduction)
         return self
@@ -132,9 +157,8 @@ class ZeroMQTransport:
         Raises:
             ValueError: The interface cannot be listened on any more.
         """
-        other = ZeroMQTransport.__new__(ZeroMQTransport)
-        here = Interface(self.address, one_host=True)
-        with other._made(self._access, self.rank, self.world_size, max_payload_bytes, here):
+        other, here = ZeroMQTransport.__new__(ZeroMQTransport), self.address
+        with other._listen(self._access, self.rank, self.world_size, max_payload_bytes, here):
             return other
 
     @property
@@ -183,8 +207,7 @@ class ZeroMQTransport:
             if self._closed or peer not in self.introductions:
                 return Sent()
             link = self._link(peer)
-            # `cpu()` copies what is on an accelerator, and nothing else.
-            body = None if payload is None else payload.cpu().view(torch.uint8).numpy().data
+            body = None if payload is None else payload.view(torch.uint8).numpy().data
             if body is not None and body.nbytes > self.max_payload_bytes:
                 raise ValueError(
                     f"a message of {body.nbytes} bytes is above max_payload_bytes="
@@ -197,7 +220,8 @@ class ZeroMQTransport:
         if self._closed:
             return []
         ready = dict(self._poller.poll(int(timeout_seconds * 1000)))
-        events: list[Arrival | Lost] = [*self._arrivals()] if self._listener in ready else []
+        is_listener_ready = self._sockets.listener in ready
+        events: list[Arrival | Lost] = [*self._arrivals()] if is_listener_ready else []
         with self._sending:
             for peer, link in self._links.items():
                 if link.monitor in ready:
@@ -209,76 +233,61 @@ class ZeroMQTransport:
     def forget(self, peer: int) -> None:
         """Closes the link to `peer` and drops what was queued for it."""
         with self._sending:
-            if self._closed:
-                return
-            link = self._links.pop(peer, None)
-            if link is not None:
-                self._drop(link, linger_seconds=0.0)
+            if not self._closed and (link := self._links.pop(peer, None)) is not None:
+                self._poller.unregister(link.monitor)
+                link.close(linger_seconds=0.0)
 
     def close(self, linger_seconds: float = 0.0) -> None:
         """Closes all links; sends what is queued for at most `linger_seconds`."""
-        if os.getpid() != self._process:
-            return  # a fork of the process: the links are its parent's
         with self._sending:
-            if self._closed:
-                return
-            self._closed = True
+            was_closed, self._closed = self._closed, True
+        if not was_closed:
             self._abandoned.detach()
-            for link in self._links.values():
-                down = link.down_since is not None or link.failures > 0
-                self._drop(link, linger_seconds=0.0 if down else linger_seconds)
-            self._links.clear()
-        _end(self._context, self._listener, self._authenticator)
+            self._sockets.close(linger_seconds)
 
     def silence(self) -> None:
         """Sends and receives nothing more, and leaves the sockets to the end of the process."""
         with self._sending:
             self._closed = True
             self._abandoned.detach()
-        if self._authenticator is not None and os.getpid() == self._process:
-            self._authenticator.stop()
+        if self._sockets.authenticator is not None and os.getpid() == self._sockets.process:
+            self._sockets.authenticator.stop()
 
     @contextmanager
-    def _made(
+    def _listen(
         self,
         access: Access,
         rank: int,
         world_size: int,
         max_payload_bytes: int,
-        interface: Interface,
+        address: str,
+        *,
+        one_host: bool = True,
     ) -> Iterator[None]:
         """Listens; an error inside closes everything again."""
         self.rank, self.world_size = rank, world_size
         self.max_payload_bytes = max_payload_bytes
         self.introductions: dict[int, list[Any]] = {}
         self._access = access
-        self._process = os.getpid()
         self._sending = threading.Lock()
-        self._links: dict[int, Link] = {}
         self._closed = False
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._listener = self._context.socket(zmq.PULL)
-        self._authenticator = access.let_in(self._listener)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        listener = context.socket(zmq.PULL)
+        self._sockets = _Sockets(context, listener, access.let_in(listener))
+        self._links = self._sockets.links
         self._poller = zmq.Poller()
-        self._poller.register(self._listener, zmq.POLLIN)
+        self._poller.register(listener, zmq.POLLIN)
         # A context that is collected with open sockets waits for them for ever.
-        self._abandoned = weakref.finalize(
-            self,
-            _abandon,
-            self._context,
-            self._listener,
-            self._authenticator,
-            self._links,
-            self._process,
-        )
+        self._abandoned = weakref.finalize(self, self._sockets.close)
         self._abandoned.atexit = False  # pyrefly: ignore[missing-attribute]
         _open.add(self)
         try:
             most_bytes = max(max_payload_bytes, _HEADER_BYTES)
             most_bytes += _CURVE_BYTES if self.is_encrypted else 0
-            self._listener.setsockopt(zmq.MAXMSGSIZE, most_bytes)
-            self._listener.setsockopt(zmq.RCVHWM, _QUEUED_MESSAGES)
-            self.introductions[rank] = [_bind(self._listener, interface), access.fingerprint]
+            listener.setsockopt(zmq.MAXMSGSIZE, most_bytes)
+            listener.setsockopt(zmq.RCVHWM, _QUEUED_MESSAGES)
+            endpoint = _bind(listener, address, one_host=one_host)
+            self.introductions[rank] = [endpoint, access.fingerprint]
             yield
         except BaseException:
             self.close()
@@ -287,7 +296,7 @@ class ZeroMQTransport:
     def _arrivals(self) -> Iterator[Arrival]:
         while True:
             try:
-                head, *rest = self._listener.recv_multipart(zmq.NOBLOCK, copy=False)
+                head, *rest = self._sockets.listener.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
             if len(rest) > 1 or len(head) > _HEADER_BYTES:
@@ -301,26 +310,25 @@ class ZeroMQTransport:
     def _link(self, peer: int) -> Link:
         link = self._links.get(peer)
         if link is None:
-            socket = self._context.socket(zmq.PUSH)
-            socket.setsockopt(zmq.SNDHWM, 0)  # the channel's credits bound what is queued
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.IPV6, 1)
-            socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MILLISECONDS)
-            idle, interval = _KEEPALIVE_SECONDS
-            socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
-            socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, idle)
-            socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, interval)
-            socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, _KEEPALIVE_TRIES)
+            socket = self._sockets.context.socket(zmq.PUSH)
+            idle_seconds, interval_seconds = _KEEPALIVE_SECONDS
+            for option, value in (
+                (zmq.SNDHWM, 0),  # the channel's credits bound what is queued
+                (zmq.LINGER, 0),
+                (zmq.IPV6, 1),
+                (zmq.RECONNECT_IVL, _RECONNECT_MILLISECONDS),
+                (zmq.TCP_KEEPALIVE, 1),
+                (zmq.TCP_KEEPALIVE_IDLE, idle_seconds),
+                (zmq.TCP_KEEPALIVE_INTVL, interval_seconds),
+                (zmq.TCP_KEEPALIVE_CNT, _KEEPALIVE_TRIES),
+            ):
+                socket.setsockopt(option, value)
             self._access.identify(socket)
             monitor = socket.get_monitor_socket(WATCHED)
             socket.connect(self.introductions[peer][0])
             link = self._links[peer] = Link(socket, monitor)
             self._poller.register(monitor, zmq.POLLIN)
         return link
-
-    def _drop(self, link: Link, linger_seconds: float) -> None:
-        self._poller.unregister(link.monitor)
-        link.close(linger_seconds)
 
     def _watch(self, link: Link) -> None:
         while True:
@@ -331,13 +339,43 @@ class ZeroMQTransport:
             link.note(event)
 
 
-def _bind(listener: "zmq.Socket[bytes]", interface: Interface) -> str:
+def resolve_transport(transport: Any, *, encrypt: Any = None) -> Callable[[Group, int], Transport]:
+    """How links are made, of a group and the largest payload in bytes that the plan foresees.
+
+    Args:
+        transport: `"zeromq"`, or a function from a group to a transport, which has a limit of its
+            own.
+        encrypt: Whether links are encrypted, which `"zeromq"` can; None: if there is a secret.
+
+    Raises:
+        ValueError: There is no such transport, or it cannot encrypt.
+    """
+    if transport == "gloo":
+        raise ValueError("transport='gloo': Gloo links are gone: use transport='zeromq'")
+    if transport != "zeromq" and not callable(transport):
+        raise ValueError(
+            "transport must be 'zeromq' or a function from a group to a transport, "
+            f"got {transport!r}"
+        )
+    check_encrypt(encrypt)
+    if transport == "zeromq":
+        return lambda group, largest_bytes: ZeroMQTransport(
+            group, max_payload_bytes=largest_bytes, encrypt=encrypt
+        )
+    if encrypt:
+        raise ValueError(
+            "encrypt=True is for transport='zeromq'; in a function of your own write "
+            "lambda group: ZeroMQTransport(group, encrypt=True)"
+        )
+    return lambda group, largest_bytes: transport(group)
+
+
+def _bind(listener: "zmq.Socket[bytes]", address: str, *, one_host: bool) -> str:
     """Listens on a free port; where that is.
 
     Raises:
         ValueError: The interface is none of this host, or the others could not reach it.
     """
-    address = interface.address
     listener.setsockopt(zmq.IPV6, int(":" in address))
     try:
         listener.bind(f"tcp://[{address}]:*" if ":" in address else f"tcp://{address}:*")
@@ -347,38 +385,12 @@ def _bind(listener: "zmq.Socket[bytes]", interface: Interface) -> str:
             "interface of this host"
         ) from error
     endpoint = listener.getsockopt_string(zmq.LAST_ENDPOINT)
-    check_bound(interface, _address_of(endpoint))
+    check_bound(address, _address_of(endpoint), one_host=one_host)
     return endpoint
 
 
 def _address_of(endpoint: str) -> str:
     return endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-
-
-def _end(
-    context: "zmq.Context[zmq.Socket[bytes]]",
-    listener: "zmq.Socket[bytes]",
-    authenticator: Authenticator | None,
-) -> None:
-    listener.close(linger=0)
-    if authenticator is not None:
-        authenticator.stop()
-    context.term()
-
-
-def _abandon(
-    context: "zmq.Context[zmq.Socket[bytes]]",
-    listener: "zmq.Socket[bytes]",
-    authenticator: Authenticator | None,
-    links: dict[int, Link],
-    process: int,
-) -> None:
-    """Closes what a transport that nobody closed has left."""
-    if os.getpid() != process:
-        return  # a fork of the process: all of it is its parent's
-    for link in links.values():
-        link.close(linger_seconds=0.0)
-    _end(context, listener, authenticator)
 
 
 def _at_exit() -> None:

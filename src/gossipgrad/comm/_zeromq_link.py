@@ -8,7 +8,7 @@ import zmq
 
 from gossipgrad.comm._transport import Sent, Ticket
 
-__all__ = ["DOWN", "UP", "WATCHED", "Link"]
+__all__ = ["WATCHED", "Link"]
 
 UP = zmq.Event.HANDSHAKE_SUCCEEDED
 DOWN = zmq.Event.DISCONNECTED
@@ -74,6 +74,8 @@ class Link:
 
     def close(self, linger_seconds: float) -> None:
         """Closes both sockets; sends what is queued for at most `linger_seconds`."""
+        if self.down_since is not None or self.failures > 0:
+            linger_seconds = 0.0  # nobody would get it
         if not self.socket.closed:
             self.socket.disable_monitor()
         self.monitor.close(linger=0)

@@ -99,12 +99,8 @@ class Averaging:
             try:
                 gathered = self._group.all_gather_object(mine, meets=True)
             except GossipError:
-                rounds.channel.abort()
                 if self._group.broken is not None and self._members.changed():
                     continue  # nothing was done yet: the living meet again
-                raise
-            except BaseException:  # Ctrl-C too must not leave partners waiting for us
-                rounds.channel.abort()
                 raise
             rounds.next_round = max(view[1] for view in gathered)
             views = dict(zip(self._group.members, gathered, strict=True))

@@ -2,11 +2,12 @@
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
-from gossipgrad.comm import Channel, Exchange, Outcome, Snapshot, Ticket, to_device
+from gossipgrad.comm import Channel, Exchange, Outcome, Snapshot, Ticket, stage
 from gossipgrad.engine._flow import Delta, Flow, Sendable
 from gossipgrad.engine._pacing import RoundBefore
 from gossipgrad.topology import Peers
@@ -36,6 +37,7 @@ class Transfer:
         self.finished: set[int] = set()
         self.behind = RoundBefore()
         self._channel = channel
+        self._staged: dict[int, Callable[[], Tensor]] = {}  # what is on its way to an accelerator
         self._deltas: dict[int, Delta] = {}
         self._versions: dict[int, int] = {}  # of what was received, by bucket
         self._filled: dict[int, Sendable] = {}
@@ -112,18 +114,21 @@ class Transfer:
         """Whether the live tensors are, bit for bit, what was sent; for what travels whole."""
         return all(
             torch.equal(v, sent)
-            for bucket, views in zip(self.flow.buckets, self.snapshot.buffers.views, strict=True)
+            for bucket, views in zip(self.flow.buckets, self.snapshot.views, strict=True)
             for v, sent in zip(bucket.tensors(), views, strict=True)
             if v is not None
         )
 
     def prepare(self) -> bool:
-        """Makes the deltas of what arrived; whether all has. From any thread, like `delta`."""
+        """Makes the deltas of what arrived; whether all has. From any thread, like `delta`.
+
+        On an accelerator they belong to the stream of the training step: what arrived is brought
+        there, and no more.
+        """
         places = list(self.exchanges)
         arrived = [place for place in places if not self.exchanges[place].open]
-        if self.flow.device.type == "cpu":  # an accelerator's copies belong to its own stream
-            for place in arrived:
-                self.delta(place)
+        for place in arrived:
+            self.delta(place) if self.flow.device.type == "cpu" else self._stage(place)
         return self._is_released or len(arrived) == len(places)
 
     @torch.no_grad()
@@ -138,7 +143,10 @@ class Transfer:
             version = self._versions.setdefault(place, received._version)
             if received._version != version:  # it was subtracted in place, and then Ctrl-C came
                 sent = torch.zeros_like(sent)
-            delta = self.flow.buckets[place].delta(to_device(received, sent), sent, self.round)
+            if self.flow.device.type != "cpu":
+                self._stage(place)
+                received = self._staged.pop(place)()
+            delta = self.flow.buckets[place].delta(received, sent, self.round)
             self._deltas[place] = delta
             exchange.received = None
             return delta
@@ -164,8 +172,15 @@ class Transfer:
         """Gives the snapshot back, once."""
         with self._lock:  # the listener must not read what is overwritten
             again, self._is_released = self._is_released, True
+            self._staged.clear()
         if not again:  # it may be another transfer's by now
             self.flow.pool.release(self.snapshot)
+
+    def _stage(self, place: int) -> None:
+        with self._lock:
+            received = self.exchanges[place].received
+            if received is not None and place not in self._staged and not self._is_released:
+                self._staged[place] = stage(received, self.flow.device)
 
     def cancel(self) -> None:
         """Gives up what has not arrived."""

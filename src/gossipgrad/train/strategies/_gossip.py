@@ -8,7 +8,7 @@ import torch
 
 import gossipgrad as gg
 from gossipgrad import topology
-from gossipgrad.comm import Faults, FaultyLinks
+from gossipgrad.comm import Faults, FaultyTransport, Group, Transport, ZeroMQTransport
 from gossipgrad.decentralized import check_settings, resolve_compress
 from gossipgrad.train._options import check_at_least, check_fields, make_plain
 
@@ -178,7 +178,11 @@ class GossipStrategy(Strategy):
         """Begin a session, or go on with that of a rank that joined."""
         settings = self.session_settings(options, setting)
         if options.faults is not None:
-            links = FaultyLinks(Faults.parse(options.faults), encrypt=settings["encrypt"])
+            faults, encrypt = Faults.parse(options.faults), settings["encrypt"]
+
+            def links(group: Group) -> Transport:
+                return FaultyTransport(ZeroMQTransport(group, encrypt=encrypt), faults)
+
             settings |= {"transport": links, "encrypt": None}
         session = replica.session or gg.gossip(
             replica.model,

@@ -1,0 +1,312 @@
+"""Threads around a channel: those that listen, buffers filled later, pacing, and how they end."""
+
+import gc
+import itertools
+import threading
+import time
+
+import pytest
+import torch
+
+from gossipgrad.comm import Channel, Header, Hub, Kind, Lost, News, Outcome, Part
+from gossipgrad.errors import GossipError
+from support.links import RUN, make_transports, ours, until_none_but
+from support.waiting import quick, until
+
+D, L, V, X = Outcome.DELIVERED, Outcome.LATE, Outcome.VOID, Outcome.DEAD_PEER
+LATE_SECONDS, LONG_SECONDS = 2.0, 30.0
+
+
+class Wire:
+    """A transport that notes which messages leave."""
+
+    reopens = True
+
+    def __init__(self, inner):
+        self.rank, self.world_size = inner.rank, inner.world_size
+        self._inner = inner
+        self.said = []
+
+    def send(self, peer, header, payload=None):
+        read = Header.unpack(header)
+        self.said.append((read.kind, peer, read.round))
+        return self._inner.send(peer, header, payload)
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+
+@pytest.fixture
+def ranks():
+    """Channels of four ranks in one process; four rounds may be open on a link."""
+    hub, before = Hub(4), {*ours()}
+    plan = [Part(torch.float32, 4)]
+    made = [Channel(Wire(hub.transport(rank)), run=RUN, plan=plan, credits=4) for rank in range(4)]
+    yield made
+    for channel in made:
+        channel.close(0.0)
+    until_none_but(before)
+
+
+def post(channel, peer, round=0, value=0.0, **options):
+    values = torch.full((4,), value)
+    return channel.post(round, 0, values, send_to=peer, recv_from=peer, **options)
+
+
+# -- who listens ----------------------------------------------------------------------------------
+
+
+def test_two_threads_may_take_at_once(ranks):
+    """The one that does not listen is woken by the one that does, and its deadline holds."""
+    a, b, c, _ = ranks
+    from_b, rounds = post(a, 1), itertools.count()
+
+    def take(exchange, deadline, outcomes, seconds):
+        start = time.perf_counter()
+        outcomes.append(a.take(exchange, deadline))
+        seconds.append(time.perf_counter() - start)
+
+    def both_in_time():
+        round, outcomes, seconds = next(rounds), ([], []), ([], [])
+        from_c = post(a, 2, round=round)
+        threads = [
+            threading.Thread(target=take, args=(from_b, 0.8, outcomes[0], seconds[0])),
+            threading.Thread(target=take, args=(from_c, 60.0, outcomes[1], seconds[1])),
+        ]
+        for thread in threads:
+            thread.start()
+            time.sleep(0.05)
+        post(c, 0, round=round)
+        for thread in threads:
+            thread.join()
+        assert outcomes == ([L], [D])
+        assert seconds[0][0] >= 0.8
+        return seconds[0][0] < 1.1 and seconds[1][0] < 0.4
+
+    until(both_in_time)  # at the first time, unless a busy machine holds a thread up
+    post(b, 0)
+    assert a.take(from_b, 30.0) is D
+
+
+def test_a_channel_that_is_closed_in_its_own_listener_ends():
+    """As when a session that nobody closed is collected there."""
+
+    class Closing(News):
+        def ahead(self, generation):
+            a.close(0.0)
+
+    ends = make_transports("in-process", 2)
+    a, b = (Channel(end, run=RUN, plan=[], news=Closing()) for end in ends)
+    b.enter(1, 0, [0, 1])
+    thread = threading.Thread(target=a.poll, args=(30.0,), daemon=True)
+    thread.start()
+    thread.join(30.0)
+    assert a.closed
+    assert not thread.is_alive()
+
+
+def test_channels_that_nobody_closed_are_collected_without_waiting():
+    before = set(ours())
+
+    def collected():
+        ends = [
+            Channel(end, run=RUN, plan=[Part(torch.float32, 4)])
+            for end in make_transports("zeromq", 2)
+        ]
+        pair = post(ends[0], 1), post(ends[1], 0)
+        assert (ends[0].take(pair[0], 30.0), ends[1].take(pair[1], 30.0)) == (D, D)
+        for end in ends:
+            end.itself = end
+        start = time.perf_counter()
+        del ends, pair, end
+        gc.collect()
+        return time.perf_counter() - start
+
+    quick(collected, 2.0)
+    until_none_but(before)
+
+
+def test_an_interrupted_close_leaves_no_thread_and_no_link(monkeypatch):
+    before = {*ours()}
+    ends = make_transports("in-process", 2)
+    a = Channel(ends[0], run=RUN, plan=[Part(torch.float32, 4)])
+    post(a, 1, ready=lambda: None)  # a thread sends it
+    assert {*ours()} > before
+
+    def interrupted(timeout_seconds):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(a, "poll", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        a.close()
+    until_none_but(before)
+    until(lambda: any(isinstance(event, Lost) for event in ends[1].receive(0.0)))
+
+
+# -- buffers that are filled later ----------------------------------------------------------------
+
+
+def test_order_on_a_link_holds_behind_a_slow_buffer(ranks):
+    a, b, *_ = ranks
+    go = threading.Event()
+    mine = [post(a, 1, 0, 0.0)]
+    mine.append(post(a, 1, 1, 1.0, ready=lambda: go.wait(30) and None))
+    mine.append(post(a, 1, 2, 2.0))
+    a.void(3, 1)
+    theirs = [post(b, 0, round) for round in range(4)]
+    assert [b.take(one, 0.05) for one in theirs[:3]] == [D, L, L]
+    assert [one.ticket.done for one in mine] == [True, False, False]
+    go.set()
+    assert [b.take(one, 30.0) for one in theirs] == [D, D, D, V]
+    assert [one.received[0].item() for one in theirs[:3]] == [0.0, 1.0, 2.0]
+    assert all(one.ticket.wait(30.0) for one in mine)
+
+
+def test_one_late_link_holds_up_no_other(ranks):
+    """Ranks 0 and 1 wait for a buffer; all other pairs, those of 0 and 1 too, exchange."""
+
+    def others_seconds():
+        at, late = next(rounds), threading.Event()
+        slow = [
+            post(ranks[rank], 1 - rank, at, ready=lambda: late.wait(LATE_SECONDS) and None)
+            for rank in (0, 1)
+        ]
+        start = time.perf_counter()
+        for one, other in ((0, 2), (1, 3), (2, 3), (0, 3), (1, 2)):
+            ends = post(ranks[one], other, at), post(ranks[other], one, at)
+            for rank, end in zip((one, other), ends, strict=True):
+                assert ranks[rank].take(end, 30.0) is D
+        seconds = time.perf_counter() - start
+        assert all(end.open for end in slow)
+        late.set()
+        assert [ranks[rank].take(end, 30.0) for rank, end in enumerate(slow)] == [D, D]
+        return seconds
+
+    rounds = itertools.count()
+    quick(others_seconds, LATE_SECONDS / 4)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("device lost"), GossipError("device lost")])
+def test_a_buffer_that_cannot_be_filled_is_an_error_and_its_memory_is_free(ranks, error):
+    def fail():
+        go.wait(30)
+        raise error
+
+    a, go = ranks[0], threading.Event()
+    mine = [post(a, 1, 0, ready=fail), post(a, 1, 1)]
+    go.set()
+    until(lambda: all(one.ticket.done for one in mine))
+    for fails in (lambda: a.take(mine[0], 30.0), lambda: post(a, 2)):
+        with pytest.raises(GossipError, match="device lost"):
+            fails()
+
+
+def test_closing_beside_a_stuck_buffer_ends_in_time(ranks):
+    a, stuck = ranks[0], threading.Event()
+    post(a, 1, ready=lambda: stuck.wait(60) and None)
+    start = time.perf_counter()
+    a.close(0.1)
+    assert time.perf_counter() - start < 30.0
+    stuck.set()
+
+
+def test_a_peer_that_is_lost_between_post_and_send_holds_no_ticket(channels):
+    a, b = channels()
+    go = threading.Event()
+    mine = post(a, 1, ready=lambda: go.wait(30) and None)
+    b.transport.close()
+    assert a.take(mine, 30.0) is X
+    assert not mine.ticket.done
+    go.set()
+    assert mine.ticket.wait(30.0)
+
+
+# -- pacing ---------------------------------------------------------------------------------------
+
+
+def post_in_turn(channel, peer, round):
+    turn = channel.turn(round, peer)
+    return post(channel, peer, round, ready=lambda: turn(LONG_SECONDS))
+
+
+def hear_wish(asks, asked, round):
+    until(lambda: (Kind.ASK, asked.rank, round) in asks.transport.said)
+    asked.poll()
+
+
+def arrives(sender, receiver, exchange):
+    until(lambda: sender.poll() or receiver.take(exchange, 0.0) is D)
+
+
+def test_a_part_waits_until_what_the_receiver_awaits_has_come(ranks):
+    a, b, c, _ = ranks
+    awaited = post(c, 1, round=0)
+    post_in_turn(a, 2, round=1)
+    hear_wish(a, c, 1)
+    assert (Kind.GO, 0, 1) not in c.transport.said
+    post(b, 2, round=0)
+    assert c.take(awaited, 30.0) is D
+    assert c.transport.said[-1] == (Kind.GO, 0, 1)
+    arrives(a, c, post(c, 0, round=1))
+
+
+def test_who_awaits_nothing_grants_its_next_round_at_once_and_none_after_it(ranks):
+    a, b, c, _ = ranks
+    post_in_turn(a, 2, round=0)
+    post_in_turn(b, 2, round=1)
+    hear_wish(a, c, 0)
+    hear_wish(b, c, 1)
+    until(lambda: a.poll() or (Kind.DATA, 2, 0) in a.transport.said)
+    assert (Kind.DATA, 2, 1) not in b.transport.said
+    arrives(a, c, post(c, 0, round=0))
+    c.poll()
+    until(lambda: b.poll() or (Kind.DATA, 2, 1) in b.transport.said)
+
+
+ENDS = {
+    "the receiver leaves": lambda a, c: c.close(0.0),
+    "the receiver voids the round": lambda a, c: c.void(1, 0),
+    "the receiver comes to the round": lambda a, c: post(c, 0, round=1),
+    "the receiver enters a collective": lambda a, c: c.fence(),
+    "the sender closes": lambda a, c: a.close(LONG_SECONDS),
+    "the sender enters a generation": lambda a, c: a.enter(1, 2, [*range(4)]),
+    "the sender enters a collective": lambda a, c: a.fence(),
+    "the sender goes on": lambda a, c: post(a, 1, round=2),
+    "the sender voids a later round": lambda a, c: a.void(2, 1),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_the_wait_ends_when_there_is_nothing_to_wait_for_any_more(ranks, end):
+    a, _, c, _ = ranks
+    post(c, 1, round=0)
+    waits = post_in_turn(a, 2, round=1)
+    hear_wish(a, c, 1)
+    start = time.perf_counter()
+    ENDS[end](a, c)
+    until(lambda: a.poll() or waits.ticket.done)
+    assert time.perf_counter() - start < LONG_SECONDS / 2
+
+
+def test_what_is_not_granted_is_sent_after_so_many_seconds(ranks):
+    a, _, c, _ = ranks
+    post(c, 1, round=0)
+    turn, start = a.turn(1, 2), time.perf_counter()
+    turn(0.05)
+    assert 0.05 <= time.perf_counter() - start < LONG_SECONDS / 2
+    turn(-1.0)
+    assert a.transport.said == [(Kind.ASK, 2, 1)]
+
+
+def test_what_was_asked_in_another_generation_is_granted_when_both_live_in_it(ranks):
+    a, _, c, _ = ranks
+    a.enter(1, 5, [*range(4)])
+    thread = threading.Thread(target=a.turn(5, 2), args=(LONG_SECONDS,))
+    thread.start()
+    hear_wish(a, c, 5)
+    post(c, 1, round=4)
+    assert (Kind.GO, 0, 5) not in c.transport.said
+    c.enter(1, 5, [*range(4)])
+    post(c, 0, round=5)
+    until(lambda: a.poll() or not thread.is_alive())
+    thread.join()
