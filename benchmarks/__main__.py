@@ -20,6 +20,7 @@ BENCHMARKS = (
     "soak",
     "selection",
     "plans",
+    "muon_step",
 )
 
 

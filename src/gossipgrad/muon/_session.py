@@ -107,6 +107,11 @@ class SudaSession(Session):
 
     # -- what a user calls ------------------------------------------------------------------
 
+    @property
+    def round_number(self) -> int:
+        """Steps that the run has made: each has several rounds of the engine."""
+        return self._run.steps
+
     def stats(self) -> SudaStats:
         """What this rank has done so far; rounds are steps; no communication."""
         stats = super().stats()

@@ -23,7 +23,7 @@ from gossipgrad.data import (
     num_batches,
     split_batches,
 )
-from gossipgrad.decentralized import GossipSession
+from gossipgrad.engine import Session
 
 from ._config import TrainConfig
 
@@ -164,9 +164,7 @@ class RingBatches:
 AnyBatches = ShardedBatches | ElasticBatches | ShardBatches | RingBatches
 
 
-def deal_anew(
-    config: TrainConfig, batches: AnyBatches, session: GossipSession | None
-) -> AnyBatches:
+def deal_anew(config: TrainConfig, batches: AnyBatches, session: Session | None) -> AnyBatches:
     """The same batches, of epochs that are dealt anew when ranks of a session come or go.
 
     Shards stay as they are: they stand for samples that one rank alone can reach.

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from gossipgrad.data import Dataset, Samples
-from gossipgrad.decentralized import GossipSession
+from gossipgrad.engine import Session
 from gossipgrad.errors import GossipError
 
 from ._layout import RunDir
@@ -44,7 +44,7 @@ class Invitation:
     version: str
 
     @classmethod
-    def of(cls, session: GossipSession, dataset: Dataset) -> "Invitation":
+    def of(cls, session: Session, dataset: Dataset) -> "Invitation":
         """The invitation to a session that trains on a data set."""
         address = refusal = None
         try:
@@ -108,7 +108,7 @@ class Invitation:
             ) from error
 
 
-def invite(session: GossipSession, dataset: Dataset, run_dir: RunDir) -> str | None:
+def invite(session: Session, dataset: Dataset, run_dir: RunDir) -> str | None:
     """Leave an invitation in the folder of the run; why there is none, if so."""
     try:
         Invitation.of(session, dataset).write(run_dir)

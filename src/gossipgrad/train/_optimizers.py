@@ -83,7 +83,7 @@ def muon_parameters(model: nn.Module) -> list[nn.Parameter]:
 def muon_share(optimizers: Sequence[Optimizer]) -> tuple[int, int]:
     """How many numbers Muon trains, and how many all of the optimizers together."""
     sizes = [
-        (isinstance(optimizer, Muon), parameter.numel())
+        (isinstance(optimizer, Muon) or group.get("role") == "muon", parameter.numel())
         for optimizer in optimizers
         for group in optimizer.param_groups
         for parameter in group["params"]

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-import gossipgrad as gg
+from gossipgrad.engine import Session
 from gossipgrad.errors import GossipError
 from gossipgrad.train._evaluate import Evaluation, TestPart, copy_of
 from gossipgrad.train._ring_clock import ring_bytes
@@ -23,7 +23,7 @@ class MissedError(GossipError):
 
 
 def consensus_evaluation(
-    session: gg.GossipSession,
+    session: Session,
     model: nn.Module,
     test: TestPart,
     *,
@@ -70,7 +70,7 @@ def consensus_evaluation(
             )
 
 
-def session_traffic(session: gg.GossipSession) -> Traffic:
+def session_traffic(session: Session) -> Traffic:
     """What a session has counted, and what its exact averages have cost."""
     stats = session.stats()
     return Traffic(

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 import gossipgrad as gg
+from gossipgrad.engine import Session
 from gossipgrad.errors import EvictedError, GossipError
 from gossipgrad.train._evaluate import Evaluation, TestPart
 from gossipgrad.train._stop_word import StopWord
@@ -32,7 +33,7 @@ class Gossip(RunningStrategy):
     def __init__(
         self,
         replica: Replica,
-        session: gg.GossipSession,
+        session: Session,
         *,
         every: int,
         checkpoint_every: int | None = None,
@@ -104,7 +105,7 @@ class Gossip(RunningStrategy):
             raise MissedError(f"the others began without rank {self._session.rank}, and train on")
 
     @property
-    def session(self) -> gg.GossipSession:
+    def session(self) -> Session:
         """The session."""
         return self._session
 

@@ -8,6 +8,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 import gossipgrad as gg
+from gossipgrad.engine import Session
 from gossipgrad.train._evaluate import Evaluation, TestPart
 from gossipgrad.train._options import check_at_least, check_fields, make_plain
 
@@ -81,7 +82,7 @@ class PostLocal(RunningStrategy):
         self.model = self._part.model
 
     @property
-    def session(self) -> gg.GossipSession | None:
+    def session(self) -> Session | None:
         """That of the second part."""
         return self._part.session
 

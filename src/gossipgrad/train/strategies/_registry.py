@@ -13,6 +13,7 @@ from ._local import LocalStrategy
 from ._post_local import PostLocalStrategy
 from ._sparse import SPARSE_STRATEGIES
 from ._strategy import Strategy
+from ._suda import SudaStrategy
 
 STRATEGIES: dict[str, Strategy] = {
     strategy.name: strategy
@@ -24,6 +25,7 @@ STRATEGIES: dict[str, Strategy] = {
         LocalStrategy(),
         PostLocalStrategy(),
         *SPARSE_STRATEGIES,
+        SudaStrategy(),
     )
 }
 

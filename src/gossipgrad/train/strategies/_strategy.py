@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gossipgrad.comm import Group
-from gossipgrad.decentralized import GossipSession
+from gossipgrad.engine import Session
 from gossipgrad.models import training_loss
 from gossipgrad.train._evaluate import Evaluation, TestPart, copy_of
 from gossipgrad.train._spans import StepSpans
@@ -98,7 +98,7 @@ class Replica:
     stop: threading.Event
     spans: StepSpans
     groups: Callable[[str], Group] | None = None
-    session: GossipSession | None = None
+    session: Session | None = None
     leaver: Leaver | None = None
 
 
@@ -192,7 +192,7 @@ class RunningStrategy(ABC):
         self.notes: list[str] = []
 
     @property
-    def session(self) -> GossipSession | None:
+    def session(self) -> Session | None:
         """The session that keeps the replicas together, if one does."""
         return None
 

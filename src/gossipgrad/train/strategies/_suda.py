@@ -1,0 +1,149 @@
+"""Decentralized Muon as a strategy of the loop."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+import gossipgrad as gg
+from gossipgrad import topology
+from gossipgrad.models import heads
+from gossipgrad.muon import BACKBONES, resolve_settings
+from gossipgrad.train._options import check_fields, make_plain
+
+from ._gossip_run import Gossip
+from ._strategy import GROUP, Replica, Setting, Strategy
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SudaConfig:
+    """How weights and trackers of decentralized Muon are mixed; used by `strategy` suda alone."""
+
+    backbone: str = "semi-atc-gt"
+    """How weights are mixed around an update: semi-atc-gt, atc-gt, non-atc-gt, demuon, paper-extra
+    with any topology; ed, extra, paper-ed with ring alone."""
+    topology: Literal["dissemination", "hypercube", "matching", "ring", "complete"] = (
+        "dissemination"
+    )
+    """Whom a rank exchanges with: on a ring with both neighbours in each step, else with one that
+    is another in the next. hypercube needs a power of two of processes."""
+    lazy: bool = False
+    """Take half of what others send, (I + W) / 2."""
+    mode: Literal["overlap", "sync"] | None = None
+    """overlap: what does not depend on the update travels behind the step's compute. None: overlap
+    where the backbone has such, else sync."""
+    wire_dtype: Literal["float32", "bfloat16"] | None = None
+    """Number type on the wire; None: that of the parameters."""
+    deadline_seconds: float = 300.0
+    """How long a step waits at most for a partner that is alive but late."""
+
+    def __post_init__(self) -> None:
+        make_plain(self)
+        check_fields(self)
+        if self.backbone not in BACKBONES:
+            raise ValueError(
+                f"backbone is {self.backbone!r}, but must be one of {', '.join(BACKBONES)}."
+            )
+        if not 0 < self.deadline_seconds < math.inf:
+            raise ValueError(
+                f"deadline_seconds is {self.deadline_seconds}, but must be above 0 and finite: a "
+                "partner may never come."
+            )
+
+
+class Suda(Gossip):
+    """A session of `gg.suda`; see `Gossip` for what happens when ranks die."""
+
+    def _beyond(self, here: int) -> int:
+        """In steps: nobody is further ahead of anyone than there are ranks between them."""
+        return here + 1 + len(self.living)
+
+
+class SudaStrategy(Strategy):
+    """SUDA-Muon: momentum is tracked before it is polarised, and weights are mixed.
+
+    Muon trains hidden matrices and flattened convolutions and AdamW the rest, at one learning rate:
+    Muon's updates have the size of AdamW's.
+
+    References:
+        SUDA-Muon, arXiv:2604.23980; deviations are numbered in `gossipgrad.muon._reference`.
+    """
+
+    name = "suda"
+    help = "Muon with trackers, neighbours alone"
+    bytes_are = "counted; what the last step sent ahead for a step that did not come is in it"
+    section = "suda"
+    options_type = SudaConfig
+    may_change_on_resume = frozenset({"deadline_seconds"})
+    needs_every_rank = False
+    can_encrypt = True
+
+    def check(self, options: SudaConfig, setting: Setting) -> None:
+        """Refuse other optimizers, and backbones that diverge on the topology."""
+        if setting.optimizer != "muon":
+            raise ValueError(
+                f"strategy suda trains with Muon, and optimizer is {setting.optimizer}: add "
+                "--optimizer muon."
+            )
+        topology.by_name(options.topology, setting.world_size)
+        resolve_settings(setting.world_size, **_settings(options, setting))
+
+    def describe(self, options: SudaConfig) -> dict[str, str]:
+        """Backbone and topology."""
+        return {"topology": options.topology, "backbone": options.backbone}
+
+    def make_optimizers(
+        self, model: nn.Module, options: SudaConfig, *, lr: float, weight_decay: float
+    ) -> list[Optimizer]:
+        """`gg.Muon`, with the heads that the model names."""
+        named = {id(p): name for name, p in model.named_parameters()}
+        of_heads = [
+            named[id(p)] for head in heads(model) for p in head.parameters() if id(p) in named
+        ]
+        return [
+            gg.Muon(
+                model,
+                lr,
+                weight_decay=weight_decay,
+                scale="match_rms_adamw",
+                adamw=of_heads,
+            )
+        ]
+
+    def build(self, replica: Replica, setting: Setting, options: SudaConfig) -> Suda:
+        """Begin a session."""
+        silent_seconds, usual = setting.lost_after_seconds, gg.Heartbeats()
+        session = gg.suda(
+            replica.model,
+            replica.optimizers[0],
+            **_settings(options, setting),
+            encrypt=setting.encrypt or None,
+            process_group=None if replica.groups is None else replica.groups(GROUP),
+            recorder=replica.spans,
+            heartbeats=gg.Heartbeats(
+                silent_seconds=silent_seconds,
+                lease_seconds=min(usual.lease_seconds, silent_seconds),
+                interval_seconds=min(usual.interval_seconds, silent_seconds / 4),
+            ),
+        )
+        return Suda(replica, session, every=1, checkpoint_every=setting.checkpoint_every)
+
+
+def _settings(options: SudaConfig, setting: Setting) -> dict[str, Any]:
+    """Those of the session; how long it waits goes with the mode."""
+    rest: dict[str, Any] = {
+        "backbone": options.backbone,
+        "topology": options.topology,
+        "lazy": options.lazy,
+        "wire_dtype": options.wire_dtype and getattr(torch, options.wire_dtype),
+        "seed": setting.seed,
+    }
+    overlaps = isinstance(resolve_settings(1, **rest, mode=options.mode).mode, gg.Overlap)
+    waits = {
+        "deadline_seconds": options.deadline_seconds,
+        "floor_seconds": min(10.0, options.deadline_seconds),
+    }
+    return rest | {"mode": gg.Overlap(**waits) if overlaps else gg.Sync(**waits)}
