@@ -111,9 +111,11 @@ def test_options_of_one_name_stand_side_by_side(capsys):
     assert "--toy.decay FLOAT" in capsys.readouterr().out
 
 
-def test_a_short_spelling_that_is_of_two_strategies_is_refused():
+def test_a_short_spelling_that_is_of_two_strategies_is_the_chosen_ones_or_refused():
+    assert parse(["--every", "3"]).options["gossip"] == GossipConfig(every=3)
+    assert parse(["--every=3", "--strategy=toy"]).options["toy"] == ToyConfig(every=3)
     with pytest.raises(ValueError, match=r"--gossip\.every or --toy\.every"):
-        parse(["--every", "3"])
+        parse(["--every", "3", "--strategy", "local"])
     with pytest.raises(ValueError, match=r"^--toy\.every is not for --join"):
         parse_join(["--join", "run", "--toy.every=3"])
 

@@ -155,19 +155,33 @@ def parse_join(arguments: list[str]) -> JoinConfig | None:
 
 
 def _parse(arguments: list[str], default: TrainOptions) -> TrainOptions:
+    chosen = _strategy_of(arguments) or default.strategy
+    own = STRATEGIES[chosen].section.replace("_", "-") if chosen in STRATEGIES else ""
     return tyro.cli(
         TrainOptions,
-        args=[_in_full(argument) for argument in arguments],
+        args=[_in_full(argument, own) for argument in arguments],
         default=default,
         prog="gossipgrad train",
     )
 
 
-def _in_full(argument: str) -> str:
-    """An option of one strategy alone, written short, in full: --gossip.every=2 for --every=2.
+def _strategy_of(arguments: list[str]) -> str | None:
+    """What `--strategy` is given, the last time."""
+    chosen = None
+    for argument, after in zip(arguments, [*arguments[1:], ""], strict=True):
+        option, is_joined, value = argument.partition("=")
+        if option == "--strategy":
+            chosen = value if is_joined else after
+    return chosen
+
+
+def _in_full(argument: str, own: str) -> str:
+    """An option of a strategy, written short, in full: --gossip.every=2 for --every=2.
+
+    Where several have one of that name, it is that of the chosen strategy, whose section is `own`.
 
     Raises:
-        ValueError: Several strategies have an option of that name.
+        ValueError: Several other strategies have an option of that name.
     """
     option = argument.partition("=")[0]
     name = option.removeprefix("--").replace("_", "-")
@@ -176,6 +190,7 @@ def _in_full(argument: str) -> str:
     sections = _sections_by_name().get(name, [])
     if not option.startswith("--") or not sections or name in _names(TrainOptions):
         return argument
+    sections = [own] if own in sections else sections
     full = [f"--{section}.{negation}{name}" for section in sections]
     if len(full) > 1:
         raise ValueError(f"{option} is an option of several strategies: write {' or '.join(full)}.")
