@@ -168,7 +168,7 @@ def _parse(arguments: list[str], default: TrainOptions) -> TrainOptions:
 def _strategy_of(arguments: list[str]) -> str | None:
     """What `--strategy` is given, the last time."""
     chosen = None
-    for argument, after in zip(arguments, [*arguments[1:], ""], strict=True):
+    for argument, after in zip(arguments, [*arguments, ""][1:], strict=True):
         option, is_joined, value = argument.partition("=")
         if option == "--strategy":
             chosen = value if is_joined else after
