@@ -245,6 +245,32 @@ def test_equal_replicas_stay_equal_without_gossip():
     assert torch.equal(one[0], two[0])
 
 
+@pytest.mark.parametrize("plan", ["single", 400, "optimal"])
+def test_sparse_gradients_go_on_and_what_is_carried_over_shrinks(plan):
+    def rank_main(rank, group):
+        model = wide()
+        optimizer = sgd(list(model.parameters()))
+        with (
+            gg.sparsify(model, optimizer, process_group=group, plan=plan, density=0.2) as session,
+            shrink(session) as shrinking,
+        ):
+            for number in range(16):
+                backward(model, rank, number)
+                optimizer.step()
+            residuals = session.state_dict()["session"]["residuals"]
+            distance, widths = session.consensus_distance(), shrinking.widths()
+            group.barrier()
+        return flat(model), widths, distance, {n: tuple(r.shape) for n, r in residuals.items()}
+
+    one, two = run_ranks(2, rank_main)
+    assert one[1] == two[1]
+    width = one[1]["0"]
+    assert width <= 10
+    assert one[2] == 0
+    assert torch.equal(one[0], two[0])
+    assert one[3]["0.weight"] == (width, 6)
+
+
 def test_data_parallel_is_wrapped_anew():
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:

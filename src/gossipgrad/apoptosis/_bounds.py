@@ -9,7 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from gossipgrad.apoptosis._activations import ACTIVATIONS, Activation
-from gossipgrad.apoptosis._merges import greedy_order
+from gossipgrad.apoptosis._merges import greedy_order, largest_within
 from gossipgrad.apoptosis._neurons import Neurons, bias_of, weight_of
 from gossipgrad.apoptosis._plan import removed_of
 
@@ -149,16 +149,8 @@ def choose_bounded(
         bound = max(float((influence[removed] * least).sum()) for influence in influences)
         return kept, fold, constants, bound**2
 
-    low, high = 0, min(at_most, len(order), width - 1)
-    found = attempt(0)
-    while low < high:
-        middle = (low + high + 1) // 2
-        tried = attempt(middle)
-        if tried[3] <= budget:
-            low, found = middle, tried
-        else:
-            high = middle - 1
-    return found
+    most = min(at_most, len(order), width - 1)
+    return largest_within(budget, most, attempt, lambda tried: tried[3])
 
 
 def activation_of(neurons: Neurons) -> Activation:

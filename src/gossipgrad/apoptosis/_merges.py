@@ -7,15 +7,27 @@ neurons: errors of several are correlated.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from gossipgrad.apoptosis._plan import removed_of
 
-__all__ = ["Consumer", "choose", "greedy_order", "joint_error", "pair_order", "pivot_order"]
+__all__ = [
+    "Consumer",
+    "choose",
+    "greedy_order",
+    "joint_error",
+    "largest_within",
+    "pair_order",
+    "pivot_order",
+]
 
+T = TypeVar("T")
+_ENOUGH = 0.9
 _TINY = 1e-12
+_ROUNDING = 1e-7
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,23 +72,23 @@ def joint_error(consumer: Consumer, kept: Tensor, removed: Tensor, fold: Tensor)
         fold: Shape `(k, r)`.
 
     References:
-        Own derivation: with `D` the change of the weights, in all columns, `tr(D C D^T)`.
+        Own derivation: `tr(V_R S V_R^T)` with S the second moments of what is left of neurons, or
+        `tr(D C D^T)` with D the change of the weights of all taps.
     """
-    weights = consumer.weights.double()
-    gone = weights[..., removed]
-    change = torch.zeros_like(weights)
-    change[..., removed] = gone
-    change[..., kept] = -(gone @ fold.to(gone).T)
-    taps, second = weights.shape[1], consumer.second
-    used = (change != 0).any(0).any(0).nonzero().flatten()
-    change = change[..., used]
-    second = second[:, used][..., used]
-    if second.shape[0] == taps:
+    weights, second = consumer.weights.double(), consumer.second
+    taps, fold = weights.shape[1], fold.to(second)
+    if second.shape[0] < taps or taps == 1:
+        own = second[0, :, 0]
+        both = own[removed][:, kept] @ fold
+        left = own[removed][:, removed] - both - both.T + fold.T @ (own[kept][:, kept] @ fold)
+        gone = weights[..., removed].flatten(0, 1)
+        error = taps * ((gone @ left) * gone).sum()
+    else:
+        change = torch.zeros_like(weights)
+        change[..., removed] = weights[..., removed]
+        change[..., kept] = -(weights[..., removed] @ fold.T)
         flat = change.flatten(1)
         error = ((flat @ second.flatten(2).flatten(0, 1)) * flat).sum()
-    else:
-        each = change.flatten(0, 1)
-        error = taps * ((each @ second[0, :, 0]) * each).sum()
     return max(0.0, float(error)) / consumer.scale
 
 
@@ -124,12 +136,12 @@ def pivot_order(consumers: Sequence[Consumer]) -> list[int]:
     importance = torch.stack([c.importance() for c in consumers]).sum(0)
     second = torch.stack([c.moments / c.moments.diagonal().sum() for c in consumers]).sum(0)
     root = importance.sqrt()
-    second = (root[:, None] * second * root).cpu()
+    second = (root[:, None] * second * root).float().cpu()  # an order needs no more
     left = second.diagonal().clone()
     width = len(second)
     factor = second.new_zeros(width, width)
     pivots: list[int] = []
-    floor = float(left.sum()) * _TINY
+    floor = float(left.sum()) * _ROUNDING
     is_open = torch.ones(width, dtype=torch.bool)
     for step in range(width):
         at = int(torch.where(is_open, left, left.new_tensor(-1.0)).argmax())
@@ -179,12 +191,22 @@ def choose(
         ]
         return kept, folds, max(errors)
 
-    low, high = 0, min(at_most, len(order), width - 1)
-    found = attempt(0)
-    while low < high:
+    most = min(at_most, len(order), width - 1)
+    return largest_within(budget, most, attempt, lambda tried: tried[2])
+
+
+def largest_within(
+    budget: float, most: int, attempt: Callable[[int], T], error_of: Callable[[T], float]
+) -> T:
+    """By bisection, about the largest count whose error is within the budget.
+
+    It ends early where nine tenths of the budget are used.
+    """
+    low, high, found = 0, most, attempt(0)
+    while low < high and not 0 < _ENOUGH * budget <= error_of(found):
         middle = (low + high + 1) // 2
         tried = attempt(middle)
-        if tried[2] <= budget:
+        if error_of(tried) <= budget:
             low, found = middle, tried
         else:
             high = middle - 1

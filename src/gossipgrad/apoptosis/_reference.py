@@ -67,7 +67,7 @@ def change_of_outputs(h: Tensor, v: Tensor, merges: dict[int, tuple[int, float, 
 def merge_in_pairs(
     h: Tensor, v: Tensor, budget: float, at_most: int
 ) -> tuple[dict[int, tuple[int, float, float]], float]:
-    """As many merges as the budget allows, greedily, and their joint error.
+    """About as many merges as the budget allows, greedily, and their joint error.
 
     Args:
         h: Samples of the neurons, `(samples, width)`.
@@ -97,7 +97,7 @@ def merge_in_pairs(
         return merges, change_of_outputs(h, v, merges) / variance
 
     low, high = 0, min(at_most, len(order))
-    while low < high:
+    while low < high and attempt(low)[1] < 0.9 * budget:
         middle = (low + high + 1) // 2
         if attempt(middle)[1] <= budget:
             low = middle

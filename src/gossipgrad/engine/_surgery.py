@@ -98,6 +98,11 @@ class Surgery:
     attributes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     shifts: Mapping[str, Sequence[Shift]] = field(default_factory=dict)
 
+    @torch.no_grad()
+    def of_gradient(self, name: str, tensor: Tensor) -> Tensor:
+        """What becomes of a tensor that is linear in the gradients of that parameter."""
+        return _state(tensor, self.resizes.get(name, ()), non_negative=False)
+
     def digest(self) -> str:
         """Equal where two surgeries are, bit for bit."""
         found = hashlib.sha256()

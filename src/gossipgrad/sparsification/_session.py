@@ -21,10 +21,11 @@ from gossipgrad.comm import (
     replica_state,
     trained_parameters,
 )
-from gossipgrad.engine import Flow, Replica, Session
+from gossipgrad.engine import Flow, Replica, Session, Surgery
 from gossipgrad.errors import GossipError
 from gossipgrad.planning import Plan
 from gossipgrad.sparsification._aggregation import Aggregation, Counters
+from gossipgrad.sparsification._merged import CarriedOver
 from gossipgrad.sparsification._planner import Planner
 from gossipgrad.sparsification._queue import OrderedQueue
 from gossipgrad.sparsification._session_state import (
@@ -121,6 +122,30 @@ class SparseSession(Session):
                     "and start another with the ranks that live"
                 )
             raise
+
+    def apply_(self, surgery: Surgery) -> None:
+        """Removes rows or columns of parameters in place, on all ranks; a collective.
+
+        As `Session.apply_`; residuals and velocities follow as gradients do, and a plan that is
+        measured is measured anew. Called between two steps.
+        """
+        version, carried = self.replica.version, {}
+        if self._aggregation is not None:
+            carried = self._aggregation.carried_over()
+        super().apply_(surgery)
+        if self.replica.version == version:
+            return
+        self._begin()
+        if self._aggregation is not None and self._planner is not None:
+            moved = {
+                name: CarriedOver(
+                    None if residual is None else surgery.of_gradient(name, residual),
+                    None if velocity is None else surgery.of_gradient(name, velocity),
+                    rounds_without,
+                )
+                for name, (residual, velocity, rounds_without) in carried.items()
+            }
+            self._aggregation.regroup(self._planner.first_merges, carried=moved)
 
     def replan(self) -> None:
         """Measures backward, selection and network anew, and plans by that; a collective.
@@ -342,11 +367,6 @@ class SparseSession(Session):
 
     def _check_ready(self, method: str) -> None:
         super()._check_ready(method)
-        if method == "apply_":
-            raise GossipError(
-                "apply_() in a session of sparsify(): what is carried over has the old shapes. "
-                "Close it, change the model and its optimizer on all ranks, and start another"
-            )
         if method == "state_dict" or self._aggregation is None:
             return
         if self._aggregation.broken is not None:

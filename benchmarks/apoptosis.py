@@ -1,0 +1,391 @@
+"""Neuron apoptosis: parameters, processor time of the training, and accuracy, by seed.
+
+One thread; "seconds" are processor time of training steps with all that `gg.shrink` does in them,
+without evaluation. Controls: the same network without it ("whole"), and one that has the final
+widths from the beginning ("control"): cheaper still, if one knew them.
+
+    python -m benchmarks.apoptosis [--cases fashion_mlp fashion_lenet cifar_resnet shakespeare_gpt
+                                    higgs exactness] [--seeds 3] [--part 1.0]
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import gossipgrad as gg
+from benchmarks._common import RESULTS, write
+from gossipgrad import data
+from gossipgrad.models import GPT, ResNet20
+
+
+@dataclass
+class Task:
+    """What is trained, on what, and how.
+
+    Attributes:
+        model: Makes the network, by the widths of its hidden layers or as wide as it begins.
+        train: Inputs and labels.
+        test: Alike.
+        batch: Samples in a step.
+        optimizer: Makes the optimizer.
+        lr: The largest learning rate, of a one-cycle schedule.
+        steps: How many are made.
+        metric: Of logits and labels of the test part, what is told; higher is better.
+        shrinks: By name, settings of `gg.shrink`.
+        controls: Whether the widths can be given.
+    """
+
+    model: Callable[..., nn.Module]
+    train: tuple[Tensor, Tensor]
+    test: tuple[Tensor, Tensor]
+    batch: int
+    optimizer: Callable[..., torch.optim.Optimizer]
+    lr: float
+    steps: int
+    metric: Callable[[Tensor, Tensor], float]
+    shrinks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    controls: bool = False
+
+
+def accuracy(logits: Tensor, labels: Tensor) -> float:
+    """In per cent."""
+    return 100 * float((logits.argmax(-1) == labels).float().mean())
+
+
+def area_under_curve(logits: Tensor, labels: Tensor) -> float:
+    """In per cent, of the difference of two logits."""
+    scores = (logits[:, 1] - logits[:, 0]).double()
+    ranks = torch.empty_like(scores)
+    ranks[scores.argsort()] = torch.arange(1, len(scores) + 1, dtype=torch.float64)
+    positive = labels == 1
+    count = int(positive.sum())
+    above = float(ranks[positive].sum()) - count * (count + 1) / 2
+    return 100 * above / (count * (len(labels) - count))
+
+
+def minus_loss(logits: Tensor, labels: Tensor) -> float:
+    """Negative cross entropy, in nats a character."""
+    return -float(F.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+
+
+def momentum(parameters: Any, lr: float) -> torch.optim.Optimizer:
+    """SGD with momentum 0.9."""
+    return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
+
+
+def mlp(inputs: int, outputs: int, widths: tuple[int, ...], dropout: float = 0.0) -> nn.Module:
+    """A perceptron with ReLU."""
+    layers: list[nn.Module] = [nn.Flatten()]
+    for width in widths:
+        layers += [nn.Linear(inputs, width), nn.ReLU()]
+        layers += [nn.Dropout(dropout)] if dropout else []
+        inputs = width
+    return nn.Sequential(*layers, nn.Linear(inputs, outputs))
+
+
+def lenet(widths: tuple[int, ...]) -> nn.Module:
+    """Two convolutions and two hidden layers, for 28x28 images."""
+    one, two, three, four = widths
+    return nn.Sequential(
+        *(nn.Conv2d(1, one, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(one, two, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
+        *(nn.Linear(25 * two, three), nn.ReLU(), nn.Linear(three, four), nn.ReLU()),
+        nn.Linear(four, 10),
+    )
+
+
+def doubled_resnet() -> nn.Module:
+    """ResNet-20 with twice the inner channels in each block."""
+    model = ResNet20(10)
+    for module in model.modules():
+        if hasattr(module, "conv1") and hasattr(module, "norm2"):
+            one, two = module.conv1, module.conv2
+            inner = 2 * one.out_channels
+            module.conv1 = nn.Conv2d(one.in_channels, inner, 3, one.stride, 1, bias=False)
+            module.norm1 = nn.BatchNorm2d(inner)
+            module.conv2 = nn.Conv2d(inner, two.out_channels, 3, padding=1, bias=False)
+            for conv in (module.conv1, module.conv2):
+                nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
+    return model
+
+
+def images(name: str) -> list[tuple[Tensor, Tensor]]:
+    """Training and test part of a data set, whole in memory."""
+    loaded = data.load(name)
+    return [part.batch(torch.arange(len(part))) for part in (loaded.train, loaded.test)]
+
+
+def fashion_mlp(part: float) -> Task:
+    train, test = images("fashion-mnist")
+    steps = int(part * 5 * len(train[0]) // 128)
+    common = {"every": steps // 24, "batches": min(16, steps // 24)}
+    return Task(
+        lambda widths=(1024, 1024): mlp(784, 10, widths),
+        train,
+        test,
+        128,
+        momentum,
+        0.05,
+        steps,
+        accuracy,
+        {
+            "pairs": {**common, "merge": "pairs", "budget": 0.005},
+            "least-squares": {**common, "merge": "least-squares", "budget": 0.004},
+        },
+        controls=True,
+    )
+
+
+def fashion_lenet(part: float) -> Task:
+    train, test = images("fashion-mnist")
+    steps = int(part * 2 * len(train[0]) // 128)
+    common = {"every": steps // 24, "batches": min(16, steps // 24)}
+    return Task(
+        lambda widths=(32, 64, 256, 128): lenet(widths),
+        train,
+        test,
+        128,
+        momentum,
+        0.05,
+        steps,
+        accuracy,
+        {"least-squares": {**common, "budget": 0.02, "events": 10}},
+        controls=True,
+    )
+
+
+def cifar_resnet(part: float) -> Task:
+    train, test = images("cifar10-small")
+    steps = int(part * 6 * len(train[0]) // 128)
+    common = {"every": steps // 20, "batches": min(16, steps // 20)}
+    return Task(
+        lambda: doubled_resnet(),
+        train,
+        test,
+        128,
+        momentum,
+        0.1,
+        steps,
+        accuracy,
+        {"least-squares": {**common, "budget": 0.1, "events": 8}},
+    )
+
+
+def shakespeare_gpt(part: float) -> Task:
+    loaded = data.load("shakespeare")
+    train = loaded.train.batch(torch.arange(len(loaded.train)))
+    test = loaded.test.batch(torch.arange(min(256, len(loaded.test))))
+    size = loaded.info.num_classes
+    steps = int(part * 1200)
+    common = {"every": steps // 24, "batches": min(8, steps // 24)}
+    return Task(
+        lambda: GPT(size, layers=2, width=64, heads=4),
+        train,
+        test,
+        16,
+        lambda parameters, lr: torch.optim.AdamW(parameters, lr=lr, weight_decay=0.01),
+        3e-3,
+        steps,
+        minus_loss,
+        {"least-squares": {**common, "budget": 0.05, "events": 10}},
+    )
+
+
+def higgs(part: float) -> Task:
+    import os
+
+    folder = Path(os.environ.get("GOSSIPGRAD_DATA", "."))
+    rows = np.load(folder / "higgs" / "higgs_23k.npz")
+    x, y = torch.tensor(rows["x"]), torch.tensor(rows["y"]).long()
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    x, y = x[order], y[order]
+    x = (x - x[5000:].mean(0)) / x[5000:].std(0)
+    steps = int(part * 12 * (len(x) - 5000) // 128)
+    common = {"every": steps // 24, "batches": min(16, steps // 24)}
+    return Task(
+        lambda widths=(300, 300, 300): mlp(28, 2, widths, dropout=0.2),
+        (x[5000:], y[5000:]),
+        (x[:5000], y[:5000]),
+        128,
+        lambda parameters, lr: torch.optim.AdamW(parameters, lr=lr),
+        3e-3,
+        steps,
+        area_under_curve,
+        {"least-squares": {**common, "budget": 0.05, "events": 10}},
+        controls=True,
+    )
+
+
+TASKS = {
+    each.__name__: each
+    for each in (fashion_mlp, fashion_lenet, cifar_resnet, shakespeare_gpt, higgs)
+}
+
+
+def train_once(
+    task: Task, seed: int, settings: dict[str, Any] | None, widths: tuple[int, ...] | None = None
+) -> dict[str, Any]:
+    """One training; what became of it."""
+    torch.manual_seed(seed)
+    model = task.model() if widths is None else task.model(widths)
+    optimizer = task.optimizer(model.parameters(), task.lr)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, task.lr, total_steps=task.steps, cycle_momentum=False
+    )
+    x, y = task.train
+    generator = torch.Generator().manual_seed(1000 + seed)
+    before = sum(p.numel() for p in model.parameters())
+    start = time.process_time()
+    session = None
+    if settings is not None:
+        session = gg.shrink(model, optimizer, example_input=x[:2], **settings)
+    model.train()
+    half_seconds, order = 0.0, torch.empty(0, dtype=torch.long)
+    for step in range(task.steps):
+        if step == task.steps // 2:
+            half_seconds = time.process_time()
+        if len(order) < task.batch:
+            order = torch.randperm(len(x), generator=generator)
+        rows, order = order[: task.batch], order[task.batch :]
+        logits, labels = model(x[rows]), y[rows]
+        F.cross_entropy(logits.flatten(0, -2), labels.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    end = time.process_time()
+    found: dict[str, Any] = {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "parameters_before": before,
+        "seconds": end - start,
+        "seconds_of_later_steps": (end - half_seconds) / (task.steps - task.steps // 2),
+    }
+    if session is not None:
+        stats = session.stats()
+        found["shrink_seconds"] = stats.seconds
+        found["widths"] = session.widths()
+        found["spent"] = session.spent
+        session.close()
+    model.eval()
+    with torch.no_grad():
+        logits = torch.cat([model(part) for part in task.test[0].split(256)])
+    found["metric"] = task.metric(logits, task.test[1])
+    return found
+
+
+def compare(name: str, seeds: int, part: float) -> dict[str, Any]:
+    """All variants of a task, seed by seed."""
+    task = TASKS[name](part)
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for seed in range(seeds):
+        runs.setdefault("whole", []).append(train_once(task, seed, None))
+        tell(name, "whole", runs)
+        for variant, settings in task.shrinks.items():
+            runs.setdefault(variant, []).append(train_once(task, seed, settings))
+            tell(name, variant, runs)
+            if task.controls:
+                widths = tuple(runs[variant][-1]["widths"].values())
+                control = train_once(task, seed, None, widths)
+                runs.setdefault(f"control of {variant}", []).append(control)
+                tell(name, f"control of {variant}", runs)
+    whole = runs["whole"]
+    table = {}
+    for variant, each in runs.items():
+        pairs = list(zip(whole, each, strict=True))
+        table[variant] = {
+            "metric": statistics.mean(run["metric"] for run in each),
+            "metric_difference": statistics.mean(b["metric"] - a["metric"] for a, b in pairs),
+            "times_fewer_parameters": statistics.mean(
+                a["parameters"] / b["parameters"] for a, b in pairs
+            ),
+            "times_less_processor_time": statistics.mean(
+                a["seconds"] / b["seconds"] for a, b in pairs
+            ),
+            "times_faster_later_steps": statistics.mean(
+                a["seconds_of_later_steps"] / b["seconds_of_later_steps"] for a, b in pairs
+            ),
+        }
+    settings = {variant: dict(each) for variant, each in task.shrinks.items()}
+    return {"steps": task.steps, "settings": settings, "table": table, "runs": runs}
+
+
+def tell(name: str, variant: str, runs: dict[str, list[dict[str, Any]]]) -> None:
+    run, whole = runs[variant][-1], runs["whole"][-1]
+    print(
+        f"{name:16} {variant:26} metric {run['metric']:7.3f} "
+        f"parameters / {whole['parameters'] / run['parameters']:5.2f} "
+        f"seconds {run['seconds']:6.1f} / {whole['seconds'] / run['seconds']:5.2f} "
+        f"{run.get('widths', '')}",
+        flush=True,
+    )
+
+
+def exactness() -> dict[str, Any]:
+    """A duplicate and a constant neuron go: by how much outputs change, and who still trains.
+
+    "sliced" removes the same neurons, and makes up for nothing, as structured pruning does.
+    """
+    found = {}
+    for kind in ("shrink", "sliced"):
+        torch.manual_seed(0)
+        model = mlp(784, 10, (256, 256))
+        with torch.no_grad():
+            model[1].weight[7], model[1].bias[7] = model[1].weight[3], model[1].bias[3]
+            model[3].weight[9], model[3].bias[9] = 0.0, 1.0
+        optimizer = momentum(model.parameters(), 0.01)
+        x = torch.randn(2048, 784)
+        with gg.shrink(model, optimizer, example_input=x[:2], merge="pairs") as session:
+            session.look()
+            before = model(x).detach()
+            plan = session.plan(1e-9)
+            if kind == "sliced":
+                plan = gg.ShrinkPlan(
+                    tuple(
+                        gg.apoptosis.Merging(each.neurons, each.width, each.kept)
+                        for each in plan.mergings
+                    )
+                )
+            session.apply(plan)
+            change = float((model(x).detach() - before).abs().max())
+            weights = [p.detach().clone() for p in model.parameters()]
+            model(x).square().mean().backward()
+            optimizer.step()
+            moved = sum(
+                not torch.equal(p, old) for p, old in zip(model.parameters(), weights, strict=True)
+            )
+        found[kind] = {
+            "removed": len(plan),
+            "largest_change_of_a_logit": change,
+            "parameters_that_train": f"{moved} of {len(weights)}",
+        }
+        print(kind, found[kind], flush=True)
+    return found
+
+
+def main() -> None:
+    """Runs what is asked for, and keeps what was found of the rest."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", nargs="+", default=[*TASKS, "exactness"])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--part", type=float, default=1.0, help="of the steps, for a try")
+    parser.add_argument("--out", type=Path, default=RESULTS / "apoptosis.json")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    figures = {}
+    for name in options.cases:
+        figures[name] = (
+            exactness() if name == "exactness" else compare(name, options.seeds, options.part)
+        )
+    write("apoptosis", figures, path=options.out)
+
+
+if __name__ == "__main__":
+    main()
