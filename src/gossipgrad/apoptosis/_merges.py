@@ -76,19 +76,24 @@ def joint_error(consumer: Consumer, kept: Tensor, removed: Tensor, fold: Tensor)
         `tr(D C D^T)` with D the change of the weights of all taps.
     """
     weights, second = consumer.weights.double(), consumer.second
-    taps, fold = weights.shape[1], fold.to(second)
-    if second.shape[0] < taps or taps == 1:
+    fold = fold.to(second)
+    if len(second) == 1:
         own = second[0, :, 0]
         both = own[removed][:, kept] @ fold
         left = own[removed][:, removed] - both - both.T + fold.T @ (own[kept][:, kept] @ fold)
-        gone = weights[..., removed].flatten(0, 1)
-        error = taps * ((gone @ left) * gone).sum()
-    else:
-        change = torch.zeros_like(weights)
-        change[..., removed] = weights[..., removed]
-        change[..., kept] = -(weights[..., removed] @ fold.T)
-        flat = change.flatten(1)
-        error = ((flat @ second.flatten(2).flatten(0, 1)) * flat).sum()
+        return _error_of_one_tap(consumer, removed, left)
+    change = torch.zeros_like(weights)
+    change[..., removed] = weights[..., removed]
+    change[..., kept] = -(weights[..., removed] @ fold.T)
+    flat = change.flatten(1)
+    error = ((flat @ second.flatten(2).flatten(0, 1)) * flat).sum()
+    return max(0.0, float(error)) / consumer.scale
+
+
+def _error_of_one_tap(consumer: Consumer, removed: Tensor, left: Tensor) -> float:
+    gone = consumer.weights[..., removed].double()
+    taps, gone = gone.shape[1], gone.flatten(0, 1)
+    error = taps * ((gone @ left.to(gone)) * gone).sum()
     return max(0.0, float(error)) / consumer.scale
 
 
@@ -127,11 +132,11 @@ def greedy_order(costs: Tensor) -> list[int]:
     return order
 
 
-def pivot_order(consumers: Sequence[Consumer]) -> list[int]:
+def pivot_order(consumers: Sequence[Consumer], at_most: int) -> list[int]:
     """In which order neurons go, when each is the best sum of all that stay.
 
     The reverse of the pivots of a Cholesky decomposition: those chosen first leave least to the
-    others.
+    others. Once no more than `at_most` are left, they go by what is left of them.
     """
     importance = torch.stack([c.importance() for c in consumers]).sum(0)
     second = torch.stack([c.moments / c.moments.diagonal().sum() for c in consumers]).sum(0)
@@ -139,11 +144,11 @@ def pivot_order(consumers: Sequence[Consumer]) -> list[int]:
     second = (root[:, None] * second * root).float().cpu()  # an order needs no more
     left = second.diagonal().clone()
     width = len(second)
-    factor = second.new_zeros(width, width)
+    factor = second.new_zeros(width, width - at_most)
     pivots: list[int] = []
     floor = float(left.sum()) * _ROUNDING
     is_open = torch.ones(width, dtype=torch.bool)
-    for step in range(width):
+    for step in range(width - at_most):
         at = int(torch.where(is_open, left, left.new_tensor(-1.0)).argmax())
         if left[at] <= floor:
             break
@@ -152,7 +157,8 @@ def pivot_order(consumers: Sequence[Consumer]) -> list[int]:
         left -= factor[:, step].square()
         is_open[at] = False
         pivots.append(at)
-    return is_open.nonzero().flatten().tolist() + pivots[::-1]
+    rest = is_open.nonzero().flatten()
+    return rest[left[rest].argsort()].tolist() + pivots[::-1]
 
 
 def choose(
@@ -176,23 +182,32 @@ def choose(
         Indices kept, the folds by consumer, and the largest error of a consumer.
     """
     width = consumers[0].weights.shape[-1]
-    order = pair_order(consumers) if rule == "pairs" else pivot_order(consumers)
-    fold_of: Callable[[Consumer, Tensor, Tensor], Tensor]
-    fold_of = _pair_fold if rule == "pairs" else _least_squares_fold
+    merges: list[_Pairs] | list[_LeastSquares]
+    if rule == "pairs":
+        order = pair_order(consumers)
+        merges = [_Pairs(each) for each in consumers]
+    else:
+        order = pivot_order(consumers, at_most)
+        merges = [_LeastSquares(each, order) for each in consumers]
 
-    def attempt(count: int) -> tuple[Tensor, list[Tensor], float]:
+    def attempt(count: int) -> tuple[Tensor, Tensor, float]:
         removed = torch.tensor(sorted(order[:count]), dtype=torch.long)
         kept = removed_of(width, removed)
-        folds = [fold_of(c, kept, removed) for c in consumers]
-        used = 1 if rule == "pairs" else len(kept)
+        coefficients = 1 if rule == "pairs" else len(kept)
         errors = [
-            joint_error(c, kept, removed, fold) * _correction(used, c.samples)
-            for c, fold in zip(consumers, folds, strict=True)
+            _correction(coefficients, consumer.samples)
+            * (
+                _error_of_one_tap(consumer, removed, merge.left(kept, removed))
+                if len(consumer.second) == 1
+                else joint_error(consumer, kept, removed, merge.fold(kept, removed))
+            )
+            for consumer, merge in zip(consumers, merges, strict=True)
         ]
-        return kept, folds, max(errors)
+        return kept, removed, max(errors)
 
     most = min(at_most, len(order), width - 1)
-    return largest_within(budget, most, attempt, lambda tried: tried[2])
+    kept, removed, error = largest_within(budget, most, attempt, lambda tried: tried[2])
+    return kept, [merge.fold(kept, removed) for merge in merges], error
 
 
 def largest_within(
@@ -220,31 +235,65 @@ def _residuals(second: Tensor) -> Tensor:
     return (own[:, None] - second.square() * inverse).clamp(min=0)
 
 
-def _pair_fold(consumer: Consumer, kept: Tensor, removed: Tensor) -> Tensor:
-    second = consumer.moments.cpu()
-    fold = second.new_zeros(len(kept), len(removed))
-    if not len(removed):
+class _Pairs:
+    """Each neuron is merged into the one of those kept that leaves least of it."""
+
+    def __init__(self, consumer: Consumer) -> None:
+        self.second = consumer.moments.cpu()
+        self.residuals = _residuals(self.second)
+        self.least = float(self.second.diagonal().max()) * _TINY
+
+    def _partners(self, kept: Tensor, removed: Tensor) -> tuple[Tensor, Tensor]:
+        """Of each removed one its partner, as a place among those kept, and the coefficient."""
+        place = self.residuals[removed][:, kept].argmin(1)
+        partner = kept[place]
+        own = self.second.diagonal()[partner]
+        return place, torch.where(own > self.least, self.second[removed, partner] / own, 0.0)
+
+    def fold(self, kept: Tensor, removed: Tensor) -> Tensor:
+        """Shape `(k, r)`."""
+        fold = self.second.new_zeros(len(kept), len(removed))
+        place, scale = self._partners(kept, removed)
+        fold[place, torch.arange(len(removed))] = scale
         return fold
-    own = second.diagonal()[kept]
-    partner = _residuals(second)[removed][:, kept].argmin(1)
-    scale = own[partner]
-    between = second[removed, kept[partner]]
-    is_alive = scale > second.diagonal().max() * _TINY
-    fold[partner, torch.arange(len(removed))] = torch.where(is_alive, between / scale, 0.0)
-    return fold
+
+    def left(self, kept: Tensor, removed: Tensor) -> Tensor:
+        """Second moments of what is left of those removed, `(r, r)`."""
+        place, scale = self._partners(kept, removed)
+        partner, second = kept[place], self.second
+        both = scale[:, None] * second[partner][:, removed]
+        own = scale[:, None] * second[partner][:, partner] * scale
+        return second[removed][:, removed] - both - both.T + own
 
 
-def _least_squares_fold(consumer: Consumer, kept: Tensor, removed: Tensor) -> Tensor:
-    second = consumer.moments.cpu()
-    own = second[kept][:, kept]
-    jitter = 1e-10 * float(own.diagonal().mean()) + 1e-300
-    between = second[kept][:, removed]
-    for _ in range(8):
-        factor, failed = torch.linalg.cholesky_ex(own + jitter * torch.eye(len(kept)).to(own))
-        if not int(failed):
-            return torch.cholesky_solve(between, factor)
-        jitter *= 10
-    return torch.linalg.lstsq(own, between).solution
+class _LeastSquares:
+    """Each neuron is merged into all that are kept: one Cholesky decomposition tells all errors."""
+
+    def __init__(self, consumer: Consumer, order: Sequence[int]) -> None:
+        second = consumer.moments.cpu()
+        self.places = torch.tensor(order[::-1])  # the last to go comes first
+        second = second[self.places][:, self.places]
+        jitter = 1e-10 * float(second.diagonal().mean()) + 1e-300
+        unit = torch.eye(len(second), dtype=second.dtype)
+        factor, failed = torch.linalg.cholesky_ex(second + jitter * unit)
+        while int(failed):
+            jitter *= 10
+            factor, failed = torch.linalg.cholesky_ex(second + jitter * unit)
+        self.factor = factor
+
+    def fold(self, kept: Tensor, removed: Tensor) -> Tensor:
+        """Shape `(k, r)`."""
+        k = len(kept)
+        solved = torch.linalg.solve_triangular(
+            self.factor[:k, :k].T, self.factor[k:, :k].T, upper=True
+        )
+        return solved[self.places[:k].argsort()][:, self.places[k:].argsort()]
+
+    def left(self, kept: Tensor, removed: Tensor) -> Tensor:
+        """Second moments of what is left of those removed, `(r, r)`."""
+        k = len(kept)
+        root = self.factor[k:, k:][self.places[k:].argsort()]
+        return root @ root.T
 
 
 def _correction(coefficients: int, samples: float) -> float:
