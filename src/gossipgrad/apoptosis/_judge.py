@@ -36,7 +36,7 @@ def consumer_of(model: nn.Module, neurons: Neurons, path: str, moments: Moments)
         second,
         mean if absorbs else None,
         max(moments.output_variance, 1e-300),
-        moments.count,
+        moments.count * moments.ranks,
     )
 
 

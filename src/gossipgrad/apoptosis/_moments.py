@@ -31,7 +31,8 @@ class Moments:
         device: Where sums are kept, in float64.
 
     Attributes:
-        count: Rows that were looked at.
+        count: Rows that were looked at on each rank.
+        ranks: How many ranks looked.
         mean: Shape `(taps, width)`.
         scatter: Sums of products about the mean, `(taps, width, taps, width)`.
         norm: The largest input of the producer, with 1 for its bias, in norm.
@@ -44,7 +45,7 @@ class Moments:
         self.width, self.taps = width, taps
         self.pools = taps > 1 and width * taps > _FULL
         kept = 1 if self.pools else taps
-        self.count = 0.0
+        self.count, self.ranks = 0.0, 1
         self.mean = torch.zeros(kept, width, dtype=torch.float64, device=device)
         self.scatter = torch.zeros(kept, width, kept, width, dtype=torch.float64, device=device)
         self._outputs = torch.zeros(2, dtype=torch.float64, device=device)
@@ -93,6 +94,7 @@ class Moments:
     def use(self, tensors: Sequence[Tensor], ranks: int) -> None:
         """Takes over means over so many ranks of what `tensors` returned."""
         count, total, about_zero, self._outputs, ends = tensors
+        self.ranks = ranks
         ends = (ranks * ends).pow(1 / _POWER)
         self.norm = float(ends[0])
         low, self.high = ends[1:].chunk(2) if len(ends) > 1 else (ends[1:], ends[1:])

@@ -3,6 +3,7 @@
 import logging
 import math
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from types import TracebackType
@@ -166,6 +167,7 @@ class ShrinkSession:
         self._start = replicas.position if settings.start is None else settings.start
         self._done = max(0, (replicas.position - self._start) // settings.every)
         self._course = _Course()
+        self._has_warned = False
         self._watch: Watch | None = None
         self._parameters_before = _count(self._inner)
         self._widths_before = self.widths()
@@ -239,6 +241,8 @@ class ShrinkSession:
                 each.use(flats[key], self.replicas.world_size)
         if any(each.count < 2 for each in moments.values()):
             raise GossipError("no batch was seen: train for a few steps after look()")
+        if self.settings.merge == "least-squares" and self.settings.bound == "sample":
+            self._warn_of_few_samples()
         due = self._due() if budget is None else dict.fromkeys(self.widths(), budget)
         if self.replicas.world_size == 1:
             return self._plan(due)
@@ -405,6 +409,19 @@ class ShrinkSession:
             if len(merging.kept) < merging.width:
                 mergings.append(merging)
         return ShrinkPlan(tuple(mergings), self.settings.bound)
+
+    def _warn_of_few_samples(self) -> None:
+        assert self._watch is not None
+        for (name, _), each in self._watch.moments.items():
+            samples = int(each.count * each.ranks)
+            if samples < 2 * each.width and not self._has_warned:
+                self._has_warned = True
+                warnings.warn(
+                    f"{samples} samples were seen of the {each.width} neurons of {name}, too few "
+                    "to tell which are sums of others: give more batches= (and every= as many), "
+                    'or merge="pairs"',
+                    stacklevel=2,
+                )
 
     def _due(self) -> dict[str, float]:
         """By layer, what may be spent now: what the schedule says, and was not spent before."""

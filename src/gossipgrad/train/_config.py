@@ -127,6 +127,9 @@ class TrainConfig:
     """Steps between two lines of the metrics files."""
     trace: int = 50
     """Steps whose spans go into trace.json; 0: no trace."""
+    apoptosis: float | None = None
+    """Let hidden neurons be merged into others while training goes on, and take at most this share
+    of the variance of each layer's pre-activations for it, such as 0.01. None: widths stay."""
     tensorboard: bool = False
     """Write TensorBoard event files, too: a folder a rank under tensorboard/."""
     wandb: str | None = None
@@ -177,6 +180,8 @@ class TrainConfig:
         for name in ("weight_decay", *times):
             if getattr(self, name) == math.inf:
                 raise ValueError(f"{name} is inf, but must be finite.")
+        if self.apoptosis is not None:
+            self._check_apoptosis(self.apoptosis)
         if self.resume_step is not None and self.resume is None:
             raise ValueError(
                 f"resume_step is {self.resume_step}, but no run is resumed: name its folder with "
@@ -188,6 +193,21 @@ class TrainConfig:
             raise ValueError("run_name is empty, but must name the run; leave it out to draw one.")
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum is {self.momentum}, but must be at least 0 and below 1.")
+
+    def _check_apoptosis(self, budget: float) -> None:
+        if not 0 < budget < 1:
+            raise ValueError(f"apoptosis is {budget}, but must be a share above 0 and below 1.")
+        if not self.traits.can_shrink:
+            raise ValueError(
+                f"apoptosis is {budget}, but the replicas of strategy {self.strategy} cannot "
+                "shrink: use another strategy."
+            )
+        if self.resume is not None or self.checkpoint_every is not None:
+            raise ValueError(
+                f"apoptosis is {budget}, and a run that shrinks has no checkpoints: leave "
+                "--checkpoint-every and --resume out, or use gg.shrink and gg.rebuild in your own "
+                "loop."
+            )
 
     @property
     def _step_epochs(self) -> int:

@@ -32,6 +32,7 @@ from ._random_state import seed_rank
 from ._result import RankResult
 from ._resume import take_up
 from ._shares import notes_on_shares
+from ._shrinking import shrink, tell
 from ._spans import StepSpans
 from ._store_news import store_news
 from .strategies import Replica, RunningStrategy
@@ -166,6 +167,9 @@ def train_rank(
             strategy.notes.append(note)
         anew = resumed is not None and resumed["offset"] is None
         take_up(config, run_dir, rank=rank, anew=anew)
+        shrinking = shrink(
+            config, dataset, strategy, model, optimizers, total_steps=total_steps, device=device
+        )
         loggers = open_loggers(config, run_dir, rank)
         with (
             Metrics(run_dir.metrics(rank), resumed=resumed, loggers=loggers) as metrics,
@@ -207,6 +211,9 @@ def train_rank(
         if not strategy.has_left:
             batches.close()
         shares = batches.stats()
+    strategy.notes += tell(shrinking)
+    if shrinking is not None:
+        shrinking.close()
     strategy.close()
     shuffle = None
     if isinstance(batches, RingBatches):

@@ -60,6 +60,11 @@ class LayerwiseAllReduce(Lockstep):
             for parameter in layer.parameters
         ]
 
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        for layer in self._layers:
+            layer.fit()
+        return model
+
     def backward(self, loss: Tensor) -> None:
         """Run the backward pass, then wait for the averages; see `RunningStrategy.backward`."""
         try:
@@ -137,15 +142,20 @@ class _Layer:
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
+        self._work: dist.Work | None = None
+        self.began_seconds = 0.0
+        self.ended_seconds: float | None = None
+        self.fit()
+        self._expect()
+
+    def fit(self) -> None:
+        """Makes the message for the parameters' shapes."""
+        parameters = self.parameters
         self.flat = torch.cat([torch.zeros_like(p).flatten() for p in parameters])
         sizes = [p.numel() for p in parameters]
         self._views = [
             piece.view_as(p) for piece, p in zip(self.flat.split(sizes), parameters, strict=True)
         ]
-        self._work: dist.Work | None = None
-        self.began_seconds = 0.0
-        self.ended_seconds: float | None = None
-        self._expect()
 
     def _expect(self) -> None:
         self.missing = {id(p) for p in self.parameters}

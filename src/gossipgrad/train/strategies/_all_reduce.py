@@ -35,12 +35,16 @@ class AllReduce(Lockstep):
     def __init__(self, model: nn.Module, stop: threading.Event) -> None:
         super().__init__(model, stop)
         self._clock = RingClock(self._world_size)
+        self._wrap(model)
+
+    def _wrap(self, model: nn.Module) -> nn.Module:
         parallel = nn.parallel.DistributedDataParallel(
             model, forward_sync_buffers=False, gradient_as_bucket_view=True
         )
         _settle_buckets(parallel, model)
         parallel.register_comm_hook(self._clock, RingClock.hook)
         self.model = parallel
+        return parallel
 
     def traffic(self) -> Traffic:
         """Exposed time measured, bytes computed."""

@@ -1,7 +1,11 @@
 """No communication at all."""
 
+from typing import Any
+
+import torch.distributed as dist
 from torch import nn
 
+from gossipgrad.comm import Group
 from gossipgrad.train._evaluate import Evaluation, TestPart
 
 from ._strategy import Replica, RunningStrategy, Setting, Strategy, Traffic, alone
@@ -15,6 +19,10 @@ class Local(RunningStrategy):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+
+    def shrinking(self) -> dict[str, Any]:
+        """Each rank shrinks its own."""
+        return {"process_group": Group(dist.HashStore(), 0, 1)}
 
     def evaluate(self, test: TestPart, *, final: bool) -> Evaluation:
         """Evaluate this rank's replica on the whole test part."""

@@ -17,7 +17,7 @@ from gossipgrad.train._result import RunStopped
 
 from ._accord import StopAccord
 from ._lost import explained
-from ._strategy import RunningStrategy, alone
+from ._strategy import RunningStrategy, all_ranks, alone
 
 _UNUSED_TAG = 1
 
@@ -49,6 +49,14 @@ class Lockstep(RunningStrategy):
         group = dist.group.WORLD
         assert group is not None
         self._accord = StopAccord(group.get_group_store(), group.rank(), group.size(), self._part)
+
+    def shrinking(self) -> dict[str, Any]:
+        """All ranks; what averages gradients is made anew for each shape."""
+        return {"process_group": all_ranks(), "wrap": self._wrap}
+
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        """Averages the gradients of the replica as it is now; a collective."""
+        raise NotImplementedError
 
     def agree(self, value: Any) -> list[Any]:
         """What every rank has; see `RunningStrategy.agree`."""

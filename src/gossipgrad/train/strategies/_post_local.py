@@ -186,6 +186,7 @@ class PostLocalStrategy(Strategy):
     bytes_are = f"{ALL_REDUCED}, then {AVERAGED}"
     section = "post_local"
     options_type = PostLocalConfig
+    can_shrink = False
 
     def without_effect(self, options: PostLocalConfig, setting: Setting) -> list[str]:
         """Local steps that never come, or are fewer than there are between two averages."""

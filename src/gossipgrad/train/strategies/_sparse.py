@@ -113,6 +113,10 @@ class Sparse(Lockstep):
             recorder=replica.spans,
         )
 
+    def shrinking(self) -> dict[str, Any]:
+        """The session."""
+        return {"session": self._session}
+
     def backward(self, loss: Tensor) -> None:
         """Run the backward pass and with it the exchange; see `RunningStrategy.backward`."""
         try:

@@ -122,6 +122,7 @@ class Strategy(ABC):
         needs_every_rank: Whether the run is over when a rank dies.
         can_grow: Whether ranks can join a run. Its `RunningStrategy` then has a session.
         can_encrypt: Whether all that it sends goes over links that can be encrypted.
+        can_shrink: Whether the replicas of its `RunningStrategy` can shrink together.
     """
 
     name: str
@@ -134,6 +135,7 @@ class Strategy(ABC):
     needs_every_rank = True
     can_grow = False
     can_encrypt = False
+    can_shrink = True
 
     def check(self, options: Any, setting: Setting) -> None:  # noqa: B027  (most need no check)
         """Refuse options that do not fit each other, or the run.
@@ -210,6 +212,10 @@ class RunningStrategy(ABC):
     def living(self) -> tuple[int, ...] | None:
         """The ranks that take part, None for all."""
         return None
+
+    def shrinking(self) -> dict[str, Any]:
+        """What `gg.shrink` has to be given for the replicas to shrink together."""
+        return {"session": self.session}
 
     def agree(self, value: Any) -> list[Any]:
         """What every rank has, values of JSON; a collective, but for those who never meet."""

@@ -1,0 +1,37 @@
+"""Runs whose models shrink, by strategy."""
+
+import json
+
+import pytest
+from safetensors.torch import load_file
+
+import gossipgrad as gg
+from gossipgrad import data, models
+from gossipgrad.train import STRATEGIES, TrainConfig, run
+from support.launched import config
+
+SLOW = [name for name, one in STRATEGIES.items() if one.can_shrink and name != "gossip"]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    "strategy", ["gossip", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+)
+def test_a_run_ends_with_a_narrower_model(tmp_path, strategy):
+    outcome = run(config(tmp_path, strategy=strategy, nproc=2, epochs=3, apoptosis=0.05))
+    assert outcome.exit_code == 0
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["accuracy"] > 0.85
+    assert summary["parameters"] < 24_000
+    assert "26,122 parameters became" in " ".join(summary["notes"])
+    weights = load_file(tmp_path / "model.safetensors")
+    assert sum(tensor.numel() for tensor in weights.values()) == summary["parameters"]
+    gg.rebuild(models.build("mlp", data.info("digits")), weights)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"apoptosis": 2.0}, {"strategy": "post-local-sgd"}, {"checkpoint_every": 5}]
+)
+def test_what_cannot_shrink_is_refused(wrong):
+    with pytest.raises(ValueError, match="apoptosis is"):
+        TrainConfig(**{"apoptosis": 0.05, **wrong})
