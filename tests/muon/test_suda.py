@@ -9,6 +9,7 @@ import gossipgrad as gg
 from gossipgrad.comm import Hub
 from gossipgrad.muon import BACKBONES, suda
 from gossipgrad.muon._reference import Reference, Stacked
+from gossipgrad.simulate import SudaRanks
 from support.ranks import run_ranks
 from support.replicas import network
 
@@ -340,3 +341,43 @@ def test_writing_weights_of_one_rank_or_cutting_them_is_refused():
         return session.consensus_distance()
 
     assert max(on_ranks(2, rank_main)) < 1.0
+
+
+@pytest.mark.parametrize(
+    ("backbone", "topology"), [("ed", "ring"), ("semi-atc-gt", "matching"), ("extra", "ring")]
+)
+def test_virtual_ranks_equal_sessions(backbone, topology):
+    """All kinds of parameters, at the defaults of gg.Muon."""
+    hub, steps = Hub(4), 5
+
+    def batch(rank, step):
+        generator = torch.Generator().manual_seed(10 * rank + step)
+        x = torch.randn(8, 6, generator=generator, dtype=torch.float64)
+        return x, x[:, :3].argmax(1)
+
+    def rank_main(rank, group):
+        model = network(dtype=torch.float64)
+        optimizer = gg.Muon(model)
+        with suda(
+            model,
+            optimizer,
+            backbone=backbone,
+            topology=topology,
+            process_group=group,
+            transport=lambda group: hub.transport(group.rank),
+        ) as session:
+            for step in range(steps):
+                x, y = batch(rank, step)
+                nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            with session.consensus():
+                return [p.detach().clone() for p in model.parameters()]
+
+    found = run_ranks(4, rank_main)[0]
+    virtual = SudaRanks(network(dtype=torch.float64), 4, backbone=backbone, topology=topology)
+    for step in range(steps):
+        batches = [batch(rank, step) for rank in range(4)]
+        virtual.step(*(torch.stack(each) for each in zip(*batches, strict=True)))
+    for a, b in zip(found, virtual.consensus_model().parameters(), strict=True):
+        torch.testing.assert_close(a, b.detach(), rtol=0, atol=1e-10)

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -40,11 +41,19 @@ class SudaSettings(RoundSettings):
         backbone: How weights are mixed.
         rounds: Of one exchange: as many as there are matchings in a graph that stays the same.
         block: Rounds of a step, where partners rotate: it begins at a multiple of them.
+        weights: The matrix that all exchanges use; None where partners rotate.
     """
 
     backbone: str | Polynomial
     rounds: int
     block: int
+    weights: np.ndarray | None
+
+    def describe(self) -> dict[str, Any]:
+        """What must be equal on all ranks; the schedule tells the matrix."""
+        described = super().describe()
+        del described["weights"]
+        return described
 
     @property
     def snapshots(self) -> int:

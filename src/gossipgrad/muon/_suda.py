@@ -226,6 +226,7 @@ def resolve_settings(
         backbone=backbone,
         rounds=graph.rounds,
         block=graph.block,
+        weights=graph.weights,
     )
 
 

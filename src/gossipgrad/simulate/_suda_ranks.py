@@ -1,0 +1,183 @@
+"""p ranks of decentralized Muon in one process."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gossipgrad.muon import Muon, Polynomial, choose_roles, make_backbone, resolve_settings
+
+from ._replicas import Loss, Replicas
+from ._virtual_ranks import _check_model, _resolve_batching
+
+__all__ = ["SudaRanks"]
+
+
+class SudaRanks:
+    """Trains p replicas as p workers of `gossipgrad.suda` would, in this process.
+
+    Replicas are stacked, an exchange is a product with the matrix of weights, and matrices of all
+    ranks are polarised together. What each rank computes is what it would compute in the
+    distributed run, to rounding; no exchange is ever late.
+
+    Args:
+        model: What every replica starts as, parameters in float32 or float64. It is copied.
+        world_size: How many ranks, p.
+        backbone: As of `gossipgrad.suda`.
+        topology: As of `gossipgrad.suda`.
+        lazy: As of `gossipgrad.suda`.
+        loss: Takes the outputs and targets of one rank, gives a scalar.
+        seed: Of the rotation of partners.
+        batching: As of `VirtualRanks`.
+        muon: Patterns of names; see `gossipgrad.Muon`.
+        adamw: Patterns of names; see `gossipgrad.Muon`.
+        **options: Of `gossipgrad.Muon`: `lr`, `momentum`, `scale` and the rest.
+
+    Attributes:
+        world_size: How many ranks, p.
+        optimizer: The one of all replicas: give it to a scheduler.
+        steps: How many were taken.
+
+    Raises:
+        ValueError: As `gossipgrad.suda` and `gossipgrad.Muon`, or for a model that cannot be
+            stacked.
+
+    Example:
+        >>> import torch
+        >>> from gossipgrad.simulate import SudaRanks
+        >>> ranks = SudaRanks(torch.nn.Linear(8, 3), 4, backbone="ed", topology="ring", lr=0.01)
+        >>> x, y = torch.randn(4, 16, 8), torch.randint(3, (4, 16))
+        >>> ranks.step(x, y).shape  # the loss of each rank
+        torch.Size([4])
+        >>> ranks.consensus_model()
+        Linear(in_features=8, out_features=3, bias=True)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        world_size: int,
+        *,
+        backbone: str | Polynomial = "semi-atc-gt",
+        topology: Any = "dissemination",
+        lazy: bool = False,
+        loss: Loss = F.cross_entropy,
+        seed: int = 0,
+        batching: str = "auto",
+        muon: Sequence[str] = (),
+        adamw: Sequence[str] = (),
+        **options: Any,
+    ) -> None:
+        _check_model(model)
+        self._settings = resolve_settings(
+            world_size, backbone=backbone, topology=topology, lazy=lazy, seed=seed
+        )
+        self.world_size, self.steps = world_size, 0
+        batched = _resolve_batching(batching, model, shared=False)
+        self._replicas = Replicas(model, world_size, loss=loss, batching=batched, shared=False)
+        self._stacked = list(self._replicas.parameters.values())
+        self._rows = {
+            name: [nn.Parameter(row) for row in stacked.detach()]
+            for name, stacked in self._replicas.parameters.items()
+        }
+        roles = choose_roles(model, muon=muon, adamw=adamw)
+        self.optimizer = Muon(
+            [
+                {
+                    "role": role,
+                    "params": [
+                        row for n in self._rows if roles[n] == role for row in self._rows[n]
+                    ],
+                }
+                for role in sorted(set(roles.values()), reverse=True)
+            ],
+            **options,
+        )
+        self.optimizer.track = self._track  # type: ignore[misc]
+        self._trackers = [torch.zeros_like(each) for each in self._stacked]
+        self._sources = [torch.zeros_like(each) for each in self._stacked]
+        self._backbone = make_backbone(backbone, self._now())
+        self._backbone.begin(self._now())
+
+    def step(
+        self, x: Shaped[Tensor, "rank batch ..."], y: Shaped[Tensor, "rank batch ..."]
+    ) -> Float[Tensor, " rank"]:
+        """One step of every rank.
+
+        Args:
+            x: The batch of each rank, shape `(p, b, ...)`.
+            y: The targets of each, shape `(p, b, ...)`.
+
+        Returns:
+            The loss of each rank before the update, shape `(p,)`.
+        """
+        losses = self._replicas.backward(x, y)
+        for rows, stacked in zip(self._rows.values(), self._stacked, strict=True):
+            assert stacked.grad is not None
+            for row, gradient in zip(rows, stacked.grad, strict=True):
+                row.grad = gradient
+        self._update()
+        self.steps += 1
+        return losses
+
+    def consensus_distance(self) -> float:
+        """Root mean square over ranks of the L2 distance to the mean weights, summed in float64."""
+        return self._replicas.distance()
+
+    @torch.no_grad()
+    def consensus_model(self) -> nn.Module:
+        """A new model with the mean weights and the mean of floating buffers; changes nothing."""
+        model = self._replicas.template()
+        self._replicas.copy_to(model, None)
+        return model
+
+    @torch.no_grad()
+    def _update(self) -> None:
+        x, rule = self._now(), self._backbone
+        for names in rule.before(x):
+            self._exchange(names)
+        self.optimizer.step()
+        update = torch._foreach_sub(x, self._now())
+        steps = rule.after(x, list(update))
+        while True:
+            try:
+                self._exchange(next(steps))
+            except StopIteration as end:
+                torch._foreach_copy_([each.detach() for each in self._stacked], end.value)
+                return
+
+    def _track(self, parameters: Sequence[nn.Parameter], sources: Sequence[Tensor]) -> list[Tensor]:
+        """Trackers of all ranks, in the order of the optimizer's parameters."""
+        found = {id(p): source for p, source in zip(parameters, sources, strict=True)}
+        now = [torch.stack([found[id(row)] for row in rows]) for rows in self._rows.values()]
+        torch._foreach_add_(self._trackers, torch._foreach_sub(now, self._sources))
+        self._sources = now
+        self._mix(self._trackers)
+        tracked = {
+            id(row): tracker
+            for rows, stacked in zip(self._rows.values(), self._trackers, strict=True)
+            for row, tracker in zip(rows, stacked, strict=True)
+        }
+        return [tracked[id(p)] for p in parameters]
+
+    def _exchange(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._mix(self._backbone.held[name])
+
+    def _mix(self, stacked: Sequence[Tensor]) -> None:
+        weights = self._weights()
+        for each in stacked:
+            each.copy_((weights.to(each) @ each.flatten(1)).view_as(each))
+
+    def _weights(self) -> Tensor:
+        """Of all exchanges of this step."""
+        of = self._settings
+        if of.weights is not None:
+            return torch.from_numpy(of.weights)
+        return torch.from_numpy(of.schedule.mixing_matrix(self.steps * of.block))
+
+    def _now(self) -> list[Tensor]:
+        return [each.detach().clone() for each in self._stacked]
