@@ -9,6 +9,8 @@ widths from the beginning ("control"): cheaper still, if one knew them.
 """
 
 import argparse
+import json
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -22,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gossipgrad as gg
-from benchmarks._common import RESULTS, write
+from benchmarks._common import RESULTS, made_by, write
 from gossipgrad import data
 from gossipgrad.models import GPT, ResNet20
 
@@ -138,8 +140,9 @@ def fashion_mlp(part: float) -> Task:
         steps,
         accuracy,
         {
-            "pairs": {**common, "merge": "pairs", "budget": 0.005},
-            "least-squares": {**common, "merge": "least-squares", "budget": 0.004},
+            "careful": {**common, "budget": 0.0012},
+            "bold": {**common, "budget": 0.0045},
+            "pairs": {**common, "merge": "pairs", "budget": 0.003},
         },
         controls=True,
     )
@@ -201,8 +204,6 @@ def shakespeare_gpt(part: float) -> Task:
 
 
 def higgs(part: float) -> Task:
-    import os
-
     folder = Path(os.environ.get("GOSSIPGRAD_DATA", "."))
     rows = np.load(folder / "higgs" / "higgs_23k.npz")
     x, y = torch.tensor(rows["x"]), torch.tensor(rows["y"]).long()
@@ -379,12 +380,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "apoptosis.json")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    figures = {}
     for name in options.cases:
-        figures[name] = (
-            exactness() if name == "exactness" else compare(name, options.seeds, options.part)
-        )
-    write("apoptosis", figures, path=options.out)
+        found = exactness() if name == "exactness" else compare(name, options.seeds, options.part)
+        before = json.loads(options.out.read_text()) if options.out.exists() else {}
+        cases = {**before.get("cases", {}), name: {**made_by("apoptosis"), **found}}
+        write("apoptosis", {"cases": cases}, path=options.out)
 
 
 if __name__ == "__main__":

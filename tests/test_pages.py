@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 ROOMS = (
     *("", ".topology", ".planning", ".comm", ".compression", ".engine", ".data", ".models"),
-    *(".checkpoint", ".simulate", ".sparsification", ".trace", ".train"),
+    *(".checkpoint", ".simulate", ".sparsification", ".apoptosis", ".trace", ".train"),
 )
 NUMBER = re.compile(r"[-+]?\d[\d,.e+-]*")
 

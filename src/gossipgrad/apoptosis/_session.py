@@ -39,7 +39,7 @@ def cosine(share: float) -> float:
 class ShrinkSettings:
     """How fast a model shrinks; see `shrink()`."""
 
-    budget: float = 0.02
+    budget: float = 0.005
     every: int = 200
     events: int = 10
     batches: int = 16

@@ -25,7 +25,7 @@ def shrink(
     *,
     example_input: Any = None,
     groups: Sequence[Neurons] | None = None,
-    budget: float = 0.02,
+    budget: float = 0.005,
     every: int = 200,
     events: int = 10,
     schedule: Callable[[float], float] = cosine,
@@ -134,6 +134,11 @@ def shrink(
         replica = session.replica
         if replica.model is not model or [*map(id, replica.optimizers)] != [*map(id, optimizers)]:
             raise ValueError("session is of another model or optimizer: pass the same to both")
+        if not session.can_resize:
+            raise ValueError(
+                f"session is of {session.door}(), which keeps tensors of the shapes that it began "
+                "with: shrink beside gossip(), sparsify() or DistributedDataParallel"
+            )
         if process_group is not None:
             raise ValueError("session has its own ranks: leave process_group out")
     found = _found(model, example_input, groups)

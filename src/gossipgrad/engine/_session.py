@@ -82,6 +82,9 @@ class Session:
     counts_skipped_steps: ClassVar[bool] = True
     """Whether a step that the scaler leaves out is one of the session all the same."""
 
+    can_resize: ClassVar[bool] = True
+    """Whether `apply_()` can change shapes in it."""
+
     def __init__(
         self,
         replica: Replica,

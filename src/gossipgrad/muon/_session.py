@@ -90,6 +90,7 @@ class SudaSession(Session):
     """
 
     door = "suda"
+    can_resize = False
     settings: SudaSettings  # pyrefly: ignore[bad-override-mutable-attribute]
 
     def __init__(
