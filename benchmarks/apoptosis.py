@@ -142,7 +142,6 @@ def fashion_mlp(part: float) -> Task:
         {
             "careful": {**common, "budget": 0.0012},
             "bold": {**common, "budget": 0.0045},
-            "pairs": {**common, "merge": "pairs", "budget": 0.003},
         },
         controls=True,
     )
@@ -161,7 +160,7 @@ def fashion_lenet(part: float) -> Task:
         0.05,
         steps,
         accuracy,
-        {"least-squares": {**common, "budget": 0.02, "events": 10}},
+        {"careful": {**common, "budget": 0.003}, "bold": {**common, "budget": 0.02}},
         controls=True,
     )
 
@@ -179,7 +178,7 @@ def cifar_resnet(part: float) -> Task:
         0.1,
         steps,
         accuracy,
-        {"least-squares": {**common, "budget": 0.1, "events": 8}},
+        {"bold": {**common, "budget": 0.02, "events": 8}},
     )
 
 
@@ -188,7 +187,7 @@ def shakespeare_gpt(part: float) -> Task:
     train = loaded.train.batch(torch.arange(len(loaded.train)))
     test = loaded.test.batch(torch.arange(min(256, len(loaded.test))))
     size = loaded.info.num_classes
-    steps = int(part * 1200)
+    steps = int(part * 600)
     common = {"every": steps // 24, "batches": min(8, steps // 24)}
     return Task(
         lambda: GPT(size, layers=2, width=64, heads=4),
@@ -199,7 +198,7 @@ def shakespeare_gpt(part: float) -> Task:
         3e-3,
         steps,
         minus_loss,
-        {"least-squares": {**common, "budget": 0.05, "events": 10}},
+        {"careful": {**common, "budget": 0.003}, "bold": {**common, "budget": 0.02}},
     )
 
 
@@ -221,7 +220,7 @@ def higgs(part: float) -> Task:
         3e-3,
         steps,
         area_under_curve,
-        {"least-squares": {**common, "budget": 0.05, "events": 10}},
+        {"careful": {**common, "budget": 0.003}, "bold": {**common, "budget": 0.02}},
         controls=True,
     )
 

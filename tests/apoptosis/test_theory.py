@@ -237,7 +237,9 @@ def test_moments_of_ranks_are_those_of_all_samples():
     for part, some in zip(parts, rows.split([10, 20, 30]), strict=True):
         part.add(some[:6])
         part.add(some[6:])
+        part.flush()
     whole.add(rows)
+    whole.flush()
     means = [torch.stack(t).mean(0) for t in zip(*(p.tensors() for p in parts), strict=True)]
     parts[0].use(means, 3)
     torch.testing.assert_close(parts[0].mean, whole.mean)

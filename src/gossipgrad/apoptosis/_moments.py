@@ -14,6 +14,7 @@ from gossipgrad.apoptosis._neurons import Neurons, block_of, weight_of
 __all__ = ["Moments", "Watch"]
 
 _ROWS = 2048  # of one batch that are looked at
+_AT_ONCE = 2048  # rows that are multiplied together
 _POWER = 32  # of a norm that is the largest, but for a factor of ranks ** (1 / 32)
 _FULL = 2048  # neurons times taps up to which second moments between taps are kept
 
@@ -49,6 +50,7 @@ class Moments:
         self.mean = torch.zeros(kept, width, dtype=torch.float64, device=device)
         self.scatter = torch.zeros(kept, width, kept, width, dtype=torch.float64, device=device)
         self._outputs = torch.zeros(2, dtype=torch.float64, device=device)
+        self._rows: list[Tensor] = []
         self.norm = 1.0
         self.low = torch.zeros(inputs, dtype=torch.float64, device=device)
         self.high = torch.zeros(inputs, dtype=torch.float64, device=device)
@@ -60,11 +62,20 @@ class Moments:
         return total / count if count else 0.0
 
     def add(self, rows: Tensor) -> None:
-        """Takes in rows of shape `(rows, taps, width)`."""
+        """Takes in rows of shape `(rows, taps, width)`; `flush` before moments are read."""
         if self.pools:
             rows = rows.reshape(-1, 1, self.width)
         rows = rows.detach().flatten(1)
-        rows = rows if rows.dtype is torch.float64 else rows.float()
+        rows = rows.clone() if rows.dtype is torch.float64 else rows.to(torch.float32, copy=True)
+        self._rows.append(rows)
+        if sum(map(len, self._rows)) >= _AT_ONCE:
+            self.flush()
+
+    def flush(self) -> None:
+        """Takes rows that wait into the moments: many at once cost much less than each batch."""
+        if not self._rows:
+            return
+        rows, self._rows = torch.cat(self._rows), []
         count, mean = len(rows), rows.mean(0)
         centred = rows - mean
         scatter = (centred.T @ centred).double()
@@ -77,8 +88,8 @@ class Moments:
 
     def add_outputs(self, rows: Tensor) -> None:
         """Takes in outputs of the consumer, `(rows, outputs)`."""
-        rows = rows.detach().double()
-        self._outputs += torch.stack([rows.new_tensor(1.0), rows.var(0, unbiased=False).sum()])
+        total = rows.detach().float().var(0, unbiased=False).sum().double()
+        self._outputs += torch.stack([torch.ones_like(total), total])
 
     def tensors(self) -> list[Tensor]:
         """What ranks have to make their mean; `use` takes it over then."""

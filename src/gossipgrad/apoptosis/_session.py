@@ -234,6 +234,8 @@ class ShrinkSession:
         if watch is None:
             raise GossipError("no batch was seen: call look(), and train for a few steps")
         moments = watch.moments
+        for each in moments.values():
+            each.flush()
         if self.replicas.world_size > 1:
             flats = {key: each.tensors() for key, each in moments.items()}
             self.replicas.mean_([t for tensors in flats.values() for t in tensors])
