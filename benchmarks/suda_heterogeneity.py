@@ -1,9 +1,10 @@
 """Decentralized Muon where ranks have few classes each: which backbone is ahead, and of what?
 
-Fashion-MNIST, a perceptron with two hidden layers of 32 (26,506 parameters), the classes of each rank drawn from a Dirichlet
-distribution (0.05: mostly one or two), a ring of virtual ranks. `ed`, `atc-gt`, `semi-atc-gt` and
-`demuon` mix with both neighbours in each exchange; `gossip SGD` (momentum 0.9) and `gossip AdamW`
-meet one neighbour a step; `all-reduce Muon` is `demuon` with the mean of all ranks as its exchange.
+Fashion-MNIST, a perceptron with two hidden layers of 32 (26,506 parameters), the classes of each
+rank drawn from a Dirichlet distribution (0.05: mostly one or two), a ring of virtual ranks. `ed`,
+`atc-gt`, `semi-atc-gt` and `demuon` mix with both neighbours in each exchange; `gossip SGD`
+(momentum 0.9) and `gossip AdamW` meet one neighbour a step; `all-reduce Muon` is
+`demuon` with the mean of all ranks as its exchange.
 Each has its learning rate, constant, from three that lie a factor of 3 apart, by the first seed's
 accuracy; the other seeds run with that one alone. What is evaluated is the mean of all replicas.
 
@@ -67,7 +68,7 @@ def gossip(optimizer: Callable[..., torch.optim.Optimizer], **options: Any) -> M
     return make
 
 
-MUON, SGD, ADAMW = (0.002, 0.006, 0.02), (0.01, 0.03, 0.1), (3e-4, 1e-3, 3e-3)
+MUON, SGD, ADAMW = (0.006, 0.02, 0.06), (0.03, 0.1, 0.3), (1e-3, 3e-3, 1e-2)
 WAYS: dict[str, tuple[Make, tuple[float, ...]]] = {
     "ed": (suda("ed"), MUON),
     "atc-gt": (suda("atc-gt"), MUON),

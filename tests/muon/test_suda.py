@@ -1,5 +1,7 @@
 """A session against the reference, and what it does around its steps."""
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -306,6 +308,33 @@ def test_a_rank_that_leaves_takes_its_share_along():
         assert distance < 0.1
         assert stats.tracker_error < 1e-9
         assert stats.dual_error < 1e-9
+
+
+@pytest.mark.parametrize("backbone", ["semi-atc-gt", "ed"])
+def test_sums_that_late_ranks_have_broken_are_mended_at_a_consensus(backbone):
+    """A rank that is late for longer than snapshots last leaves one end without its share."""
+
+    def rank_main(rank, model, optimizer, session):
+        for k in range(6):
+            if k in (2, 4) and rank == 1:
+                time.sleep(0.5)
+            train(model, optimizer, 1, start=k)
+        errors = []
+        for _ in range(2):
+            session.state_dict(drain=True)
+            with session.consensus():
+                pass
+            errors.append(session.stats().tracker_error)
+        train(model, optimizer, 1, start=6)
+        return errors, session.stats()
+
+    waits = {"deadline_seconds": 0.1, "floor_seconds": 0.1}
+    mode = gg.Sync(**waits) if backbone == "ed" else gg.Overlap(**waits)
+    found = on_ranks(4, rank_main, backbone=backbone, topology="ring", mode=mode)
+    assert sum(stats.outcomes["late"] for _, stats in found) > 0
+    for (before, after), _ in found:
+        assert after < 0.01
+        assert after < 1e-9 or before < 0.01
 
 
 def leaving(p, rank_main):

@@ -30,6 +30,7 @@ from gossipgrad.muon._muon import Muon
 __all__ = ["SudaSession", "SudaSettings", "SudaStats"]
 
 _TRACKERS = "trackers"
+_MOST_ERROR = 0.01  # of trackers, relative: rounding stays far below
 _LATE_ROUNDS = 8  # open on one link at once: those of a step, and what is late
 
 
@@ -132,10 +133,20 @@ class SudaSession(Session):
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
-        """See `Session.consensus`; checks the identities of trackers and duals, too."""
-        with super().consensus():
-            self._check_identities()
-            yield
+        """See `Session.consensus`; checks the identities of trackers and duals, too.
+
+        Where messages were given up since they came too late, and the mean of trackers is more than
+        a hundredth from what it must be, trackers and duals begin anew on all ranks when it ends.
+        """
+        is_broken = False
+        try:
+            with super().consensus():
+                self._check_identities()
+                is_broken = (self._errors[0] or 0.0) > _MOST_ERROR
+                yield
+        finally:
+            if is_broken and not self._is_closed:
+                self._restart()
 
     def average_(self) -> None:
         """Makes the living replicas the exact average, trackers too; the backbone begins anew."""
@@ -271,10 +282,7 @@ class SudaSession(Session):
             self._restart_if_changed()
             self._exchange_trackers()
         update = torch._foreach_sub(self._x, self._weights_now())
-        # A late part may have come to weights that were done: it counts from here on.
-        rule = self._rule
-        x = self._x if rule.starts_early else [flat.clone() for flat in rule.held["mixed"]]
-        new = self._run_through(rule.after(x, list(update)))
+        new = self._run_through(self._rule.after(self._weights_mixed(), list(update)))
         for bucket, flat in zip(self._buckets, new, strict=True):
             bucket.load(flat)
         self._x = []
@@ -334,6 +342,12 @@ class SudaSession(Session):
         """What buckets hold, with what rounding took away: new flat tensors."""
         return [bucket.total() for bucket in self._buckets]
 
+    def _weights_mixed(self) -> list[Tensor]:
+        """The weights before an update, with late parts that came to them since they were done."""
+        if self._rule.starts_early:  # such parts come to what is mixed next
+            return self._x or self._weights_now()
+        return [flat.clone() for flat in self._rule.held["mixed"]]
+
     def _run_through(self, rule: Generator[tuple[str, ...], None, list[Tensor]]) -> list[Tensor]:
         """Exchanges what a rule yields; what it returns."""
         while True:
@@ -380,11 +394,14 @@ class SudaSession(Session):
         What a lost rank had taken of the sum, or given, is gone with it: the sums over those that
         live are right again at once, since nothing of before is mixed any more.
         """
-        generation = self.membership.generation
-        if generation == self._generation:
+        if self.membership.generation != self._generation:
+            self._generation = self.membership.generation
+            self._restart()
+
+    @torch.no_grad()
+    def _restart(self) -> None:
+        if self._rounds is None:
             return
-        self._generation = generation
-        assert self._rounds is not None
         self._rounds.cancel()
         for name, tracker in self._trackers.items():
             tracker.copy_(self._sources[name])
@@ -396,7 +413,7 @@ class SudaSession(Session):
         if self._backbone is None:
             return
         pairs = [(self._trackers[name], source) for name, source in self._sources.items()]
-        duals = self._rule.duals(self._weights_now())
+        duals = self._rule.duals(self._weights_mixed())
         steps = self._rule.held.get("last_update", [])
         local_sums = torch.stack(
             [(h - s).sum(dtype=torch.float64).cpu() for h, s in pairs]
