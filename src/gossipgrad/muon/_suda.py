@@ -26,7 +26,7 @@ from gossipgrad.muon._backbones import Polynomial, make_backbone, resolve_backbo
 from gossipgrad.muon._graph import resolve_graph
 from gossipgrad.muon._session import SudaSession, SudaSettings
 
-__all__ = ["check_settings", "suda"]
+__all__ = ["resolve_settings", "suda"]
 
 _HEARTBEATS = Heartbeats()
 
@@ -124,16 +124,19 @@ def suda(
     check_optimizers(optimizers)
     check_timeout(start_timeout_seconds)
     check_ranks(process_group, mesh)
-    check_settings(
-        optimizers,
-        backbone=backbone,
-        mode=mode,
-        wire_dtype=wire_dtype,
-        bucket_bytes=bucket_bytes,
-        transport=transport,
-        encrypt=encrypt,
-        heartbeats=heartbeats,
-    )
+    if len(optimizers) != 1:
+        raise ValueError(
+            f"{len(optimizers)} optimizers: suda() takes one, whose update it mixes. gg.Muon has "
+            "AdamW in it for what is no hidden matrix"
+        )
+    check_numbers(every=1, bucket_bytes=bucket_bytes, wire_dtype=wire_dtype)
+    _resolve_mode(mode, resolve_backbone(backbone))
+    if heartbeats is not None and not isinstance(heartbeats, Heartbeats):
+        raise ValueError(
+            "heartbeats must be gg.Heartbeats(...), or None for a membership that never changes, "
+            f"got {heartbeats!r}"
+        )
+    links = resolve_transport(transport, encrypt=encrypt)
     group = resolve_group(process_group, mesh, start_timeout_seconds=start_timeout_seconds)
     try:
         settings = resolve_settings(
@@ -151,7 +154,7 @@ def suda(
                 Replica(model, optimizers, door="suda"),
                 settings,
                 group=group,
-                transport=resolve_transport(transport, encrypt=encrypt),
+                transport=links,
                 scaler=scaler,
                 recorder=recorder,
                 heartbeats=heartbeats,
@@ -159,37 +162,6 @@ def suda(
     except BaseException:
         group.close()
         raise
-
-
-def check_settings(
-    optimizers: list[Optimizer],
-    *,
-    backbone: Any,
-    mode: Any,
-    wire_dtype: object,
-    bucket_bytes: object,
-    transport: Any,
-    encrypt: bool | None,
-    heartbeats: object,
-) -> None:
-    """Refuses settings of `suda()` that no group could have, before there is one; local.
-
-    Raises:
-        ValueError: For the first of them.
-    """
-    if len(optimizers) != 1:
-        raise ValueError(
-            f"{len(optimizers)} optimizers: suda() takes one, whose update it mixes. gg.Muon has "
-            "AdamW in it for what is no hidden matrix"
-        )
-    check_numbers(every=1, bucket_bytes=bucket_bytes, wire_dtype=wire_dtype)
-    _resolve_mode(mode, resolve_backbone(backbone))
-    resolve_transport(transport, encrypt=encrypt)
-    if heartbeats is not None and not isinstance(heartbeats, Heartbeats):
-        raise ValueError(
-            "heartbeats must be gg.Heartbeats(...), or None for a membership that never changes, "
-            f"got {heartbeats!r}"
-        )
 
 
 def resolve_settings(
