@@ -84,7 +84,6 @@ def test_every_schedule(world_size, topology):
         (5, {"mode": "sync", "every": 3}),
         (4, {"payload": "weights+state", "state_every": 3, "optimizer": adam}),
     ],
-    ids=str,
 )
 def test_links_wires_and_rounds(world_size, settings):
     assert_same_bits(*compare(world_size, **settings))

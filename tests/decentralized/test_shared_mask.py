@@ -92,7 +92,6 @@ def both(world_size, topology="dissemination", transport="in-process", **setting
         (4, {"mode": "overlap", "dtype": torch.bfloat16, "gradients": set_gradients}),
         (4, {"mode": "sync", "dtype": torch.bfloat16, "gradients": set_gradients}),
     ],
-    ids=str,
 )
 def test_a_session_does_what_the_reference_says(world_size, settings):
     """Also with narrow parameters and their residuals."""
