@@ -5,8 +5,9 @@ rank drawn from a Dirichlet distribution (0.05: mostly one or two), a ring of vi
 `atc-gt`, `semi-atc-gt` and `demuon` mix with both neighbours in each exchange; `gossip SGD`
 (momentum 0.9) and `gossip AdamW` meet one neighbour a step; `all-reduce Muon` is
 `demuon` with the mean of all ranks as its exchange.
-Each has its learning rate, constant, from three that lie a factor of 3 apart, by the first seed's
-accuracy; the other seeds run with that one alone. What is evaluated is the mean of all replicas.
+Each has its learning rate, constant, from three to five that lie a factor of 3 apart, by the first
+seed's accuracy; the other seeds run with that one alone. What is evaluated is the mean of all
+replicas.
 
 Cells that are done are kept in the results, and not run again.
 
@@ -15,6 +16,7 @@ Cells that are done are kept in the results, and not run again.
 
 import argparse
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -68,7 +70,8 @@ def gossip(optimizer: Callable[..., torch.optim.Optimizer], **options: Any) -> M
     return make
 
 
-MUON, SGD, ADAMW = (0.006, 0.02, 0.06), (0.03, 0.1, 0.3), (1e-3, 3e-3, 1e-2)
+MUON, SGD = (0.006, 0.02, 0.06), (0.003, 0.01, 0.03, 0.1, 0.3)
+ADAMW = (1e-3, 3e-3, 1e-2, 3e-2)
 WAYS: dict[str, tuple[Make, tuple[float, ...]]] = {
     "ed": (suda("ed"), MUON),
     "atc-gt": (suda("atc-gt"), MUON),
@@ -119,12 +122,13 @@ def train(
     model = virtual.consensus_model()
     with torch.no_grad():
         logits = model(x_test)
+    distance = virtual.consensus_distance()
     return {
         "lr": lr,
         "seed": seed,
         "accuracy": 100 * (logits.argmax(1) == y_test).double().mean().item(),
         "loss": torch.nn.functional.cross_entropy(logits, y_test).item(),
-        "distance": virtual.consensus_distance(),
+        "distance": distance if math.isfinite(distance) else None,
         "seconds": time.perf_counter() - start,
     }
 
