@@ -205,8 +205,9 @@ class Profile:
             try:
                 text = Path(name_or_path).read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
+                why = error.strerror if isinstance(error, OSError) else error
                 raise ValueError(
-                    f"no profile {str(name_or_path)!r} ({error}): give one of "
+                    f"no profile {str(name_or_path)!r} ({why}): give one of "
                     f"{', '.join(PROFILES)}, or a file that `gossipgrad profile` wrote"
                 ) from error
         try:
