@@ -11,6 +11,7 @@ interrupted goes on from its last epoch; figures of all cells that are done go i
 """
 
 import argparse
+import inspect
 import json
 import math
 import statistics
@@ -25,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+import gossipgrad as gg
 from benchmarks._alone import BusyError, alone
 from benchmarks._common import RESULTS, write
 from benchmarks._pages import DOCS, fill, table
@@ -37,6 +39,7 @@ from gossipgrad.train._summary import write_json
 WARMUP_DENSITIES = (0.25, 0.0625, 0.015625, 0.004)
 WARMUP_EPOCHS = {"lenet": 4, "resnet20": 4, "gpt": 1.5}  # half of a run at most
 SEEDS = 3
+DEFAULT_DENSITY = inspect.signature(gg.sparsify).parameters["density"].default
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,13 +71,16 @@ SETTINGS = {
 class Method:
     """What is done to the gradient."""
 
-    density: float | None = None
+    density: float | None = None  # or that of `default`; None: dense
     per_tensor: bool = False
     warmup: bool = False
     correction: bool = False
+    default: bool = False
 
     @property
     def name(self) -> str:
+        if self.default:
+            return "the default of gg.sparsify"
         if self.density is None:
             return "dense"
         parts = [f"density {self.density:g}"]
@@ -84,6 +90,8 @@ class Method:
 
     def at(self, step: int, warmup_steps: int) -> float:
         """The density in a step: falling over the first steps, with warm-up."""
+        if self.default:
+            return DEFAULT_DENSITY(step)
         assert self.density is not None, "the dense method has none"
         stage = len(WARMUP_DENSITIES) * step // warmup_steps
         if self.warmup and stage < len(WARMUP_DENSITIES):
@@ -113,7 +121,8 @@ def cells(seeds: int) -> list[Cell]:
     helps += [Method(0.01, per_tensor=True), Method(0.01, warmup=True)]
     corrected = [Method(rho, warmup=True, correction=True) for rho in (0.001, 0.01)]
     order = []
-    for methods in (main, helps[:2], corrected, helps[2:]):
+    default = [Method(0.01, default=True)]
+    for methods in (main, default, helps[:2], corrected, helps[2:]):
         for seed in range(seeds):
             for model in SETTINGS:
                 if methods is corrected and SETTINGS[model].optimizer != "sgd":
