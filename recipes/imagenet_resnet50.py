@@ -48,6 +48,4 @@ CONFIG = TrainConfig(
 )
 
 if __name__ == "__main__":
-    raise SystemExit(
-        run(tyro.cli(TrainConfig, default=CONFIG, config=(tyro.conf.OmitArgPrefixes,))).exit_code
-    )
+    raise SystemExit(run(tyro.cli(TrainConfig, default=CONFIG)).exit_code)

@@ -18,7 +18,7 @@ from benchmarks.soak import _joins, _rank
 from benchmarks.soak.__main__ import _part, growing, joins_table, page_table
 from benchmarks.soak._flat import judge
 from benchmarks.soak._sizes import MEASURES, entries
-from gossipgrad.comm._ledger import Ledger
+from gossipgrad.comm import Faults
 
 
 class Holder:
@@ -29,13 +29,13 @@ class Holder:
 
 
 def test_entries_are_those_of_the_librarys_containers():
-    ledger = Ledger()
-    ledger.voided |= {1, 2, 3}
-    found = entries({"ledger": ledger, "holder": Holder()})
-    assert found["[].voided"] == 3
-    assert sum(found.values()) == 5
-    ledger.voided.add(4)
-    assert sum(entries([ledger]).values()) == 5
+    faults = Faults()
+    faults.drops |= {(0, 1), (0, 2), (0, 3)}
+    found = entries({"faults": faults, "holder": Holder()})
+    assert found["[].drops"] == 3
+    assert "[].many" not in found
+    faults.drops.add((0, 4))
+    assert entries([faults])["[].drops"] == 4
 
 
 def samples(**rises):

@@ -283,12 +283,12 @@ def _beside(parameter: Tensor, value: Any, on_host: Iterable[Sequence[Any]]) -> 
     paths = {tuple(path) for path in on_host}
 
     def bring(tensor: Tensor, at: Path) -> Tensor:
-        if at in paths:
-            return tensor.clone()
         if is_sharded(parameter) and tensor.shape == local(parameter).shape:
             whole = torch.empty_like(parameter, dtype=tensor.dtype)
             local(whole).copy_(tensor)
             return whole
+        if at in paths:
+            return tensor.clone()
         return tensor.to(parameter.device, copy=True)
 
     return _mapped(value, bring)
