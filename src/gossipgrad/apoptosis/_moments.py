@@ -37,7 +37,8 @@ class Moments:
         mean: Shape `(taps, width)`.
         scatter: Sums of products about the mean, `(taps, width, taps, width)`.
         norm: The largest input of the producer, with 1 for its bias, in norm.
-        low, high: The range of each of the producer's inputs, and 0.
+        low: The least of each of the producer's inputs, and of 0.
+        high: The largest, alike.
     """
 
     def __init__(

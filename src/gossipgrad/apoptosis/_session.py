@@ -86,7 +86,8 @@ class ShrinkEvent:
         position: Steps of the run.
         widths: By layer, before and after; those alone that changed.
         errors: By layer, the joint error over the variance of its consumers' outputs.
-        loss_before, loss_after: Of `evaluate`, as means over ranks; None without it.
+        loss_before: Of `evaluate` before the merges, the mean over ranks; None without it.
+        loss_after: Alike, after them.
         applied: Whether it was applied; else loss had risen by more than the tolerance, or the
             ranks did not agree.
         seconds: It took, meetings of ranks included.
@@ -215,7 +216,7 @@ class ShrinkSession:
 
     @property
     def spent(self) -> dict[str, float]:
-        """By layer, what events took of the budget: the sum of their errors."""
+        """What events took of the budget, by layer; the sum of their errors."""
         return dict(self._course.spent)
 
     def plan(self, budget: float | None = None) -> ShrinkPlan:

@@ -54,7 +54,7 @@ def shrink(
         model: Not wrapped by DistributedDataParallel: pass its `.module`, and `wrap`.
         optimizer: The optimizer, or several.
         example_input: What the model is called with, to find out which layers may shrink: a
-            tensor, a tuple of arguments, or a mapping. Not needed with `groups`.
+            tensor of a few samples, a tuple of arguments, or a mapping. Not needed with `groups`.
         groups: Which neurons may go, where that cannot be found out.
         budget: Share of the variance of a layer's pre-activations that all merges in the layer
             before it may take, all events added up. 0 leaves exact merges alone.
