@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from gossipgrad.comm import Channel, Hub, News, Outcome, Part
+from gossipgrad.comm import Channel, Hub, Liveness, Outcome, Part
 from support.links import RUN
 from support.waiting import quick, until
 
@@ -185,26 +185,40 @@ def test_replan_goes_on_with_other_buckets(channels):
 # -- generations ----------------------------------------------------------------------------------
 
 
-class Watching(News):
+class Watching(Liveness):
     """What a channel hears of others, and who they are said to have expelled."""
 
     def __init__(self):
-        self.ranks, self.heard = set(), []
+        self.ranks, self.heard, self.member = set(), [], True
 
-    def ahead(self, generation):
+    def hear_generation(self, generation):
         self.heard.append(generation)
 
     def expelled(self):
         return self.ranks
 
+    def is_member(self):
+        return self.member
+
+
+def test_a_rank_that_may_not_send_voids_its_round_and_nobody_waits_for_it(channels):
+    liveness = Watching()
+    a, b = channels(liveness=liveness)
+    theirs = post(b, 0)
+    liveness.member = False
+    assert post(a, 1).outcome is V
+    assert b.take(theirs, 30.0) is V
+    liveness.member = True
+    both(a, b, round=1)
+
 
 def test_a_round_of_an_older_generation_is_void_on_both_ends(channels):
-    news = Watching()
-    a, b = channels(news=news)
+    liveness = Watching()
+    a, b = channels(liveness=liveness)
     mine = post(a, 1, round=3)
     b.enter(1, 3, [0, 1])
     assert a.take(mine, 30.0) is V
-    assert news.heard == [1]
+    assert liveness.heard == [1]
     until(lambda: b.poll() or b.bytes_received)
     assert post(b, 0, round=3).outcome is V, "a lives in generation 0 still: nobody waits for it"
     assert post(a, 1, round=4).outcome is V
@@ -229,11 +243,11 @@ def test_rounds_before_a_peer_entered_are_void(channels, generation):
 
 
 def test_the_living_go_on_with_each_other_when_two_are_expelled(channels):
-    news = Watching()
-    ends = channels(4, news=news)
+    liveness = Watching()
+    ends = channels(4, liveness=liveness)
     a, b = ends[0], ends[2]
     open_ones = post(a, 1), post(b, 3)
-    news.ranks = {1, 3}
+    liveness.ranks = {1, 3}
     for end in (a, b):
         end.poll()
         end.enter(1, 1, [0, 2])

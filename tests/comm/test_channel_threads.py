@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from gossipgrad.comm import Channel, Header, Hub, Kind, Lost, News, Outcome, Part
+from gossipgrad.comm import Channel, Header, Hub, Kind, Liveness, Lost, Outcome, Part
 from gossipgrad.errors import GossipError
 from support.links import RUN, make_transports, ours, until_none_but
 from support.waiting import quick, until
@@ -91,12 +91,12 @@ def test_two_threads_may_take_at_once(ranks):
 def test_a_channel_that_is_closed_in_its_own_listener_ends():
     """As when a session that nobody closed is collected there."""
 
-    class Closing(News):
-        def ahead(self, generation):
+    class Closing(Liveness):
+        def hear_generation(self, generation):
             a.close(0.0)
 
     ends = make_transports("in-process", 2)
-    a, b = (Channel(end, run=RUN, plan=[], news=Closing()) for end in ends)
+    a, b = (Channel(end, run=RUN, plan=[], liveness=Closing()) for end in ends)
     b.enter(1, 0, [0, 1])
     thread = threading.Thread(target=a.poll, args=(30.0,), daemon=True)
     thread.start()

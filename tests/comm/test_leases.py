@@ -161,7 +161,7 @@ def test_a_store_that_is_lost_is_told_once_and_training_may_go_on(clock, store, 
         store.before = fail
         until(lambda: watch.store_lost and asked > 3)
         assert watch.is_member()
-        watch.gone(1, left=False)
+        watch.hear_end(1, left=False)
         assert not watch.examine(0)
         watch.leave()
     assert [record.message for record in caplog.records] == [
@@ -188,7 +188,7 @@ def test_a_connection_that_breaks_is_made_anew_and_what_broke_meanwhile_is_looke
     watch = started(QUICK, reconnect=reconnect, now=time.monotonic)
     store.before = fail
     until(lambda: watch.store_lost)
-    watch.gone(1, left=False)
+    watch.hear_end(1, left=False)
     until(lambda: len(connections) == 3 and watch.store_lost is None)
     until(lambda: watch.latest.living == (0,))
     assert watch.latest.gone[1].why == "its link broke, and it shows no sign of life"

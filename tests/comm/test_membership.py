@@ -128,13 +128,13 @@ def test_a_broken_link_makes_a_loss_quick_and_a_sign_of_life_makes_the_link_anew
     all_watches = watches(4)
     pass_seconds(clock, all_watches, 3)
     for here, there in ((0, 2), (2, 0)):
-        all_watches[here].gone(there, left=False)
+        all_watches[here].hear_end(there, left=False)
     pass_seconds(clock, all_watches, 19)
     assert {watch.latest.generation for watch in all_watches} == {1}, "both ends ask for one"
     assert all_watches[0].latest.living == ALL
     all_watches[1].beat()
     all_watches[1].beat()  # its last, which rank 0 has not seen: it may be older than the break
-    all_watches[0].gone(1, left=False)
+    all_watches[0].hear_end(1, left=False)
     pass_seconds(clock, [all_watches[r] for r in (0, 2, 3)], 5)
     assert all_watches[3].latest.living == (0, 2, 3)
 
@@ -143,7 +143,7 @@ def test_a_link_that_breaks_again_and_again_makes_few_generations(watches, clock
     all_watches = watches(4)
     pass_seconds(clock, all_watches, 3)
     for _ in range(200):
-        all_watches[0].gone(2, left=False)
+        all_watches[0].hear_end(2, left=False)
         pass_seconds(clock, all_watches, 3)
     assert 5 <= all_watches[1].latest.generation <= 600 / (2 * SETTINGS.silent_seconds)
     assert all_watches[1].latest.living == ALL
@@ -152,7 +152,7 @@ def test_a_link_that_breaks_again_and_again_makes_few_generations(watches, clock
 def test_a_link_to_a_rank_that_leaves_is_not_made_anew(watches, clock):
     all_watches = watches(4)
     pass_seconds(clock, all_watches, 3)
-    all_watches[0].gone(2, left=True)
+    all_watches[0].hear_end(2, left=True)
     pass_seconds(clock, all_watches, 20)
     assert all_watches[0].latest.generation == 0
 
@@ -162,7 +162,7 @@ def test_a_death_comes_first_and_makes_all_links_anew(watches, clock, dies):
     all_watches = watches(4)
     pass_seconds(clock, all_watches, 3)
     for peer in (1, dies):
-        all_watches[0].gone(peer, left=False)
+        all_watches[0].hear_end(peer, left=False)
     living = [watch for rank, watch in enumerate(all_watches) if rank != dies]
     pass_seconds(clock, living, 40)
     assert living[0].latest.living == tuple(rank for rank in ALL if rank != dies)
@@ -194,7 +194,7 @@ def test_nobody_is_given_up_before_its_lease_has_run_out(clock, lease_seconds):
     settings = Heartbeats(interval_seconds=1.0, lease_seconds=lease_seconds, silent_seconds=10.0)
     mine, other = make_watches(clock, 2, settings)
     pass_seconds(clock, [other, mine], 3)
-    mine.gone(1, left=False)
+    mine.hear_end(1, left=False)
     last_seconds = clock.seconds
     while mine.latest.generation == 0:
         clock.seconds += 0.95
@@ -256,7 +256,7 @@ def test_a_rank_that_was_stopped_itself_gives_nobody_up(watches, clock):
     clock.seconds += 1000.0
     for watch in (mine, other, mine):
         watch.beat()
-    mine.gone(1, left=False)
+    mine.hear_end(1, left=False)
     for _ in range(50):
         mine.beat()
     assert mine.latest.generation == 0
@@ -269,7 +269,7 @@ def test_a_rank_that_leaves_is_not_lost(clock):
     for watch in made:
         watch.start()
     made[1].leave()
-    made[0].ahead(1)
+    made[0].hear_generation(1)
     until(lambda: made[0].latest.generation)
     latest = made[0].latest
     assert (latest.living, latest.lost, latest.gone[1].left) == ((0, 2), {}, True)

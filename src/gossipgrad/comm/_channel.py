@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gossipgrad.comm._grants import Grants
 from gossipgrad.comm._ledger import LOST, Exchange, Ledger, Outcome, place
-from gossipgrad.comm._news import News
+from gossipgrad.comm._liveness import Liveness
 from gossipgrad.comm._outbox import Outbox
 from gossipgrad.comm._transport import Arrival, Lost, Sent, Ticket, Transport
 from gossipgrad.comm._wire import Header, Kind, Part, WireError
@@ -45,7 +45,7 @@ class Channel:
         credits: Rounds that may be open on one link; a further one is void at once. This bounds
             the memory: `credits + 1` snapshots.
         generation: The membership this rank lives in, until it enters another.
-        news: Is notified of who is gone, and of later generations.
+        liveness: Is notified of who is gone, and of later generations.
         peers: The ranks that live, where this one joins others: it does not say that it enters
             until it arrives. None: those of the transport, who begin together.
 
@@ -64,7 +64,7 @@ class Channel:
         plan: Sequence[Part],
         credits: int = 1,
         generation: int = 0,
-        news: News | None = None,
+        liveness: Liveness | None = None,
         peers: Collection[int] | None = None,
     ) -> None:
         if len(run) != 16:
@@ -83,7 +83,7 @@ class Channel:
         self._changed = threading.Condition(self._lock)
         self._listener: int | None = None  # the thread that receives
         self._is_over = False  # nobody receives any more
-        self._news = news or News()
+        self._liveness = liveness or Liveness()
         # All other ranks that were members in a generation that this rank has lived in.
         self._peers = set(range(self.world_size) if peers is None else peers) - {self.rank}
         self._arrived = peers is None
@@ -135,12 +135,14 @@ class Channel:
             GossipError: If an earlier message could not be sent.
         """
         self.plan[bucket].check(payload, bucket)
-        is_member = self._news.is_member()
+        is_member = self._liveness.is_member()
         with self._lock:
             self._follow_epoch(round)
             exchange = Exchange(round, bucket, send_to, recv_from, self._place(round))
             if self.closed or not is_member:
                 exchange.finish(Outcome.VOID)
+                if send_to == recv_from and not self.closed:
+                    self.void(round, send_to)  # else the partner waits for it
                 return exchange
             self._last = max(self._last, exchange.at)
             self._grants.answer(self._last)
@@ -203,7 +205,7 @@ class Channel:
                         self._lose(event.peer, LOST)
                     else:
                         self._accept(event)
-                for peer in self._peers.intersection(self._news.expelled()):
+                for peer in self._peers.intersection(self._liveness.expelled()):
                     if self._ledgers[peer].gone is None:
                         self._lose(peer, LOST)
                 self._grants.answer(self._last)
@@ -423,7 +425,7 @@ class Channel:
         try:
             header, payload = self._read(arrival)
             if header.generation > self.generation:
-                self._news.ahead(header.generation)
+                self._liveness.hear_generation(header.generation)
             self._handle(header, payload)
         except WireError as error:
             self.refused += 1
@@ -479,7 +481,7 @@ class Channel:
         ledger.end(how)
         if peer in self._outboxes:
             self._outboxes[peer].end()
-        self._news.gone(peer, left=how == _LEFT)
+        self._liveness.hear_end(peer, left=how == _LEFT)
 
     # -- the end ----------------------------------------------------------------------------
 

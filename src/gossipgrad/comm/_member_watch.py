@@ -12,8 +12,8 @@ from typing import Any
 from gossipgrad._said import first_line
 from gossipgrad.comm._asked_store import Deadline, StoreThread
 from gossipgrad.comm._heartbeats import Heartbeats
+from gossipgrad.comm._liveness import Liveness
 from gossipgrad.comm._membership import Membership, Record
-from gossipgrad.comm._news import News
 from gossipgrad.errors import EvictedError
 
 __all__ = ["MemberWatch"]
@@ -50,7 +50,7 @@ class _Doubt:
     beat: bytes | None = None
 
 
-class MemberWatch(News):
+class MemberWatch(Liveness):
     """A thread that beats for this rank and watches the next; learns and proposes generations.
 
     Nothing here is a collective, and nobody waits for another rank. Only the thread talks to the
@@ -118,12 +118,12 @@ class MemberWatch(News):
 
     # -- what a channel hears and asks ------------------------------------------------------
 
-    def ahead(self, generation: int) -> None:
+    def hear_generation(self, generation: int) -> None:
         """Someone lives in a later generation: the store is asked at once."""
         if generation > self.latest.generation:
             self._wake.set()
 
-    def gone(self, peer: int, *, left: bool) -> None:
+    def hear_end(self, peer: int, *, left: bool) -> None:
         """A link ended: if its peer shows no sign of life now, it is given up soon."""
         self._doubt({peer}, broken=-1 if left else self.latest.generation)
 

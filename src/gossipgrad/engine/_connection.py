@@ -3,7 +3,7 @@
 import secrets
 from collections.abc import Callable, Sequence
 
-from gossipgrad.comm import Channel, Group, News, Recorder, Transport, all_parameters
+from gossipgrad.comm import Channel, Group, Liveness, Recorder, Transport, all_parameters
 from gossipgrad.engine._arrival import Arrival
 from gossipgrad.engine._flow import Flow
 from gossipgrad.engine._modes import Stale
@@ -27,7 +27,7 @@ def connect(
     *,
     group: Group,
     transport: Callable[[Group, int], Transport],
-    news: News | None,
+    liveness: Liveness | None,
     recorder: Recorder | None,
     arrival: Arrival | None,
 ) -> Rounds:
@@ -53,7 +53,7 @@ def connect(
         plan=parts,
         credits=settings.credits,
         generation=0 if arrival is None else arrival.membership.generation,
-        news=news,
+        liveness=liveness,
         peers=None if arrival is None else arrival.membership.living,
     )
     mode = settings.mode

@@ -644,7 +644,7 @@ class Session:
             flows,
             group=self.group,
             transport=transport,
-            news=members.watch,
+            liveness=members.watch,
             recorder=self._recorder,
             arrival=arrival,
         )

@@ -1,17 +1,17 @@
-"""Between a channel, which hears of other ranks, and whoever knows who lives."""
+"""What a channel reports about other ranks, and what it asks about them."""
 
 from collections.abc import Collection
 
-__all__ = ["News"]
+__all__ = ["Liveness"]
 
 
-class News:
-    """Is notified in the thread that listens, and returns at once; this one knows nobody lost."""
+class Liveness:
+    """Notified and asked by a channel; every method returns at once. This one: all ranks live."""
 
-    def ahead(self, generation: int) -> None:
+    def hear_generation(self, generation: int) -> None:
         """A message of a later generation than this rank's has arrived."""
 
-    def gone(self, peer: int, *, left: bool) -> None:
+    def hear_end(self, peer: int, *, left: bool) -> None:
         """A link ended: its peer said that it leaves, or nothing."""
 
     def is_member(self) -> bool:
