@@ -2,6 +2,8 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 READY := .venv/.ready
+# Most tests wait for threads and processes more than they compute: two workers a core.
+WORKERS ?= $(shell echo $$(( 2 * $$(getconf _NPROCESSORS_ONLN) )))
 
 .PHONY: demo test test-slow lint format types docs bench bench-network bench-network-full bench-chaos clean
 
@@ -15,7 +17,7 @@ demo: $(READY)
 	$(BIN)/gossipgrad demo
 
 test: $(READY) lint types
-	$(BIN)/python -m pytest -n auto --dist loadgroup
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 # large models, networks of namespaces, a browser, storms, the pages; as root on Linux runs all
 test-slow: $(READY)

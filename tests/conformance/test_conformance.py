@@ -24,7 +24,7 @@ def in_lockstep(request, family):
 
 @pytest.fixture
 def steps(request):
-    return STEPS.get(request.node.callspec.params["family"], 150)
+    return STEPS.get(request.node.callspec.params["family"], 80)
 
 
 @pytest.fixture
@@ -56,23 +56,6 @@ def test_converges_on_a_quadratic(family, steps, most_distance):
     for point, distance in on_ranks(family, rank_main):
         torch.testing.assert_close(point, torch.arange(5.0) + 1.5, rtol=0, atol=0.03)
         assert distance < most_distance
-
-
-def test_converges_on_a_matrix_target_and_reaches_consensus(family):
-    def rank_main(rank, attach):
-        model = nn.Linear(6, 3)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.5)
-        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
-        with attach(model, optimizer) as session:
-            train(model, optimizer, rank, count=100, scheduler=scheduler)
-            distance = session.consensus_distance()
-            with session.consensus():
-                truth = torch.randn(6, 3, generator=torch.Generator().manual_seed(99))
-                return (model.weight.T - truth).abs().max().item(), distance
-
-    for error, distance in on_ranks(family, rank_main):
-        assert error < 0.05
-        assert distance < 0.05
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

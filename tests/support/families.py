@@ -63,7 +63,7 @@ LOCKSTEP = {name for name in FAMILIES if name.startswith("sparsify")}
 # Ranks that wait for nobody are a few steps apart, and so are their replicas; those that mix a
 # quarter of their weights in a round mix less often.
 DISTANCES = {"gossip, stale": 0.3, "gossip, shared mask": 0.1}
-STEPS = {"gossip, stale": 300}
+STEPS = {"gossip, stale": 160, "gossip, shared mask": 150}
 
 WORLD_SIZE = 4
 
