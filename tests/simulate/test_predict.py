@@ -129,7 +129,7 @@ WORKERS = st.builds(
 STRATEGY = st.sampled_from(STRATEGIES).map(strategy_by_name)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     strategy=STRATEGY,
     p=st.integers(2, 40),
@@ -159,7 +159,7 @@ def test_a_worse_network_never_makes_a_step_end_sooner(
     assert (ends(strategy, after, p, workers) >= ends(strategy, network, p, workers) - 1e-9).all()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(strategy=STRATEGY, p=st.integers(2, 40), seed=st.integers(0, 9), factor=st.floats(1, 5))
 def test_slower_ranks_never_make_a_step_end_sooner(strategy, p, seed, factor):
     plain = Workers(jitter=0.2, seed=seed)
@@ -225,7 +225,7 @@ def test_flows_share_an_uplink_while_they_overlap():
     assert shared([], []) == []
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     flows=st.lists(st.tuples(st.floats(0, 50), st.integers(0, 2)), min_size=1, max_size=12),
     rate=st.sampled_from([5.0, 12.0, 1000.0]),
