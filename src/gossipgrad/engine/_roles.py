@@ -1,4 +1,4 @@
-"""Which parameters of a model are polarised, and which are left to AdamW."""
+"""Which parameters of a model an optimizer of matrices treats, and which are left to AdamW."""
 
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
@@ -6,28 +6,38 @@ from fnmatch import fnmatchcase
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-__all__ = ["ADAMW", "MUON", "choose_roles"]
+__all__ = ["ADAMW", "choose_roles"]
 
-MUON, ADAMW = "muon", "adamw"
+ADAMW = "adamw"
 
 
 def choose_roles(
-    model: nn.Module, *, muon: Sequence[str] = (), adamw: Sequence[str] = ()
+    model: nn.Module,
+    role: str,
+    *,
+    matrices: Sequence[str] = (),
+    adamw: Sequence[str] = (),
+    with_head: bool = False,
+    argument: str = "matrices",
 ) -> dict[str, str]:
     """The role of each parameter that is trained, by name; a shared one has its first name.
 
-    Polarised are matrices, and the kernels of convolutions flattened to one row an output, unless
-    they belong to an embedding, or to the head: the last linear layer, where there are matrices
-    before it. Everything else is AdamW's: vectors, scalars, and tensors of more dimensions that no
-    convolution owns (positional embeddings, stacked experts).
+    `role` goes to matrices, and to the kernels of convolutions flattened to one row an output,
+    unless they belong to an embedding, or to the head: the last linear layer, where there are
+    matrices before it. Everything else is AdamW's: vectors, scalars, and tensors of more dimensions
+    that no convolution owns (positional embeddings, stacked experts).
 
     Args:
         model: The model.
-        muon: Patterns of names, such as `"blocks.*.experts"`, polarised whatever they are.
+        role: Of matrices.
+        matrices: Patterns of names, such as `"blocks.*.experts"`, that have `role` whatever they
+            are.
         adamw: Patterns of names that are AdamW's, whatever they are.
+        with_head: Whether the head counts as a matrix, unless it is tied to an embedding.
+        argument: What the caller's users know `matrices` as, for messages.
 
     Raises:
-        ValueError: A pattern fits no parameter, two fit one, or a vector would be polarised.
+        ValueError: A pattern fits no parameter, two fit one, or a vector would have `role`.
     """
     roles: dict[str, str] = {}
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -41,22 +51,24 @@ def choose_roles(
     for name, parameter in named.items():
         is_kernel = parameter.ndim == 2 or isinstance(owners[id(parameter)], _ConvNd)
         is_matrix = parameter.ndim >= 2 and is_kernel and id(parameter) not in embedded
-        roles[name] = MUON if is_matrix else ADAMW
-    head = _head(model)
+        roles[name] = role if is_matrix else ADAMW
+    head = None if with_head else _head(model)
     if head is not None and any(
-        role == MUON and named[name] is not head for name, role in roles.items()
+        each == role and named[name] is not head for name, each in roles.items()
     ):
         roles |= {name: ADAMW for name, parameter in named.items() if parameter is head}
-    chosen_muon, chosen_adamw = _fitting(named, muon, "muon"), _fitting(named, adamw, "adamw")
-    if both := sorted(chosen_muon & chosen_adamw):
-        raise ValueError(f"{both[0]!r} fits a pattern of muon= and one of adamw=: name it in one")
-    for name in sorted(chosen_muon):
+    chosen, chosen_adamw = _fitting(named, matrices, argument), _fitting(named, adamw, "adamw")
+    if both := sorted(chosen & chosen_adamw):
+        raise ValueError(
+            f"{both[0]!r} fits a pattern of {argument}= and one of adamw=: name it in one"
+        )
+    for name in sorted(chosen):
         if named[name].ndim < 2:
             raise ValueError(
-                f"muon= names {name!r} of shape {tuple(named[name].shape)}: only matrices are "
-                "polarised, and tensors of more dimensions flattened to one row a first index"
+                f"{argument}= names {name!r} of shape {tuple(named[name].shape)}: it takes "
+                "matrices, and tensors of more dimensions flattened to one row a first index"
             )
-    return roles | dict.fromkeys(chosen_muon, MUON) | dict.fromkeys(chosen_adamw, ADAMW)
+    return roles | dict.fromkeys(chosen, role) | dict.fromkeys(chosen_adamw, ADAMW)
 
 
 def _head(model: nn.Module) -> Tensor | None:
