@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any, ClassVar
 
 import torch
@@ -109,7 +110,7 @@ class MatrixOptimizer(Optimizer):
         group = {**settings[role], **param_group}
         numbers = ("lr", group["lr"]), ("weight_decay", self._decay(group))
         for name, number in numbers:
-            if not 0 <= float(number) < math.inf:
+            if not (isinstance(number, Real | Tensor) and 0 <= float(number) < math.inf):
                 raise ValueError(f"{name}={number!r} must be a finite number from 0")
         if role == ADAMW:
             _check_betas(group)

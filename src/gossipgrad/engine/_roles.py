@@ -1,5 +1,6 @@
 """Which parameters of a model an optimizer of matrices treats, and which are left to AdamW."""
 
+import re
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
@@ -24,8 +25,9 @@ def choose_roles(
 
     `role` goes to matrices, and to the kernels of convolutions flattened to one row an output,
     unless they belong to an embedding, or to the head: the last linear layer, where there are
-    matrices before it. Everything else is AdamW's: vectors, scalars, and tensors of more dimensions
-    that no convolution owns (positional embeddings, stacked experts).
+    matrices before it, and no earlier block has one of that name and shape. Everything else is
+    AdamW's: vectors, scalars, and tensors of more dimensions that no convolution owns (positional
+    embeddings, stacked experts).
 
     Args:
         model: The model.
@@ -72,9 +74,16 @@ def choose_roles(
 
 
 def _head(model: nn.Module) -> Tensor | None:
-    """The weight of the last linear layer."""
-    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    return linear[-1].weight if linear else None
+    """The weight of the last linear layer, unless it belongs to the last of a row of blocks."""
+    linear = [
+        (re.sub(r"(^|\.)\d+(?=\.)", r"\1*", name), module.weight)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+    ]
+    if not linear:
+        return None
+    *before, (name, head) = linear
+    return None if any((name, head.shape) == (n, each.shape) for n, each in before) else head
 
 
 def _fitting(named: Iterable[str], patterns: Sequence[str], argument: str) -> set[str]:

@@ -16,6 +16,7 @@ __all__ = ["Muon"]
 Track = Callable[[Sequence[nn.Parameter], Sequence[Tensor]], Sequence[Tensor]]
 
 _ADAMW_LR = 3e-4
+_DTYPES = {str(d): d for d in (torch.bfloat16, torch.float16, torch.float32, torch.float64)}
 _SCALES: dict[str, Callable[[int, int], float]] = {
     "original": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
@@ -68,10 +69,11 @@ class Muon(MatrixOptimizer):
             train.
 
     Note:
-        AdamW gets vectors and scalars, the weights of `nn.Embedding`, the last `nn.Linear` (unless
-        the model has no other matrix), and tensors of more than two dimensions that no convolution
-        owns. A head that is not the last linear layer, or an embedding of a type of its own, has to
-        be named: `Muon(model, adamw=["lm_head.weight"])`.
+        AdamW gets vectors and scalars, the weights of `nn.Embedding`, the last `nn.Linear`, and
+        tensors of more than two dimensions that no convolution owns. The last `nn.Linear` is
+        polarised if the model has no other matrix, or if it is that of the last of several equal
+        blocks (`blocks.3.out` after `blocks.2.out`). A head that is not the last linear layer, or
+        an embedding of a type of its own, has to be named: `Muon(model, adamw=["lm_head.weight"])`.
 
     Example:
         >>> import torch, gossipgrad as gg
@@ -128,7 +130,7 @@ class Muon(MatrixOptimizer):
                 "momentum_form": momentum_form,
                 "scale": scale,
                 "polar": resolve_polar(polar),
-                "polar_dtype": None if polar_dtype is None else str(polar_dtype),
+                "polar_dtype": polar_dtype and str(polar_dtype),
             },
             adamw_settings={"lr": adamw_lr, "betas": tuple(betas), "eps": eps},
             weight_decay=weight_decay,
@@ -142,7 +144,11 @@ class Muon(MatrixOptimizer):
         group["polar"] = resolve_polar(group["polar"])
         if not 0 <= group["momentum"] < 1:
             raise ValueError(f"momentum={group['momentum']!r} must be from 0 to below 1")
-        for name, known in (("momentum_form", ("sum", "ema")), ("scale", tuple(_SCALES))):
+        for name, known in (
+            ("momentum_form", ("sum", "ema")),
+            ("scale", tuple(_SCALES)),
+            ("polar_dtype", (None, *_DTYPES)),
+        ):
             if group[name] not in known:
                 raise ValueError(f"{name}={group[name]!r} must be one of {known}")
 
@@ -213,15 +219,10 @@ class Muon(MatrixOptimizer):
         parameters: Sequence[nn.Parameter],
         sources: Sequence[Tensor],
     ) -> None:
-        dtype = group["polar_dtype"]
         matrices = [
             _whole(p, source).flatten(1) for p, source in zip(parameters, sources, strict=True)
         ]
-        factors = polarise(
-            matrices,
-            group["polar"],
-            None if dtype is None else getattr(torch, dtype.removeprefix("torch.")),
-        )
+        factors = polarise(matrices, group["polar"], _DTYPES.get(group["polar_dtype"]))
         lr, scale = float(group["lr"]), _SCALES[group["scale"]]
         for p, factor in zip(parameters, factors, strict=True):
             update = _part(p, factor.reshape(p.shape))
