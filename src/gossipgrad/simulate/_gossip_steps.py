@@ -14,7 +14,7 @@ from ._setting import Setting, Steps, Strategy, check_counts, together
 from ._sharing import shared_finish
 from ._workers import Pace
 
-__all__ = ["Gossip"]
+__all__ = ["Flight", "Gossip", "GossipSteps"]
 
 Times = Float[np.ndarray, " rank"]
 _NOBODY = -1
@@ -68,7 +68,7 @@ class Gossip(Strategy):
         return GossipSteps(self, setting)
 
 
-class _Flight(NamedTuple):
+class Flight(NamedTuple):
     """What a round brings each rank: when its first and last message come."""
 
     first: Times
@@ -109,19 +109,20 @@ class GossipSteps(Steps):
         self._round = 0
         self._link_free = np.full(p, -np.inf)
         self._left = [np.full(p, -np.inf)] * 2  # when the last two snapshots had left
-        self._flight: _Flight | None = None
+        self._flight: Flight | None = None
 
     def step(self, number: int, start: Times, pace: Pace) -> Times:
         """See `Steps.step`."""
         options, setting = self._options, self._setting
         overlaps = options.mode == "overlap"
         if overlaps and number % options.every == 0:
-            start = self._open(start)
+            start = self._open_round(start)
         end = pace.after(start, setting.profile.compute_seconds)
         if (number + 1) % options.every == 0:
             if not overlaps:
-                end = self._open(end)
-            end = self._close(end)
+                end = self._open_round(end)
+            assert self._flight is not None
+            end = self.close(end, self._flight)
         apart = options.average_every
         if apart is not None and self._averages and (number + 1) % apart == 0:
             end = together(end, self._average_seconds)
@@ -136,14 +137,19 @@ class GossipSteps(Steps):
         seconds = float((together(end, self._average_seconds) - end).mean())
         return seconds / apart, self._average_bytes / apart
 
-    def _open(self, now: Times) -> Times:
+    def _open_round(self, now: Times) -> Times:
         """Copies and sends a round's snapshot; when each rank has copied all of it."""
-        options, network = self._options, self._setting.network
-        peers = self._schedule.round_peers(self._round)
+        options, peers = self._options, self._schedule.round_peers(self._round)
         with_state = options.state_every and self._round % options.state_every == 0
         copies = 1 + (self._state_copies if with_state else 0)
-        size, message = copies * self._weight_bytes, self._weight_bytes / self._weight_messages
         self._round += 1
+        now, self._flight = self.open(now, peers, copies)
+        return now
+
+    def open(self, now: Times, peers: RoundPeers, copies: int) -> tuple[Times, Flight]:
+        """Copies and sends so many tensors a parameter; when that is copied, and what comes."""
+        network = self._setting.network
+        size, message = copies * self._weight_bytes, self._weight_bytes / self._weight_messages
         sends = peers.send_to != _NOBODY
         self.bytes_sent += size * float(sends.mean())
         now = np.where(sends, np.maximum(now, self._left[0]), now)
@@ -161,18 +167,16 @@ class GossipSteps(Steps):
         source = np.where(peers.recv_from == _NOBODY, 0, peers.recv_from)
         receives = peers.recv_from != _NOBODY
         mix = np.where(receives, network.mix_seconds_per_byte, 0.0)
-        self._flight = _Flight(
+        flight = Flight(
             first=np.where(receives, (first + alphas)[source], -np.inf),
             last=np.where(receives, (last + alphas)[source], -np.inf),
             mixing_seconds=mix * size,
             last_mixing_seconds=mix * message,
         )
-        return np.where(sends, now + copy_all, now)
+        return np.where(sends, now + copy_all, now), flight
 
-    def _close(self, now: Times) -> Times:
+    def close(self, now: Times, flight: Flight) -> Times:
         """When each rank has mixed what its partner sent, one message after the other."""
-        flight, self._flight = self._flight, None
-        assert flight is not None
         whole = np.maximum(now, flight.first) + flight.mixing_seconds
         return np.maximum(whole, flight.last + flight.last_mixing_seconds)
 
