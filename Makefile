@@ -2,6 +2,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 READY := .venv/.ready
+# A file stays on one worker, so that its tests share what they have set up.
 # Most tests wait for threads and processes more than they compute: two workers a core.
 WORKERS ?= $(shell echo $$(( 2 * $$(getconf _NPROCESSORS_ONLN) )))
 
@@ -20,11 +21,11 @@ demo: $(READY)
 	$(BIN)/gossipgrad demo
 
 test: $(READY) lint types
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 # large models, networks of namespaces, a browser, storms, the pages; as root on Linux runs all
 test-slow: $(READY)
-	$(BIN)/python -m pytest -n auto --dist loadgroup -m "slow and not gpu"
+	$(BIN)/python -m pytest -n auto --dist loadfile -m "slow and not gpu"
 
 lint: $(READY)
 	$(BIN)/ruff format --check --quiet

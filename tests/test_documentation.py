@@ -158,7 +158,9 @@ def shards_of_a_block(rank, store, block):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("page", ["README.md", "docs/your_loop.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", pytest.param("docs/your_loop.md", marks=pytest.mark.slow)]
+)
 def test_blocks_for_four_ranks_run(page):
     """Those marked `py`: they need more ranks than one."""
     (block,) = blocks("py", page)

@@ -31,7 +31,7 @@ ROOMS = (
     *("", ".topology", ".planning", ".comm", ".compression", ".engine", ".data", ".models"),
     *(".checkpoint", ".simulate", ".sparsification", ".apoptosis", ".trace", ".train"),
 )
-QUICK = ("choosing", "plan")  # pages whose commands start no process
+QUICK = ("plan",)  # its commands take no time
 NUMBER = re.compile(r"[-+]?\d[\d,.e+-]*")
 
 

@@ -15,7 +15,7 @@ import pytest
 from gossipgrad import cli
 from support.agents import run_torchrun
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.xdist_group("end to end")]
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 
 def session_members(session: int) -> list[str]:

@@ -100,7 +100,7 @@ del watch, store
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("store", ["answers", "hangs"])
+@pytest.mark.parametrize("store", [pytest.param("answers", marks=pytest.mark.slow), "hangs"])
 def test_a_process_that_ends_while_its_threads_ask_a_store_ends_well_and_soon(store):
     """Torch's store aborts a process that ends while a thread comes back from it."""
     start = time.monotonic()

@@ -12,7 +12,19 @@ from support.regression import batches
 from support.replicas import network
 
 
-@pytest.fixture(params=FAMILIES)
+# `make test` has their convergence and their resumption alone.
+VARIANTS = {
+    *("gossip, sync", "gossip, state", "gossip, bf16 wire", "sparsify, fixed plan"),
+    *("suda, ed on a ring", "suda, extra on a ring"),
+}
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=[pytest.mark.slow] if name in VARIANTS else [])
+        for name in FAMILIES
+    ]
+)
 def family(request):
     return FAMILIES[request.param]
 
@@ -32,6 +44,7 @@ def most_distance(request, family):
     return DISTANCES.get(request.node.callspec.params["family"], 0.03)
 
 
+@pytest.mark.parametrize("family", FAMILIES, indirect=True)
 def test_converges_on_a_quadratic(family, steps, most_distance):
     """Every rank pulls to another point; the consensus settles at the mean of all."""
 

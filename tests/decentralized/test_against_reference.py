@@ -52,7 +52,7 @@ def compare(world_size, topology="dissemination", transport="in-process", **sett
         ("overlap", "gradients+weights"),
     ],
 )
-@pytest.mark.parametrize("world_size", [2, 3, 5])
+@pytest.mark.parametrize("world_size", [2, 5])
 def test_every_mode_and_payload(world_size, mode, payload):
     assert_same_bits(*compare(world_size, mode=mode, payload=payload))
 
@@ -60,8 +60,8 @@ def test_every_mode_and_payload(world_size, mode, payload):
 @pytest.mark.parametrize(
     ("world_size", "topology"),
     [
-        *((world_size, "dissemination") for world_size in (4, 6, 7, 8, 9)),
-        *((world_size, "hypercube") for world_size in (4, 8)),
+        *((world_size, "dissemination") for world_size in (4, 7, 9)),
+        (8, "hypercube"),
         *((world_size, name) for name in ("matching", "ring", "complete") for world_size in (4, 5)),
     ],
 )
@@ -75,7 +75,6 @@ def test_every_schedule(world_size, topology):
     ("world_size", "settings"),
     [
         (3, {"transport": "zeromq", "payload": "weights+state"}),
-        (8, {"transport": "zeromq", "payload": "weights+state"}),
         (4, {"mode": "overlap", "wire_dtype": torch.bfloat16}),
         (4, {"mode": "sync", "wire_dtype": torch.bfloat16}),
         (4, {"mode": "overlap", "dtype": torch.bfloat16, "gradients": set_gradients}),

@@ -1,4 +1,7 @@
-"""A session that is saved and gone on with does what it would have done, bit for bit."""
+"""A session that is saved and gone on with does what it would have done, bit for bit.
+
+What the plain settings of each family do, `tests/conformance/test_resume.py` holds.
+"""
 
 import pytest
 import torch
@@ -8,18 +11,14 @@ from support.replicas import adam, set_gradients, sgd
 from support.resuming import stop_and_resume
 
 SETTINGS = {
-    "overlap": {},
     "overlap, matching, three ranks": {"world_size": 3, "topology": "matching"},
     "overlap, five ranks": {"world_size": 5},
     "overlap, every 2, in a round": {"every": 2, "stop": 5},
     "overlap, in its first round": {"every": 4, "stop": 2},
     "overlap, before a step": {"stop": 0},
     "overlap, averages": {"average_every": 3, "stop": 5},
-    "sync": {"mode": "sync"},
     "sync, averages": {"mode": "sync", "average_every": 2},
-    "state": {"payload": "weights+state", "optimizer": adam},
     "state every 2": {"payload": gg.WeightsAndState(every=2), "optimizer": adam, "stop": 5},
-    "bf16 wire": {"wire_dtype": torch.bfloat16},
     "bf16 weights": {"dtype": torch.bfloat16, "gradients": set_gradients},
     "gradients and weights": {"payload": "gradients+weights"},
     "one rank": {"world_size": 1},

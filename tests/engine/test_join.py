@@ -226,7 +226,7 @@ def test_collectives_before_during_and_after_entering(collective):
         assert all_equal(together)
 
 
-@pytest.mark.parametrize("mode", ["overlap", "stale"])
+@pytest.mark.parametrize("mode", ["overlap", pytest.param("stale", marks=pytest.mark.slow)])
 def test_three_become_six_at_once_and_two_are_left(mode):
     """Three join together; then one of each kind dies, one of each leaves, and the rest go on."""
 

@@ -104,7 +104,10 @@ def test_equal_seeds_give_equal_replicas(name):
     assert not all(torch.equal(first[key], third[key]) for key in first)
 
 
-@pytest.mark.parametrize("name", ["mlp", "lenet", "cifarnet", "resnet20"])
+@pytest.mark.parametrize(
+    "name",
+    ["mlp", "lenet", *(pytest.param(n, marks=pytest.mark.slow) for n in ("cifarnet", "resnet20"))],
+)
 def test_learns_sixteen_random_images(name):
     model = make_model(name)
     x, y = torch.randn(16, *INPUTS[name][1:]), torch.arange(16) % 10

@@ -123,11 +123,10 @@ def test_gpt_on_shakespeare(small_data):
     assert reached < 2.0  # knowing nothing is ln 65, 4.2
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.filterwarnings("ignore:lr_schedule is step, but the rate never drops")
-@pytest.mark.parametrize(
-    "name", [pytest.param("imagenet_resnet50", marks=pytest.mark.slow), "imagenet_googlenet"]
-)
+@pytest.mark.parametrize("name", ["imagenet_resnet50", "imagenet_googlenet"])
 def test_imagenet(name, tmp_path, monkeypatch):
     """Two workers, a few small images; the rest is as in the recipe."""
     images, _ = striped(12, 32, channels=3)

@@ -143,6 +143,7 @@ def test_who_joins_comes_to_the_end_of_the_run_with_the_others(make, monkeypatch
     assert last["epoch"] == 11
 
 
+@pytest.mark.slow
 def test_of_several_who_join_one_leaves_and_is_not_missed(make):
     run = make(checkpoint_every=1000, **options("overlap"))
     (first, leave), (second, _) = run.join(), run.join()
@@ -207,6 +208,7 @@ def rows(run_dir, rank):
     return [each for each in found if each["event"] == "step"]
 
 
+@pytest.mark.slow
 def test_who_joins_during_an_evaluation_trains_with_the_others_from_its_end_on(held):
     run, rank, epoch = held
     run.dataset.train.gate.open.clear()

@@ -15,7 +15,7 @@ from support.processes import run_processes
 from support.resumed_ranks import Act, play
 from support.resumed_runs import assert_same_runs, state_of
 
-pytestmark = [pytest.mark.process, pytest.mark.xdist_group("resumed ranks")]
+pytestmark = pytest.mark.process
 RANKS = 3  # where gloo's sums go by the place in a message
 STALE = GossipConfig(mode="stale", topology="matching")
 EXACT = {

@@ -12,7 +12,7 @@ from support.ranks import run_ranks
 from support.replicas import flat, network
 from support.strategies import STEPS, loss_of, sgd, start, take_step
 
-pytestmark = [pytest.mark.process, pytest.mark.xdist_group("sparse strategies")]
+pytestmark = pytest.mark.process
 
 
 def resume_sparse(rank, store):

@@ -17,7 +17,7 @@ from support.processes import run_processes
 from support.replicas import flat, network
 from support.strategies import STEPS, loss_of, sgd, start, take_step
 
-pytestmark = [pytest.mark.process, pytest.mark.xdist_group("strategies")]
+pytestmark = pytest.mark.process
 WORLD_SIZE = 3
 OPTIONS = {
     "allreduce": {},
