@@ -11,6 +11,7 @@ mean.
 """
 
 import argparse
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -53,18 +54,8 @@ GRAPHS: dict[str, tuple[Any, bool]] = {
 
 def matrices(of: Any, lazy: bool) -> Callable[[int], torch.Tensor]:
     """`W` of step k, whether a backbone may run on it or not."""
-    settings = resolve_settings(N, backbone="demuon", topology=of, lazy=lazy)
-    if settings.weights is not None:
-        fixed = torch.from_numpy(settings.weights)
-        return lambda k: fixed
-    found: dict[int, torch.Tensor] = {}
-
-    def weights(k: int) -> torch.Tensor:
-        if k not in found:
-            found[k] = torch.from_numpy(settings.schedule.mixing_matrix(k * settings.block))
-        return found[k]
-
-    return weights
+    graph = resolve_settings(N, backbone="demuon", topology=of, lazy=lazy).graph
+    return functools.cache(lambda k: torch.from_numpy(graph.matrix(k)))
 
 
 def refusal(backbone: str, of: Any, lazy: bool) -> str | None:

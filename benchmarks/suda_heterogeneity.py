@@ -14,7 +14,7 @@ one alone. What is evaluated is the mean of all replicas.
 Cells that are done are kept in the results, and not run again.
 
     python -m benchmarks.suda_heterogeneity --ranks 10 --steps 300
-    python -m benchmarks.suda_heterogeneity --task resnet --ranks 20 --steps 160
+    python -m benchmarks.suda_heterogeneity --task resnet --ranks 20 --steps 100
 """
 
 import argparse
@@ -191,25 +191,34 @@ def tensors_of(samples: Any, view: Callable[[Tensor], Tensor]) -> tuple[Tensor, 
     return view(x), y
 
 
-def next_rate(done: list[dict], rates: tuple[float, ...], seed: int) -> float | None:
+def accuracy(one: dict) -> float:
+    """What is high in good runs."""
+    return one["accuracy"]
+
+
+def next_rate(
+    done: list[dict],
+    rates: tuple[float, ...],
+    seed: int,
+    score: Callable[[dict], float] = accuracy,
+) -> float | None:
     """Which learning rate this seed lacks; None where it lacks none."""
     if seed != SEEDS[0]:
-        best = best_rate(done)
+        best = best_rate(done, score)
         return None if any(one["lr"] == best and one["seed"] == seed for one in done) else best
     tried = {one["lr"] for one in done if one["seed"] == seed}
     if missing := [lr for lr in rates if lr not in tried]:
         return missing[0]
-    if best_rate(done) == min(tried):
+    if best_rate(done, score) == min(tried):
         return float(f"{min(tried) / 3:.1g}")
-    if best_rate(done) == max(tried):
+    if best_rate(done, score) == max(tried):
         return float(f"{max(tried) * 3:.1g}")
     return None
 
 
-def best_rate(done: list[dict]) -> float:
+def best_rate(done: list[dict], score: Callable[[dict], float] = accuracy) -> float:
     """By the first seed."""
-    of_first = [one for one in done if one["seed"] == SEEDS[0]]
-    return max(of_first, key=lambda one: one["accuracy"])["lr"]
+    return max((one for one in done if one["seed"] == SEEDS[0]), key=score)["lr"]
 
 
 def main() -> None:

@@ -103,22 +103,18 @@ def reference_of(p, backbone, topology, lazy, steps):
     [
         *((name, "ring", {}) for name in STATIC),
         *((name, "dissemination", {}) for name in ROTATING),
-        ("ed", "ring", {"lazy": True}),
-        ("semi-atc-gt", "matching", {"lazy": True}),
-        ("extra", "ring", {"mode": "sync"}),
-        ("paper-ed", "ring", {"mode": "sync"}),
-        ("semi-atc-gt", "hypercube", {"mode": "sync"}),
+        ("extra", "ring", {"mode": "sync", "lazy": True}),
         ("non-atc-gt", "hypercube", {"mode": "sync"}),
-        ("paper-extra", "matching", {"mode": "sync"}),
+        ("paper-extra", "matching", {"mode": "sync", "lazy": True}),
     ],
 )
 def test_a_session_equals_the_reference(backbone, topology, options):
     def rank_main(rank, model, optimizer, session):
-        train(model, optimizer, 8)
+        train(model, optimizer, 6)
         return model.x.detach().clone()
 
     found = on_ranks(4, rank_main, backbone=backbone, topology=topology, **options)
-    expected = reference_of(4, backbone, topology, options.get("lazy", False), 8)
+    expected = reference_of(4, backbone, topology, options.get("lazy", False), 6)
     torch.testing.assert_close(torch.stack(found), expected, rtol=0, atol=1e-10)
 
 
@@ -166,7 +162,7 @@ def test_any_polynomial_equals_the_stacked_form():
 
 @pytest.mark.parametrize(
     ("backbone", "topology"),
-    [("semi-atc-gt", "dissemination"), ("ed", "ring"), ("extra", "ring"), ("demuon", "matching")],
+    [("semi-atc-gt", "dissemination"), ("ed", "ring"), ("extra", "ring")],
 )
 def test_it_resumes_bit_for_bit_and_keeps_its_identities(backbone, topology):
     states = {}
@@ -209,7 +205,7 @@ def test_all_kinds_of_parameters_in_narrow_types():
             transport=lambda group: hub.transport(group.rank),
             wire_dtype=torch.bfloat16,
         ) as session:
-            for step in range(20):
+            for step in range(8):
                 generator = torch.Generator().manual_seed(2 * step + rank)
                 x = torch.randn(8, 6, generator=generator).bfloat16()
                 (model(x) - rank).square().mean().backward()
@@ -278,7 +274,7 @@ def test_lazy_weights_are_let_through():
 
     shift = np.roll(np.eye(4), 1, axis=1)
     strong = 0.45 * (shift + shift.T) + 0.1 * np.eye(4)
-    assert resolve_settings(4, backbone="ed", topology=strong, lazy=True).rounds == 2
+    assert resolve_settings(4, backbone="ed", topology=strong, lazy=True).graph.rounds == 2
     assert gg.Polynomial((0, 1), (1, -1), (1,)) == BACKBONES["ed"]
     with pytest.raises(ValueError, match="b2"):
         gg.Polynomial((0, 1), (1, -2), (1,))
@@ -297,7 +293,7 @@ def test_a_rank_that_leaves_takes_its_share_along():
         while len(session.membership.living) == 4:
             train(model, optimizer, 1, start=steps)
             steps += 1
-        target = max(session.agree(steps)) + 80
+        target = max(session.agree(steps)) + 30
         train(model, optimizer, target - steps, start=steps)
         with session.consensus():
             pass
@@ -372,12 +368,10 @@ def test_writing_weights_of_one_rank_or_cutting_them_is_refused():
     assert max(on_ranks(2, rank_main)) < 1.0
 
 
-@pytest.mark.parametrize(
-    ("backbone", "topology"), [("ed", "ring"), ("semi-atc-gt", "matching"), ("extra", "ring")]
-)
+@pytest.mark.parametrize(("backbone", "topology"), [("semi-atc-gt", "matching"), ("extra", "ring")])
 def test_virtual_ranks_equal_sessions(backbone, topology):
     """All kinds of parameters, at the defaults of gg.Muon."""
-    hub, steps = Hub(4), 5
+    hub, steps = Hub(4), 4
 
     def batch(rank, step):
         generator = torch.Generator().manual_seed(10 * rank + step)

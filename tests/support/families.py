@@ -47,10 +47,8 @@ FAMILIES: dict[str, Callable] = {
     "gossip, bf16 wire": partial(gossip, wire_dtype=torch.bfloat16),
     "gossip, shared mask": partial(gossip, compress=gg.SharedMask(0.25)),
     "suda": suda,
-    "suda, ed on a ring": partial(suda, backbone="ed", topology="ring"),
-    "suda, extra on a ring": partial(suda, backbone="extra", topology="ring"),
-    "suda, demuon, bf16 wire": partial(
-        suda, backbone="demuon", topology="matching", wire_dtype=torch.bfloat16
+    "suda, ed on a ring, bf16 wire": partial(
+        suda, backbone="ed", topology="ring", wire_dtype=torch.bfloat16
     ),
     "sparsify": sparsify,
     "sparsify, fixed plan": partial(sparsify, plan=200, density=0.3),

@@ -16,6 +16,7 @@ from gossipgrad.comm._faults import FaultyTransport as FaultyTransport
 from gossipgrad.comm._faults import ScriptedDeathError as ScriptedDeathError
 from gossipgrad.comm._group import Group as Group
 from gossipgrad.comm._heartbeats import Heartbeats as Heartbeats
+from gossipgrad.comm._heartbeats import check_heartbeats as check_heartbeats
 from gossipgrad.comm._in_process import Hub as Hub
 from gossipgrad.comm._in_process import InProcessTransport as InProcessTransport
 from gossipgrad.comm._interface import joining_address as joining_address

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, fields
 from numbers import Real
 
-__all__ = ["Heartbeats"]
+__all__ = ["Heartbeats", "check_heartbeats"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,3 +49,12 @@ class Heartbeats:
                 f" and silent_seconds={self.silent_seconds:g} must rise in this order: a rank must "
                 "be able to renew its lease, and have lost it before the others give it up"
             )
+
+
+def check_heartbeats(heartbeats: object) -> None:
+    """Raises `ValueError` for what is neither `Heartbeats` nor None."""
+    if heartbeats is not None and not isinstance(heartbeats, Heartbeats):
+        raise ValueError(
+            "heartbeats must be gg.Heartbeats(...), or None for a membership that never changes, "
+            f"got {heartbeats!r}"
+        )

@@ -16,6 +16,7 @@ from gossipgrad.comm import (
     Heartbeats,
     Recorder,
     Transport,
+    check_heartbeats,
     check_optimizers,
     check_ranks,
     check_timeout,
@@ -290,11 +291,7 @@ def check_settings(
             f"gossipgrad.topology, got {topology!r}"
         )
     resolve_transport(transport, encrypt=encrypt)
-    if heartbeats is not None and not isinstance(heartbeats, Heartbeats):
-        raise ValueError(
-            "heartbeats must be gg.Heartbeats(...), or None for a membership that never changes, "
-            f"got {heartbeats!r}"
-        )
+    check_heartbeats(heartbeats)
 
 
 def _named(topology: Any, mode: Mode) -> Any:

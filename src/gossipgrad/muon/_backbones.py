@@ -7,8 +7,11 @@ polynomials of the weights `W`, and `U` what the optimizer subtracts; see `_refe
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
+import numpy as np
 import torch
+from numpy.polynomial import polynomial as poly
 from torch import Tensor
 
 __all__ = ["BACKBONES", "Backbone", "Polynomial", "Sent", "make_backbone", "resolve_backbone"]
@@ -57,31 +60,21 @@ class Polynomial:
     @property
     def product(self) -> tuple[float, ...]:
         """Of A C."""
-        return _trimmed(
-            [
-                sum(self.a[i] * self.c[k - i] for i in range(len(self.a)) if k - i in _of(self.c))
-                for k in range(len(self.a) + len(self.c) - 1)
-            ]
-        )
+        return _trimmed(poly.polymul(self.a, self.c))
 
     @property
     def carried(self) -> tuple[float, ...]:
         """Of I - B^2 + A C."""
-        return _trimmed(
-            [
-                (k == 0) - _at(self.b2, k) + _at(self.product, k)
-                for k in range(max(len(self.b2), len(self.product)))
-            ]
-        )
+        return _trimmed(poly.polyadd(poly.polysub((1.0,), self.b2), self.product))
 
     def radius(self, eigenvalue: float) -> float:
         """How a disagreement along an eigenvector of `W` grows from a step to the next.
 
         The larger root of `z^2 - (1 - b^2 + a c) z + a c`; infinite where B would not be real.
         """
-        p, q = _value(self.carried, eigenvalue), _value(self.product, eigenvalue)
-        if _value(self.b2, eigenvalue) < -1e-9:
+        if poly.polyval(eigenvalue, self.b2) < -1e-9:
             return float("inf")
+        p, q = (float(poly.polyval(eigenvalue, each)) for each in (self.carried, self.product))
         if not any(self.b2):  # nothing is carried over
             return abs(q)
         root = complex(p * p - 4 * q) ** 0.5
@@ -164,9 +157,11 @@ class Differences(Backbone):
     """A `Polynomial`, in the form without duals."""
 
     def __init__(self, like: Sequence[Tensor], of: Polynomial) -> None:
-        self._a, self._p, self._q = _trimmed(of.a), of.carried, of.product
-        self.exchanges = max(len(self._a), len(self._p), len(self._q)) - 1
-        self.starts_early = self.exchanges >= len(self._a)
+        self._late = len(_trimmed(of.a))  # powers of W that the update is multiplied by
+        # By power: what the weights, those before, and the update are multiplied by.
+        self._powers = list(zip_longest(of.carried, of.product, _trimmed(of.a), fillvalue=0.0))
+        self.exchanges = len(self._powers) - 1
+        self.starts_early = self.exchanges >= self._late
         super().__init__(like)
 
     @property
@@ -176,7 +171,7 @@ class Differences(Backbone):
 
     def before(self, x: Flats) -> Generator[Sent, None, None]:
         """The powers of `W` that the update is not multiplied by."""
-        for power in range(self.exchanges, len(self._a) - 1, -1):
+        for power in range(self.exchanges, self._late - 1, -1):
             self._next(power, x)
             yield (MIXED,)
 
@@ -184,9 +179,9 @@ class Differences(Backbone):
         """The others: Horner's rule."""
         change = torch._foreach_sub(u, self.held["last_update"])
         mixed = self.held[MIXED]
-        for power in range(len(self._a) - 1, -1, -1):
+        for power in range(self._late - 1, -1, -1):
             self._next(power, x)
-            torch._foreach_add_(mixed, change, alpha=-_at(self._a, power))
+            torch._foreach_add_(mixed, change, alpha=-self._powers[power][2])
             if power:
                 yield (MIXED,)
         _copy(self.held["previous"], x)
@@ -199,11 +194,11 @@ class Differences(Backbone):
         return list(torch._foreach_add(away, self.held["last_update"]))
 
     def _next(self, power: int, x: Flats) -> None:
-        mixed = self.held[MIXED]
+        mixed, (carried, product, _) = self.held[MIXED], self._powers[power]
         if power == self.exchanges:
             torch._foreach_zero_(mixed)
-        torch._foreach_add_(mixed, x, alpha=_at(self._p, power))
-        torch._foreach_add_(mixed, self.held["previous"], alpha=-_at(self._q, power))
+        torch._foreach_add_(mixed, x, alpha=carried)
+        torch._foreach_add_(mixed, self.held["previous"], alpha=-product)
 
 
 class Tracking(Backbone):
@@ -295,18 +290,6 @@ def _copy(into: Flats, values: Flats) -> None:
     torch._foreach_copy_(into, values)
 
 
-def _of(coefficients: Sequence[float]) -> range:
-    return range(len(coefficients))
-
-
-def _at(coefficients: Sequence[float], power: int) -> float:
-    return coefficients[power] if power < len(coefficients) else 0.0
-
-
-def _value(coefficients: Sequence[float], at: float) -> float:
-    return sum(c * at**power for power, c in enumerate(coefficients))
-
-
-def _trimmed(coefficients: Sequence[float]) -> tuple[float, ...]:
-    last = max((k for k, c in enumerate(coefficients) if abs(c) > 1e-12), default=0)
-    return tuple(coefficients[: last + 1])
+def _trimmed(coefficients: Sequence[float] | np.ndarray) -> tuple[float, ...]:
+    """Without powers whose coefficient is zero, or rounding."""
+    return tuple(poly.polytrim(coefficients, 1e-12).tolist())

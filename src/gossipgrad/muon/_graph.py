@@ -30,6 +30,12 @@ class Graph:
     block: int
     weights: np.ndarray | None
 
+    def matrix(self, step: int) -> Float[np.ndarray, "rank rank"]:
+        """`W` of all exchanges of a step."""
+        if self.weights is not None:
+            return self.weights
+        return self.schedule.mixing_matrix(step * self.block)
+
 
 def resolve_graph(
     topology: Any,

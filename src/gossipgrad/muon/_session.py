@@ -1,11 +1,10 @@
 """A session of decentralized Muon: trackers before the update, a backbone around it."""
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -25,6 +24,7 @@ from gossipgrad.engine import (
 )
 from gossipgrad.errors import GossipError
 from gossipgrad.muon._backbones import Backbone, Polynomial, make_backbone
+from gossipgrad.muon._graph import Graph
 from gossipgrad.muon._muon import Muon
 
 __all__ = ["SudaSession", "SudaSettings", "SudaStats"]
@@ -40,26 +40,22 @@ class SudaSettings(RoundSettings):
 
     Attributes:
         backbone: How weights are mixed.
-        rounds: Of one exchange: as many as there are matchings in a graph that stays the same.
-        block: Rounds of a step, where partners rotate: it begins at a multiple of them.
-        weights: The matrix that all exchanges use; None where partners rotate.
+        graph: Whom with; its schedule is that of the settings.
     """
 
     backbone: str | Polynomial
-    rounds: int
-    block: int
-    weights: np.ndarray | None
+    graph: Graph
 
     def describe(self) -> dict[str, Any]:
-        """What must be equal on all ranks; the schedule tells the matrix."""
+        """What must be equal on all ranks; the schedule tells the graph."""
         described = super().describe()
-        del described["weights"]
+        del described["graph"]
         return {"backbone": described.pop("backbone"), **described}
 
     @property
     def snapshots(self) -> int:
         """All of an exchange, and one that still travels."""
-        return self.rounds + 1
+        return self.graph.rounds + 1
 
     @property
     def credits(self) -> int:
@@ -125,8 +121,7 @@ class SudaSession(Session):
 
     def stats(self) -> SudaStats:
         """What this rank has done so far; rounds are steps; no communication."""
-        stats = super().stats()
-        values = {field.name: getattr(stats, field.name) for field in fields(stats)}
+        values: dict[str, Any] = asdict(super().stats())
         trackers, duals = self._errors
         values |= {"rounds": self._run.steps, "tracker_error": trackers, "dual_error": duals}
         return SudaStats(**values)
@@ -366,14 +361,14 @@ class SudaSession(Session):
     def _send(self, names: tuple[str, ...]) -> None:
         assert self._rounds is not None
         flows = [flow for flow in self.flows if flow.name in names]
-        for _ in range(self.settings.rounds):
+        for _ in range(self.settings.graph.rounds):
             self._rounds.open(flows)
 
     @torch.no_grad()
     def _begin_backbone(self) -> None:
         """The backbone begins from the weights as they are, with nothing in flight."""
         self._before = None
-        rounds, block = self._rounds, self.settings.block
+        rounds, block = self._rounds, self.settings.graph.block
         if rounds is None:
             return
         rounds.next_round += -rounds.next_round % block
@@ -412,23 +407,19 @@ class SudaSession(Session):
         """Sums over each tensor of trackers and duals; one small collective."""
         if self._backbone is None:
             return
-        pairs = [(self._trackers[name], source) for name, source in self._sources.items()]
+        errors = [self._trackers[name] - source for name, source in self._sources.items()]
         duals = self._rule.duals(self._weights_mixed())
         steps = self._rule.held.get("last_update", [])
-        local_sums = torch.stack(
-            [(h - s).sum(dtype=torch.float64).cpu() for h, s in pairs]
-            + [dual.sum(dtype=torch.float64).cpu() for dual in duals]
-            + [_size([s for _, s in pairs]), _size([*duals, *steps])]
+        sizes = [self._sources.values(), [*duals, *steps]]
+        mean = self.group.mean_(
+            torch.stack(
+                [_sum(each) for each in (*errors, *duals)] + [_size(each) for each in sizes]
+            )
         )
-        mean = self.group.mean_(local_sums).tolist()
-        trackers, rest, (of_sources, of_duals) = (
-            mean[: len(pairs)],
-            mean[len(pairs) : -2],
-            mean[-2:],
-        )
+        of_trackers, of_duals, (sources, rest) = mean.abs().split([len(errors), len(duals), 2])
         self._errors = (
-            sum(map(abs, trackers)) / (of_sources + 1e-300),
-            sum(map(abs, rest)) / (of_duals + 1e-300),
+            (of_trackers.sum() / (sources + 1e-300)).item(),
+            (of_duals.sum() / (rest + 1e-300)).item(),
         )
 
     def _close(self, wait_seconds: float, error: BaseException | None = None) -> None:
@@ -450,6 +441,9 @@ def _copy(tensor: Tensor) -> Tensor:
     return tensor.to("cpu", copy=True)
 
 
-def _size(tensors: Sequence[Tensor]) -> Tensor:
-    sizes = [tensor.abs().sum(dtype=torch.float64).cpu() for tensor in tensors]
-    return torch.stack(sizes).sum() if sizes else torch.zeros((), dtype=torch.float64)
+def _sum(tensor: Tensor) -> Tensor:
+    return tensor.sum(dtype=torch.float64).cpu()
+
+
+def _size(tensors: Iterable[Tensor]) -> Tensor:
+    return sum((_sum(each.abs()) for each in tensors), torch.zeros((), dtype=torch.float64))

@@ -15,6 +15,7 @@ from gossipgrad.comm import (
     Heartbeats,
     Recorder,
     Transport,
+    check_heartbeats,
     check_optimizers,
     check_ranks,
     check_timeout,
@@ -131,13 +132,11 @@ def suda(
         )
     check_numbers(every=1, bucket_bytes=bucket_bytes, wire_dtype=wire_dtype)
     _resolve_mode(mode, resolve_backbone(backbone))
-    if heartbeats is not None and not isinstance(heartbeats, Heartbeats):
-        raise ValueError(
-            "heartbeats must be gg.Heartbeats(...), or None for a membership that never changes, "
-            f"got {heartbeats!r}"
-        )
+    check_heartbeats(heartbeats)
     links = resolve_transport(transport, encrypt=encrypt)
-    group = resolve_group(process_group, mesh, start_timeout_seconds=start_timeout_seconds)
+    group = resolve_group(
+        process_group, mesh, asks="suda()", start_timeout_seconds=start_timeout_seconds
+    )
     try:
         settings = resolve_settings(
             group.world_size,
@@ -196,9 +195,7 @@ def resolve_settings(
         wire_dtype=wire_dtype,
         bucket_bytes=int(bucket_bytes),
         backbone=backbone,
-        rounds=graph.rounds,
-        block=graph.block,
-        weights=graph.weights,
+        graph=graph,
     )
 
 

@@ -73,9 +73,9 @@ class SudaRanks:
         **options: Any,
     ) -> None:
         _check_model(model)
-        self._settings = resolve_settings(
+        self._graph = resolve_settings(
             world_size, backbone=backbone, topology=topology, lazy=lazy, seed=seed
-        )
+        ).graph
         self.world_size, self.steps = world_size, 0
         batched = _resolve_batching(batching, model, shared=False)
         self._replicas = Replicas(model, world_size, loss=loss, batching=batched, shared=False)
@@ -169,16 +169,9 @@ class SudaRanks:
             self._mix(self._backbone.held[name])
 
     def _mix(self, stacked: Sequence[Tensor]) -> None:
-        weights = self._weights()
+        weights = torch.from_numpy(self._graph.matrix(self.steps))
         for each in stacked:
             each.copy_((weights.to(each) @ each.flatten(1)).view_as(each))
-
-    def _weights(self) -> Tensor:
-        """Of all exchanges of this step."""
-        of = self._settings
-        if of.weights is not None:
-            return torch.from_numpy(of.weights)
-        return torch.from_numpy(of.schedule.mixing_matrix(self.steps * of.block))
 
     def _now(self) -> list[Tensor]:
         return [each.detach().clone() for each in self._stacked]
