@@ -167,15 +167,15 @@ def fashion_lenet(part: float) -> Task:
 
 def cifar_resnet(part: float) -> Task:
     train, test = images("cifar10-small")
-    steps = int(part * 6 * len(train[0]) // 128)
+    steps = int(part * 3 * len(train[0]) // 64)
     common = {"every": steps // 20, "batches": min(16, steps // 20)}
     return Task(
-        lambda: doubled_resnet(),
+        doubled_resnet,
         train,
         test,
-        128,
+        64,
         momentum,
-        0.1,
+        0.05,
         steps,
         accuracy,
         {"bold": {**common, "budget": 0.02, "events": 8}},

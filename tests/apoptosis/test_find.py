@@ -99,6 +99,29 @@ def test_shared_weights_stay():
     assert find(model, torch.randn(3, 4)).neurons == ()
 
 
+@pytest.mark.parametrize(
+    "norm", [nn.utils.parametrizations.spectral_norm, nn.utils.parametrizations.weight_norm]
+)
+@pytest.mark.parametrize("place", [0, 2])
+def test_weights_that_are_computed_stay(norm, place):
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    norm(model[place])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gg.shrink(model, optimizer, example_input=torch.randn(3, 4)) as session:
+        assert session.neurons == ()
+        assert "0" in session.refused
+        assert session.describe().count("stays") == 2
+
+
+@pytest.mark.parametrize(
+    ("groups", "mode", "may"), [(1, "reflect", 1), (1, "circular", 1), (2, "zeros", 0)]
+)
+def test_padding_and_groups_of_convolutions(groups, mode, may):
+    conv = nn.Conv2d(4, 4, 3, padding=1, groups=groups, padding_mode=mode)
+    model = nn.Sequential(nn.Conv2d(2, 4, 1), nn.ReLU(), conv)
+    assert len(find(model, torch.randn(2, 2, 5, 5)).neurons) == may
+
+
 def test_transformers_and_attention():
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.5)
     found = find(layer, torch.randn(2, 5, 8))

@@ -175,7 +175,9 @@ class _Walk(TorchFunctionMode):
                 refused[each] = shared or _unique(reasons)[0]
         for name, module in self.model.named_modules():
             if is_layer(module) and name not in self.trails and name not in refused:
-                refused[name] = "its outputs were not seen: it is not called, or not by torch"
+                refused[name] = (
+                    "its outputs were not seen: it is not called, or its weight is computed"
+                )
         return neurons, refused
 
     def _together(self, name: str) -> list[str]:
@@ -346,7 +348,7 @@ class _Walk(TorchFunctionMode):
         first = next(iter(carried.values()))[0]
         if len(layers) > 1:
             if name not in ("mul", "multiply"):
-                return f"{name}() adds them to the outputs of {' and '.join(layers[1:])}"
+                return f"{name}() adds up the outputs of {' and '.join(layers)}"
             for layer in layers[1:]:
                 self.trails[layers[0]].joined.append(layer)
                 self.trails[layer].joined.append(layers[0])

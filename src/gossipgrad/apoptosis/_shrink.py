@@ -57,14 +57,15 @@ def shrink(
             tensor of a few samples, a tuple of arguments, or a mapping. Not needed with `groups`.
         groups: Which neurons may go, where that cannot be found out.
         budget: Share of the variance of a layer's pre-activations that all merges in the layer
-            before it may take, all events added up. 0 leaves exact merges alone.
+            before it may take, all events added up. With 0 no neuron goes.
         every: Steps between two events.
         events: How many there are; then widths stay.
         schedule: Share of the budget that may be spent after a share of the events, from
             `schedule(0) = 0` to `schedule(1) = 1`; by default a quarter of a sine, so most of it
             goes early.
         batches: Training batches that are looked at before each event.
-        merge: `"least-squares"` (each neuron into all that stay) or `"pairs"` (into one).
+        merge: `"least-squares"` (each neuron into all that stay) or `"pairs"` (into one, with its
+            gradients and optimizer state). Worst-case bounds are of pairs, whatever this is.
         bound: What errors are of: `"sample"` (those batches) or `"worst-case"` (each input as
             large as theirs; by weights alone, and far more careful).
         evaluate: Loss on held-out samples; called in evaluation mode, before and after merges are
