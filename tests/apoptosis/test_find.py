@@ -93,6 +93,14 @@ def test_what_normalises_over_neurons_keeps_them(norm):
     assert find(model, torch.randn(3, 6)).neurons == ()
 
 
+def test_sums_over_positions_have_no_bound_for_the_worst_case():
+    x = torch.randn(3, 5, 6)
+    for reduce, known in ((lambda h: h.mean(1), "relu"), (lambda h: h.sum(1), None)):
+        model = Model(lambda m, x, reduce=reduce: m.b(reduce(F.relu(m.a(x)))))
+        (each,) = find(model, x).neurons
+        assert each.activation == known
+
+
 def test_shared_weights_stay():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
     model[2].weight = model[0].weight

@@ -89,19 +89,24 @@ def on_ranks(world_size, use, *, optimizer=sgd, models=wide, **settings):
 def test_all_ranks_make_one_plan_and_messages_shrink(settings, optimizer):
     def use(session, shrinking, train):
         train(5)
-        before = session.stats().bytes_sent
-        train(30)
+        wide_bytes = session.stats().bytes_sent
+        train(25)
+        sent = session.stats().bytes_sent
+        train(5)
+        narrow_bytes = session.stats().bytes_sent - sent
         with session.consensus():
             shared = flat(session.replica.model)
-        return shrinking.widths(), [e.errors for e in shrinking.history], shared, before
+        errors = [event.errors for event in shrinking.history]
+        return shrinking.widths(), errors, shared, narrow_bytes / wide_bytes
 
     ended = on_ranks(3, use, optimizer=optimizer, **settings)
     widths, errors, shared, _ = ended[0]
     assert widths["0"] <= 10
     assert len(errors) == 2
-    for other, told, mean, _ in ended:
+    for other, told, mean, ratio in ended:
         assert (other, told) == (widths, errors)
         assert torch.equal(mean, shared)
+        assert ratio < 0.75
 
 
 def test_the_consensus_of_shrunk_replicas_is_the_shrunk_consensus():

@@ -210,22 +210,17 @@ def _found(model: nn.Module, example_input: Any, groups: Sequence[Neurons] | Non
 
 def _bounded(model: nn.Module, found: Found) -> Found:
     why = {each.name: why_not_bounded(model, each) for each in found.neurons}
-    return Found(
-        tuple(each for each in found.neurons if why[each.name] is None),
-        {**found.refused, **{name: reason for name, reason in why.items() if reason is not None}},
-    )
+    return found.without({name: reason for name, reason in why.items() if reason is not None})
 
 
 def _trained(found: Found, model: nn.Module, optimizers: Sequence[Optimizer]) -> Found:
     """Leaves out what optimizers train that are not of this session: their state would not fit."""
     held = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
-    strange = {
+    strange = [
         each.name
         for each in found.neurons
         if any(p.requires_grad and id(p) not in held for p in each.parameters(model))
-    }
-    reason = "an optimizer that is not passed trains it, or none does"
-    return Found(
-        tuple(each for each in found.neurons if each.name not in strange),
-        {**found.refused, **dict.fromkeys(strange, reason)},
+    ]
+    return found.without(
+        dict.fromkeys(strange, "an optimizer that is not passed trains it, or none does")
     )
