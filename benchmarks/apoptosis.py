@@ -1,5 +1,6 @@
 """Neuron apoptosis: parameters, processor time of the training, and accuracy, by seed.
 
+`exactness` runs Torch-Pruning, too, where it is there (`pip install --no-deps torch-pruning`).
 One thread; "seconds" are processor time of training steps with all that `gg.shrink` does in them,
 without evaluation. Controls: the same network without it ("whole"), and one that has the final
 widths from the beginning ("control"): cheaper still, if one knew them.
@@ -9,6 +10,8 @@ widths from the beginning ("control"): cheaper still, if one knew them.
 """
 
 import argparse
+import importlib
+import importlib.metadata
 import json
 import os
 import statistics
@@ -167,15 +170,15 @@ def fashion_lenet(part: float) -> Task:
 
 def cifar_resnet(part: float) -> Task:
     train, test = images("cifar10-small")
-    steps = int(part * 6 * len(train[0]) // 128)
+    steps = int(part * 3 * len(train[0]) // 64)
     common = {"every": steps // 20, "batches": min(16, steps // 20)}
     return Task(
-        lambda: doubled_resnet(),
+        doubled_resnet,
         train,
         test,
-        128,
+        64,
         momentum,
-        0.1,
+        0.05,
         steps,
         accuracy,
         {"bold": {**common, "budget": 0.02, "events": 8}},
@@ -329,12 +332,12 @@ def tell(name: str, variant: str, runs: dict[str, list[dict[str, Any]]]) -> None
 
 
 def exactness() -> dict[str, Any]:
-    """A duplicate and a constant neuron go: by how much outputs change, and who still trains.
+    """A duplicate and a constant neuron go: by how much logits change, and who still trains.
 
-    "sliced" removes the same neurons, and makes up for nothing, as structured pruning does.
+    "Torch-Pruning" removes the same neurons where it can be imported.
     """
     found = {}
-    for kind in ("shrink", "sliced"):
+    for kind in ("gossipgrad", "Torch-Pruning"):
         torch.manual_seed(0)
         model = mlp(784, 10, (256, 256))
         with torch.no_grad():
@@ -342,29 +345,33 @@ def exactness() -> dict[str, Any]:
             model[3].weight[9], model[3].bias[9] = 0.0, 1.0
         optimizer = momentum(model.parameters(), 0.01)
         x = torch.randn(2048, 784)
-        with gg.shrink(model, optimizer, example_input=x[:2], merge="pairs") as session:
-            session.look()
-            before = model(x).detach()
-            plan = session.plan(1e-9)
-            if kind == "sliced":
-                plan = gg.ShrinkPlan(
-                    tuple(
-                        gg.apoptosis.Merging(each.neurons, each.width, each.kept)
-                        for each in plan.mergings
-                    )
-                )
-            session.apply(plan)
-            change = float((model(x).detach() - before).abs().max())
-            weights = [p.detach().clone() for p in model.parameters()]
-            model(x).square().mean().backward()
-            optimizer.step()
-            moved = sum(
-                not torch.equal(p, old) for p, old in zip(model.parameters(), weights, strict=True)
-            )
+        before = model(x).detach()
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        version = gg.__version__
+        if kind == "gossipgrad":
+            with gg.shrink(model, optimizer, example_input=x[:2], merge="pairs") as session:
+                session.look()
+                model(x)
+                session.apply(session.plan(1e-9))
+        else:
+            try:
+                pruning = importlib.import_module("torch_pruning")
+            except ImportError as error:
+                print(f"{kind}: {error}", flush=True)
+                continue
+            version = importlib.metadata.version("torch_pruning")
+            graph = pruning.DependencyGraph().build_dependency(model, example_inputs=x[:2])
+            for layer, neuron in ((1, 7), (3, 9)):
+                prune = pruning.prune_linear_out_channels
+                graph.get_pruning_group(model[layer], prune, idxs=[neuron]).prune()
         found[kind] = {
-            "removed": len(plan),
-            "largest_change_of_a_logit": change,
-            "parameters_that_train": f"{moved} of {len(weights)}",
+            "version": version,
+            "removed": 512 - len(model[1].weight) - len(model[3].weight),
+            "largest_change_of_a_logit": float((model(x).detach() - before).abs().max()),
+            "parameters_that_the_optimizer_trains": sum(
+                any(p is each for each in held) for p in model.parameters()
+            ),
+            "parameters": len(list(model.parameters())),
         }
         print(kind, found[kind], flush=True)
     return found

@@ -57,9 +57,11 @@ def network(seed):
     if kind == 1:
         pool = roll.choice([nn.MaxPool2d(2), nn.AvgPool2d(2), nn.Identity()])
         side = 4 if isinstance(pool, nn.Identity) else 2
+        padding = {"padding": 1, "padding_mode": roll.choice(["zeros", "reflect", "circular"])}
         model = nn.Sequential(
-            *(nn.Conv2d(2, 8, 3, padding=roll.randint(0, 1) * 0 + 1, stride=2), act()),
-            *(nn.Conv2d(8, 8, 3, padding=1, groups=8), act(), nn.Conv2d(8, 6, 1), act(), pool),
+            *(nn.Conv2d(2, 8, 3, padding=1, stride=2), act()),
+            *(nn.Conv2d(8, 8, 3, padding=1, groups=8), act()),
+            *(nn.Conv2d(8, 6, 3, **padding), act(), pool),
             *(nn.Flatten(), nn.Linear(6 * side * side, 10), act(), nn.Linear(10, 3)),
         )
         return model, (12, 2, 8, 8)

@@ -89,19 +89,24 @@ def on_ranks(world_size, use, *, optimizer=sgd, models=wide, **settings):
 def test_all_ranks_make_one_plan_and_messages_shrink(settings, optimizer):
     def use(session, shrinking, train):
         train(5)
-        before = session.stats().bytes_sent
-        train(30)
+        wide_bytes = session.stats().bytes_sent
+        train(25)
+        sent = session.stats().bytes_sent
+        train(5)
+        narrow_bytes = session.stats().bytes_sent - sent
         with session.consensus():
             shared = flat(session.replica.model)
-        return shrinking.widths(), [e.errors for e in shrinking.history], shared, before
+        errors = [event.errors for event in shrinking.history]
+        return shrinking.widths(), errors, shared, narrow_bytes / wide_bytes
 
     ended = on_ranks(3, use, optimizer=optimizer, **settings)
     widths, errors, shared, _ = ended[0]
     assert widths["0"] <= 10
     assert len(errors) == 2
-    for other, told, mean, _ in ended:
+    for other, told, mean, ratio in ended:
         assert (other, told) == (widths, errors)
         assert torch.equal(mean, shared)
+        assert ratio < 0.75
 
 
 def test_the_consensus_of_shrunk_replicas_is_the_shrunk_consensus():
@@ -195,32 +200,37 @@ def test_a_joiner_becomes_as_narrow_as_the_run():
     assert all(torch.equal(mean, means[0]) for mean in means)
 
 
-def test_a_run_goes_on_from_states_of_narrow_replicas():
+def test_a_checkpoint_between_plan_and_apply():
     def whole(session, shrinking, train):
-        train(7)
-        states = copy.deepcopy([session.state_dict(), shrinking.state_dict()])
-        train(10)
-        return states, flat(session.replica.model)
+        shrinking.look()
+        train(4)
+        plan = shrinking.plan(0.05)
+        saved = copy.deepcopy([session.state_dict(), shrinking.state_dict(), plan.state_dict()])
+        shrinking.apply(plan)
+        train(14)
+        return saved, flat(session.replica.model), shrinking.widths()
 
     first = on_ranks(2, whole)
     link = transport_by_name("in-process", 2)
 
     def resumed(rank, group):
-        states, expected = first[rank]
-        model = gg.rebuild(wide(seed=7), states[0])
+        (replica, course, plan), expected, widths = first[rank]
+        model = gg.rebuild(wide(seed=7), replica)
         optimizer = sgd(list(model.parameters()))
         with (
             gg.gossip(model, optimizer, process_group=group, transport=link) as session,
             shrink(session) as shrinking,
         ):
-            session.load_state_dict(states[0])
-            shrinking.load_state_dict(states[1])
-            for number in range(7, 17):
+            session.load_state_dict(replica)
+            shrinking.load_state_dict(course)
+            shrinking.apply(gg.ShrinkPlan.from_state_dict(plan))
+            for number in range(4, 18):
                 backward(model, rank, number)
                 optimizer.step()
             torch.testing.assert_close(flat(model), expected, rtol=1e-5, atol=1e-7)
+            assert shrinking.widths() == widths
             group.barrier()
-        return shrinking.widths()
+        return widths
 
     assert run_ranks(2, resumed)[0]["0"] <= 10
 

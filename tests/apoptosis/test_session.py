@@ -148,7 +148,26 @@ def test_plan_and_apply_are_two_steps_and_copies_follow(tmp_path):
         mean.update_parameters(model)
         with pytest.raises(ValueError, match="neurons"):
             plan.apply(model, [optimizer])
+        with pytest.raises(ValueError, match="does not fit"):
+            plan.apply(nn.Sequential(nn.Linear(6, 48)))
         train(model, optimizer, batches(3))
+
+
+def test_compiled_code_follows_more_often_than_it_may_be_compiled():
+    model, shapes = network(), []
+
+    def backend(graph, inputs):
+        shapes.append(model[0].weight.shape)
+        return graph.forward
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    compiled = torch.compile(model, backend=backend)
+    train(compiled, optimizer, batches(1))
+    settings = {**SETTINGS, "every": 3, "batches": 2, "events": 9, "at_most": 0.1}
+    with gg.shrink(model, optimizer, budget=0.5, **settings) as session:
+        train(compiled, optimizer, batches(32))
+        assert session.stats().recompilations == 9
+    assert {width for width, _ in shapes} >= {e.widths["0"][1] for e in session.history}
 
 
 def test_it_goes_on_from_a_checkpoint():

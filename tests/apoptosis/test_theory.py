@@ -271,6 +271,8 @@ def test_a_session_names_what_is_wrong_with_its_settings():
         {"bound": "none"},
         {"batches": 300},
         {"at_most": 1.0},
+        {"tolerance": float("nan")},
+        {"schedule": 0.5},
         {"groups": [gg.Neurons("0", "7")]},
         {"groups": [gg.Neurons("1", "2")]},
         {"groups": [gg.Neurons("0", "2"), gg.Neurons("0", "2")]},

@@ -96,3 +96,21 @@ def test_a_surgery_that_does_not_fit_changes_nothing(mode):
         return session.stats().outcomes["void"]
 
     assert run_sessions(2, use, mode=mode) == [0, 0]
+
+
+def test_factors_of_optimizer_state_shrink_and_what_cannot_is_refused():
+    model = network()
+    optimizer = torch.optim.Adafactor(model.parameters(), lr=0.01)
+    model(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    with gg.gossip(model, optimizer) as session:
+        state = optimizer.state[model[0].weight]
+        state["square"] = torch.ones(8, 8)
+        with pytest.raises(ValueError, match="square"):
+            session.apply_(narrower())
+        assert [len(p) for p in model.parameters()] == [8, 8, 3, 3]
+        del state["square"]
+        session.apply_(narrower())
+        assert state["row_var"].shape == (5, 1)
+        model(torch.ones(2, 6)).sum().backward()
+        optimizer.step()

@@ -35,6 +35,7 @@ def test_names_are_those_of_the_command():
     [
         ("mlp", DIGITS, 26_122),
         ("mlp", FASHION, 118_282),
+        ("mlp-wide", FASHION, 1_863_690),
         ("lenet", FASHION, 61_706),
         ("cifarnet", CIFAR, 145_578),
         ("resnet20", DIGITS, 269_722 - 2 * 16 * 9),
@@ -54,9 +55,9 @@ def test_sizes_follow_the_data(name, dataset, parameters):
 @pytest.mark.parametrize(
     ("dataset", "names"),
     [
-        (DIGITS, ["mlp", "resnet20"]),
-        (FASHION, ["mlp", "lenet", "resnet20"]),
-        (CIFAR, ["mlp", "cifarnet", "resnet20", "resnet50", "googlenet"]),
+        (DIGITS, ["mlp", "mlp-wide", "resnet20"]),
+        (FASHION, ["mlp", "mlp-wide", "lenet", "resnet20"]),
+        (CIFAR, ["mlp", "mlp-wide", "cifarnet", "resnet20", "resnet50", "googlenet"]),
         (TEXT, ["gpt"]),
     ],
 )
@@ -80,26 +81,26 @@ def test_every_model_takes_the_data_it_says_it_takes(dataset, names):
             "lenet",
             DIGITS,
             "model 'lenet' takes inputs of shape (1, 28, 28), but data 'digits' has (1, 8, 8); "
-            "use model 'mlp' or 'resnet20', or data such as 'fashion-mnist'.",
+            "use model 'mlp' or 'mlp-wide' or 'resnet20', or data such as 'fashion-mnist'.",
         ),
         (
             "cifarnet",
             FASHION,
             "model 'cifarnet' takes images of 32x32, but data 'fashion-mnist' has (1, 28, 28); "
-            "use model 'mlp' or 'lenet' or 'resnet20', or data such as 'cifar10'.",
+            "use model 'mlp' or 'mlp-wide' or 'lenet' or 'resnet20', or data such as 'cifar10'.",
         ),
         (
             "resnet50",
             FASHION,
             "model 'resnet50' takes images of at least 32x32, but data 'fashion-mnist' has "
-            "(1, 28, 28); use model 'mlp' or 'lenet' or 'resnet20', or data such as "
+            "(1, 28, 28); use model 'mlp' or 'mlp-wide' or 'lenet' or 'resnet20', or data such as "
             "'imagefolder'.",
         ),
         (
             "googlenet",
             info("wide", 3, 31, 64),
             "model 'googlenet' takes images of at least 32x32, but data 'wide' has (3, 31, 64); "
-            "use model 'mlp' or 'resnet20', or data such as 'imagefolder'.",
+            "use model 'mlp' or 'mlp-wide' or 'resnet20', or data such as 'imagefolder'.",
         ),
         (
             "resnet20",
@@ -111,7 +112,7 @@ def test_every_model_takes_the_data_it_says_it_takes(dataset, names):
             "gpt",
             DIGITS,
             "model 'gpt' takes text, but data 'digits' has (1, 8, 8); use model 'mlp' or "
-            "'resnet20', or data such as 'shakespeare'.",
+            "'mlp-wide' or 'resnet20', or data such as 'shakespeare'.",
         ),
     ],
 )
@@ -124,7 +125,7 @@ def test_data_that_does_not_fit(name, dataset, message):
 def test_unknown_name_tells_the_known_ones():
     with pytest.raises(
         ValueError,
-        match="model 'vgg' is not known; choose one of mlp, lenet, cifarnet, resnet20, resnet50, "
-        "googlenet, gpt",
+        match="model 'vgg' is not known; choose one of mlp, mlp-wide, lenet, cifarnet, resnet20, "
+        "resnet50, googlenet, gpt",
     ):
         models.build("vgg", data.info("digits"))

@@ -24,13 +24,18 @@ def test_a_run_ends_with_a_narrower_model(tmp_path, strategy):
     assert summary["accuracy"] > 0.85
     assert summary["parameters"] < 24_000
     assert "26,122 parameters became" in " ".join(summary["notes"])
+    steps = (tmp_path / "metrics-rank0.jsonl").read_text().splitlines()
+    first, last = (json.loads(line) for line in (steps[0], steps[-2]))
+    assert sum(last["widths"].values()) < sum(first["widths"].values()) == 256
+    assert "Width by layer" in (tmp_path / "report.html").read_text()
     weights = load_file(tmp_path / "model.safetensors")
     assert sum(tensor.numel() for tensor in weights.values()) == summary["parameters"]
     gg.rebuild(models.build("mlp", data.info("digits")), weights)
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"apoptosis": 2.0}, {"strategy": "post-local-sgd"}, {"checkpoint_every": 5}]
+    "wrong",
+    [{"apoptosis": 2.0}, {"strategy": "suda", "optimizer": "muon"}, {"checkpoint_every": 5}],
 )
 def test_what_cannot_shrink_is_refused(wrong):
     with pytest.raises(ValueError, match="apoptosis is"):

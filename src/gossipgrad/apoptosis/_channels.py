@@ -68,6 +68,9 @@ def behind(
     if name.startswith(("max_", "avg_", "adaptive_", "lp_")) and name.endswith(_POOL):
         is_apart = channels.dim == len(shape) - int(name[-2]) - 1 and channels.block == 1
         return channels if is_apart else f"{name}() pools over them"
+    if name == "pad" and channels.dim < len(shape) - len(args[1]) // 2:
+        mode = kwargs.get("mode", args[2] if len(args) > 2 else "constant")
+        return channels if mode != "constant" else "pad() sets constants beside them"
     if name in _REDUCTIONS:
         return _reduced(name, channels, args, kwargs, len(shape))
     if name in RESHAPES:

@@ -34,6 +34,8 @@ from gossipgrad.engine import operate
 
 __all__ = ["Found", "find"]
 
+_SIZES = {"out_features", "in_features", "out_channels", "in_channels", "groups"}
+_SIZES |= {"num_features", "num_parameters"}
 _DEFAULTS = {"leaky_relu": 0.01, "elu": 1.0, "softplus": 1.0}
 
 
@@ -62,6 +64,11 @@ class Found:
 
     neurons: tuple[Neurons, ...]
     refused: Mapping[str, str]
+
+    def without(self, reasons: Mapping[str, str]) -> "Found":
+        """The same, but neurons that are named stay, for these reasons."""
+        may = tuple(each for each in self.neurons if each.name not in reasons)
+        return Found(may, {**self.refused, **reasons})
 
 
 def find(model: nn.Module, example_input: Any, *, tries: bool = True) -> Found:
@@ -175,7 +182,9 @@ class _Walk(TorchFunctionMode):
                 refused[each] = shared or _unique(reasons)[0]
         for name, module in self.model.named_modules():
             if is_layer(module) and name not in self.trails and name not in refused:
-                refused[name] = "its outputs were not seen: it is not called, or not by torch"
+                refused[name] = (
+                    "its outputs were not seen: it is not called, or its weight is computed"
+                )
         return neurons, refused
 
     def _together(self, name: str) -> list[str]:
@@ -318,6 +327,8 @@ class _Walk(TorchFunctionMode):
             extra = [a for a in (*args[1:], *kwargs.values()) if isinstance(a, float | int)]
             is_default = not extra or extra[0] in (_DEFAULTS.get(name, extra[0]), True, False)
             trail.activations.append(name if is_default else f"{name} of another slope")
+        if name == "sum" or name.startswith("lp_"):
+            trail.activations.append(name)  # no bound of one neuron holds for sums of many
         if name in DROPOUTS and isinstance(self._entered[-1], _DropoutNd):
             trail.dropout = trail.dropout or self._names[id(self._entered[-1])]
         if name == "batch_norm":
@@ -346,7 +357,7 @@ class _Walk(TorchFunctionMode):
         first = next(iter(carried.values()))[0]
         if len(layers) > 1:
             if name not in ("mul", "multiply"):
-                return f"{name}() adds them to the outputs of {' and '.join(layers[1:])}"
+                return f"{name}() adds up the outputs of {' and '.join(layers)}"
             for layer in layers[1:]:
                 self.trails[layers[0]].joined.append(layer)
                 self.trails[layer].joined.append(layers[0])
@@ -467,12 +478,8 @@ def _fault(model: nn.Module, run: Callable[[], Any], neurons: Sequence[Neurons])
             tensor.set_(value)  # pyrefly: ignore[bad-argument-type]
             tensor.grad = grad
         for module, values in attributes:
-            for name in ("out_features", "in_features", "out_channels", "in_channels", "groups"):
-                if name in values:
-                    setattr(module, name, values[name])
-            for name in ("num_features", "num_parameters"):
-                if name in values:
-                    setattr(module, name, values[name])
+            for name in values.keys() & _SIZES:
+                setattr(module, name, values[name])
     if [t.shape for t in got] != [t.shape for t in expected] or not all(
         torch.allclose(a, b, rtol=1e-3, atol=1e-4 * float(b.abs().max()) + 1e-6, equal_nan=True)
         for a, b in zip(got, expected, strict=True)

@@ -74,8 +74,8 @@ def judge(
         kept,
         dict(zip(consumers, folds, strict=True)),
         shifts,
-        # Neurons that are sums of many are parallel to none: their state stays behind.
-        state_fold=folds[0] if rule == "pairs" else None,
+        # The map of gradients is known for pairs right behind one layer; sums of many have none.
+        state_fold=folds[0] if rule == "pairs" and neurons.is_plain else None,
         error=error,
     )
 
@@ -112,8 +112,15 @@ def judge_bounded(
         candidates, influences, budget=budget, at_most=at_most
     )
     shifts = dict.fromkeys(modules, constants[None]) if absorbs else {}
+    state_fold = fold if neurons.is_plain else None
     return Merging(
-        neurons, width, kept, dict.fromkeys(modules, fold), shifts, state_fold=fold, error=error
+        neurons,
+        width,
+        kept,
+        dict.fromkeys(modules, fold),
+        shifts,
+        state_fold=state_fold,
+        error=error,
     )
 
 

@@ -96,16 +96,17 @@ class Moments:
         """What ranks have to make their mean; `use` takes it over then."""
         mean = self.mean.flatten()
         about_zero = self.scatter.flatten(2).flatten(0, 1) + self.count * torch.outer(mean, mean)
+        row, column = torch.triu_indices(*about_zero.shape, device=mean.device)
         count = mean.new_tensor([self.count])
         ends = torch.cat([mean.new_tensor([self.norm]), -self.low, self.high])
         return [
-            *(count, self.count * mean, about_zero, self._outputs.clone()),
+            *(count, self.count * mean, about_zero[row, column], self._outputs.clone()),
             ends.clamp(min=1e-6).pow(_POWER),  # their mean over ranks tells the largest
         ]
 
     def use(self, tensors: Sequence[Tensor], ranks: int) -> None:
         """Takes over means over so many ranks of what `tensors` returned."""
-        count, total, about_zero, self._outputs, ends = tensors
+        count, total, triangle, self._outputs, ends = tensors
         self.ranks = ranks
         ends = (ranks * ends).pow(1 / _POWER)
         self.norm = float(ends[0])
@@ -114,11 +115,17 @@ class Moments:
         self.count = float(count)
         mean = total / count
         self.mean = mean.view_as(self.mean)
+        about_zero = mean.new_empty(len(mean), len(mean))
+        row, column = torch.triu_indices(*about_zero.shape, device=mean.device)
+        about_zero[row, column] = about_zero[column, row] = triangle
         self.scatter = (about_zero - count * torch.outer(mean, mean)).view_as(self.scatter)
 
 
 class Watch:
     """Hooks on the consumers of some neurons while it is open; they look at training batches.
+
+    Compiled code does not see hooks that come or go. So all of it is dropped as a watch opens and
+    closes: it would be compiled anew for other shapes in any case, but only so many times.
 
     Args:
         model: Theirs.
@@ -149,20 +156,24 @@ class Watch:
             if bounds:
                 first = self.moments[each.name, each.consumers[0]]
                 self._hook_inputs(model.get_submodule(each.name), first)
+        torch.compiler.reset()
 
     def close(self) -> None:
         """Removes the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        torch.compiler.reset()
 
     def _hook(self, model: nn.Module, neurons: Neurons, path: str) -> None:
         key, consumer = (neurons.name, path), model.get_submodule(path)
         undropped: list[Tensor] = []
 
+        @torch.compiler.disable
         def keep(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             undropped[:] = [inputs[0].detach()]
 
+        @torch.compiler.disable
         @torch.no_grad()
         def look(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
             if module is not consumer or not module.training or not inputs[0].numel():
@@ -180,6 +191,7 @@ class Watch:
             self._handles.append(dropout.register_forward_pre_hook(keep))
 
     def _hook_inputs(self, producer: nn.Module, moments: Moments) -> None:
+        @torch.compiler.disable
         @torch.no_grad()
         def look(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             if module is not producer or not module.training or not inputs[0].numel():

@@ -66,6 +66,11 @@ class Neurons:
         """The first producer's."""
         return self.producers[0]
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether one layer makes them, with nothing of their own behind it but an activation."""
+        return len(self.producers) == 1 and not self.companions
+
     def width(self, model: nn.Module) -> int:
         """How many there are now."""
         return width_of(model.get_submodule(self.name))
@@ -83,9 +88,10 @@ class Neurons:
                 owners[id(parameter)] = owners.get(id(parameter), 0) + 1
         for path in self._paths():
             module = modules[path]
-            if nn.utils.parametrize.is_parametrized(module):
+            own = dict(module.named_parameters(recurse=False))
+            if is_layer(module) and "weight" not in own:
                 return f"{path} is parametrized: its weight is computed anew in each step"
-            for name, parameter in module.named_parameters(recurse=False):
+            for name, parameter in own.items():
                 if owners[id(parameter)] > 1:
                     return f"{path}.{name} is shared with another layer"
                 if is_sharded(parameter):
@@ -151,7 +157,9 @@ def weight_of(layer: nn.Module) -> nn.Parameter:
 
 def width_of(layer: nn.Module) -> int:
     """How many outputs a layer has."""
-    return len(weight_of(layer))
+    size = layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
+    assert isinstance(size, int)
+    return size
 
 
 def bias_of(layer: nn.Module) -> Tensor | None:

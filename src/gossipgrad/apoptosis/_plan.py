@@ -73,7 +73,17 @@ class ShrinkPlan:
         return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
     def surgery(self, model: nn.Module) -> Surgery:
-        """The change of shapes for a model; linear in its weights."""
+        """The change of shapes for a model; linear in its weights.
+
+        Raises:
+            ValueError: The plan is for other neurons, or another number of them.
+        """
+        for each in self.mergings:
+            why = each.neurons.misfit(model)
+            if why is None and (width := each.neurons.width(model)) != each.width:
+                why = f"{each.neurons.name} has {width} neurons, the plan is for {each.width}"
+            if why is not None:
+                raise ValueError(f"the plan does not fit the model: {why}")
         return surgery_of(model, self.mergings)
 
     def apply(self, model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> None:
@@ -85,12 +95,6 @@ class ShrinkPlan:
         Raises:
             ValueError: If it does not fit; nothing is changed then.
         """
-        for each in self.mergings:
-            why = each.neurons.misfit(model)
-            if why is None and (width := each.neurons.width(model)) != each.width:
-                why = f"{each.neurons.name} has {width} neurons, the plan is for {each.width}"
-            if why is not None:
-                raise ValueError(f"the plan does not fit the model: {why}")
         operate(model, optimizers, self.surgery(model))
 
     def state_dict(self) -> dict[str, Any]:

@@ -61,15 +61,13 @@ class ShrinkSettings:
                 f"batches={self.batches} are looked at before each event, but events are "
                 f"every={self.every} steps: take fewer batches"
             )
-        if not 0 <= self.budget < 1:
-            raise ValueError(
-                "budget is the share of the variance of pre-activations that all events may take, "
-                f"in [0, 1), such as 0.02; got {self.budget!r}"
-            )
+        _check_budget(self.budget)
         if not 0 < self.at_most < 1:
             raise ValueError(f"at_most is a share of neurons, in (0, 1), got {self.at_most!r}")
-        if self.tolerance < 0:
+        if not self.tolerance >= 0:
             raise ValueError(f"tolerance is a share of the loss from 0, got {self.tolerance!r}")
+        if not callable(self.schedule):
+            raise ValueError(f"schedule must be a function of a share, got {self.schedule!r}")
         for name, known in (
             ("merge", ("pairs", "least-squares")),
             ("bound", ("sample", "worst-case")),
@@ -229,8 +227,11 @@ class ShrinkSession:
             budget: Share of the variance of each consumer's outputs; None: what is due now.
 
         Raises:
+            ValueError: The budget is no share in [0, 1).
             GossipError: As `consensus()` of the session of replicas; or no batch was seen.
         """
+        if budget is not None:
+            _check_budget(budget)
         watch = self._watch
         if watch is None:
             raise GossipError("no batch was seen: call look(), and train for a few steps")
@@ -455,6 +456,14 @@ class ShrinkSession:
         if self._watch is not None:
             self._watch.close()
             self._watch = None
+
+
+def _check_budget(budget: float) -> None:
+    if not 0 <= budget < 1:
+        raise ValueError(
+            "budget is a share of the variance of pre-activations, in [0, 1), such as 0.005; got "
+            f"{budget!r}"
+        )
 
 
 def _count(model: nn.Module) -> int:

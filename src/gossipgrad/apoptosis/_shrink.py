@@ -57,14 +57,15 @@ def shrink(
             tensor of a few samples, a tuple of arguments, or a mapping. Not needed with `groups`.
         groups: Which neurons may go, where that cannot be found out.
         budget: Share of the variance of a layer's pre-activations that all merges in the layer
-            before it may take, all events added up. 0 leaves exact merges alone.
+            before it may take, all events added up. With 0 no neuron goes.
         every: Steps between two events.
         events: How many there are; then widths stay.
         schedule: Share of the budget that may be spent after a share of the events, from
             `schedule(0) = 0` to `schedule(1) = 1`; by default a quarter of a sine, so most of it
             goes early.
         batches: Training batches that are looked at before each event.
-        merge: `"least-squares"` (each neuron into all that stay) or `"pairs"` (into one).
+        merge: `"least-squares"` (each neuron into all that stay) or `"pairs"` (into one, with its
+            gradients and optimizer state). Worst-case bounds are of pairs, whatever this is.
         bound: What errors are of: `"sample"` (those batches) or `"worst-case"` (each input as
             large as theirs; by weights alone, and far more careful).
         evaluate: Loss on held-out samples; called in evaluation mode, before and after merges are
@@ -209,22 +210,17 @@ def _found(model: nn.Module, example_input: Any, groups: Sequence[Neurons] | Non
 
 def _bounded(model: nn.Module, found: Found) -> Found:
     why = {each.name: why_not_bounded(model, each) for each in found.neurons}
-    return Found(
-        tuple(each for each in found.neurons if why[each.name] is None),
-        {**found.refused, **{name: reason for name, reason in why.items() if reason is not None}},
-    )
+    return found.without({name: reason for name, reason in why.items() if reason is not None})
 
 
 def _trained(found: Found, model: nn.Module, optimizers: Sequence[Optimizer]) -> Found:
     """Leaves out what optimizers train that are not of this session: their state would not fit."""
     held = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
-    strange = {
+    strange = [
         each.name
         for each in found.neurons
         if any(p.requires_grad and id(p) not in held for p in each.parameters(model))
-    }
-    reason = "an optimizer that is not passed trains it, or none does"
-    return Found(
-        tuple(each for each in found.neurons if each.name not in strange),
-        {**found.refused, **dict.fromkeys(strange, reason)},
+    ]
+    return found.without(
+        dict.fromkeys(strange, "an optimizer that is not passed trains it, or none does")
     )

@@ -322,7 +322,7 @@ class Session:
             GossipError: As `consensus()`.
         """
         self._check_ready("apply_")
-        check_surgery(self.replica.model, surgery)
+        check_surgery(self.replica.model, surgery, self.replica.optimizers)
         of = surgery, self.replica, self.group, self._averaging, self._pending_change
         if not apply_together(*of, renew=lambda: self._run.use(self._deal())):
             return

@@ -127,8 +127,8 @@ class Surgery:
         return found.hexdigest()
 
 
-def check_surgery(model: nn.Module, surgery: Surgery) -> None:
-    """Raises `ValueError` if a surgery names what a model does not have, or does not fit it."""
+def check_surgery(model: nn.Module, surgery: Surgery, optimizers: Sequence[Optimizer] = ()) -> None:
+    """Raises `ValueError` if a surgery does not fit a model, or the state of its optimizers."""
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     for name, resizes in surgery.resizes.items():
         tensor = parameters.get(name, buffers.get(name))
@@ -139,6 +139,14 @@ def check_surgery(model: nn.Module, surgery: Surgery) -> None:
         for resize in resizes:
             if (why := resize.misfit(tensor)) is not None:
                 raise ValueError(f"the surgery does not fit {name!r}: {why}")
+        for optimizer in optimizers:
+            for key, value in optimizer.state.get(tensor, {}).items():
+                if isinstance(value, Tensor) and value.ndim and not _fits(value, tensor):
+                    raise ValueError(
+                        f"the surgery does not fit {key!r}, which {type(optimizer).__name__} keeps "
+                        f"for {name!r}: its shape is {tuple(value.shape)}, not that of the "
+                        "parameter. Use another optimizer, such as AdamW"
+                    )
     for name, shifts in surgery.shifts.items():
         target = parameters.get(name, buffers.get(name))
         for shift in shifts:
@@ -161,14 +169,14 @@ def check_surgery(model: nn.Module, surgery: Surgery) -> None:
 def operate(model: nn.Module, optimizers: Sequence[Optimizer], surgery: Surgery) -> None:
     """Applies a surgery in place: the objects that are the parameters stay the same.
 
-    Parameters, buffers, gradients and each optimizer state of a parameter's shape follow. Hooks on
-    parameters, param groups and schedulers go on working. DistributedDataParallel has to be wrapped
-    anew.
+    Parameters, buffers, gradients and optimizer state follow: that of a parameter's shape, and
+    factors with one row or one column for all. Hooks on parameters, param groups and schedulers go
+    on working. DistributedDataParallel has to be wrapped anew.
 
     Raises:
         ValueError: If it does not fit; nothing is changed then.
     """
-    check_surgery(model, surgery)
+    check_surgery(model, surgery, optimizers)
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     amounts = [
         (name, shift.amount(parameters[shift.source]))
@@ -182,12 +190,12 @@ def operate(model: nn.Module, optimizers: Sequence[Optimizer], surgery: Surgery)
             _replace(buffers[name], _weight(buffers[name], resizes))
             continue
         parameter = parameters[name]
-        shape = parameter.shape
         for optimizer in optimizers:
             held = optimizer.state.get(parameter, {})
             for key, value in held.items():
-                if isinstance(value, Tensor) and value.shape == shape:
-                    held[key] = _state(value, resizes, non_negative=key in NON_NEGATIVE)
+                if isinstance(value, Tensor) and value.ndim:
+                    fitting = [r for r in resizes if value.shape[r.dim] > 1]
+                    held[key] = _state(value, fitting, non_negative=key in NON_NEGATIVE)
         grad = parameter.grad
         parameter.grad = None  # torch refuses one of another shape
         _replace(parameter, _weight(parameter, resizes))
@@ -196,6 +204,12 @@ def operate(model: nn.Module, optimizers: Sequence[Optimizer], surgery: Surgery)
     for path, values in surgery.attributes.items():
         for attribute, value in values.items():
             setattr(model.get_submodule(path), attribute, value)
+
+
+def _fits(state: Tensor, parameter: Tensor) -> bool:
+    return state.ndim == parameter.ndim and all(
+        size in (1, whole) for size, whole in zip(state.shape, parameter.shape, strict=True)
+    )
 
 
 def _replace(tensor: Tensor, value: Tensor) -> None:

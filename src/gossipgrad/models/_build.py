@@ -38,6 +38,12 @@ _ENTRIES = {
         takes="images of any size",
         data="digits",
     ),
+    "mlp-wide": _Entry(
+        make=lambda info: MLP(math.prod(info.input_shape), info.num_classes, hidden_size=1024),
+        fits=lambda info: info.kind == "images",
+        takes="images of any size",
+        data="fashion-mnist",
+    ),
     "lenet": _Entry(
         make=lambda info: LeNet(info.num_classes),
         fits=lambda info: info.kind == "images" and info.input_shape == (1, 28, 28),

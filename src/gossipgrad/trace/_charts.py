@@ -90,7 +90,7 @@ class Chart:
 def charts(runs: list[Run]) -> list[Chart]:
     """The curves that the runs have values for: all ranks of one, or the means of several."""
     drawn = [_loss(runs), _accuracy(runs), _consensus(runs), _exposed(runs), _throughput(runs)]
-    return [chart for chart in drawn if chart.series]
+    return [chart for chart in (*drawn, _widths(runs)) if chart.series]
 
 
 def _loss(runs: list[Run]) -> Chart:
@@ -192,6 +192,28 @@ def _throughput(runs: list[Run]) -> Chart:
         title="Samples per second",
         description=what + thinned,
         x_label="epoch",
+        y_format="number",
+        series=series,
+    )
+
+
+def _widths(runs: list[Run]) -> Chart:
+    series = []
+    for index, run in _numbered(runs):
+        rank = min(run.steps, default=0)  # widths are equal on all ranks
+        records = [r for r in run.steps.get(rank, []) if isinstance(r.get("widths"), dict)]
+        for layer in records[0]["widths"] if records else ():
+            curve = by_rank({rank: records}, "step", lambda r, layer=layer: r["widths"].get(layer))
+            label = layer if index is None else f"{run.name}, {layer}"
+            series += [
+                Series(label=label, role="mean", points=points, run=index)
+                for points in curve.values()
+            ]
+    return Chart(
+        id="widths",
+        title="Width by layer",
+        description="Neurons of each layer that apoptosis may narrow.",
+        x_label="step",
         y_format="number",
         series=series,
     )

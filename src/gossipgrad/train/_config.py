@@ -35,9 +35,12 @@ class TrainConfig:
     """Data set. digits comes with scikit-learn; fashion-mnist, cifar10 and shakespeare are fetched
     once if missing; cifar10-small has to be there; imagefolder: JPEG files in train/CLASS and
     val/CLASS of data_dir."""
-    model: Literal["mlp", "lenet", "cifarnet", "resnet20", "resnet50", "googlenet", "gpt"] = "mlp"
+    model: Literal[
+        "mlp", "mlp-wide", "lenet", "cifarnet", "resnet20", "resnet50", "googlenet", "gpt"
+    ] = "mlp"
     """Model. lenet takes 28x28 images, cifarnet 32x32; resnet50 and googlenet take 32x32 or
-    larger; gpt takes text; mlp and resnet20 take images."""
+    larger; gpt takes text; mlp, mlp-wide (1024 neurons a layer, for apoptosis) and resnet20 take
+    images."""
     strategy: str = "gossip"
     """How replicas are kept together, by a name of `gossipgrad.train.STRATEGIES`."""
     optimizer: Literal["sgd", "adamw", "muon"] = "sgd"

@@ -51,6 +51,7 @@ class Loop:
         emit: Takes "progress", "members" and "epoch" events for whoever watches.
         checkpoints: Saves what it takes to go on.
         place: Where the run goes on, if it is resumed.
+        widths: By layer, of those that may shrink; None: the run has no apoptosis.
     """
 
     strategy: RunningStrategy
@@ -68,6 +69,7 @@ class Loop:
     emit: Callable[[Event], None]
     checkpoints: Checkpoints
     place: Place | None = None
+    widths: Callable[[], dict[str, int]] | None = None
     _epoch: int = 0
     _batch: int = 0
     _last_progress: float = 0.0
@@ -187,6 +189,7 @@ class Loop:
                 bytes_sent=traffic.bytes_sent,
                 outcomes=traffic.outcomes,
                 **(self.batches.figures() if isinstance(self.batches, RingBatches) else {}),
+                **({} if self.widths is None else {"widths": self.widths()}),
             )
         if metrics.seconds - self._last_progress >= _PROGRESS_SECONDS:
             self._last_progress = metrics.seconds

@@ -193,6 +193,7 @@ def train_rank(
                 emit=emit,
                 checkpoints=checkpoints,
                 place=place,
+                widths=None if shrinking is None else shrinking.widths,
             )
             if strategy.session is not None:
                 strategy.session.carry = loop.carried

@@ -30,8 +30,13 @@ def shrink(
     """Lets the replicas shrink from now on, if the run is to; a collective then."""
     if config.apoptosis is None:
         return None
+    how = strategy.shrinking()
     batches = -(-_SAMPLES // config.batch_size)
     every = max(1, total_steps // _PARTS, min(batches, total_steps // 4))
+    events = min(_EVENTS, how.pop("last_step", total_steps) // every)
+    if events < 1:
+        strategy.notes.append("apoptosis: the run is too short, or not in lockstep: widths stay")
+        return None
     x, _ = dataset.test.batch(torch.arange(2))
     return gg.shrink(
         model,
@@ -39,10 +44,10 @@ def shrink(
         example_input=x.to(device),
         budget=config.apoptosis,
         every=every,
-        events=_EVENTS,
+        events=events,
         batches=min(batches, every),
         start=0,
-        **strategy.shrinking(),
+        **how,
     )
 
 

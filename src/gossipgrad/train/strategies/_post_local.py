@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from jaxtyping import Float, Int, Shaped
-from torch import Tensor
+from torch import Tensor, nn
 
 import gossipgrad as gg
 from gossipgrad.engine import Session
@@ -85,6 +85,15 @@ class PostLocal(RunningStrategy):
     def session(self) -> Session | None:
         """That of the second part."""
         return self._part.session
+
+    def shrinking(self) -> dict[str, Any]:
+        """All ranks, as long as gradients are all-reduced."""
+        settings = self._first.shrinking()
+        return {**settings, "wrap": self._wrap, "last_step": self._steps_left}
+
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        self.model = self._first.shrinking()["wrap"](model)
+        return self.model
 
     def agree(self, value: Any) -> list[Any]:
         """What every rank has; see `RunningStrategy.agree`."""
@@ -186,7 +195,6 @@ class PostLocalStrategy(Strategy):
     bytes_are = f"{ALL_REDUCED}, then {AVERAGED}"
     section = "post_local"
     options_type = PostLocalConfig
-    can_shrink = False
 
     def without_effect(self, options: PostLocalConfig, setting: Setting) -> list[str]:
         """Local steps that never come, or are fewer than there are between two averages."""
