@@ -316,20 +316,23 @@ class Store:
         """Brings a tensor to the device; whether it was not there."""
         if entry.tier == _DEVICE:
             return False
-        self._make_room(_DEVICE, entry.size)
-        if entry.tier == _HOST:
-            assert entry.tensor is not None
-            tensor = entry.tensor.to(self.device)
-        else:
-            assert self._file is not None
-            assert entry.slot is not None
-            host = torch.empty(entry.shape, dtype=entry.dtype)
-            self._file.read(entry.slot, host)
-            self.stats.read_bytes += entry.size
-            entry.is_dirty = False
-            tensor = host.to(self.device)
-        self._count(entry.tier, -entry.size)
-        entry.tensor, entry.tier = tensor, _DEVICE
+        tier = entry.tier
+        self._count(tier, -entry.size)  # its room below may be what another one needs
+        try:
+            self._make_room(_DEVICE, entry.size)
+            if entry.tensor is None:
+                assert self._file is not None
+                assert entry.slot is not None
+                host = torch.empty(entry.shape, dtype=entry.dtype)
+                self._file.read(entry.slot, host)
+                self.stats.read_bytes += entry.size
+                entry.tensor, entry.is_dirty = host.to(self.device), False
+            else:
+                entry.tensor = entry.tensor.to(self.device)
+        except BaseException:
+            self._count(tier, entry.size)
+            raise
+        entry.tier = _DEVICE
         self._count(_DEVICE, entry.size)
         return True
 
