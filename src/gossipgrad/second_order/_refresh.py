@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from gossipgrad.comm import has_peers
 from gossipgrad.errors import GossipError
 
 __all__ = [
@@ -28,7 +29,10 @@ __all__ = [
     "Synchronous",
 ]
 
-Compute = Callable[[], tuple[Tensor, ...]]
+Value = tuple[Tensor, ...]
+Compute = Callable[[], Value]
+Run = Callable[[Compute], Future[Value]]
+Share = Callable[[int, int, Compute, Run], Future[Value]]
 OnBound = Literal["block", "synchronous", "graft-only"]
 
 
@@ -195,7 +199,7 @@ class _Job:
     step: int
     earliest: int
     compute: Compute
-    future: Future[tuple[Tensor, ...]]
+    future: Future[Value]
 
 
 @dataclass(slots=True, eq=False)
@@ -222,7 +226,14 @@ class Refresher:
         units: How many.
         publish: Called by the optimizer's thread with each root that is taken up; the refresher
             then keeps its version and step alone. For values that live in a `Store`.
-        has_peers: Whether other ranks must take up roots in the same steps.
+        has_peers: Whether other ranks must take up roots in the same steps; None: whether there
+            are several in the default process group when the first job begins.
+
+    Attributes:
+        policy: When and by whom.
+        stats: What has been counted.
+        share: Has ranks share the work: called with unit, step, the job, and what runs it here,
+            for each job; returns the future of its result. None: each rank computes all.
     """
 
     def __init__(
@@ -231,9 +242,10 @@ class Refresher:
         units: int,
         publish: Callable[[int, Root], None] | None = None,
         *,
-        has_peers: bool = False,
+        has_peers: bool | None = None,
     ) -> None:
         self.policy = policy
+        self.share: Share | None = None
         self.stats = RefreshStats()
         self._units = [_Unit() for _ in range(units)]
         self._publish = publish
@@ -241,17 +253,13 @@ class Refresher:
         self._staleness = policy.max_staleness if is_late else 0
         self._bound = policy.every - 1 + self._staleness
         self._executor: Executor | _Workers | None = None
-        self._is_fixed = False
+        self._is_fixed: bool | None = False
         if isinstance(policy, Background) and is_late:
             self._executor = policy.executor or _Workers(policy.workers)
-            fixed = has_peers if policy.fixed_delay is None else policy.fixed_delay
-            self._is_fixed = fixed and not isinstance(policy.executor, Deterministic)
-            if self._is_fixed and policy.on_bound == "graft-only":
-                raise ValueError(
-                    "on_bound='graft-only' depends on the speed of a rank, and replicas that must "
-                    "be equal would drift apart: use 'block' or 'synchronous', or "
-                    "fixed_delay=False if they need not be"
-                )
+            self._is_fixed = has_peers if policy.fixed_delay is None else policy.fixed_delay
+            if isinstance(policy.executor, Deterministic):
+                self._is_fixed = False
+            self._check_fixed()
         self._spread = 1 if isinstance(policy, Synchronous) else policy.every
         if isinstance(policy, Background) and not is_late:
             self._spread = 1
@@ -365,20 +373,41 @@ class Refresher:
             self._executor.close()
 
     def _start(self, unit: int, step: int, compute: Compute, *, has_root: bool) -> _Job:
-        future: Future[tuple[Tensor, ...]] = Future()
         earliest = step
         if self._executor is None or not has_root:
-            _run(future, lambda: _checked(compute))
+            run = _run_here
         else:
+            run = self._run_by_executor
+            if self._is_fixed is None:
+                self._is_fixed = has_peers()
+                self._check_fixed()
             if isinstance(self._executor, Deterministic):
                 earliest += self._executor.delay(unit, step)
             elif self._is_fixed:
                 earliest += self._staleness
-            try:
-                future = self._executor.submit(_checked, compute)
-            except RuntimeError as error:  # an executor that is broken or shut down
-                future.set_exception(error)
+        share = self.share
+        future = run(compute) if share is None else share(unit, step, compute, run)
+        if run is _run_here:
+            wait([future])
         return _Job(step, earliest, compute, future)
+
+    def _run_by_executor(self, compute: Compute) -> Future[Value]:
+        assert self._executor is not None
+        try:
+            return self._executor.submit(_checked, compute)
+        except RuntimeError as error:  # it is broken or shut down
+            future: Future[Value] = Future()
+            future.set_exception(error)
+            return future
+
+    def _check_fixed(self) -> None:
+        policy = self.policy
+        if self._is_fixed and isinstance(policy, Background) and policy.on_bound == "graft-only":
+            raise ValueError(
+                "on_bound='graft-only' depends on the speed of a rank, and replicas that must be "
+                "equal would drift apart: use 'block' or 'synchronous', or fixed_delay=False if "
+                "they need not be"
+            )
 
     def _take_up(self, unit: int, step: int) -> None:
         """Publishes the root of a job that is done, if it is time; waits for a fixed time."""
@@ -438,8 +467,7 @@ class Refresher:
         if policy.on_bound != "synchronous":
             return
         job.future.cancel()  # from the same snapshot: the result is what the worker's would be
-        job.future = Future()
-        _run(job.future, lambda: _checked(job.compute))
+        job.future = _run_here(job.compute)
         self.stats.synchronous += 1
         self._finish(unit)
 
@@ -517,6 +545,12 @@ def _work(jobs: "queue.SimpleQueue[Any]") -> None:
     while (job := jobs.get()) is not None:
         _run(*job)
         del job
+
+
+def _run_here(compute: Compute) -> Future[Value]:
+    future: Future[Value] = Future()
+    _run(future, lambda: _checked(compute))
+    return future
 
 
 def _run(future: Future[Any], compute: Callable[[], Any]) -> None:
