@@ -264,6 +264,10 @@ class Refresher:
         if isinstance(policy, Background) and not is_late:
             self._spread = 1
 
+    def grow(self, units: int) -> None:
+        """Makes room for more units, up to so many in all; those that there are stay."""
+        self._units += [_Unit() for _ in range(units - len(self._units))]
+
     def is_due(self, unit: int, step: int) -> bool:
         """Whether the unit's root is to be computed from the factors of this step.
 
