@@ -210,7 +210,7 @@ class RootSharing:
             self._channel, [Part(torch.uint8, size) for _ in range(copies) for size in sizes]
         )
         for peer in sorted((self._near() | self._leaders()) - {self._rank}):
-            self._channel.transport.open(peer)  # and watch that it lives
+            self._channel.watch(peer)
         self._lock = threading.Lock()
         self._awaited: dict[int, _Awaited] = {}
         self._late: dict[int, int] = {}  # by rank, the step that it was late with

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from gossipgrad.second_order._refresh import (
     Synchronous,
 )
 from gossipgrad.second_order._tiers import Store, StoreStats, Tiers
+
+if TYPE_CHECKING:
+    from gossipgrad.second_order._coherence import RootSharing
 
 __all__ = ["SecondOrder"]
 
@@ -71,6 +74,9 @@ class SecondOrder(MatrixOptimizer):
         )
         self._check_budget()
 
+    roots_have_a_mean: ClassVar[bool] = False
+    """Whether a mean of several ranks' roots is one."""
+
     # -- what a subclass does ----------------------------------------------------------------------
 
     def shapes(self, unit: Unit) -> dict[str, tuple[int, ...]]:
@@ -97,6 +103,14 @@ class SecondOrder(MatrixOptimizer):
     def make_job(self, unit: Unit, group: Mapping[str, Any]) -> Callable[[], tuple[Tensor, ...]]:
         """What computes a unit's roots, from a snapshot of its own."""
         raise NotImplementedError
+
+    def root_parts(self, unit: Unit) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shapes and types of what a job returns."""
+        return [
+            ((len(unit.blocks), *shape), unit.dtype)
+            for name, shape in self.shapes(unit).items()
+            if _is_root(name)
+        ]
 
     def take_up(self, unit: Unit, value: tuple[Tensor, ...]) -> None:
         """Puts what a job returned into the store."""
@@ -170,6 +184,32 @@ class SecondOrder(MatrixOptimizer):
         super().load_state_dict(state_dict)
         self._take_state()
 
+    @property
+    def sharing(self) -> "RootSharing | None":
+        """What shares roots with other ranks, while something does: see `gg.share_roots()`."""
+        return self.__dict__.get("_sharing")
+
+    @sharing.setter
+    def sharing(self, sharing: "RootSharing | None") -> None:
+        self._sharing = sharing
+        self.refresher.share = None if sharing is None else sharing.submit
+
+    def plan(self) -> list[Unit]:
+        """The units, those that there will be if all parameters have gradients in the first step.
+
+        They are then not the objects that the optimizer will have.
+        """
+        units = list(self._units)
+        for place, group in enumerate(self.param_groups):
+            if group["role"] != ADAMW and not self._units:
+                first, of = len(units), (group["params"], group["max_dim"])
+                units += make_units(*of, first=first, group=place, cohort=0)
+        return units
+
+    def parts(self, index: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shapes and types of the roots of a unit that there is."""
+        return self.root_parts(self._units[index])
+
     def close(self) -> None:
         """Ends threads and frees files; state that was not saved is lost."""
         self.refresher.close()
@@ -241,6 +281,7 @@ class SecondOrder(MatrixOptimizer):
         self._cohorts: dict[nn.Parameter, int] = {}
         self.store: Store | None = None
         self.refresher = Refresher(self.refresh, 0, self._publish)
+        self.sharing = self.sharing
 
     def _open_store(self) -> Store:
         if self.store is None:
@@ -253,14 +294,9 @@ class SecondOrder(MatrixOptimizer):
         if self.storage is None or self.storage.device_bytes is None:
             return
         largest = 0
-        for place, group in enumerate(self.param_groups):
-            if group["role"] == ADAMW:
-                continue
-            for unit in make_units(
-                group["params"], group["max_dim"], first=0, group=place, cohort=0
-            ):
-                numbers = sum(_count(shape) for shape in self.shapes(unit).values())
-                largest = max(largest, len(unit.blocks) * numbers * unit.dtype.itemsize)
+        for unit in self.plan():
+            numbers = sum(_count(shape) for shape in self.shapes(unit).values())
+            largest = max(largest, len(unit.blocks) * numbers * unit.dtype.itemsize)
         self._open_store().check(largest)
 
     def _add_units(self, place: int, parameters: Sequence[nn.Parameter], cohort: int) -> list[Unit]:

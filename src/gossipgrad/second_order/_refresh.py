@@ -575,12 +575,12 @@ def _run(future: Future[Any], compute: Callable[[], Any]) -> None:
 
 @torch.no_grad()
 def _checked(compute: Compute) -> tuple[Tensor, ...]:
-    """What it returns, if that is finite.
+    """What it returns, if that is finite; contiguous, so that bits are those of a copy's products.
 
     Raises:
         ArithmeticError: It is not.
     """
-    value = compute()
+    value = tuple(tensor.contiguous() for tensor in compute())
     for tensor in value:
         if not bool(tensor.isfinite().all()):
             raise ArithmeticError("the root is not finite")

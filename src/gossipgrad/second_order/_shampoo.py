@@ -72,6 +72,7 @@ class Shampoo(SecondOrder):
     """
 
     role = "shampoo"
+    roots_have_a_mean = True
 
     def __init__(
         self,
