@@ -2,14 +2,16 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from gossipgrad.comm import local
+from gossipgrad.comm import Recorder, local, widened
 from gossipgrad.engine import ADAMW, MatrixOptimizer, Parameters
-from gossipgrad.second_order._blocks import Unit, make_units
+from gossipgrad.errors import GossipError
+from gossipgrad.second_order._blocks import Block, Unit, cut, make_units
 from gossipgrad.second_order._refresh import (
     Background,
     Policy,
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from gossipgrad.second_order._coherence import RootSharing
 
 __all__ = ["SecondOrder"]
+
+Averaged = tuple[nn.Parameter, str, tuple[int, ...], torch.dtype, Callable[[], Tensor | None]]
 
 
 class SecondOrder(MatrixOptimizer):
@@ -76,6 +80,8 @@ class SecondOrder(MatrixOptimizer):
 
     roots_have_a_mean: ClassVar[bool] = False
     """Whether a mean of several ranks' roots is one."""
+    averaged: ClassVar[tuple[str, ...]] = ("left", "right")
+    """What of a unit may be averaged over ranks, because it is in no basis of a rank's own."""
 
     # -- what a subclass does ----------------------------------------------------------------------
 
@@ -172,7 +178,7 @@ class SecondOrder(MatrixOptimizer):
         Raises:
             GossipError: A worker has not finished in its time.
         """
-        with self._filled_state():
+        with self.filled_state():
             return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -182,7 +188,7 @@ class SecondOrder(MatrixOptimizer):
             ValueError: It is the state of another kind of optimizer, or of other parameters.
         """
         super().load_state_dict(state_dict)
-        self._take_state()
+        self.take_state()
 
     @property
     def sharing(self) -> "RootSharing | None":
@@ -193,6 +199,46 @@ class SecondOrder(MatrixOptimizer):
     def sharing(self, sharing: "RootSharing | None") -> None:
         self._sharing = sharing
         self.refresher.share = None if sharing is None else sharing.submit
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """Gets a span of time for each root, such as a `gossipgrad.trace.Trace`."""
+        return self.__dict__.get("_recorder")
+
+    @recorder.setter
+    def recorder(self, recorder: Recorder | None) -> None:
+        self._recorder = self.refresher.recorder = recorder
+
+    def state_to_average(self) -> Iterator[Averaged]:
+        """What `gg.gossip(payload="weights+state")` averages: factors, and AdamW's moments.
+
+        Moments in the bases of a rank's own stay its own.
+
+        Raises:
+            GossipError: State is in tiers, and not all of it on the device.
+        """
+        if self.storage is not None:
+            raise GossipError(
+                "payload='weights+state' averages factors in place, and storage= moves them: "
+                "use payload='weights', or leave storage out"
+            )
+        shapes = {}
+        for unit in self.plan():
+            shapes |= {(block.parameter, block.number): self.shapes(unit) for block in unit.blocks}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if group["role"] == ADAMW:
+                    for name in ("exp_avg", "exp_avg_sq"):
+                        read = partial(self._read_state, parameter, name)
+                        shape = tuple(local(parameter).shape)
+                        yield parameter, name, shape, widened(parameter.dtype), read
+                    continue
+                for block in cut(parameter, group["max_dim"]):
+                    for name, shape in shapes[parameter, block.number].items():
+                        if name in self.averaged:
+                            read = partial(self._read_block, block, name)
+                            key, dtype = f"{name}.{block.number}", widened(parameter.dtype)
+                            yield parameter, key, shape, dtype, read
 
     def plan(self) -> list[Unit]:
         """The units, those that there will be if all parameters have gradients in the first step.
@@ -217,7 +263,7 @@ class SecondOrder(MatrixOptimizer):
             self.store.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        with self._filled_state():
+        with self.filled_state():
             state = {p: dict(each) for p, each in self.state.items()}
             return super().__getstate__() | {
                 "state": state,
@@ -229,7 +275,7 @@ class SecondOrder(MatrixOptimizer):
         super().__setstate__(state)
         if "refresh" in state:  # a copy, and not torch's load_state_dict()
             self._start_anew()
-            self._take_state()
+            self.take_state()
 
     # -- for subclasses ----------------------------------------------------------------------------
 
@@ -279,9 +325,10 @@ class SecondOrder(MatrixOptimizer):
     def _start_anew(self) -> None:
         self._units: list[Unit] = []
         self._cohorts: dict[nn.Parameter, int] = {}
+        self._places: dict[tuple[nn.Parameter, int], tuple[Unit, int]] = {}
         self.store: Store | None = None
         self.refresher = Refresher(self.refresh, 0, self._publish)
-        self.sharing = self.sharing
+        self.sharing, self.recorder = self.sharing, self.recorder
 
     def _open_store(self) -> Store:
         if self.store is None:
@@ -308,12 +355,26 @@ class SecondOrder(MatrixOptimizer):
         self._cohorts |= dict.fromkeys(parameters, cohort)
         self.refresher.grow(len(self._units))
         for unit in units:
+            places = ((block.parameter, block.number) for block in unit.blocks)
+            self._places |= {place: (unit, row) for row, place in enumerate(places)}
             for name, shape in self.shapes(unit).items():
                 if not _is_root(name):
                     device = unit.blocks[0].parameter.device
                     stack = torch.zeros(len(unit.blocks), *shape, dtype=unit.dtype, device=device)
                     self.put(unit, name, stack)
         return units
+
+    def _read_state(self, parameter: nn.Parameter, name: str) -> Tensor | None:
+        return self.state.get(parameter, {}).get(name)
+
+    def _read_block(self, block: Block, name: str) -> Tensor | None:
+        """A block's tensor itself, None before its first gradient."""
+        place = self._places.get((block.parameter, block.number))
+        if place is None:
+            return None
+        unit, row = place
+        with self.use(unit, [name]) as (stack,):
+            return stack[row]
 
     def _step_unit(self, unit: Unit, group: Mapping[str, Any]) -> None:
         rows = [i for i, b in enumerate(unit.blocks) if b.parameter.grad is not None]
@@ -338,7 +399,7 @@ class SecondOrder(MatrixOptimizer):
         self.take_up(self._units[index], root.value)
 
     @contextmanager
-    def _filled_state(self) -> Iterator[None]:
+    def filled_state(self) -> Iterator[None]:
         """Inside, `state` has what the store has, one dictionary a parameter, as torch expects."""
         self.refresher.drain()
         saved = self.refresher.state_dict()
@@ -358,7 +419,7 @@ class SecondOrder(MatrixOptimizer):
             for parameter in self._cohorts:
                 self.state.pop(parameter, None)
 
-    def _take_state(self) -> None:
+    def take_state(self) -> None:
         """The other way round: builds units from `state`, which is empty of them afterwards."""
         self.close()
         self._start_anew()

@@ -10,12 +10,13 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from gossipgrad.comm import has_peers
+from gossipgrad.comm import Recorder, has_peers
 from gossipgrad.errors import GossipError
 
 __all__ = [
@@ -234,6 +235,7 @@ class Refresher:
         stats: What has been counted.
         share: Has ranks share the work: called with unit, step, the job, and what runs it here,
             for each job; returns the future of its result. None: each rank computes all.
+        recorder: Gets a span for each job, `"root"`, and for each wait, `"wait for root"`.
     """
 
     def __init__(
@@ -246,6 +248,7 @@ class Refresher:
     ) -> None:
         self.policy = policy
         self.share: Share | None = None
+        self.recorder: Recorder | None = None
         self.stats = RefreshStats()
         self._units = [_Unit() for _ in range(units)]
         self._publish = publish
@@ -389,6 +392,8 @@ class Refresher:
                 earliest += self._executor.delay(unit, step)
             elif self._is_fixed:
                 earliest += self._staleness
+        if self.recorder is not None:
+            compute = partial(_recorded, self.recorder, compute, unit, step)
         share = self.share
         future = run(compute) if share is None else share(unit, step, compute, run)
         if run is _run_here:
@@ -446,7 +451,7 @@ class Refresher:
         """Waits for the job, whenever it was due, and takes it up."""
         job = self._units[unit].job
         assert job is not None
-        start = time.monotonic()
+        start = time.perf_counter()
         try:
             job.future.exception(seconds)
         except FutureTimeoutError:
@@ -457,8 +462,11 @@ class Refresher:
             ) from None
         finally:
             if is_counted:
+                end = time.perf_counter()
                 self.stats.waits += 1
-                self.stats.waited_seconds += time.monotonic() - start
+                self.stats.waited_seconds += end - start
+                if self.recorder is not None:
+                    self.recorder.span("wait for root", start, end, unit=unit, step=job.step)
         self._finish(unit)
 
     def _wait_or_compute(self, unit: int) -> None:
@@ -571,6 +579,14 @@ def _run(future: Future[Any], compute: Callable[[], Any]) -> None:
             raise
     else:
         future.set_result(result)
+
+
+def _recorded(recorder: Recorder, compute: Compute, unit: int, step: int) -> Value:
+    start = time.perf_counter()
+    try:
+        return compute()
+    finally:
+        recorder.span("root", start, time.perf_counter(), unit=unit, step=step)
 
 
 @torch.no_grad()

@@ -73,6 +73,7 @@ class Shampoo(SecondOrder):
 
     role = "shampoo"
     roots_have_a_mean = True
+    averaged = ("left", "right", "moment", "square")
 
     def __init__(
         self,
