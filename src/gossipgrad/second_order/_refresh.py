@@ -553,7 +553,8 @@ def _end(jobs: "queue.SimpleQueue[Any]", threads: list[threading.Thread], owner:
 def _work(jobs: "queue.SimpleQueue[Any]") -> None:
     torch.set_num_threads(1)  # of this thread alone
     with contextlib.suppress(OSError, AttributeError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)  # Linux: of this thread
+        thread = threading.get_native_id()  # on Linux each has a priority of its own
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + 5)
     while (job := jobs.get()) is not None:
         _run(*job)
         del job
