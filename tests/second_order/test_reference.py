@@ -83,9 +83,12 @@ def test_blocks_are_each_a_matrix_of_its_own():
     torch.testing.assert_close(weight.detach(), expected, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize(("name", "share"), [("SOAP", 0.1), ("KLShampoo", 1.0), ("Shampoo", 0.1)])
+SHARES = [("SOAP", 0.1), ("KLShampoo", 1.0), ("Shampoo", 0.1)]
+
+
+@pytest.mark.parametrize(("name", "share"), SHARES)
 def test_a_quadratic_is_solved(name, share):
-    """|A (W - C) B|^2, condition numbers of 100; KL-Shampoo's bound on d^(-1/2) is 10 to 12 here."""
+    """|A (W - C) B|^2, condition numbers of 100; KL-Shampoo bounds d^(-1/2) by 10 to 12 here."""
     torch.manual_seed(1)
     left, right = (torch.linalg.qr(torch.randn(n, n))[0] for n in (8, 12))
     a = left * torch.logspace(0, -2, 8) @ left.mT
