@@ -94,15 +94,20 @@ def test_a_replicas_state_is_whole_and_goes_on_bit_for_bit(kind, refresh):
     )
     model = copy.deepcopy(MODEL)
     optimizer = kind(model, refresh=refresh)
-    train(model, optimizer, 11, seed=0)
-    state = replica_state(model, [optimizer])
-    train(model, optimizer, 9, seed=1)
+    whole = copy.deepcopy(MODEL)
+    unsaved = kind(whole, refresh=refresh)
+    for each, of in ((model, optimizer), (whole, unsaved)):
+        train(each, of, 11, seed=0)
+        if of is optimizer:
+            state = replica_state(model, [optimizer])
+        train(each, of, 9, seed=1)
+        of.close()
+    assert torch.equal(weights(whole), weights(model))  # to save changes nothing
     other = copy.deepcopy(MODEL)
     loaded = kind(other, refresh=refresh)
     load_replica(other, [loaded], state)
     train(other, loaded, 9, seed=1)
     assert torch.equal(weights(other), weights(model))
-    optimizer.close()
     loaded.close()
 
 
@@ -149,4 +154,4 @@ def test_each_root_is_a_span_of_the_trace(tmp_path):
     optimizer.state_dict()
     optimizer.close()
     spans = trace.save(tmp_path / "trace").read_text()
-    assert spans.count('"root"') == optimizer.refresh_stats.refreshes > 6
+    assert spans.count('"root"') >= optimizer.refresh_stats.refreshes > 6

@@ -19,6 +19,7 @@ from gossipgrad.second_order._refresh import (
     RefreshStats,
     Root,
     Synchronous,
+    Value,
 )
 from gossipgrad.second_order._tiers import Store, StoreStats, Tiers
 
@@ -172,8 +173,9 @@ class SecondOrder(MatrixOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """See `torch.optim.Optimizer.state_dict`: plain tensors, whatever holds the state.
 
-        Waits for all jobs and takes up their roots first, so that a run that goes on and one that
-        loads the state are equal bit for bit. Each block's tensors are `"NAME.NUMBER"`.
+        Waits for all jobs; a root that is to be taken up later is part of the state. So a run that
+        goes on and one that loads the state are equal bit for bit. Each block's tensors are
+        `"NAME.NUMBER"`.
 
         Raises:
             GossipError: A worker has not finished in its time.
@@ -407,6 +409,7 @@ class SecondOrder(MatrixOptimizer):
             for unit in self._units:
                 names = [name for name in self.shapes(unit) if self.has(unit, name)]
                 counts = [saved[each][unit.index] for each in _COUNTS]
+                pending = self.refresher.pending(unit.index) or ()
                 with self.use(unit, names, is_written=False) as stacks:
                     for row, block in enumerate(unit.blocks):
                         state = self.state[block.parameter]
@@ -414,6 +417,8 @@ class SecondOrder(MatrixOptimizer):
                         state[f"refresh.{block.number}"] = counts
                         for name, stack in zip(names, stacks, strict=True):
                             state[f"{name}.{block.number}"] = stack[row].clone()
+                        for place, part in enumerate(pending):
+                            state[f"pending{place}.{block.number}"] = part[row].clone()
             yield
         finally:
             for parameter in self._cohorts:
@@ -438,16 +443,29 @@ class SecondOrder(MatrixOptimizer):
                 states[parameter] = state
                 cohorts.setdefault((state["cohort"], place), []).append(parameter)
         counts: dict[str, list[int]] = {name: [] for name in _COUNTS}
+        pending: list[Value | None] = []
         for (cohort, place), parameters in sorted(cohorts.items(), key=lambda each: each[0]):
             for unit in self._add_units(place, parameters, cohort):
-                self._fill_unit(unit, [states[block.parameter] for block in unit.blocks])
+                kept = [states[block.parameter] for block in unit.blocks]
+                self._fill_unit(unit, kept)
+                pending.append(self._pending_of(unit, kept))
                 for name, count in zip(
                     _COUNTS,
                     states[unit.blocks[0].parameter][f"refresh.{unit.blocks[0].number}"],
                     strict=True,
                 ):
                     counts[name].append(int(count))
-        self.refresher.load_state_dict(counts)
+        self.refresher.load_state_dict(counts, pending=pending)
+
+    def _pending_of(self, unit: Unit, states: Sequence[Mapping[str, Any]]) -> Value | None:
+        """What a job had computed when the state was saved, and no step had taken up."""
+        blocks = list(zip(unit.blocks, states, strict=True))
+        if f"pending0.{unit.blocks[0].number}" not in states[0]:
+            return None
+        return tuple(
+            torch.stack([state[f"pending{place}.{block.number}"] for block, state in blocks])
+            for place in range(len(self.root_parts(unit)))
+        )
 
     def _fill_unit(self, unit: Unit, states: Sequence[Mapping[str, Any]]) -> None:
         unit.step = int(states[0]["step"])

@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
@@ -325,20 +325,16 @@ class Refresher:
         self.stats.oldest = max(self.stats.oldest, step - held.root.step)
         return held.root
 
-    def restore(self, unit: int, root: Root) -> None:
-        """Makes this the unit's root, as it was saved, in place of what it has or waits for."""
-        self._units[unit] = _Unit(root, submitted=root.step)
-
     def drain(self) -> None:
-        """Waits for all jobs and takes up their roots, whenever they were due to be.
+        """Waits until all jobs are done; roots are taken up when they would have been.
 
         Raises:
             GossipError: A worker has not finished in `timeout_seconds`.
         """
         seconds = self.policy.timeout_seconds if isinstance(self.policy, Background) else 0.0
         for unit, held in enumerate(self._units):
-            if held.job is not None:
-                self._wait(unit, seconds, is_counted=False)
+            if held.job is not None and self._await(unit, seconds) is not None:
+                self._finish(unit)  # it failed
 
     def state_dict(self) -> dict[str, Any]:
         """Versions and steps, -1 where there is no root yet, after `drain()`; without values."""
@@ -351,10 +347,23 @@ class Refresher:
             "failures": [held.failures for held in self._units],
         }
 
+    def pending(self, unit: int) -> Value | None:
+        """What the unit's job has computed and no step has taken up yet, after `drain()`."""
+        job = self._units[unit].job
+        return None if job is None else job.future.result()
+
     def load_state_dict(
-        self, state: dict[str, Any], values: list[tuple[Tensor, ...]] | None = None
+        self,
+        state: dict[str, Any],
+        values: Sequence[Value] | None = None,
+        pending: Sequence[Value | None] = (),
     ) -> None:
         """Takes versions and steps, and values, one tuple a unit, where they are not published.
+
+        Args:
+            state: What `state_dict()` gave.
+            values: Of the roots; None: they are published.
+            pending: What `pending()` gave of each unit.
 
         Raises:
             ValueError: It is the state of another number of units.
@@ -369,6 +378,11 @@ class Refresher:
         for unit, (version, step, submitted, failures) in enumerate(zip(*columns, strict=True)):
             root = None if version < 0 else Root(version, step, values[unit])
             self._units[unit] = _Unit(root, None, submitted, failures)
+        for unit, value in enumerate(pending):
+            if value is not None:
+                compute, step = partial(tuple, value), self._units[unit].submitted
+                job = _Job(step, self._earliest(unit, step), compute, _run_here(compute))
+                self._units[unit].job = job
 
     def close(self) -> None:
         """Ends the refresher's own workers; what they compute is dropped. May be called twice."""
@@ -380,25 +394,24 @@ class Refresher:
             self._executor.close()
 
     def _start(self, unit: int, step: int, compute: Compute, *, has_root: bool) -> _Job:
-        earliest = step
-        if self._executor is None or not has_root:
-            run = _run_here
-        else:
-            run = self._run_by_executor
-            if self._is_fixed is None:
-                self._is_fixed = has_peers()
-                self._check_fixed()
-            if isinstance(self._executor, Deterministic):
-                earliest += self._executor.delay(unit, step)
-            elif self._is_fixed:
-                earliest += self._staleness
+        is_here = self._executor is None or not has_root
+        run = _run_here if is_here else self._run_by_executor
         if self.recorder is not None:
             compute = partial(_recorded, self.recorder, compute, unit, step)
         share = self.share
         future = run(compute) if share is None else share(unit, step, compute, run)
-        if run is _run_here:
+        if is_here:
             wait([future])
-        return _Job(step, earliest, compute, future)
+        return _Job(step, step if is_here else self._earliest(unit, step), compute, future)
+
+    def _earliest(self, unit: int, step: int) -> int:
+        """When the root of a job of this step may be taken up."""
+        if isinstance(self._executor, Deterministic):
+            return step + self._executor.delay(unit, step)
+        if self._is_fixed is None:
+            self._is_fixed = has_peers()
+            self._check_fixed()
+        return step + self._staleness if self._is_fixed else step
 
     def _run_by_executor(self, compute: Compute) -> Future[Value]:
         assert self._executor is not None
@@ -447,27 +460,22 @@ class Refresher:
         held.root, held.failures, held.error = root, 0, None
         self.stats.refreshes += 1
 
-    def _wait(self, unit: int, seconds: float, *, is_counted: bool = True) -> None:
-        """Waits for the job, whenever it was due, and takes it up."""
+    def _await(self, unit: int, seconds: float) -> BaseException | None:
+        """Waits for the job; what it failed with.
+
+        Raises:
+            GossipError: It is not done after so many seconds.
+        """
         job = self._units[unit].job
         assert job is not None
-        start = time.perf_counter()
         try:
-            job.future.exception(seconds)
+            return job.future.exception(seconds)
         except FutureTimeoutError:
             raise GossipError(
                 f"the root of unit {unit}, of step {job.step}, was not there after {seconds:g} s: "
                 "its worker hangs or is too slow. Weights and factors are intact. Give more "
                 "workers or a higher max_staleness, or on_bound='graft-only' to train on without"
             ) from None
-        finally:
-            if is_counted:
-                end = time.perf_counter()
-                self.stats.waits += 1
-                self.stats.waited_seconds += end - start
-                if self.recorder is not None:
-                    self.recorder.span("wait for root", start, end, unit=unit, step=job.step)
-        self._finish(unit)
 
     def _wait_or_compute(self, unit: int) -> None:
         """Has the job done now, as `on_bound` says."""
@@ -475,7 +483,16 @@ class Refresher:
         assert job is not None
         assert isinstance(policy, Background)
         if policy.on_bound == "block":
-            self._wait(unit, policy.timeout_seconds)
+            start = time.perf_counter()
+            try:
+                self._await(unit, policy.timeout_seconds)
+            finally:
+                end = time.perf_counter()
+                self.stats.waits += 1
+                self.stats.waited_seconds += end - start
+                if self.recorder is not None:
+                    self.recorder.span("wait for root", start, end, unit=unit, step=job.step)
+            self._finish(unit)
         if policy.on_bound != "synchronous":
             return
         job.future.cancel()  # from the same snapshot: the result is what the worker's would be
