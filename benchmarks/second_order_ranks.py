@@ -5,7 +5,7 @@ and without `gg.share_roots()`, from equal weights on the same global batches. R
 processor time that each rank spent on roots, the bytes it sent of them, and whether final weights
 of sharing equal those without, bit for bit.
 
-    python -m benchmarks.second_order_ranks --steps 30
+    python -m benchmarks.second_order_ranks
 """
 
 import argparse
@@ -25,7 +25,7 @@ import gossipgrad as gg
 from benchmarks._common import write
 from gossipgrad import models
 
-GLOBAL_BATCH = 8
+GLOBAL_BATCH = 4
 
 
 def timed(job: Any, spent: list[float]) -> Any:
@@ -58,7 +58,7 @@ def rank_main(rank: int, world_size: int, folder: str, shares: bool, options: An
     start = time.perf_counter()
     with sharing:
         for _ in range(options.steps):
-            x = torch.randint(65, (GLOBAL_BATCH, 65), generator=data)
+            x = torch.randint(65, (GLOBAL_BATCH, 33), generator=data)
             x = x[rank * each : (rank + 1) * each]
             optimizer.zero_grad()
             F.cross_entropy(replica(x[:, :-1]).transpose(1, 2), x[:, 1:]).backward()
@@ -90,8 +90,8 @@ def run(world_size: int, shares: bool, options: Any) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=22)
+    parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--width", type=int, default=256)
     options = parser.parse_args()
     found = {}

@@ -28,6 +28,8 @@ import gossipgrad as gg
 from benchmarks._common import write
 from gossipgrad import models
 
+MODULE = "benchmarks.second_order_tiers"
+
 
 def build(storage: gg.Tiers | None, layers: int, width: int) -> tuple[torch.nn.Module, Any]:
     torch.manual_seed(0)
@@ -102,8 +104,7 @@ def main() -> None:
     grown = [
         int(
             subprocess.run(
-                [sys.executable, "-m", "benchmarks.second_order_tiers", *sys.argv[1:]]
-                + ["--alone", str(size)],
+                [sys.executable, "-m", MODULE, *sys.argv[1:], "--alone", str(size)],
                 check=True,
                 capture_output=True,
                 env=os.environ,
