@@ -39,7 +39,7 @@ def build(storage: gg.Tiers | None, layers: int, width: int) -> tuple[torch.nn.M
 
 
 def step(model: torch.nn.Module, optimizer: Any, data: torch.Generator) -> float:
-    x = torch.randint(65, (4, 129), generator=data)
+    x = torch.randint(65, (2, 65), generator=data)
     start = time.perf_counter()
     optimizer.zero_grad()
     F.cross_entropy(model(x[:, :-1]).transpose(1, 2), x[:, 1:]).backward()
@@ -58,7 +58,7 @@ def alone(budget: int, disk: str, layers: int, width: int) -> None:
     storage = gg.Tiers(device_bytes=budget, disk=disk) if budget else None
     model, optimizer = build(storage, layers, width)
     data = torch.Generator().manual_seed(1)
-    x = torch.randint(65, (4, 129), generator=data)
+    x = torch.randint(65, (2, 65), generator=data)
     for _ in range(2):
         F.cross_entropy(model(x[:, :-1]).transpose(1, 2), x[:, 1:]).backward()
     before = resident_bytes()
@@ -70,9 +70,9 @@ def alone(budget: int, disk: str, layers: int, width: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--width", type=int, default=384)
+    parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--share", type=float, default=0.3)
     parser.add_argument("--disk", default=tempfile.gettempdir())
     parser.add_argument("--alone", type=int, help=argparse.SUPPRESS)

@@ -231,30 +231,34 @@ class RootSharing:
 
     def submit(self, unit: int, step: int, compute: Compute, run: Run) -> Future[Value]:
         """The future of a unit's root, of this rank or of others; the optimizer calls it."""
-        optimizer, source = self._optimizer(), self._source(unit)
+        optimizer = self._optimizer()
         assert optimizer is not None
         is_planned = unit < len(self._specs) and self._specs[unit] == optimizer.parts(unit)
         is_due = step // optimizer.refresh.every % self._every == 0
         if self._is_closed or not is_planned or not is_due:
             return self._compute(compute, run)
-        if source in self._late:
-            mail = self._box.latest(unit)
-            if mail is not None and mail.version > self._late[source]:
-                del self._late[source]
-        patience = 0.0 if source in self._late else self._patience
-        awaited = _Awaited(unit, step, compute, run, Future(), time.monotonic() + patience)
-        if self._is_mean:
-            with self._lock:
-                self._awaited[unit] = awaited
-            self._compute(compute, run).add_done_callback(lambda f: self._offer(awaited, f))
-            return awaited.future
-        if self._owners[unit] == self._rank:
+        if not self._is_mean and self._owners[unit] == self._rank:
             future = self._compute(compute, run)
             future.add_done_callback(lambda f: self._publish(unit, step, f))
             return future
+        is_late = self._is_late(unit)
+        if is_late and not self._is_mean:
+            self.stats.alone += 1
+            return self._compute(compute, run)
+        patience = 0.0 if is_late else self._patience
+        awaited = _Awaited(unit, step, compute, run, Future(), time.monotonic() + patience)
         with self._lock:
             self._awaited[unit] = awaited
+        if self._is_mean:
+            self._compute(compute, run).add_done_callback(lambda f: self._offer(awaited, f))
         return awaited.future
+
+    def _is_late(self, unit: int) -> bool:
+        """Whether who sends the unit's root was late, and has sent none since."""
+        source, mail = self._source(unit), self._box.latest(unit)
+        if mail is not None and mail.version > self._late.get(source, mail.version):
+            del self._late[source]
+        return source in self._late
 
     def close(self) -> None:
         """Each rank computes all roots from now on; local, and may be called twice."""
