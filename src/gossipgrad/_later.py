@@ -24,6 +24,7 @@ _ROOMS = {
     "Synchronous": "second_order",
     "Tiers": "second_order",
     "second_order": "second_order",
+    "share_roots": "second_order",
     "sparsification": "sparsification",
     "SparseSession": "sparsification",
     "SparseStats": "sparsification",

@@ -62,9 +62,6 @@ def test_budgets_hold_and_every_read_is_what_was_written(
             )
             truth[key] = tensor.clone()
             store.put(key, tensor)
-        elif action < 0.3:
-            store.delete(key)
-            del truth[key]
         elif action < 0.4:
             store.prefetch(rng.sample(sorted(truth), min(3, len(truth))))
         else:

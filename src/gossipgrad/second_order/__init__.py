@@ -1,5 +1,8 @@
 """Second-order optimizers whose roots are computed in the background and whose state has tiers."""
 
+from gossipgrad.second_order._coherence import RootSharing as RootSharing
+from gossipgrad.second_order._coherence import ShareStats as ShareStats
+from gossipgrad.second_order._coherence import share_roots as share_roots
 from gossipgrad.second_order._kl_shampoo import KLShampoo as KLShampoo
 from gossipgrad.second_order._optimizer import SecondOrder as SecondOrder
 from gossipgrad.second_order._refresh import Background as Background

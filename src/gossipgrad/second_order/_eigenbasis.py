@@ -62,6 +62,11 @@ class Eigenbasis(SecondOrder):
             bases = [basis.to(factors[0].device) for basis in bases]
         return partial(_next_bases, factors, bases, self.is_sorted)
 
+    def root_parts(self, unit: Unit) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """See the base."""
+        orders = [((len(unit.blocks), size), torch.int64) for size in unit.shape]
+        return super().root_parts(unit) + orders
+
     def take_up(self, unit: Unit, value: tuple[Tensor, ...]) -> None:
         """See the base."""
         device = unit.blocks[0].parameter.device

@@ -2,14 +2,16 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from gossipgrad.comm import local
+from gossipgrad.comm import Recorder, local, widened
 from gossipgrad.engine import ADAMW, MatrixOptimizer, Parameters
-from gossipgrad.second_order._blocks import Unit, make_units
+from gossipgrad.errors import GossipError
+from gossipgrad.second_order._blocks import Block, Unit, cut, make_units
 from gossipgrad.second_order._refresh import (
     Background,
     Policy,
@@ -17,10 +19,16 @@ from gossipgrad.second_order._refresh import (
     RefreshStats,
     Root,
     Synchronous,
+    Value,
 )
 from gossipgrad.second_order._tiers import Store, StoreStats, Tiers
 
+if TYPE_CHECKING:
+    from gossipgrad.second_order._coherence import RootSharing
+
 __all__ = ["SecondOrder"]
+
+Averaged = tuple[nn.Parameter, str, tuple[int, ...], torch.dtype, Callable[[], Tensor | None]]
 
 
 class SecondOrder(MatrixOptimizer):
@@ -71,6 +79,11 @@ class SecondOrder(MatrixOptimizer):
         )
         self._check_budget()
 
+    roots_have_a_mean: ClassVar[bool] = False
+    """Whether a mean of several ranks' roots is one."""
+    averaged: ClassVar[tuple[str, ...]] = ("left", "right")
+    """What of a unit may be averaged over ranks, because it is in no basis of a rank's own."""
+
     # -- what a subclass does ----------------------------------------------------------------------
 
     def shapes(self, unit: Unit) -> dict[str, tuple[int, ...]]:
@@ -97,6 +110,14 @@ class SecondOrder(MatrixOptimizer):
     def make_job(self, unit: Unit, group: Mapping[str, Any]) -> Callable[[], tuple[Tensor, ...]]:
         """What computes a unit's roots, from a snapshot of its own."""
         raise NotImplementedError
+
+    def root_parts(self, unit: Unit) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shapes and types of what a job returns."""
+        return [
+            ((len(unit.blocks), *shape), unit.dtype)
+            for name, shape in self.shapes(unit).items()
+            if _is_root(name)
+        ]
 
     def take_up(self, unit: Unit, value: tuple[Tensor, ...]) -> None:
         """Puts what a job returned into the store."""
@@ -152,13 +173,14 @@ class SecondOrder(MatrixOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """See `torch.optim.Optimizer.state_dict`: plain tensors, whatever holds the state.
 
-        Waits for all jobs and takes up their roots first, so that a run that goes on and one that
-        loads the state are equal bit for bit. Each block's tensors are `"NAME.NUMBER"`.
+        Waits for all jobs; a root that is to be taken up later is part of the state. So a run that
+        goes on and one that loads the state are equal bit for bit. Each block's tensors are
+        `"NAME.NUMBER"`.
 
         Raises:
             GossipError: A worker has not finished in its time.
         """
-        with self._filled_state():
+        with self.filled_state():
             return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -168,7 +190,73 @@ class SecondOrder(MatrixOptimizer):
             ValueError: It is the state of another kind of optimizer, or of other parameters.
         """
         super().load_state_dict(state_dict)
-        self._take_state()
+        self.take_state()
+
+    @property
+    def sharing(self) -> "RootSharing | None":
+        """What shares roots with other ranks, while something does: see `gg.share_roots()`."""
+        return self.__dict__.get("_sharing")
+
+    @sharing.setter
+    def sharing(self, sharing: "RootSharing | None") -> None:
+        self._sharing = sharing
+        self.refresher.share = None if sharing is None else sharing.submit
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """Gets a span of time for each root, such as a `gossipgrad.trace.Trace`."""
+        return self.__dict__.get("_recorder")
+
+    @recorder.setter
+    def recorder(self, recorder: Recorder | None) -> None:
+        self._recorder = self.refresher.recorder = recorder
+
+    def state_to_average(self) -> Iterator[Averaged]:
+        """What `gg.gossip(payload="weights+state")` averages: factors, and AdamW's moments.
+
+        Moments in the bases of a rank's own stay its own.
+
+        Raises:
+            GossipError: State is in tiers, and not all of it on the device.
+        """
+        if self.storage is not None:
+            raise GossipError(
+                "payload='weights+state' averages factors in place, and storage= moves them: "
+                "use payload='weights', or leave storage out"
+            )
+        shapes = {}
+        for unit in self.plan():
+            shapes |= {(block.parameter, block.number): self.shapes(unit) for block in unit.blocks}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if group["role"] == ADAMW:
+                    for name in ("exp_avg", "exp_avg_sq"):
+                        read = partial(self._read_state, parameter, name)
+                        shape = tuple(local(parameter).shape)
+                        yield parameter, name, shape, widened(parameter.dtype), read
+                    continue
+                for block in cut(parameter, group["max_dim"]):
+                    for name, shape in shapes[parameter, block.number].items():
+                        if name in self.averaged:
+                            read = partial(self._read_block, block, name)
+                            key, dtype = f"{name}.{block.number}", widened(parameter.dtype)
+                            yield parameter, key, shape, dtype, read
+
+    def plan(self) -> list[Unit]:
+        """The units, those that there will be if all parameters have gradients in the first step.
+
+        They are then not the objects that the optimizer will have.
+        """
+        units = list(self._units)
+        for place, group in enumerate(self.param_groups):
+            if group["role"] != ADAMW and not self._units:
+                first, of = len(units), (group["params"], group["max_dim"])
+                units += make_units(*of, first=first, group=place, cohort=0)
+        return units
+
+    def parts(self, index: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shapes and types of the roots of a unit that there is."""
+        return self.root_parts(self._units[index])
 
     def close(self) -> None:
         """Ends threads and frees files; state that was not saved is lost."""
@@ -177,7 +265,7 @@ class SecondOrder(MatrixOptimizer):
             self.store.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        with self._filled_state():
+        with self.filled_state():
             state = {p: dict(each) for p, each in self.state.items()}
             return super().__getstate__() | {
                 "state": state,
@@ -189,7 +277,7 @@ class SecondOrder(MatrixOptimizer):
         super().__setstate__(state)
         if "refresh" in state:  # a copy, and not torch's load_state_dict()
             self._start_anew()
-            self._take_state()
+            self.take_state()
 
     # -- for subclasses ----------------------------------------------------------------------------
 
@@ -239,8 +327,10 @@ class SecondOrder(MatrixOptimizer):
     def _start_anew(self) -> None:
         self._units: list[Unit] = []
         self._cohorts: dict[nn.Parameter, int] = {}
+        self._places: dict[tuple[nn.Parameter, int], tuple[Unit, int]] = {}
         self.store: Store | None = None
         self.refresher = Refresher(self.refresh, 0, self._publish)
+        self.sharing, self.recorder = self.sharing, self.recorder
 
     def _open_store(self) -> Store:
         if self.store is None:
@@ -253,14 +343,9 @@ class SecondOrder(MatrixOptimizer):
         if self.storage is None or self.storage.device_bytes is None:
             return
         largest = 0
-        for place, group in enumerate(self.param_groups):
-            if group["role"] == ADAMW:
-                continue
-            for unit in make_units(
-                group["params"], group["max_dim"], first=0, group=place, cohort=0
-            ):
-                numbers = sum(_count(shape) for shape in self.shapes(unit).values())
-                largest = max(largest, len(unit.blocks) * numbers * unit.dtype.itemsize)
+        for unit in self.plan():
+            numbers = sum(_count(shape) for shape in self.shapes(unit).values())
+            largest = max(largest, len(unit.blocks) * numbers * unit.dtype.itemsize)
         self._open_store().check(largest)
 
     def _add_units(self, place: int, parameters: Sequence[nn.Parameter], cohort: int) -> list[Unit]:
@@ -272,12 +357,26 @@ class SecondOrder(MatrixOptimizer):
         self._cohorts |= dict.fromkeys(parameters, cohort)
         self.refresher.grow(len(self._units))
         for unit in units:
+            places = ((block.parameter, block.number) for block in unit.blocks)
+            self._places |= {place: (unit, row) for row, place in enumerate(places)}
             for name, shape in self.shapes(unit).items():
                 if not _is_root(name):
                     device = unit.blocks[0].parameter.device
                     stack = torch.zeros(len(unit.blocks), *shape, dtype=unit.dtype, device=device)
                     self.put(unit, name, stack)
         return units
+
+    def _read_state(self, parameter: nn.Parameter, name: str) -> Tensor | None:
+        return self.state.get(parameter, {}).get(name)
+
+    def _read_block(self, block: Block, name: str) -> Tensor | None:
+        """A block's tensor itself, None before its first gradient."""
+        place = self._places.get((block.parameter, block.number))
+        if place is None:
+            return None
+        unit, row = place
+        with self.use(unit, [name]) as (stack,):
+            return stack[row]
 
     def _step_unit(self, unit: Unit, group: Mapping[str, Any]) -> None:
         rows = [i for i, b in enumerate(unit.blocks) if b.parameter.grad is not None]
@@ -302,7 +401,7 @@ class SecondOrder(MatrixOptimizer):
         self.take_up(self._units[index], root.value)
 
     @contextmanager
-    def _filled_state(self) -> Iterator[None]:
+    def filled_state(self) -> Iterator[None]:
         """Inside, `state` has what the store has, one dictionary a parameter, as torch expects."""
         self.refresher.drain()
         saved = self.refresher.state_dict()
@@ -310,6 +409,7 @@ class SecondOrder(MatrixOptimizer):
             for unit in self._units:
                 names = [name for name in self.shapes(unit) if self.has(unit, name)]
                 counts = [saved[each][unit.index] for each in _COUNTS]
+                pending = self.refresher.pending(unit.index) or ()
                 with self.use(unit, names, is_written=False) as stacks:
                     for row, block in enumerate(unit.blocks):
                         state = self.state[block.parameter]
@@ -317,12 +417,14 @@ class SecondOrder(MatrixOptimizer):
                         state[f"refresh.{block.number}"] = counts
                         for name, stack in zip(names, stacks, strict=True):
                             state[f"{name}.{block.number}"] = stack[row].clone()
+                        for place, part in enumerate(pending):
+                            state[f"pending{place}.{block.number}"] = part[row].clone()
             yield
         finally:
             for parameter in self._cohorts:
                 self.state.pop(parameter, None)
 
-    def _take_state(self) -> None:
+    def take_state(self) -> None:
         """The other way round: builds units from `state`, which is empty of them afterwards."""
         self.close()
         self._start_anew()
@@ -341,16 +443,29 @@ class SecondOrder(MatrixOptimizer):
                 states[parameter] = state
                 cohorts.setdefault((state["cohort"], place), []).append(parameter)
         counts: dict[str, list[int]] = {name: [] for name in _COUNTS}
+        pending: list[Value | None] = []
         for (cohort, place), parameters in sorted(cohorts.items(), key=lambda each: each[0]):
             for unit in self._add_units(place, parameters, cohort):
-                self._fill_unit(unit, [states[block.parameter] for block in unit.blocks])
+                kept = [states[block.parameter] for block in unit.blocks]
+                self._fill_unit(unit, kept)
+                pending.append(self._pending_of(unit, kept))
                 for name, count in zip(
                     _COUNTS,
                     states[unit.blocks[0].parameter][f"refresh.{unit.blocks[0].number}"],
                     strict=True,
                 ):
                     counts[name].append(int(count))
-        self.refresher.load_state_dict(counts)
+        self.refresher.load_state_dict(counts, pending=pending)
+
+    def _pending_of(self, unit: Unit, states: Sequence[Mapping[str, Any]]) -> Value | None:
+        """What a job had computed when the state was saved, and no step had taken up."""
+        blocks = list(zip(unit.blocks, states, strict=True))
+        if f"pending0.{unit.blocks[0].number}" not in states[0]:
+            return None
+        return tuple(
+            torch.stack([state[f"pending{place}.{block.number}"] for block, state in blocks])
+            for place in range(len(self.root_parts(unit)))
+        )
 
     def _fill_unit(self, unit: Unit, states: Sequence[Mapping[str, Any]]) -> None:
         unit.step = int(states[0]["step"])

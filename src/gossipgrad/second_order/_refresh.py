@@ -6,15 +6,17 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from gossipgrad.comm import Recorder, has_peers
 from gossipgrad.errors import GossipError
 
 __all__ = [
@@ -28,7 +30,10 @@ __all__ = [
     "Synchronous",
 ]
 
-Compute = Callable[[], tuple[Tensor, ...]]
+Value = tuple[Tensor, ...]
+Compute = Callable[[], Value]
+Run = Callable[[Compute], Future[Value]]
+Share = Callable[[int, int, Compute, Run], Future[Value]]
 OnBound = Literal["block", "synchronous", "graft-only"]
 
 
@@ -195,7 +200,7 @@ class _Job:
     step: int
     earliest: int
     compute: Compute
-    future: Future[tuple[Tensor, ...]]
+    future: Future[Value]
 
 
 @dataclass(slots=True, eq=False)
@@ -222,7 +227,15 @@ class Refresher:
         units: How many.
         publish: Called by the optimizer's thread with each root that is taken up; the refresher
             then keeps its version and step alone. For values that live in a `Store`.
-        has_peers: Whether other ranks must take up roots in the same steps.
+        has_peers: Whether other ranks must take up roots in the same steps; None: whether there
+            are several in the default process group when the first job begins.
+
+    Attributes:
+        policy: When and by whom.
+        stats: What has been counted.
+        share: Has ranks share the work: called with unit, step, the job, and what runs it here,
+            for each job; returns the future of its result. None: each rank computes all.
+        recorder: Gets a span for each job, `"root"`, and for each wait, `"wait for root"`.
     """
 
     def __init__(
@@ -231,9 +244,11 @@ class Refresher:
         units: int,
         publish: Callable[[int, Root], None] | None = None,
         *,
-        has_peers: bool = False,
+        has_peers: bool | None = None,
     ) -> None:
         self.policy = policy
+        self.share: Share | None = None
+        self.recorder: Recorder | None = None
         self.stats = RefreshStats()
         self._units = [_Unit() for _ in range(units)]
         self._publish = publish
@@ -241,17 +256,13 @@ class Refresher:
         self._staleness = policy.max_staleness if is_late else 0
         self._bound = policy.every - 1 + self._staleness
         self._executor: Executor | _Workers | None = None
-        self._is_fixed = False
+        self._is_fixed: bool | None = False
         if isinstance(policy, Background) and is_late:
             self._executor = policy.executor or _Workers(policy.workers)
-            fixed = has_peers if policy.fixed_delay is None else policy.fixed_delay
-            self._is_fixed = fixed and not isinstance(policy.executor, Deterministic)
-            if self._is_fixed and policy.on_bound == "graft-only":
-                raise ValueError(
-                    "on_bound='graft-only' depends on the speed of a rank, and replicas that must "
-                    "be equal would drift apart: use 'block' or 'synchronous', or "
-                    "fixed_delay=False if they need not be"
-                )
+            self._is_fixed = has_peers if policy.fixed_delay is None else policy.fixed_delay
+            if isinstance(policy.executor, Deterministic):
+                self._is_fixed = False
+            self._check_fixed()
         self._spread = 1 if isinstance(policy, Synchronous) else policy.every
         if isinstance(policy, Background) and not is_late:
             self._spread = 1
@@ -314,20 +325,16 @@ class Refresher:
         self.stats.oldest = max(self.stats.oldest, step - held.root.step)
         return held.root
 
-    def restore(self, unit: int, root: Root) -> None:
-        """Makes this the unit's root, as it was saved, in place of what it has or waits for."""
-        self._units[unit] = _Unit(root, submitted=root.step)
-
     def drain(self) -> None:
-        """Waits for all jobs and takes up their roots, whenever they were due to be.
+        """Waits until all jobs are done; roots are taken up when they would have been.
 
         Raises:
             GossipError: A worker has not finished in `timeout_seconds`.
         """
         seconds = self.policy.timeout_seconds if isinstance(self.policy, Background) else 0.0
         for unit, held in enumerate(self._units):
-            if held.job is not None:
-                self._wait(unit, seconds, is_counted=False)
+            if held.job is not None and self._await(unit, seconds) is not None:
+                self._finish(unit)  # it failed
 
     def state_dict(self) -> dict[str, Any]:
         """Versions and steps, -1 where there is no root yet, after `drain()`; without values."""
@@ -340,10 +347,23 @@ class Refresher:
             "failures": [held.failures for held in self._units],
         }
 
+    def pending(self, unit: int) -> Value | None:
+        """What the unit's job has computed and no step has taken up yet, after `drain()`."""
+        job = self._units[unit].job
+        return None if job is None else job.future.result()
+
     def load_state_dict(
-        self, state: dict[str, Any], values: list[tuple[Tensor, ...]] | None = None
+        self,
+        state: dict[str, Any],
+        values: Sequence[Value] | None = None,
+        pending: Sequence[Value | None] = (),
     ) -> None:
         """Takes versions and steps, and values, one tuple a unit, where they are not published.
+
+        Args:
+            state: What `state_dict()` gave.
+            values: Of the roots; None: they are published.
+            pending: What `pending()` gave of each unit.
 
         Raises:
             ValueError: It is the state of another number of units.
@@ -358,6 +378,11 @@ class Refresher:
         for unit, (version, step, submitted, failures) in enumerate(zip(*columns, strict=True)):
             root = None if version < 0 else Root(version, step, values[unit])
             self._units[unit] = _Unit(root, None, submitted, failures)
+        for unit, value in enumerate(pending):
+            if value is not None:
+                compute, step = partial(tuple, value), self._units[unit].submitted
+                job = _Job(step, self._earliest(unit, step), compute, _run_here(compute))
+                self._units[unit].job = job
 
     def close(self) -> None:
         """Ends the refresher's own workers; what they compute is dropped. May be called twice."""
@@ -369,20 +394,42 @@ class Refresher:
             self._executor.close()
 
     def _start(self, unit: int, step: int, compute: Compute, *, has_root: bool) -> _Job:
-        future: Future[tuple[Tensor, ...]] = Future()
-        earliest = step
-        if self._executor is None or not has_root:
-            _run(future, lambda: _checked(compute))
-        else:
-            if isinstance(self._executor, Deterministic):
-                earliest += self._executor.delay(unit, step)
-            elif self._is_fixed:
-                earliest += self._staleness
-            try:
-                future = self._executor.submit(_checked, compute)
-            except RuntimeError as error:  # an executor that is broken or shut down
-                future.set_exception(error)
-        return _Job(step, earliest, compute, future)
+        is_here = self._executor is None or not has_root
+        run = _run_here if is_here else self._run_by_executor
+        if self.recorder is not None:
+            compute = partial(_recorded, self.recorder, compute, unit, step)
+        share = self.share
+        future = run(compute) if share is None else share(unit, step, compute, run)
+        if is_here:
+            wait([future])
+        return _Job(step, step if is_here else self._earliest(unit, step), compute, future)
+
+    def _earliest(self, unit: int, step: int) -> int:
+        """When the root of a job of this step may be taken up."""
+        if isinstance(self._executor, Deterministic):
+            return step + self._executor.delay(unit, step)
+        if self._is_fixed is None:
+            self._is_fixed = has_peers()
+            self._check_fixed()
+        return step + self._staleness if self._is_fixed else step
+
+    def _run_by_executor(self, compute: Compute) -> Future[Value]:
+        assert self._executor is not None
+        try:
+            return self._executor.submit(_checked, compute)
+        except RuntimeError as error:  # it is broken or shut down
+            future: Future[Value] = Future()
+            future.set_exception(error)
+            return future
+
+    def _check_fixed(self) -> None:
+        policy = self.policy
+        if self._is_fixed and isinstance(policy, Background) and policy.on_bound == "graft-only":
+            raise ValueError(
+                "on_bound='graft-only' depends on the speed of a rank, and replicas that must be "
+                "equal would drift apart: use 'block' or 'synchronous', or fixed_delay=False if "
+                "they need not be"
+            )
 
     def _take_up(self, unit: int, step: int) -> None:
         """Publishes the root of a job that is done, if it is time; waits for a fixed time."""
@@ -413,24 +460,22 @@ class Refresher:
         held.root, held.failures, held.error = root, 0, None
         self.stats.refreshes += 1
 
-    def _wait(self, unit: int, seconds: float, *, is_counted: bool = True) -> None:
-        """Waits for the job, whenever it was due, and takes it up."""
+    def _await(self, unit: int, seconds: float) -> BaseException | None:
+        """Waits for the job; what it failed with.
+
+        Raises:
+            GossipError: It is not done after so many seconds.
+        """
         job = self._units[unit].job
         assert job is not None
-        start = time.monotonic()
         try:
-            job.future.exception(seconds)
+            return job.future.exception(seconds)
         except FutureTimeoutError:
             raise GossipError(
                 f"the root of unit {unit}, of step {job.step}, was not there after {seconds:g} s: "
                 "its worker hangs or is too slow. Weights and factors are intact. Give more "
                 "workers or a higher max_staleness, or on_bound='graft-only' to train on without"
             ) from None
-        finally:
-            if is_counted:
-                self.stats.waits += 1
-                self.stats.waited_seconds += time.monotonic() - start
-        self._finish(unit)
 
     def _wait_or_compute(self, unit: int) -> None:
         """Has the job done now, as `on_bound` says."""
@@ -438,12 +483,20 @@ class Refresher:
         assert job is not None
         assert isinstance(policy, Background)
         if policy.on_bound == "block":
-            self._wait(unit, policy.timeout_seconds)
+            start = time.perf_counter()
+            try:
+                self._await(unit, policy.timeout_seconds)
+            finally:
+                end = time.perf_counter()
+                self.stats.waits += 1
+                self.stats.waited_seconds += end - start
+                if self.recorder is not None:
+                    self.recorder.span("wait for root", start, end, unit=unit, step=job.step)
+            self._finish(unit)
         if policy.on_bound != "synchronous":
             return
         job.future.cancel()  # from the same snapshot: the result is what the worker's would be
-        job.future = Future()
-        _run(job.future, lambda: _checked(job.compute))
+        job.future = _run_here(job.compute)
         self.stats.synchronous += 1
         self._finish(unit)
 
@@ -517,10 +570,17 @@ def _end(jobs: "queue.SimpleQueue[Any]", threads: list[threading.Thread], owner:
 def _work(jobs: "queue.SimpleQueue[Any]") -> None:
     torch.set_num_threads(1)  # of this thread alone
     with contextlib.suppress(OSError, AttributeError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)  # Linux: of this thread
+        thread = threading.get_native_id()  # on Linux each has a priority of its own
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + 5)
     while (job := jobs.get()) is not None:
         _run(*job)
         del job
+
+
+def _run_here(compute: Compute) -> Future[Value]:
+    future: Future[Value] = Future()
+    _run(future, lambda: _checked(compute))
+    return future
 
 
 def _run(future: Future[Any], compute: Callable[[], Any]) -> None:
@@ -539,14 +599,22 @@ def _run(future: Future[Any], compute: Callable[[], Any]) -> None:
         future.set_result(result)
 
 
+def _recorded(recorder: Recorder, compute: Compute, unit: int, step: int) -> Value:
+    start = time.perf_counter()
+    try:
+        return compute()
+    finally:
+        recorder.span("root", start, time.perf_counter(), unit=unit, step=step)
+
+
 @torch.no_grad()
 def _checked(compute: Compute) -> tuple[Tensor, ...]:
-    """What it returns, if that is finite.
+    """What it returns, if that is finite; contiguous, so that bits are those of a copy's products.
 
     Raises:
         ArithmeticError: It is not.
     """
-    value = compute()
+    value = tuple(tensor.contiguous() for tensor in compute())
     for tensor in value:
         if not bool(tensor.isfinite().all()):
             raise ArithmeticError("the root is not finite")

@@ -72,6 +72,8 @@ class Shampoo(SecondOrder):
     """
 
     role = "shampoo"
+    roots_have_a_mean = True
+    averaged = ("left", "right", "moment", "square")
 
     def __init__(
         self,

@@ -166,13 +166,6 @@ class Store:
     def __contains__(self, key: Hashable) -> bool:
         return key in self._entries
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def keys(self) -> list[Hashable]:
-        """All keys, in the order in which they were first put."""
-        return list(self._entries)
-
     def check(self, working_set_bytes: int) -> None:
         """Says beforehand whether so many bytes can be in use at a time.
 
@@ -220,16 +213,6 @@ class Store:
                         self._file.free(old.slot, old.size)
             self._entries[key] = entry
             self._count(_DEVICE, size)
-
-    def delete(self, key: Hashable) -> None:
-        """Forgets a key; one that is not there is no error."""
-        with self._lock:
-            entry = self._entries.pop(key, None)
-            if entry is None:
-                return
-            self._count(entry.tier, -entry.size)
-            if entry.slot is not None and self._file is not None:
-                self._file.free(entry.slot, entry.size)
 
     @contextmanager
     def use(self, keys: Sequence[Hashable], *, is_written: bool = True) -> Iterator[list[Tensor]]:
