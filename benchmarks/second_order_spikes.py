@@ -1,11 +1,11 @@
 """How even steps are when roots are computed at once, by turns, or in the background.
 
-gg.SOAP (or others, by --only) on a small GPT whose matrices are blocks of 512, on one thread of compute, so
-that on two cores one is free for a worker. Contestants train by turns, a window of steps at a time
-with what it left in flight waited for inside the window's time, from equal weights on equal
-batches. Reported are, after the first window, the 99th percentile over the median of a step's wall
-time, and of the processor time of the training thread alone, which neighbours on the machine do
-not enter; the wall and processor time of all; and the training loss at the end.
+gg.SOAP (or others, by --only) on a small GPT whose matrices are blocks of 512, on one thread of
+compute, so that on two cores one is free for a worker. Contestants train by turns, a window of
+steps at a time, with what it left in flight waited for inside the window's time, from equal weights
+on equal batches. Reported are, after the first window, the 99th percentile over the median of a
+step's wall time, and of the processor time of the training thread alone, which neighbours on the
+machine do not enter; the wall and processor time of all; and the training loss at the end.
 
     python -m benchmarks.second_order_spikes --rounds 2
 """
