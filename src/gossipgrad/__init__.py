@@ -36,6 +36,7 @@ from gossipgrad.errors import ReplicaChangedError as ReplicaChangedError
 
 if _TYPE_CHECKING:
     from gossipgrad import apoptosis as apoptosis
+    from gossipgrad import second_order as second_order
     from gossipgrad import sparsification as sparsification
     from gossipgrad.apoptosis import Neurons as Neurons
     from gossipgrad.apoptosis import ShrinkPlan as ShrinkPlan
@@ -47,6 +48,15 @@ if _TYPE_CHECKING:
     from gossipgrad.muon import SudaSession as SudaSession
     from gossipgrad.muon import SudaStats as SudaStats
     from gossipgrad.muon import suda as suda
+    from gossipgrad.second_order import SOAP as SOAP
+    from gossipgrad.second_order import Background as Background
+    from gossipgrad.second_order import Deterministic as Deterministic
+    from gossipgrad.second_order import KLShampoo as KLShampoo
+    from gossipgrad.second_order import Shampoo as Shampoo
+    from gossipgrad.second_order import Staggered as Staggered
+    from gossipgrad.second_order import Synchronous as Synchronous
+    from gossipgrad.second_order import Tiers as Tiers
+    from gossipgrad.second_order import share_roots as share_roots
     from gossipgrad.sparsification import SparseSession as SparseSession
     from gossipgrad.sparsification import SparseStats as SparseStats
     from gossipgrad.sparsification import sparsify as sparsify

@@ -68,6 +68,17 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(alone, tmp_path):
     assert_same_runs(tmp_path / "stopped", tmp_path / "whole", 1)
 
 
+def test_a_second_order_run_goes_on_bit_for_bit_with_roots_on_their_way(alone, tmp_path):
+    options = {"optimizer": "soap", "refresh": "background", "refresh_every": 4, "lr": 3e-3}
+    options |= {"max_staleness": 3, "max_dim": 64, "trace": 40}
+    whole, run_dir = alone("whole", epochs=2, **options)
+    assert whole.accuracy > 0.8
+    assert '"root"' in run_dir.rank_trace(0).read_text()
+    alone("stopped", epochs=2, stop_after=22, **options)
+    alone("stopped", resumes=True)
+    assert_same_runs(tmp_path / "stopped", tmp_path / "whole", 1)
+
+
 def test_a_run_that_has_ended_goes_on_for_more_epochs(alone, tmp_path):
     alone("long", epochs=3, lr_schedule="constant")
     alone("short", epochs=2, lr_schedule="constant")

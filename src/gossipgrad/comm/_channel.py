@@ -154,8 +154,7 @@ class Channel:
                     self.void(round, send_to)
                     return exchange
                 if exchange.open:
-                    self.transport.open(recv_from)
-                    self._outbox(recv_from)
+                    self.watch(recv_from)
             if send_to is not None:
                 self._check()
                 header = self._header(Kind.DATA, round, bucket, self.plan[bucket])
@@ -333,6 +332,12 @@ class Channel:
         with self._lock:
             assert self._accept_mail is None, "a channel has one mailbox"
             self._accept_mail = accept
+
+    def watch(self, peer: int) -> None:
+        """Opens the link to a peer, so that its end is noticed, though nothing was sent yet."""
+        with self._lock:
+            self.transport.open(peer)
+            self._outbox(peer)
 
     def send_mail(
         self, key: int, version: int, values: Tensor, peers: Iterable[int]

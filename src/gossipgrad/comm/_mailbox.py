@@ -85,7 +85,20 @@ class Mailbox:
     def latest(self, key: int) -> Mail | None:
         """The latest version that is here, None if none has arrived; does not wait."""
         with self._lock:
-            return self._latest.get(key)
+            mail = self._latest.get(key)
+            return mail if mail is None or mail.values.numel() else None
+
+    def take(self, key: int, version: int) -> Mail | None:
+        """The latest version, if it is at least this one; its memory is the caller's from now on.
+
+        `latest` and `take` then have nothing for the key until a later version comes.
+        """
+        with self._lock:
+            mail = self._latest.get(key)
+            if mail is None or mail.version < version or not mail.values.numel():
+                return None
+            self._latest[key] = Mail(mail.version, mail.sender, mail.values.new_empty(0))
+            return mail
 
     def _accept(self, header: Header, payload: Tensor | None) -> None:
         """Keeps what a peer has published.

@@ -11,7 +11,12 @@ from torch.optim import Optimizer
 
 from gossipgrad.comm._group import Group
 
-__all__ = ["check_optimizers", "check_ranks", "check_timeout", "resolve_group"]
+__all__ = ["check_optimizers", "check_ranks", "check_timeout", "has_peers", "resolve_group"]
+
+
+def has_peers() -> bool:
+    """Whether this process is one of several in the default process group."""
+    return dist.is_initialized() and dist.get_world_size() > 1
 
 
 def check_ranks(process_group: object, mesh: object) -> None:

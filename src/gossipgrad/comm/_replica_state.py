@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ __all__ = [
     "plain",
     "put_back",
     "replica_state",
+    "take_state",
     "trained_parameters",
 ]
 
@@ -182,6 +184,27 @@ def kept_by(optimizer: Optimizer, what: str, copy: bool) -> tuple[list[list[Any]
     Raises:
         GossipError: Something is no plain value, or stands under a key that is no name.
     """
+    with filled(optimizer):
+        return _kept_by(optimizer, what, copy)
+
+
+def filled(optimizer: Optimizer) -> AbstractContextManager[object]:
+    """Inside, `state` has all, also of an optimizer that keeps part of it elsewhere.
+
+    Such a one has a context manager `filled_state()`, and `take_state()`, which takes it back.
+    """
+    return getattr(optimizer, "filled_state", nullcontext)()
+
+
+def take_state(optimizer: Optimizer) -> None:
+    """Has an optimizer that keeps part of its state elsewhere take it from `state`, as filled."""
+    if hasattr(optimizer, "take_state"):
+        optimizer.take_state()
+
+
+def _kept_by(
+    optimizer: Optimizer, what: str, copy: bool
+) -> tuple[list[list[Any]], list[list[Any]]]:
     places = {id(parameter): place for place, parameter in enumerate(parameters_of(optimizer))}
     kept: list[list[Any]] = []
     named: list[list[Any]] = []
@@ -213,7 +236,8 @@ def put_back(
 
 def _optimizer_state(number: int, optimizer: Optimizer, copy: bool) -> dict[str, Any]:
     what = f"of optimizer {number} ({type(optimizer).__name__})"
-    if type(optimizer).state_dict is not Optimizer.state_dict:
+    has_own = type(optimizer).state_dict is not Optimizer.state_dict
+    if has_own and not hasattr(optimizer, "filled_state"):
         warnings.warn(
             f"{type(optimizer).__name__} has a state_dict() of its own: what it keeps there beside "
             "its state and groups is not in this state. Save and load it beside this one",
@@ -242,6 +266,7 @@ def _load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
                 group[key] = _copied(value)
     optimizer.state.clear()
     put_back(optimizer, saved["state"], saved["named"])
+    take_state(optimizer)
 
 
 def _group_sizes(optimizer: Optimizer) -> list[int]:

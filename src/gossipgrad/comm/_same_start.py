@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from gossipgrad.comm._buckets import local
 from gossipgrad.comm._group import Group
-from gossipgrad.comm._replica_state import all_parameters, kept_by, put_back
+from gossipgrad.comm._replica_state import all_parameters, kept_by, put_back, take_state
 from gossipgrad.errors import AgreementError
 
 __all__ = ["agree_on", "broadcast_replica", "fingerprint"]
@@ -103,6 +103,8 @@ def broadcast_replica(group: Group, model: nn.Module, optimizers: Sequence[Optim
             named = _broadcast_values(group, named)
             if not is_source:
                 put_back(optimizer, [], named)
+        if not is_source:
+            take_state(optimizer)
 
 
 def _broadcast_values(group: Group, value: Any) -> Any:

@@ -23,7 +23,9 @@ def average_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         `"model"`: the mean of the weights and floating buffers, with their residuals;
         others, and extra states of modules, are those of the first. `"optimizers"`: the mean of
         each floating state of a parameter's shape (momentum, moments), over those that have it;
-        all else, step counters and hyper-parameters among it, is that of the first.
+        all else, step counters and hyper-parameters among it, is that of the first. Of
+        `gg.SOAP`, `gg.KLShampoo` and `gg.Shampoo` it is the mean of the factors: a mean of bases is
+        none, and what is kept in them is the first one's, too.
 
     Raises:
         ValueError: There are none, or they are of unlike models or optimizers.
@@ -93,6 +95,9 @@ def _mean_state(optimizers: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
 def _alike(key: str, entries: Sequence[Sequence[Any]]) -> list[Tensor] | None:
     """What the replicas keep as `key`, if it is something to average; counters are not."""
     found = [values[key] for _, values, _ in entries if key in values]
+    is_second_order = "cohort" in entries[0][1]
+    if is_second_order and key.partition(".")[0] not in ("left", "right"):
+        return None
     if key == "step" or not all(isinstance(v, Tensor) and v.ndim for v in found):
         return None
     return found if len({v.shape for v in found}) == 1 else None

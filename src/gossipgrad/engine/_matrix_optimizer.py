@@ -134,7 +134,18 @@ class MatrixOptimizer(Optimizer):
         raise NotImplementedError
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See `torch.optim.Optimizer.load_state_dict`; state stays in fp32."""
+        """See `torch.optim.Optimizer.load_state_dict`; state stays in fp32.
+
+        Raises:
+            ValueError: It is the state of another kind of optimizer, or of other groups.
+        """
+        ours = [group["role"] for group in self.param_groups]
+        theirs = [group.get("role") for group in state_dict["param_groups"]]
+        if ours != theirs:
+            raise ValueError(
+                f"the state has groups of the roles {theirs} and this optimizer {ours}: load it "
+                "into the same kind of optimizer, made for the same model with the same patterns"
+            )
         super().load_state_dict(state_dict)  # casts it to the parameters' types
         places = [place for group in state_dict["param_groups"] for place in group["params"]]
         parameters = [p for group in self.param_groups for p in group["params"]]

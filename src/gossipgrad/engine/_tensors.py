@@ -21,11 +21,11 @@ __all__ = [
 ]
 
 # Adam and its kin; Adamax; Adagrad; RMSprop and Adadelta; Rprop; Adafactor, whose factors have the
-# shape of a parameter that is one row or one column.
+# shape of a parameter that is one row or one column; Shampoo's graft.
 NON_NEGATIVE = frozenset(
     {
         *("exp_avg_sq", "max_exp_avg_sq", "exp_inf", "sum", "square_avg", "acc_delta"),
-        *("step_size", "variance", "row_var", "col_var"),
+        *("step_size", "variance", "row_var", "col_var", "square"),
     }
 )
 
@@ -107,7 +107,8 @@ def state_entries(
     """One entry for each floating tensor of a parameter's shape that its optimizer keeps.
 
     What an optimizer will keep is found before its first step, by letting a copy of it step on
-    small stand-ins.
+    small stand-ins. One with a method `state_to_average()` says itself what of its state is to be
+    averaged: parameters with the name, shape, type and reader of each tensor.
 
     Raises:
         GossipError: If the copy cannot step.
@@ -115,6 +116,13 @@ def state_entries(
     names = {id(p): name for name, p in parameters.items()}
     entries = []
     for optimizer in optimizers:
+        if hasattr(optimizer, "state_to_average"):
+            for parameter, key, shape, dtype, read in optimizer.state_to_average():
+                if id(parameter) in names:
+                    spec = TensorSpec(f"{names[id(parameter)]}: {key}", shape, dtype)
+                    is_square = key.partition(".")[0] in NON_NEGATIVE
+                    entries.append(Entry(spec, parameter, read, non_negative=is_square))
+            continue
         for parameter, key, dtype in _kept(optimizer):
             if id(parameter) in names:
                 name = f"{names[id(parameter)]}: {key}"

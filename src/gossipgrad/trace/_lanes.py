@@ -13,6 +13,7 @@ KIND_OF_NAME = {
     "mix": "communication",
     "snapshot": "communication",
     "average": "communication",
+    "root": "roots",
 }
 
 

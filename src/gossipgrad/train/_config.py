@@ -15,7 +15,15 @@ from ._whole_file import write_whole
 from .strategies import Setting, Strategy, check_options, find, options_by_section
 
 # Of each optimizer, where none is given.
-DEFAULT_LR = {"sgd": 0.1, "adamw": 1e-3, "muon": 1e-3}
+DEFAULT_LR = {
+    "sgd": 0.1,
+    "adamw": 1e-3,
+    "muon": 1e-3,
+    "soap": 3e-3,
+    "kl-shampoo": 3e-3,
+    "shampoo": 1e-3,
+}
+SECOND_ORDER = ("soap", "kl-shampoo", "shampoo")
 _MOST_THREADS = 1024
 # What config.json holds beside the options.
 _NOTES = ("lr_formula", "strategy_is", "unused", "versions")
@@ -43,15 +51,25 @@ class TrainConfig:
     images."""
     strategy: str = "gossip"
     """How replicas are kept together, by a name of `gossipgrad.train.STRATEGIES`."""
-    optimizer: Literal["sgd", "adamw", "muon"] = "sgd"
+    optimizer: Literal["sgd", "adamw", "muon", "soap", "kl-shampoo", "shampoo"] = "sgd"
     """Optimizer, the same on every rank. muon: Muon for the matrices of hidden linear layers, AdamW
-    for all else (convolutions, embeddings, heads, biases and norms)."""
+    for all else (convolutions, embeddings, heads, biases and norms). soap, kl-shampoo, shampoo:
+    preconditioned by second-order statistics, AdamW for embeddings, biases and norms."""
+    refresh: Literal["synchronous", "staggered", "background"] = "staggered"
+    """When soap, kl-shampoo and shampoo compute their roots: all in one step, a share in each step,
+    or in a thread while training goes on."""
+    refresh_every: int = 10
+    """Steps from one root of a block to the next."""
+    max_staleness: int = 5
+    """Steps that a root may take to compute with refresh background."""
+    max_dim: int = 512
+    """Rows and columns of a block of soap, kl-shampoo and shampoo, at most."""
     epochs: int = 20
     """Passes over the training part, each rank over its share."""
     batch_size: int = 16
     """Samples a step on each rank."""
     lr: float | None = None
-    """Learning rate, of one rank; None: 0.1 for sgd, 0.001 for adamw and muon."""
+    """Learning rate, of one rank; None: 0.1 for sgd, 0.003 for soap and kl-shampoo, else 0.001."""
     lr_rule: LrRule = "none"
     """What the learning rate is multiplied by: 1 (none, what GossipGraD's authors did in their
     code), the number of ranks (linear), or its square root (sqrt)."""
@@ -66,7 +84,7 @@ class TrainConfig:
     lr_gamma: float = 0.1
     """What a drop of lr_schedule step multiplies the rate by."""
     momentum: float = 0.9
-    """Momentum of sgd; adamw does not use it, and muon has its own, 0.95."""
+    """Momentum of sgd; others have their own, muon 0.95."""
     weight_decay: float = 5e-4
     """Weight decay."""
     seed: int = 0
@@ -150,9 +168,10 @@ class TrainConfig:
             self,
             1,
             *("epochs", "batch_size", "nproc", "log_every", "image_size", "lr_step_epochs"),
-            *("threads", "checkpoint_every", "keep_checkpoints"),
+            *("threads", "checkpoint_every", "keep_checkpoints", "refresh_every", "max_dim"),
         )
         check_at_least(self, 0, "seed", "weight_decay", "trace", "data_threads", "warmup_epochs")
+        check_at_least(self, 0, "max_staleness")
         for name in ("threads", "data_threads"):
             if (getattr(self, name) or 0) > _MOST_THREADS:
                 raise ValueError(
@@ -301,6 +320,11 @@ class TrainConfig:
             unused.append(("", "data_dir", "data is digits, which scikit-learn brings along"))
         if self.optimizer != "sgd":
             unused.append(("", "momentum", f"optimizer is {self.optimizer}"))
+        if self.optimizer not in SECOND_ORDER:
+            names = ("refresh", "refresh_every", "max_staleness", "max_dim")
+            unused += [("", name, f"optimizer is {self.optimizer}") for name in names]
+        elif self.refresh != "background":
+            unused.append(("", "max_staleness", f"refresh is {self.refresh}"))
         if self.checkpoint_every is None:
             unused.append(("", "keep_checkpoints", "there are none without checkpoint_every"))
         if self.lr_schedule != "step":

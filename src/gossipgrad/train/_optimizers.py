@@ -6,9 +6,10 @@ from torch import nn
 from torch.optim import SGD, AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+import gossipgrad as gg
 from gossipgrad.models import heads
 
-from ._config import TrainConfig
+from ._config import SECOND_ORDER, TrainConfig
 from ._learning_rate import LearningRate
 
 
@@ -17,7 +18,8 @@ def make_optimizers(config: TrainConfig, model: nn.Module) -> list[Optimizer]:
 
     Else one for `sgd` and `adamw`. For `muon` two: Muon for the parameters that `muon_parameters`
     names, AdamW for the others; Muon's rate is adjusted to the size of AdamW's updates, so that one
-    learning rate and one weight decay serve both.
+    learning rate and one weight decay serve both. `soap`, `kl-shampoo` and `shampoo` leave what is
+    no matrix to an AdamW of their own.
 
     Args:
         config: The options, resolved.
@@ -41,6 +43,8 @@ def make_optimizers(config: TrainConfig, model: nn.Module) -> list[Optimizer]:
         return [SGD(parameters, lr=lr, momentum=config.momentum, weight_decay=config.weight_decay)]
     if config.optimizer == "adamw":
         return [AdamW(parameters, lr=lr, weight_decay=config.weight_decay)]
+    if config.optimizer in SECOND_ORDER:
+        return [_second_order(config, model)]
     hidden = muon_parameters(model)
     if not hidden:
         raise ValueError(
@@ -54,6 +58,23 @@ def make_optimizers(config: TrainConfig, model: nn.Module) -> list[Optimizer]:
         Muon(hidden, lr=lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"),
         AdamW(others, lr=lr, weight_decay=config.weight_decay),
     ]
+
+
+def _second_order(config: TrainConfig, model: nn.Module) -> Optimizer:
+    every, late = config.refresh_every, config.max_staleness
+    policies = {
+        "synchronous": lambda: gg.Synchronous(every),
+        "staggered": lambda: gg.Staggered(every),
+        "background": lambda: gg.Background(every, late, fixed_delay=True),  # so that a run repeats
+    }
+    kinds = {"soap": gg.SOAP, "kl-shampoo": gg.KLShampoo, "shampoo": gg.Shampoo}
+    return kinds[config.optimizer](
+        model,
+        lr=config.learning_rate.peak,
+        weight_decay=config.weight_decay,
+        max_dim=config.max_dim,
+        refresh=policies[config.refresh](),
+    )
 
 
 def muon_parameters(model: nn.Module) -> list[nn.Parameter]:

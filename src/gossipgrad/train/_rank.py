@@ -13,6 +13,7 @@ from torch import nn
 from gossipgrad import models
 from gossipgrad.data import Dataset, ElasticBatches
 from gossipgrad.errors import EvictedError
+from gossipgrad.second_order import SecondOrder
 
 from ._batches import Groups, RingBatches, deal_anew, make_batches, notes_on
 from ._checkpoints import Checkpoints
@@ -119,6 +120,10 @@ def train_rank(
                 epoch_batches=len(batches),
             )
         spans = StepSpans(rank, num_steps=config.trace, total_steps=total_steps)
+        for optimizer in optimizers:
+            if isinstance(optimizer, SecondOrder):
+                optimizer.recorder = spans
+                unstarted.callback(optimizer.close)
         test = TestPart.of(
             dataset, rank=rank, world_size=world_size, threads=threads, device=device
         )
@@ -216,6 +221,10 @@ def train_rank(
     if shrinking is not None:
         shrinking.close()
     strategy.close()
+    for optimizer in optimizers:
+        if isinstance(optimizer, SecondOrder):
+            strategy.notes.append(f"roots: {optimizer.refresh_stats}")
+            optimizer.close()
     shuffle = None
     if isinstance(batches, RingBatches):
         batches.close()

@@ -1,0 +1,488 @@
+"""Roots computed once and used on all ranks, or averaged over them, along the network's nodes."""
+
+import logging
+import math
+import secrets
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gossipgrad.comm import (
+    Channel,
+    Group,
+    Mailbox,
+    Part,
+    Transport,
+    check_timeout,
+    resolve_group,
+    resolve_transport,
+)
+from gossipgrad.errors import AgreementError
+from gossipgrad.second_order._blocks import Unit
+from gossipgrad.second_order._optimizer import SecondOrder
+from gossipgrad.second_order._refresh import Compute, Run, Value
+
+__all__ = ["RootSharing", "ShareStats", "share_roots"]
+
+logger = logging.getLogger(__name__)
+
+How = Literal["owner", "mean"]
+Spec = tuple[tuple[int, ...], torch.dtype]
+
+_LISTEN_SECONDS = 0.05
+_CLOSE_SECONDS = 5.0
+
+
+def share_roots(
+    optimizer: Optimizer,
+    *,
+    how: How = "owner",
+    every: int = 1,
+    nodes: Sequence[Sequence[int]] | None = None,
+    patience_seconds: float = 10.0,
+    process_group: dist.ProcessGroup | Group | None = None,
+    transport: str | Callable[[Group], Transport] = "zeromq",
+    encrypt: bool | None = None,
+    start_timeout_seconds: float = 60.0,
+) -> "RootSharing":
+    """Has ranks share the roots of a second-order optimizer; a collective.
+
+    With `how="owner"` each unit of blocks belongs to one rank, which computes its roots from its
+    own factors and sends them to all others. With DDP, where factors are equal, the run is that
+    without sharing, bit for bit, and each of p ranks computes 1/p of the roots. With gossip, where
+    they differ, ranks have equal bases for factors that are near each other.
+
+    With `how="mean"` each rank computes all roots from its own factors, and uses the mean over
+    ranks: inside a node, between the first ranks of nodes, and back. For `gg.Shampoo`: a mean of
+    bases is no basis.
+
+    No rank waits for one that is late or dead: a root that has not come `patience_seconds` after
+    its factors were copied is computed here, or that of this rank is used, and counted in
+    `stats.alone`. Where replicas have to be equal bit for bit that holds if all ranks compute the
+    same from the same numbers: processors and torch are of one kind.
+
+    Args:
+        optimizer: A `gg.SOAP`, `gg.KLShampoo` or `gg.Shampoo`.
+        how: `"owner"` or `"mean"`.
+        every: Refreshes of a unit from one that is shared to the next; in between each rank uses
+            its own.
+        nodes: The ranks of each node, all of them once. What goes to another node is sent once, to
+            its first rank. None: ranks of one host name are a node.
+        patience_seconds: See above; longer than a refresh takes. A rank that was late is not
+            waited for again until it has sent something.
+        process_group: Whose ranks take part; by default all. A `gg.Group` closes with the sharing.
+        transport: As in `gg.gossip()`.
+        encrypt: As in `gg.gossip()`.
+        start_timeout_seconds: How long ranks wait for each other in here.
+
+    Returns:
+        The sharing, which ends with `close()`, or a `with` statement; each rank then computes all
+        roots again.
+
+    Raises:
+        ValueError: For settings that cannot be, or another optimizer.
+        AgreementError: The ranks' optimizers or settings differ.
+        GossipError: A rank does not come in time.
+
+    References:
+        Asteria, arXiv:2605.16184: a block takes part in an exchange only when it is due, average
+        inside a node, between representatives, and back. Deviations: (1) `"owner"`, which that has
+        not; (2) no rank waits for another; (3) leaders send their means to each other, and not to
+        one of them.
+    """
+    if not isinstance(optimizer, SecondOrder):
+        raise ValueError(
+            f"{type(optimizer).__name__} has no roots to share: gg.SOAP, gg.KLShampoo and "
+            "gg.Shampoo have"
+        )
+    if how not in get_args(How):
+        raise ValueError(f"how={how!r} is none of {', '.join(map(repr, get_args(How)))}")
+    if how == "mean" and not optimizer.roots_have_a_mean:
+        raise ValueError(
+            f"how='mean' is for gg.Shampoo: the mean of {type(optimizer).__name__}'s bases is no "
+            "basis. Use how='owner'"
+        )
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise ValueError(f"every must be a whole number of at least 1, got {every!r}")
+    if not 0 < patience_seconds < math.inf:
+        raise ValueError(f"patience_seconds must be above 0 and finite, got {patience_seconds}")
+    check_timeout(start_timeout_seconds)
+    links = resolve_transport(transport, encrypt=encrypt)
+    group = resolve_group(
+        process_group, asks="share_roots()", start_timeout_seconds=start_timeout_seconds
+    )
+    try:
+        with group.limit(start_timeout_seconds):
+            return RootSharing(
+                optimizer,
+                group,
+                links,
+                how=how,
+                every=every,
+                nodes=_resolve_nodes(nodes, group),
+                patience_seconds=patience_seconds,
+            )
+    except BaseException:
+        group.close()
+        raise
+
+
+@dataclass(slots=True)
+class ShareStats:
+    """What has been counted so far.
+
+    Attributes:
+        computed: Roots that this rank computed.
+        received: Roots, or means of them, that came from others and were used.
+        alone: Roots of this rank that were used because those of others were late or gone.
+        sent_bytes: Of roots, to all ranks.
+        sent_bytes_to_other_nodes: Those of them that left the node.
+    """
+
+    computed: int = 0
+    received: int = 0
+    alone: int = 0
+    sent_bytes: int = 0
+    sent_bytes_to_other_nodes: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Awaited:
+    """A root that others are to send. `own` is what this rank computed of it, if it has."""
+
+    unit: int
+    step: int
+    compute: Compute
+    run: Run
+    future: Future[Value]
+    deadline: float
+    own: Value | None = None
+
+
+class RootSharing:
+    """What `share_roots()` returns; a context manager."""
+
+    def __init__(
+        self,
+        optimizer: SecondOrder,
+        group: Group,
+        transport: Callable[[Group, int], Transport],
+        *,
+        how: How,
+        every: int,
+        nodes: Sequence[Sequence[int]],
+        patience_seconds: float,
+    ) -> None:
+        self.stats = ShareStats()
+        self._optimizer, self._group = weakref.ref(optimizer), group
+        self._is_mean, self._every, self._patience = how == "mean", every, patience_seconds
+        self._nodes = [tuple(node) for node in nodes]
+        self._rank = group.rank
+        self._node = next(n for n, ranks in enumerate(self._nodes) if group.rank in ranks)
+        plan = optimizer.plan()
+        self._specs = [optimizer.root_parts(unit) for unit in plan]
+        self._owners = _deal([_cost(unit) for unit in plan], group.world_size)
+        described = [str(self._specs), how, every, self._nodes, type(optimizer).__name__]
+        said = group.all_gather_object(str(described))
+        if len(set(said)) > 1:
+            other = next(rank for rank, each in enumerate(said) if each != said[0])
+            raise AgreementError(
+                f"rank {other} shares {said[other]}, and rank 0 {said[0]}: build the same "
+                "optimizer and settings on every rank"
+            )
+        run = bytes.fromhex(group.broadcast_object(secrets.token_hex(16)))
+        sizes = [sum(math.prod(s) * d.itemsize for s, d in parts) for parts in self._specs]
+        copies = 1 + (group.world_size + len(self._nodes)) * self._is_mean
+        largest = max(sizes, default=1)
+        self._channel = Channel(transport(group, largest), run=run, plan=[])
+        self._box = Mailbox(
+            self._channel, [Part(torch.uint8, size) for _ in range(copies) for size in sizes]
+        )
+        for peer in sorted((self._near() | self._leaders()) - {self._rank}):
+            self._channel.watch(peer)
+        self._lock = threading.Lock()
+        self._awaited: dict[int, _Awaited] = {}
+        self._late: dict[int, int] = {}  # by rank, the step that it was late with
+        self._passed_on = [-1] * len(plan)
+        self._finished = [-1] * len(plan)
+        self._is_closed = False
+        group.barrier()  # all have a mailbox before the first mail comes
+        self._thread = threading.Thread(
+            target=_listen, args=(weakref.ref(self),), name="gossipgrad-share-roots", daemon=True
+        )
+        self._thread.start()
+        optimizer.sharing = self
+
+    @property
+    def owners(self) -> list[int]:
+        """Which rank computes the roots of each unit, with `how="owner"`."""
+        return list(self._owners)
+
+    def submit(self, unit: int, step: int, compute: Compute, run: Run) -> Future[Value]:
+        """The future of a unit's root, of this rank or of others; the optimizer calls it."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        is_planned = unit < len(self._specs) and self._specs[unit] == optimizer.parts(unit)
+        is_due = step // optimizer.refresh.every % self._every == 0
+        if self._is_closed or not is_planned or not is_due:
+            return self._compute(compute, run)
+        if not self._is_mean and self._owners[unit] == self._rank:
+            future = self._compute(compute, run)
+            future.add_done_callback(lambda f: self._publish(unit, step, f))
+            return future
+        is_late = self._is_late(unit)
+        if is_late and not self._is_mean:
+            self.stats.alone += 1
+            return self._compute(compute, run)
+        patience = 0.0 if is_late else self._patience
+        awaited = _Awaited(unit, step, compute, run, Future(), time.monotonic() + patience)
+        with self._lock:
+            self._awaited[unit] = awaited
+        if self._is_mean:
+            self._compute(compute, run).add_done_callback(lambda f: self._offer(awaited, f))
+        return awaited.future
+
+    def _is_late(self, unit: int) -> bool:
+        """Whether who sends the unit's root was late, and has sent none since."""
+        source, mail = self._source(unit), self._box.latest(unit)
+        if mail is not None and mail.version > self._late.get(source, mail.version):
+            del self._late[source]
+        return source in self._late
+
+    def close(self) -> None:
+        """Each rank computes all roots from now on; local, and may be called twice."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if (optimizer := self._optimizer()) is not None:
+            optimizer.sharing = None
+        if self._thread is not threading.current_thread():
+            self._thread.join(_CLOSE_SECONDS)
+        for awaited in [*self._awaited.values()]:
+            self._go_alone(awaited)
+        self._channel.close()
+        self._group.close()
+
+    def __enter__(self) -> "RootSharing":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_is_closed", True):
+            self.close()
+
+    # -- what is sent ------------------------------------------------------------------------------
+
+    def _compute(self, compute: Compute, run: Run) -> Future[Value]:
+        self.stats.computed += 1
+        return run(compute)
+
+    def _publish(self, unit: int, step: int, future: Future[Value]) -> None:
+        """Sends a root of this rank's to its own node and the first rank of others."""
+        if not future.cancelled() and future.exception() is None:
+            self._send(unit, step, _encode(future.result()), self._near() | self._leaders())
+
+    def _offer(self, awaited: _Awaited, future: Future[Value]) -> None:
+        """Sends this rank's part of a mean to the first rank of its node."""
+        if future.cancelled() or future.exception() is not None:
+            self._forget(awaited)
+            error = None if future.cancelled() else future.exception()
+            _complete(awaited.future, error or RuntimeError("the job was cancelled"))
+            return
+        awaited.own = future.result()
+        if self._is_closed:
+            _complete(awaited.future, awaited.own)
+            return
+        key = self._part_key(awaited.unit, self._rank)
+        self._send(key, awaited.step, _encode(awaited.own), {self._nodes[self._node][0]})
+
+    def _send(self, key: int, version: int, values: Tensor, peers: set[int]) -> None:
+        peers = peers - {self._rank} - self._channel.gone.keys()
+        self._box.publish(key, values, version=version, peers=peers)
+        self.stats.sent_bytes += values.nbytes * len(peers)
+        self.stats.sent_bytes_to_other_nodes += values.nbytes * len(peers - self._near())
+
+    def _near(self) -> set[int]:
+        return set(self._nodes[self._node])
+
+    def _leaders(self) -> set[int]:
+        return {node[0] for node in self._nodes}
+
+    @property
+    def _is_leader(self) -> bool:
+        return self._nodes[self._node][0] == self._rank
+
+    def _part_key(self, unit: int, rank: int) -> int:
+        return len(self._specs) * (1 + rank) + unit
+
+    def _node_key(self, unit: int, node: int) -> int:
+        return len(self._specs) * (1 + self._group.world_size + node) + unit
+
+    # -- what arrives ------------------------------------------------------------------------------
+
+    def _turn(self) -> None:
+        """Listens for a moment, passes on what others need, and completes what has come."""
+        self._channel.poll(_LISTEN_SECONDS)
+        if self._is_leader:
+            for unit in range(len(self._specs)):
+                self._pass_on_mean(unit) if self._is_mean else self._pass_on(unit)
+        gone, now = self._channel.gone, time.monotonic()
+        for awaited in [*self._awaited.values()]:
+            mail = self._box.take(awaited.unit, awaited.step)
+            if mail is not None and self._forget(awaited):
+                self.stats.received += 1
+                _complete(awaited.future, _decode(mail.values, self._specs[awaited.unit]))
+            elif (source := self._source(awaited.unit)) in gone or now > awaited.deadline:
+                if source not in gone:
+                    self._late.setdefault(source, awaited.step)
+                self._go_alone(awaited)
+
+    def _source(self, unit: int) -> int:
+        """Who sends a unit's root, or its mean, to this rank in the end."""
+        return self._nodes[self._node][0] if self._is_mean else self._owners[unit]
+
+    def _pass_on(self, unit: int) -> None:
+        """Sends what has come from another node to the rest of this one."""
+        mail = self._box.latest(unit)
+        if mail is None or mail.version <= self._passed_on[unit] or mail.sender in self._near():
+            return
+        self._passed_on[unit] = mail.version
+        near = self._near() - {self._rank}
+        self.stats.sent_bytes += mail.values.nbytes * len(near)
+        self._channel.send_mail(unit, mail.version, mail.values, near)
+
+    def _pass_on_mean(self, unit: int) -> None:
+        """As first rank of a node: its mean to the other first ranks, and theirs to the node."""
+        gone, specs = self._channel.gone, self._specs[unit]
+        parts = [self._box.latest(self._part_key(unit, r)) for r in self._near() - gone.keys()]
+        version = parts[0].version if parts[0] is not None else -1
+        is_new = version > self._passed_on[unit]
+        if is_new and all(part is not None and part.version == version for part in parts):
+            self._passed_on[unit] = version
+            mean = _mean([_decode(p.values, specs) for p in parts if p is not None])
+            self._send(self._node_key(unit, self._node), version, _encode(mean), self._leaders())
+        living = [n for n, node in enumerate(self._nodes) if node[0] not in gone]
+        means = [self._box.latest(self._node_key(unit, node)) for node in living]
+        version = means[0].version if means[0] is not None else -1
+        if version <= self._finished[unit]:
+            return
+        if all(mean is not None and mean.version == version for mean in means):
+            self._finished[unit] = version
+            weights = [float(len(self._nodes[node])) for node in living]
+            mean = _mean([_decode(m.values, specs) for m in means if m is not None], weights)
+            self._send(unit, version, _encode(mean), self._near())
+
+    def _go_alone(self, awaited: _Awaited) -> None:
+        """Uses this rank's own root, if others have not sent it meanwhile."""
+        if self._is_mean and awaited.own is None:
+            return  # it is being computed
+        if not self._forget(awaited):
+            return
+        self.stats.alone += 1
+        if awaited.own is not None:
+            _complete(awaited.future, awaited.own)
+        else:
+            self._compute(awaited.compute, awaited.run).add_done_callback(
+                lambda f: _complete(awaited.future, f.exception() or f.result())
+            )
+
+    def _forget(self, awaited: _Awaited) -> bool:
+        with self._lock:
+            if self._awaited.get(awaited.unit) is not awaited:
+                return False
+            del self._awaited[awaited.unit]
+            return True
+
+
+def _listen(reference: "weakref.ref[RootSharing]") -> None:
+    while (sharing := reference()) is not None and not sharing._is_closed:
+        try:
+            sharing._turn()
+        except Exception:
+            logger.exception("sharing of roots ends: each rank computes all of its own")
+            sharing.close()
+        del sharing
+
+
+def _complete(future: Future[Value], result: Value | BaseException) -> None:
+    """Gives the future its result, unless the optimizer has given it up."""
+    if not future.set_running_or_notify_cancel():
+        return
+    if isinstance(result, BaseException):
+        future.set_exception(result)
+    else:
+        future.set_result(result)
+
+
+def _encode(value: Value) -> Tensor:
+    parts = [part.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for part in value]
+    return torch.cat(parts)
+
+
+def _decode(values: Tensor, specs: Sequence[Spec]) -> Value:
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in specs]
+    pieces = zip(values.split(sizes), specs, strict=True)
+    return tuple(piece.clone().view(dtype).view(shape) for piece, (shape, dtype) in pieces)
+
+
+def _mean(values: Sequence[Value], weights: Sequence[float] | None = None) -> Value:
+    """The weighted mean, added in their order."""
+    weights = [1.0] * len(values) if weights is None else weights
+    total = sum(weights)
+    means = []
+    for parts in zip(*values, strict=True):
+        mean = torch.zeros_like(parts[0])
+        for part, weight in zip(parts, weights, strict=True):
+            mean.add_(part, alpha=weight / total)
+        means.append(mean)
+    return tuple(means)
+
+
+def _cost(unit: Unit) -> float:
+    m, n = unit.shape
+    return len(unit.blocks) * (float(m) ** 3 + float(n) ** 3)
+
+
+def _deal(costs: Sequence[float], ranks: int) -> list[int]:
+    """An owner for each unit: the largest first, each to the rank with the least work so far."""
+    owners, loads = [0] * len(costs), [0.0] * ranks
+    for unit in sorted(range(len(costs)), key=lambda unit: -costs[unit]):
+        owners[unit] = min(range(ranks), key=lambda rank: loads[rank])
+        loads[owners[unit]] += costs[unit]
+    return owners
+
+
+def _resolve_nodes(nodes: Sequence[Sequence[int]] | None, group: Group) -> list[list[int]]:
+    """The ranks of each node, those of one host name where nothing is said; a collective then.
+
+    Raises:
+        ValueError: They are not all ranks, each once.
+    """
+    if nodes is None:
+        by_host: dict[str, list[int]] = {}
+        for rank, host in enumerate(group.all_gather_object(socket.gethostname())):
+            by_host.setdefault(host, []).append(rank)
+        return [*by_host.values()]
+    if sorted(rank for node in nodes for rank in node) != list(range(group.world_size)):
+        raise ValueError(
+            f"nodes={nodes!r} must name each of the ranks 0..{group.world_size - 1} once"
+        )
+    return [list(node) for node in nodes if node]

@@ -1,0 +1,500 @@
+"""What the second-order optimizers share: units, when roots are renewed, where state lives."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from gossipgrad.comm import Recorder, local, widened
+from gossipgrad.engine import ADAMW, MatrixOptimizer, Parameters
+from gossipgrad.errors import GossipError
+from gossipgrad.second_order._blocks import Block, Unit, cut, make_units
+from gossipgrad.second_order._refresh import (
+    Background,
+    Policy,
+    Refresher,
+    RefreshStats,
+    Root,
+    Synchronous,
+    Value,
+)
+from gossipgrad.second_order._tiers import Store, StoreStats, Tiers
+
+if TYPE_CHECKING:
+    from gossipgrad.second_order._coherence import RootSharing
+
+__all__ = ["SecondOrder"]
+
+Averaged = tuple[nn.Parameter, str, tuple[int, ...], torch.dtype, Callable[[], Tensor | None]]
+
+
+class SecondOrder(MatrixOptimizer):
+    """The base of `SOAP`, `KLShampoo` and `Shampoo`.
+
+    A subclass names the tensors that it keeps for a unit (`shapes`), updates a unit
+    (`update_unit`), makes the job that computes its roots (`make_job`) and takes up their result
+    (`take_up`).
+
+    Blocks that have no gradient in a step keep their weights and their state; their unit counts the
+    step, though, for its bias correction and for the age of its roots, unless none of its blocks
+    has a gradient. Parameters join units of their own in the step of their first gradient.
+
+    Args:
+        params: See `MatrixOptimizer`.
+        settings: Of groups of matrices, with `"max_dim"`.
+        adamw_settings: Of groups of the rest.
+        weight_decay: Decoupled, of all parameters.
+        refresh: When roots are computed, and by whom.
+        storage: Where state lives; None: on the device of the parameters.
+        matrices: Patterns of names.
+        adamw: Patterns of names.
+    """
+
+    def __init__(
+        self,
+        params: Parameters,
+        *,
+        settings: dict[str, Any],
+        adamw_settings: dict[str, Any],
+        weight_decay: float,
+        refresh: Policy | None,
+        storage: Tiers | None,
+        matrices: Sequence[str],
+        adamw: Sequence[str],
+    ) -> None:
+        self.refresh = Synchronous() if refresh is None else refresh
+        self.storage = storage
+        self._start_anew()
+        super().__init__(
+            params,
+            settings=settings,
+            adamw_settings=adamw_settings,
+            weight_decay=weight_decay,
+            matrices=matrices,
+            adamw=adamw,
+            with_head=True,
+        )
+        self._check_budget()
+
+    roots_have_a_mean: ClassVar[bool] = False
+    """Whether a mean of several ranks' roots is one."""
+    averaged: ClassVar[tuple[str, ...]] = ("left", "right")
+    """What of a unit may be averaged over ranks, because it is in no basis of a rank's own."""
+
+    # -- what a subclass does ----------------------------------------------------------------------
+
+    def shapes(self, unit: Unit) -> dict[str, tuple[int, ...]]:
+        """What is kept for each block of a unit: names and shapes."""
+        raise NotImplementedError
+
+    def update_unit(
+        self,
+        unit: Unit,
+        group: Mapping[str, Any],
+        gradient: Tensor,
+        rows: Sequence[int] | None,
+    ) -> tuple[Tensor, float] | None:
+        """Takes gradients in; what to subtract from the blocks, and times what.
+
+        Args:
+            unit: The unit.
+            group: Its settings.
+            gradient: One matrix a block, not to be written.
+            rows: Which blocks these are; None: all.
+        """
+        raise NotImplementedError
+
+    def make_job(self, unit: Unit, group: Mapping[str, Any]) -> Callable[[], tuple[Tensor, ...]]:
+        """What computes a unit's roots, from a snapshot of its own."""
+        raise NotImplementedError
+
+    def root_parts(self, unit: Unit) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shapes and types of what a job returns."""
+        return [
+            ((len(unit.blocks), *shape), unit.dtype)
+            for name, shape in self.shapes(unit).items()
+            if _is_root(name)
+        ]
+
+    def take_up(self, unit: Unit, value: tuple[Tensor, ...]) -> None:
+        """Puts what a job returned into the store."""
+        raise NotImplementedError
+
+    def describe_blocks(self, group: Mapping[str, Any]) -> list[str]:
+        """Size of blocks and when roots are computed, for `repr`."""
+        policy = self.refresh
+        late = f", {policy.max_staleness} late" if isinstance(policy, Background) else ""
+        how = type(policy).__name__.lower()
+        return [f"blocks of {group['max_dim']}", f"{how} every {policy.every}{late}"]
+
+    # -- what users call ---------------------------------------------------------------------------
+
+    @property
+    def refresh_stats(self) -> RefreshStats:
+        """What has been counted of roots: refreshes, failures, waits, the oldest used."""
+        return self.refresher.stats
+
+    @property
+    def storage_stats(self) -> StoreStats:
+        """Bytes in each tier and what has been moved."""
+        return self._open_store().stats
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of all parameters that have gradients; returns what the closure returned.
+
+        Raises:
+            RuntimeError: A gradient is sparse; a unit has no root, or one past its age bound; or a
+                tier is full or its file cannot be read. See `Refresher.current` and `Store.use`.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for place, group in enumerate(self.param_groups):
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if not parameters:
+                continue
+            gradients = self.gradients(parameters)
+            if group["role"] == ADAMW:
+                self.adamw(group, parameters, gradients)
+                continue
+            if fresh := [p for p in parameters if p not in self._cohorts]:
+                cohort = 1 + max(self._cohorts.values(), default=-1)
+                self._add_units(place, fresh, cohort)
+            for unit in self._units:
+                if unit.group == place:
+                    self._step_unit(unit, group)
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `torch.optim.Optimizer.state_dict`: plain tensors, whatever holds the state.
+
+        Waits for all jobs; a root that is to be taken up later is part of the state. So a run that
+        goes on and one that loads the state are equal bit for bit. Each block's tensors are
+        `"NAME.NUMBER"`.
+
+        Raises:
+            GossipError: A worker has not finished in its time.
+        """
+        with self.filled_state():
+            return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See `torch.optim.Optimizer.load_state_dict`; jobs under way are dropped.
+
+        Raises:
+            ValueError: It is the state of another kind of optimizer, or of other parameters.
+        """
+        super().load_state_dict(state_dict)
+        self.take_state()
+
+    @property
+    def sharing(self) -> "RootSharing | None":
+        """What shares roots with other ranks, while something does: see `gg.share_roots()`."""
+        return self.__dict__.get("_sharing")
+
+    @sharing.setter
+    def sharing(self, sharing: "RootSharing | None") -> None:
+        self._sharing = sharing
+        self.refresher.share = None if sharing is None else sharing.submit
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """Gets a span of time for each root, such as a `gossipgrad.trace.Trace`."""
+        return self.__dict__.get("_recorder")
+
+    @recorder.setter
+    def recorder(self, recorder: Recorder | None) -> None:
+        self._recorder = self.refresher.recorder = recorder
+
+    def state_to_average(self) -> Iterator[Averaged]:
+        """What `gg.gossip(payload="weights+state")` averages: factors, and AdamW's moments.
+
+        Moments in the bases of a rank's own stay its own.
+
+        Raises:
+            GossipError: State is in tiers, and not all of it on the device.
+        """
+        if self.storage is not None:
+            raise GossipError(
+                "payload='weights+state' averages factors in place, and storage= moves them: "
+                "use payload='weights', or leave storage out"
+            )
+        shapes = {}
+        for unit in self.plan():
+            shapes |= {(block.parameter, block.number): self.shapes(unit) for block in unit.blocks}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if group["role"] == ADAMW:
+                    for name in ("exp_avg", "exp_avg_sq"):
+                        read = partial(self._read_state, parameter, name)
+                        shape = tuple(local(parameter).shape)
+                        yield parameter, name, shape, widened(parameter.dtype), read
+                    continue
+                for block in cut(parameter, group["max_dim"]):
+                    for name, shape in shapes[parameter, block.number].items():
+                        if name in self.averaged:
+                            read = partial(self._read_block, block, name)
+                            key, dtype = f"{name}.{block.number}", widened(parameter.dtype)
+                            yield parameter, key, shape, dtype, read
+
+    def plan(self) -> list[Unit]:
+        """The units, those that there will be if all parameters have gradients in the first step.
+
+        They are then not the objects that the optimizer will have.
+        """
+        units = list(self._units)
+        for place, group in enumerate(self.param_groups):
+            if group["role"] != ADAMW and not self._units:
+                first, of = len(units), (group["params"], group["max_dim"])
+                units += make_units(*of, first=first, group=place, cohort=0)
+        return units
+
+    def parts(self, index: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shapes and types of the roots of a unit that there is."""
+        return self.root_parts(self._units[index])
+
+    def close(self) -> None:
+        """Ends threads and frees files; state that was not saved is lost."""
+        self.refresher.close()
+        if self.store is not None:
+            self.store.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        with self.filled_state():
+            state = {p: dict(each) for p, each in self.state.items()}
+            return super().__getstate__() | {
+                "state": state,
+                "refresh": self.refresh,
+                "storage": self.storage,
+            }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "refresh" in state:  # a copy, and not torch's load_state_dict()
+            self._start_anew()
+            self.take_state()
+
+    # -- for subclasses ----------------------------------------------------------------------------
+
+    @contextmanager
+    def use(
+        self,
+        unit: Unit,
+        names: Sequence[str],
+        rows: Sequence[int] | None = None,
+        *,
+        is_written: bool = True,
+    ) -> Iterator[list[Tensor]]:
+        """A unit's tensors on the device, those rows of them; what is written in place is kept."""
+        keys = [(unit.index, name) for name in names]
+        with self._open_store().use(keys, is_written=is_written) as stacks:
+            if rows is None:
+                yield stacks
+                return
+            parts = [stack[rows] for stack in stacks]
+            yield parts
+            if is_written:
+                for stack, part in zip(stacks, parts, strict=True):
+                    stack[rows] = part
+
+    def has(self, unit: Unit, name: str) -> bool:
+        """Whether there is such a tensor yet: roots come with the first refresh."""
+        return (unit.index, name) in self._open_store()
+
+    def put(self, unit: Unit, name: str, tensor: Tensor) -> None:
+        """Keeps a new tensor for a unit."""
+        self._open_store().put((unit.index, name), tensor)
+
+    def renew(self, unit: Unit, group: Mapping[str, Any], step: int) -> Root | None:
+        """Has the unit's roots computed if they are due, and those to use in this step taken up."""
+        if self.refresher.is_due(unit.index, step):
+            self.refresher.submit(unit.index, step, self.make_job(unit, group))
+        return self.refresher.current(unit.index, step)
+
+    def snapshot(self, unit: Unit, *names: str) -> list[Tensor]:
+        """Copies of tensors of a unit, on the host if workers compute there."""
+        with self.use(unit, names, is_written=False) as tensors:
+            is_far = isinstance(self.refresh, Background)
+            return [t.to("cpu", copy=True) if is_far else t.clone() for t in tensors]
+
+    # -- units and their state ---------------------------------------------------------------------
+
+    def _start_anew(self) -> None:
+        self._units: list[Unit] = []
+        self._cohorts: dict[nn.Parameter, int] = {}
+        self._places: dict[tuple[nn.Parameter, int], tuple[Unit, int]] = {}
+        self.store: Store | None = None
+        self.refresher = Refresher(self.refresh, 0, self._publish)
+        self.sharing, self.recorder = self.sharing, self.recorder
+
+    def _open_store(self) -> Store:
+        if self.store is None:
+            device = self.param_groups[0]["params"][0].device
+            self.store = Store(self.storage, device)
+        return self.store
+
+    def _check_budget(self) -> None:
+        """Raises `ValueError` at once where a unit will not fit the device's budget."""
+        if self.storage is None or self.storage.device_bytes is None:
+            return
+        largest = 0
+        for unit in self.plan():
+            numbers = sum(_count(shape) for shape in self.shapes(unit).values())
+            largest = max(largest, len(unit.blocks) * numbers * unit.dtype.itemsize)
+        self._open_store().check(largest)
+
+    def _add_units(self, place: int, parameters: Sequence[nn.Parameter], cohort: int) -> list[Unit]:
+        group = self.param_groups[place]
+        units = make_units(
+            parameters, group["max_dim"], first=len(self._units), group=place, cohort=cohort
+        )
+        self._units += units
+        self._cohorts |= dict.fromkeys(parameters, cohort)
+        self.refresher.grow(len(self._units))
+        for unit in units:
+            places = ((block.parameter, block.number) for block in unit.blocks)
+            self._places |= {place: (unit, row) for row, place in enumerate(places)}
+            for name, shape in self.shapes(unit).items():
+                if not _is_root(name):
+                    device = unit.blocks[0].parameter.device
+                    stack = torch.zeros(len(unit.blocks), *shape, dtype=unit.dtype, device=device)
+                    self.put(unit, name, stack)
+        return units
+
+    def _read_state(self, parameter: nn.Parameter, name: str) -> Tensor | None:
+        return self.state.get(parameter, {}).get(name)
+
+    def _read_block(self, block: Block, name: str) -> Tensor | None:
+        """A block's tensor itself, None before its first gradient."""
+        place = self._places.get((block.parameter, block.number))
+        if place is None:
+            return None
+        unit, row = place
+        with self.use(unit, [name]) as (stack,):
+            return stack[row]
+
+    def _step_unit(self, unit: Unit, group: Mapping[str, Any]) -> None:
+        rows = [i for i, b in enumerate(unit.blocks) if b.parameter.grad is not None]
+        if not rows:
+            return
+        is_all = len(rows) == len(unit.blocks)
+        found = self.update_unit(unit, group, unit.gather(rows), None if is_all else rows)
+        unit.step += 1
+        if found is None:
+            return
+        update, factor = found
+        lr = float(group["lr"])
+        for row, each in zip(rows, update, strict=True):
+            block = unit.blocks[row]
+            whole = local(block.parameter)
+            matrix = whole if whole.ndim == 2 else whole.flatten(1)
+            self.subtract(block.of(matrix), each, lr * factor, lr * group["weight_decay"])
+            if matrix.data_ptr() != whole.data_ptr():  # channels last: it was a copy
+                whole.copy_(matrix.view(whole.shape))
+
+    def _publish(self, index: int, root: Root) -> None:
+        self.take_up(self._units[index], root.value)
+
+    @contextmanager
+    def filled_state(self) -> Iterator[None]:
+        """Inside, `state` has what the store has, one dictionary a parameter, as torch expects."""
+        self.refresher.drain()
+        saved = self.refresher.state_dict()
+        try:
+            for unit in self._units:
+                names = [name for name in self.shapes(unit) if self.has(unit, name)]
+                counts = [saved[each][unit.index] for each in _COUNTS]
+                pending = self.refresher.pending(unit.index) or ()
+                with self.use(unit, names, is_written=False) as stacks:
+                    for row, block in enumerate(unit.blocks):
+                        state = self.state[block.parameter]
+                        state |= {"step": unit.step, "cohort": unit.cohort}
+                        state[f"refresh.{block.number}"] = counts
+                        for name, stack in zip(names, stacks, strict=True):
+                            state[f"{name}.{block.number}"] = stack[row].clone()
+                        for place, part in enumerate(pending):
+                            state[f"pending{place}.{block.number}"] = part[row].clone()
+            yield
+        finally:
+            for parameter in self._cohorts:
+                self.state.pop(parameter, None)
+
+    def take_state(self) -> None:
+        """The other way round: builds units from `state`, which is empty of them afterwards."""
+        self.close()
+        self._start_anew()
+        states: dict[nn.Parameter, dict[str, Any]] = {}
+        cohorts: dict[tuple[int, int], list[nn.Parameter]] = {}
+        for place, group in enumerate(self.param_groups):
+            for parameter in group["params"] if group["role"] == self.role else ():
+                state = self.state.pop(parameter, None)
+                if not state:
+                    continue
+                if "cohort" not in state:
+                    raise ValueError(
+                        f"the state has {sorted(state)} for a parameter of shape "
+                        f"{tuple(parameter.shape)}: it is not one of gg.{type(self).__name__}"
+                    )
+                states[parameter] = state
+                cohorts.setdefault((state["cohort"], place), []).append(parameter)
+        counts: dict[str, list[int]] = {name: [] for name in _COUNTS}
+        pending: list[Value | None] = []
+        for (cohort, place), parameters in sorted(cohorts.items(), key=lambda each: each[0]):
+            for unit in self._add_units(place, parameters, cohort):
+                kept = [states[block.parameter] for block in unit.blocks]
+                self._fill_unit(unit, kept)
+                pending.append(self._pending_of(unit, kept))
+                for name, count in zip(
+                    _COUNTS,
+                    states[unit.blocks[0].parameter][f"refresh.{unit.blocks[0].number}"],
+                    strict=True,
+                ):
+                    counts[name].append(int(count))
+        self.refresher.load_state_dict(counts, pending=pending)
+
+    def _pending_of(self, unit: Unit, states: Sequence[Mapping[str, Any]]) -> Value | None:
+        """What a job had computed when the state was saved, and no step had taken up."""
+        blocks = list(zip(unit.blocks, states, strict=True))
+        if f"pending0.{unit.blocks[0].number}" not in states[0]:
+            return None
+        return tuple(
+            torch.stack([state[f"pending{place}.{block.number}"] for block, state in blocks])
+            for place in range(len(self.root_parts(unit)))
+        )
+
+    def _fill_unit(self, unit: Unit, states: Sequence[Mapping[str, Any]]) -> None:
+        unit.step = int(states[0]["step"])
+        device = unit.blocks[0].parameter.device
+        for name, shape in self.shapes(unit).items():
+            keys = [f"{name}.{block.number}" for block in unit.blocks]
+            if _is_root(name) and keys[0] not in states[0]:
+                continue
+            stack = torch.empty(len(keys), *shape, dtype=unit.dtype, device=device)
+            for into, key, state in zip(stack, keys, states, strict=True):
+                if key not in state or tuple(state[key].shape) != tuple(shape):
+                    raise ValueError(
+                        f"the state has no {key!r} of shape {tuple(shape)}: it is not one of "
+                        f"gg.{type(self).__name__} for these parameters and max_dim"
+                    )
+                into.copy_(state[key])
+            self.put(unit, name, stack)
+
+
+_COUNTS = ("versions", "steps", "submitted", "failures")
+
+
+def _is_root(name: str) -> bool:
+    """Whether it comes with a refresh, and not with the unit."""
+    return name.endswith(("_basis", "_root"))
+
+
+def _count(shape: Sequence[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count

@@ -1,0 +1,168 @@
+"""SOAP: Adam in the eigenbases of Shampoo's factors."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossipgrad.engine import Parameters
+from gossipgrad.second_order._blocks import Unit
+from gossipgrad.second_order._checks import check_fractions
+from gossipgrad.second_order._eigenbasis import BASES, FACTORS, Eigenbasis
+from gossipgrad.second_order._refresh import Policy
+from gossipgrad.second_order._symmetric import add_gram
+from gossipgrad.second_order._tiers import Tiers
+
+__all__ = ["SOAP"]
+
+
+class SOAP(Eigenbasis):
+    r"""Adam in the eigenbases of Shampoo's factors for matrices, AdamW for the rest.
+
+    With $G$ the gradient of a block, $Q_L$ and $Q_R$ the eigenbases of $L$ and $R$:
+
+    .. math::
+        P = Q_L^T G Q_R, \quad M \leftarrow b_1 M + (1 - b_1) P, \quad
+        V \leftarrow b_2 V + (1 - b_2) P^2, \\
+        X \leftarrow X - \text{lr} \, (c \, Q_L \frac{M}{\sqrt V + \text{eps}} Q_R^T
+        + \text{weight\_decay} \cdot X), \\
+        L \leftarrow b L + (1 - b) G G^T, \quad R \leftarrow b R + (1 - b) G^T G
+
+    with $c$ Adam's bias correction. The first step of a block makes $L$ and $R$ and does not
+    update it. The bases are eigenvectors of these at the second step, and one step of orthogonal
+    iteration later when `refresh` says so, from the factors of the steps before.
+
+    Matrices are cut into blocks of at most `max_dim` x `max_dim`, and convolution kernels flattened
+    to one row an output; equal blocks are multiplied together. State is in fp32 (float64 for
+    float64 parameters): $2 m n$ of moments, $m (m + 1) / 2 + n (n + 1) / 2$ of factors and
+    $m^2 + n^2$ of bases for an m x n block. A DTensor (FSDP2) is cut into blocks of each rank's
+    shard, which needs no communication and is not what one rank would compute.
+
+    Args:
+        params: The model, whose parameters are chosen by `matrices` and `adamw`, the type of their
+            module, and their shape (see Note). Or what any optimizer takes: tensors, `(name,
+            tensor)` pairs or groups, of which matrices are SOAP's, but in groups with a `"role"`,
+            `"soap"` or `"adamw"`.
+        lr: Of all parameters.
+        betas: $b_1$ and $b_2$, also of AdamW.
+        shampoo_beta: $b$; None: $b_2$.
+        eps: Added to the root, also of AdamW.
+        weight_decay: Decoupled, of all parameters.
+        max_dim: Of blocks, at least 1.
+        refresh: When bases are computed, and by whom: `Synchronous` (default), `Staggered`,
+            `Background`.
+        storage: Where state lives; None: on the parameters' device.
+        matrices: Patterns of names that are SOAP's whatever they are.
+        adamw: Patterns of names that are AdamW's whatever they are.
+
+    Raises:
+        ValueError: For numbers outside their range, names that no parameter has, nothing to train,
+            or a device budget below what one unit of blocks needs.
+
+    Note:
+        AdamW gets vectors and scalars, the weights of `nn.Embedding` (and a head tied to one), and
+        tensors of more than two dimensions that no convolution owns.
+
+    Example:
+        >>> import torch, gossipgrad as gg
+        >>> model = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 8))
+        >>> gg.SOAP(model, weight_decay=0.0)
+        SOAP (
+          soap, lr 0.003: betas (0.95, 0.95), blocks of 2048, synchronous every 10, weight decay 0
+            1.weight (8, 4)
+          adamw, lr 0.003: betas (0.95, 0.95), eps 1e-08, weight decay 0
+            0.weight (9, 4)
+            1.bias (8,)
+        )
+
+    References:
+        Vyas et al., SOAP: Improving and Stabilizing Shampoo using Adam, arXiv:2409.11321,
+        Algorithm 3, and its published code. Deviations: (1) blocks of `max_dim`, where the paper
+        leaves out a side that is too large; (2) the mean of gradients is kept in the bases and
+        turned with them, as in the published code, where Algorithm 3 projects it in each step;
+        (3) weight decay acts before the update and not after it; (4) vectors, embeddings and
+        scalars have AdamW of their own.
+    """
+
+    role = "soap"
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float = 3e-3,
+        *,
+        betas: tuple[float, float] = (0.95, 0.95),
+        shampoo_beta: float | None = None,
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        max_dim: int = 2048,
+        refresh: Policy | None = None,
+        storage: Tiers | None = None,
+        matrices: Sequence[str] = (),
+        adamw: Sequence[str] = (),
+    ) -> None:
+        adam = {"lr": lr, "betas": tuple(betas), "eps": eps}
+        super().__init__(
+            params,
+            settings=adam | {"shampoo_beta": shampoo_beta, "max_dim": max_dim},
+            adamw_settings=adam,
+            weight_decay=weight_decay,
+            refresh=refresh,
+            storage=storage,
+            matrices=matrices,
+            adamw=adamw,
+        )
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        """See the base."""
+        super().check_group(group)
+        check_fractions(group, "shampoo_beta")
+
+    def describe_group(self, group: Mapping[str, Any]) -> list[str]:
+        """See the base."""
+        betas = f"betas {tuple(group['betas'])}"
+        shampoo = [] if group["shampoo_beta"] is None else [f"factors {group['shampoo_beta']:g}"]
+        return [betas, *shampoo, *self.describe_blocks(group)]
+
+    def shapes(self, unit: Unit) -> dict[str, tuple[int, ...]]:
+        """See the base."""
+        return super().shapes(unit) | {"square": unit.shape}
+
+    def update_unit(
+        self, unit: Unit, group: Mapping[str, Any], gradient: Tensor, rows: Sequence[int] | None
+    ) -> tuple[Tensor, float] | None:
+        """See the base."""
+        b1, b2 = group["betas"]
+        b = b2 if group["shampoo_beta"] is None else group["shampoo_beta"]
+        if unit.step == 0:
+            with self.use(unit, FACTORS, rows) as factors:
+                _add(factors, gradient, b)
+            return None
+        self.renew(unit, group, unit.step - 1)
+        names = ("moment", "square", *FACTORS)
+        with (
+            self.use(unit, BASES, rows, is_written=False) as (left, right),
+            self.use(unit, names, rows) as (moment, square, *factors),
+        ):
+            projected = left.mT @ gradient @ right
+            moment.lerp_(projected, 1 - b1)
+            square.mul_(b2).addcmul_(projected, projected, value=1 - b2)
+            torch.sqrt(square, out=projected).add_(group["eps"])
+            torch.div(moment, projected, out=projected)
+            update = left @ projected @ right.mT
+            _add(factors, gradient, b)
+        return update, math.sqrt(1 - b2**unit.step) / (1 - b1**unit.step)
+
+    def reorder(self, unit: Unit, left: Tensor, right: Tensor) -> None:
+        """See the base."""
+        with self.use(unit, ["square"]) as (square,):
+            rows = square.gather(1, left.unsqueeze(2).expand_as(square))
+            square.copy_(rows.gather(2, right.unsqueeze(1).expand_as(square)))
+
+
+def _add(factors: Sequence[Tensor], gradient: Tensor, beta: float) -> None:
+    left, right = factors
+    add_gram(left, gradient, beta, 1 - beta)
+    add_gram(right, gradient.mT, beta, 1 - beta)

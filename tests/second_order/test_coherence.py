@@ -1,0 +1,240 @@
+"""Roots computed by one rank and used by all: equal bits, a p-th of the work, and late ranks."""
+
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import gossipgrad as gg
+from gossipgrad.comm import Hub
+from gossipgrad.second_order import (
+    SOAP,
+    Background,
+    KLShampoo,
+    Shampoo,
+    Staggered,
+    Synchronous,
+    share_roots,
+)
+from support.ranks import run_ranks
+
+SEEDING = threading.Lock()
+
+
+def build(kind, refresh, **options):
+    with SEEDING:  # ranks are threads
+        torch.manual_seed(0)
+        layers = nn.Linear(12, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 4)
+    model = nn.Sequential(*layers)
+    return model, kind(model, lr=3e-3, max_dim=10, refresh=refresh, **options)
+
+
+def train(model, optimizer, steps, seed=0, group=None, before_step=None):
+    """Gradients are the mean over the ranks of the group, as with DDP."""
+    generator = torch.Generator().manual_seed(seed)
+    for step in range(steps):
+        x = torch.randn(16, 12, generator=generator)
+        loss = (model(x) - x[:, :4].square()).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        if group is not None:
+            for parameter in model.parameters():
+                group.mean_(parameter.grad)
+        if before_step is not None:
+            before_step(step)
+        optimizer.step()
+    return loss.item()
+
+
+def weights(model):
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def on_ranks(world_size, rank_main):
+    hub = Hub(world_size)
+
+    def start(rank, group):
+        return rank_main(
+            rank, group, {"process_group": group, "transport": lambda g: hub.transport(rank)}
+        )
+
+    return run_ranks(world_size, start)
+
+
+@pytest.mark.parametrize(
+    ("kind", "refresh"),
+    [
+        (SOAP, Background(4, 2, fixed_delay=True)),
+        (KLShampoo, Staggered(4)),
+        (Shampoo, Synchronous(4)),
+    ],
+)
+def test_shared_roots_are_those_of_each_rank_and_each_computes_its_part(kind, refresh):
+    def rank_main(rank, group, links):
+        model, optimizer = build(kind, refresh)
+        with share_roots(optimizer, nodes=[[0, 1], [2]], patience_seconds=60.0, **links) as sharing:
+            train(model, optimizer, 10, seed=rank, group=group)
+            optimizer.state_dict()
+            group.barrier()
+            stats, owned = sharing.stats, sharing.owners.count(rank)
+        optimizer.close()
+        return weights(model), stats, owned, optimizer.refresh_stats.refreshes
+
+    def alone(rank, group, links):
+        model, optimizer = build(kind, refresh)
+        train(model, optimizer, 10, seed=rank, group=group)
+        optimizer.close()
+        return weights(model)
+
+    expected = on_ranks(3, alone)
+    results = on_ranks(3, rank_main)
+    for own, (found, stats, owned, refreshes) in zip(expected, results, strict=True):
+        assert torch.equal(found, own)
+        assert stats.alone == 0
+        assert stats.computed + stats.received - refreshes in range(4)  # on their way
+        assert owned == 1  # of three units
+        assert stats.computed / refreshes == pytest.approx(1 / 3, abs=0.1)
+    assert results[2][1].sent_bytes_to_other_nodes > 0
+
+
+@pytest.mark.parametrize("nodes", [[[0, 1, 2, 3]], [[0, 1], [2, 3]], [[0], [1, 2, 3]]])
+def test_means_of_roots_are_equal_on_all_ranks_and_those_of_all(nodes):
+    def rank_main(rank, group, links):
+        model, optimizer = build(Shampoo, Background(3, 2, fixed_delay=True))
+        used = []
+        optimizer.take_up = lambda unit, value: (
+            used.append((unit.index, value)), Shampoo.take_up(optimizer, unit, value)
+        )  # fmt: skip
+        own = []
+        sharing = share_roots(optimizer, how="mean", nodes=nodes, patience_seconds=60.0, **links)
+        compute = sharing._compute
+
+        def watched(job, run):
+            future = compute(job, run)
+            future.add_done_callback(lambda f: own.append(f.result()))
+            return future
+
+        sharing._compute = watched
+        train(model, optimizer, 1, seed=rank)
+        first, mine = dict(used), list(own)
+        train(model, optimizer, 9, seed=10 + rank)
+        optimizer.refresher.drain()
+        on_their_way = [value for u in range(3) if (value := optimizer.refresher.pending(u))]
+        group.barrier()
+        sharing.close()
+        optimizer.close()
+        return first, mine, used, on_their_way, sharing.stats
+
+    results = on_ranks(4, rank_main)
+    for unit, value in results[0][0].items():
+        mean = [sum(r[1][unit][side] for r in results) / 4 for side in (0, 1)]
+        torch.testing.assert_close(list(value), mean)
+    for _, _, used, _, stats in results:
+        assert stats.alone == 0
+        assert len(used) == len(results[0][2]) >= 9
+        for (unit, value), (unit_0, value_0) in zip(used, results[0][2], strict=True):
+            assert unit == unit_0
+            assert all(torch.equal(a, b) for a, b in zip(value, value_0, strict=True))
+    leaders = [node[0] for node in nodes]
+    sent = [value for _, value in results[0][2]] + results[0][3]
+    sizes = [sum(t.nbytes for t in value) for value in sent]
+    for rank, (*_, stats) in enumerate(results):
+        others = len(nodes) - 1 if rank in leaders else 0
+        assert stats.sent_bytes_to_other_nodes == others * sum(sizes)
+
+
+def test_only_the_refreshes_that_are_due_are_sent():
+    def rank_main(rank, group, links):
+        model, optimizer = build(SOAP, Staggered(2))
+        with share_roots(optimizer, every=3, patience_seconds=60.0, **links) as sharing:
+            train(model, optimizer, 25, seed=rank, group=group)
+            group.barrier()
+            refreshes = optimizer.refresh_stats.refreshes
+            assert sharing.stats.computed + sharing.stats.received == refreshes
+            return sharing.stats.received / refreshes
+
+    for share in on_ranks(2, rank_main):
+        assert 0.1 < share < 0.25  # a third of refreshes, half of the units
+
+
+def test_a_late_rank_is_waited_for_once_and_then_all_compute_its_roots():
+    late = threading.Event()
+
+    def rank_main(rank, group, links):
+        model, optimizer = build(SOAP, Staggered(2))
+        with share_roots(optimizer, patience_seconds=0.3, **links) as sharing:
+            train(model, optimizer, 5, seed=rank, group=group)
+            if rank == 1:
+                late.wait(60)
+                train(model, optimizer, 1)
+                return None
+            start = time.monotonic()
+            train(model, optimizer, 20)
+            waited = time.monotonic() - start
+            late.set()
+            return sharing.stats, waited
+
+    (stats, waited), _ = on_ranks(2, rank_main)
+    assert stats.alone >= 15
+    assert waited < 20
+
+
+def test_ranks_that_are_gone_are_not_waited_for():
+    def rank_main(rank, group, links):
+        model, optimizer = build(Shampoo, Background(2, 1))
+        with share_roots(optimizer, patience_seconds=60.0, **links) as sharing:
+            train(model, optimizer, 5, seed=rank)
+            if rank == 1:
+                return None
+            start = time.monotonic()
+            train(model, optimizer, 40)
+            assert time.monotonic() - start < 30
+            return sharing.stats.alone
+
+    assert on_ranks(2, rank_main)[0] > 10
+
+
+def test_a_sharing_that_is_closed_leaves_each_rank_its_own_roots():
+    def rank_main(rank, group, links):
+        model, optimizer = build(SOAP, Background(2, 1, fixed_delay=True))
+        sharing = share_roots(optimizer, patience_seconds=60.0, **links)
+        train(model, optimizer, 6, seed=rank)
+        sharing.close()
+        before = sharing.stats.computed
+        train(model, optimizer, 20, seed=rank)
+        optimizer.close()
+        return sharing.stats.computed == before and optimizer.refresh_stats.refreshes > 24
+
+    assert on_ranks(2, rank_main) == [True, True]
+
+
+@pytest.mark.usefixtures("unchecked_types")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"how": "median"}, "owner"),
+        ({"how": "mean"}, "Shampoo"),
+        ({"every": 0}, "every"),
+        ({"patience_seconds": 0.0}, "patience"),
+        ({"nodes": [[0], [1]]}, "nodes"),
+        ({"nodes": []}, "nodes"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(options, message):
+    _, optimizer = build(SOAP, Synchronous())
+    with pytest.raises(ValueError, match=message):
+        share_roots(optimizer, **options)
+
+
+def test_another_optimizer_and_another_model_are_refused():
+    with pytest.raises(ValueError, match="SGD"):
+        share_roots(torch.optim.SGD([torch.ones(1)]))
+
+    def rank_main(rank, group, links):
+        _, optimizer = build(SOAP if rank else KLShampoo, Synchronous())
+        with pytest.raises(gg.AgreementError, match="rank 1"):
+            share_roots(optimizer, **links)
+
+    on_ranks(2, rank_main)

@@ -1,0 +1,322 @@
+"""When roots are computed and taken up: their age, failures, hangs, and what repeats."""
+
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+import torch
+
+from gossipgrad.errors import GossipError
+from gossipgrad.second_order import Background, Deterministic, Refresher, Staggered, Synchronous
+
+
+def take_step(refresher, units, step, compute=None):
+    """One step of an optimizer; what it uses of each unit, whose factors are the step's number."""
+    used = []
+    for unit in range(units):
+        if refresher.is_due(unit, step):
+            factor = torch.full((3,), float(step))
+            refresher.submit(unit, step, (lambda f=factor: (f,)) if compute is None else compute)
+        root = refresher.current(unit, step)
+        used.append(None if root is None else (root.version, root.step, root.value[0][0].item()))
+    return used
+
+
+def run(policy, units, steps, **options):
+    refresher = Refresher(policy, units, **options)
+    used = [take_step(refresher, units, step) for step in range(steps)]
+    refresher.close()
+    return used, refresher.stats
+
+
+@pytest.fixture
+def refreshers():
+    made = []
+    yield lambda *args, **options: made.append(Refresher(*args, **options)) or made[-1]
+    for each in made:
+        each.close()
+
+
+def test_no_staleness_is_synchronous():
+    assert run(Background(7, max_staleness=0), 5, 60)[0] == run(Synchronous(7), 5, 60)[0]
+
+
+def test_staggered_units_share_the_window():
+    refresher = Refresher(Staggered(4), 8)
+    computed = []
+    for step in range(20):
+        before = refresher.stats.refreshes
+        take_step(refresher, 8, step)
+        computed.append(refresher.stats.refreshes - before)
+    assert computed[0] == 8
+    assert computed[5:] == [2] * 15
+    assert refresher.stats.oldest == 3
+
+
+@pytest.mark.parametrize("on_bound", ["block", "synchronous"])
+@pytest.mark.parametrize(("every", "staleness"), [(10, 5), (1, 2), (4, 9)])
+def test_no_root_is_older_than_the_bound_with_workers_slowed_at_random(every, staleness, on_bound):
+
+    def compute(factor, pause):
+        time.sleep(pause)
+        return (factor,)
+
+    rng = random.Random(every)
+    refresher = Refresher(Background(every, staleness, workers=2, on_bound=on_bound), 4)
+    steps = 10_000 if every == 10 else 1000
+    for step in range(steps):
+        for unit in range(4):
+            if refresher.is_due(unit, step):
+                pause = rng.choice([0.0, 0.0, 0.0, 0.001])
+
+                factor = torch.full((2,), float(step))
+                refresher.submit(unit, step, partial(compute, factor, pause))
+            root = refresher.current(unit, step)
+            assert root.value[0].tolist() == [root.step] * 2
+            assert step - root.step <= every - 1 + staleness
+    refresher.close()
+    stats = refresher.stats
+    assert every - 1 <= stats.oldest <= every - 1 + staleness
+    assert stats.waits + stats.synchronous > 0
+
+
+def test_values_are_never_torn_or_older_than_before(refreshers):
+    """A reader beside the workers' writers: each value is of one job, and versions only rise."""
+    refresher = refreshers(Background(1, 3, workers=2), 1)
+    stop, torn, reads = threading.Event(), [], [0]
+
+    def read(last=0):
+        while not stop.is_set():
+            root = refresher.current(0, 0)
+            value = root.value[0]
+            if not bool((value == root.step).all()) or root.version < last:
+                torn.append((root, last))
+            last = root.version
+            reads[0] += 1
+
+    take_step(refresher, 1, 0)
+    reader = threading.Thread(target=read)
+    reader.start()
+    step = 0
+    while reads[0] < 10_000:
+        step += 1
+        factor = torch.full((512,), float(step))
+        if refresher.is_due(0, step):
+            refresher.submit(0, step, lambda f=factor: (f.clone(),))
+    stop.set()
+    reader.join()
+    assert not torn
+    assert refresher.stats.refreshes > 20
+
+
+def test_a_fixed_delay_takes_a_root_up_in_the_same_step_whatever_the_workers_speed():
+    def slow(seconds):
+        def compute():
+            time.sleep(seconds)
+            return (torch.ones(1),)
+
+        refresher = Refresher(Background(6, 3), 5, has_peers=True)
+        used = [take_step(refresher, 5, step, compute) for step in range(40)]
+        refresher.close()
+        return used
+
+    used = slow(0.0)
+    assert used == slow(0.003)
+    assert [used[step][2][1] for step in range(3, 18)] == [0] * 2 + [2] * 6 + [8] * 6 + [14]
+
+
+@pytest.mark.parametrize("delay", [0, 3, 5, 9])
+def test_a_deterministic_clock_completes_jobs_at_chosen_steps(delay):
+    policy = Background(10, 5, executor=Deterministic(delay))
+    used, stats = run(policy, 3, 60)
+    assert used == run(policy, 3, 60)[0]
+    ages = [step - each[1] for step in range(20, 60) for each in used[step]]
+    assert max(ages) == min(10 - 1 + delay, 14)
+    assert min(ages) == min(delay, 5)
+    assert (stats.waits > 0) == (delay > 5)
+
+
+def test_a_late_root_leaves_steps_without_one_where_that_was_asked_for():
+    policy = Background(10, 5, on_bound="graft-only", executor=Deterministic(lambda u, k: 8))
+    used, stats = run(policy, 1, 40)
+    assert [step for step in range(40) if used[step][0] is None] == [
+        15,
+        16,
+        17,
+        25,
+        26,
+        27,
+        35,
+        36,
+        37,
+    ]
+    assert stats.graft_only == 9
+    assert stats.oldest == 14
+
+
+def until_error(refresher, compute_of, units=1, start=0):
+    """Steps until one raises: which, and what."""
+    for step in range(start, 60):
+        try:
+            take_step(refresher, units, step, compute_of(step))
+        except GossipError as error:
+            return step, error
+    return None
+
+
+def fail():
+    raise ArithmeticError("no convergence")
+
+
+@pytest.mark.parametrize("policy", [Synchronous(5), Staggered(5), Background(5, 2)])
+@pytest.mark.parametrize("broken", [fail, lambda: (torch.tensor([float("nan")]),)])
+def test_a_failed_job_keeps_the_old_root_is_counted_and_tried_again(refreshers, policy, broken):
+    refresher = refreshers(policy, 1)
+    for step in range(15):
+        used = take_step(refresher, 1, step, broken if step in (5, 6) else None)
+        refresher.drain()
+        if 5 <= step < 7:
+            assert used[0][1] == 0
+    assert refresher.stats.failed == 2
+    assert used[0][1] in (10, 12)  # and then every five steps again
+
+
+@pytest.mark.parametrize("policy", [Synchronous(5), Background(5, 2)])
+def test_jobs_that_always_fail_end_in_an_error_with_their_cause(refreshers, policy):
+    refresher = refreshers(policy, 1)
+    step, error = until_error(refresher, lambda step: fail if step else None)
+    assert isinstance(error.__cause__, ArithmeticError)
+    assert "no convergence" in str(error)
+    assert step == 5 - 1 + (2 if isinstance(policy, Background) else 0) + 5 + 1
+    take_step(refresher, 1, step + 1)
+    refresher.drain()
+    assert refresher.current(0, step + 2).step == step + 1  # it can go on
+
+
+def test_without_a_first_root_the_failure_is_raised_at_once():
+    with pytest.raises(GossipError, match="unit 0"):
+        take_step(Refresher(Synchronous(5), 1), 1, 0, fail)
+
+
+def test_a_worker_that_hangs_raises_after_a_bound_and_the_others_go_on(refreshers):
+    stuck = threading.Event()
+    refresher = refreshers(Background(4, 2, workers=2, timeout_seconds=0.1), 2)
+
+    def hang():
+        stuck.wait()
+        return (torch.ones(1),)
+
+    step, error = until_error(refresher, lambda step: hang if step == 4 else None, units=2)
+    assert "unit 0" in str(error)
+    assert step == 4 + 2
+    stuck.set()
+    take_step(refresher, 2, step)
+
+
+def test_training_goes_on_beside_a_worker_that_hangs_where_no_root_is_needed(refreshers):
+    stuck = threading.Event()
+    refresher = refreshers(Background(4, 2, workers=2, on_bound="graft-only"), 2)
+
+    def hang():
+        stuck.wait(60)
+        return (torch.ones(1),)
+
+    for step in range(60):
+        used = take_step(refresher, 2, step, hang if step == 4 else None)
+        time.sleep(0.001)
+    assert used[0] is None
+    assert refresher.stats.graft_only >= 50
+    stuck.set()
+
+
+class Dies(BaseException):
+    pass
+
+
+def test_a_worker_that_dies_is_a_failure(refreshers):
+    def die():
+        raise Dies
+
+    refresher = refreshers(Background(4, 2), 1)
+    for step in range(20):
+        take_step(refresher, 1, step, die if step == 4 else None)
+        time.sleep(0.001)
+    assert refresher.stats.failed == 1
+    assert refresher.stats.refreshes > 3
+
+
+def test_an_executor_that_is_shut_down_is_a_failure(refreshers):
+    executor = ThreadPoolExecutor(1)
+    refresher = refreshers(Background(4, 2, executor=executor), 1)
+    take_step(refresher, 1, 0)
+    executor.shutdown()
+    _, error = until_error(refresher, lambda step: None, start=1)
+    assert "shutdown" in str(error)
+
+
+@pytest.mark.parametrize("saved_at", [12, 13, 14])
+def test_a_state_goes_on_as_the_run_does_also_with_roots_on_their_way(refreshers, saved_at):
+    policy = Background(5, 3, fixed_delay=True)
+    whole, refresher = refreshers(policy, 3), refreshers(policy, 3)
+    expected = [take_step(whole, 3, step) for step in range(40)]
+    for step in range(saved_at):
+        take_step(refresher, 3, step)
+    state = refresher.state_dict()
+    pending = [refresher.pending(unit) for unit in range(3)]
+    assert any(pending)
+    values = [(torch.full((3,), float(step)),) for step in state["steps"]]
+    other = refreshers(policy, 3)
+    other.load_state_dict(state, values, pending)
+    for each in (refresher, other):
+        assert [take_step(each, 3, step) for step in range(saved_at, 40)] == expected[saved_at:]
+    with pytest.raises(ValueError, match="units"):
+        refreshers(policy, 4).load_state_dict(state)
+
+
+def test_roots_that_are_published_are_not_kept(refreshers):
+    published = []
+    refresher = refreshers(Synchronous(2), 1, lambda unit, root: published.append((unit, root)))
+    for step in range(5):
+        if refresher.is_due(0, step):
+            refresher.submit(0, step, lambda: (torch.ones(2),))
+        assert refresher.current(0, step).value == ()
+    assert [(unit, root.version, root.step) for unit, root in published] == [
+        (0, 1, 0), (0, 2, 2), (0, 3, 4)
+    ]  # fmt: skip
+
+
+def test_steps_that_a_unit_leaves_out_make_it_due():
+    refresher = Refresher(Staggered(10), 1)
+    take_step(refresher, 1, 3)
+    assert take_step(refresher, 1, 57) == [(2, 57, 57.0)]
+
+
+def test_threads_end_with_the_refresher():
+    refresher = Refresher(Background(2, 1, workers=3), 1)
+    for step in range(5):
+        take_step(refresher, 1, step)
+    assert sum(t.name.startswith("gossipgrad-roots") for t in threading.enumerate()) == 3
+    del refresher
+    assert not any(t.name.startswith("gossipgrad-roots") for t in threading.enumerate())
+
+
+@pytest.mark.usefixtures("unchecked_types")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Synchronous(0),
+        lambda: Staggered(every=2.5),
+        lambda: Background(max_staleness=-1),
+        lambda: Background(workers=0),
+        lambda: Background(on_bound="wait"),
+        lambda: Background(timeout_seconds=0.0),
+        lambda: Deterministic(-1),
+        lambda: Refresher(Background(on_bound="graft-only"), 1, has_peers=True),
+    ],
+)
+def test_settings_outside_their_range_are_refused(make):
+    with pytest.raises(ValueError, match=r"at least|above|none of|drift"):
+        make()

@@ -1,0 +1,157 @@
+"""Second-order optimizers beside sessions, checkpoints and traces of the rest of the library."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import gossipgrad as gg
+from gossipgrad.comm import Hub, load_replica, replica_state
+from gossipgrad.trace import Trace
+from support.ranks import run_ranks
+
+KINDS = [gg.SOAP, gg.KLShampoo, gg.Shampoo]
+MODEL = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def train(model, optimizer, steps, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        x = torch.randn(16, 6, generator=generator)
+        loss = (model(x) - x[:, :3].square()).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def weights(model):
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def factors(optimizer):
+    state = optimizer.state_dict()["state"]
+    return [state[place]["left.0"] for place in sorted(state) if "left.0" in state[place]]
+
+
+def on_ranks(kind, rank_main, world_size=2, **settings):
+    hub = Hub(world_size)
+
+    def start(rank, group):
+        model = copy.deepcopy(MODEL)
+        optimizer = kind(model, lr=3e-3, refresh=gg.Staggered(3))
+        links = {"process_group": group, "transport": lambda g: hub.transport(rank)}
+        with gg.gossip(model, optimizer, **links, **settings) as session:
+            return rank_main(rank, model, optimizer, session)
+
+    return run_ranks(world_size, start)
+
+
+def distance(tensors):
+    first, second = tensors
+    return max(float((a - b).norm() / a.norm()) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+def test_gossip_averages_factors_with_the_partner(kind, mode):
+    def rank_main(rank, model, optimizer, session):
+        train(model, optimizer, 12, seed=rank)
+        return factors(optimizer)
+
+    apart = distance(on_ranks(kind, rank_main, mode=mode))
+    together = distance(on_ranks(kind, rank_main, mode=mode, payload="weights+state"))
+    assert apart > 0.02
+    assert together < (1e-5 if mode == "sync" else apart / 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_with_one_rank_training_is_the_plain_optimizers(kind):
+    model, alone = copy.deepcopy(MODEL), copy.deepcopy(MODEL)
+    optimizer, plain = (kind(each, refresh=gg.Staggered(3)) for each in (model, alone))
+    with gg.gossip(model, optimizer, payload="weights+state"):
+        train(model, optimizer, 10, seed=0)
+    train(alone, plain, 10, seed=0)
+    assert torch.equal(weights(model), weights(alone))
+
+
+def test_factors_in_tiers_are_not_averaged_and_the_error_says_what_to_do():
+    model = copy.deepcopy(MODEL)
+    optimizer = gg.SOAP(model, storage=gg.Tiers(device_bytes=100_000))
+    with pytest.raises(gg.GossipError, match="payload='weights'"):
+        gg.gossip(model, optimizer, payload="weights+state")
+    with gg.gossip(model, optimizer):
+        train(model, optimizer, 3, seed=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "refresh", [gg.Synchronous(3), gg.Background(4, 2)], ids=["synchronous", "background"]
+)
+def test_a_replicas_state_is_whole_and_goes_on_bit_for_bit(kind, refresh):
+    refresh = (
+        refresh if isinstance(refresh, gg.Synchronous) else gg.Background(4, 2, fixed_delay=True)
+    )
+    model = copy.deepcopy(MODEL)
+    optimizer = kind(model, refresh=refresh)
+    whole = copy.deepcopy(MODEL)
+    unsaved = kind(whole, refresh=refresh)
+    for each, of in ((model, optimizer), (whole, unsaved)):
+        train(each, of, 11, seed=0)
+        if of is optimizer:
+            state = replica_state(model, [optimizer])
+        train(each, of, 9, seed=1)
+        of.close()
+    assert torch.equal(weights(whole), weights(model))  # to save changes nothing
+    other = copy.deepcopy(MODEL)
+    loaded = kind(other, refresh=refresh)
+    load_replica(other, [loaded], state)
+    train(other, loaded, 9, seed=1)
+    assert torch.equal(weights(other), weights(model))
+    loaded.close()
+
+
+def test_a_session_begins_with_the_optimizer_state_of_rank_0():
+    hub = Hub(2)
+
+    def start(rank, group):
+        model = copy.deepcopy(MODEL)
+        optimizer = gg.SOAP(model, refresh=gg.Staggered(3))
+        train(model, optimizer, 5, seed=rank)
+        links = {"process_group": group, "transport": lambda g: hub.transport(rank)}
+        with gg.gossip(model, optimizer, **links):
+            return optimizer.state_dict()["state"]
+
+    first, second = run_ranks(2, start)
+    for place, kept in first.items():
+        for name, value in kept.items():
+            same = torch.equal if isinstance(value, torch.Tensor) else lambda a, b: a == b
+            assert same(value, second[place][name])
+
+
+def test_the_mean_of_saved_replicas_has_the_mean_of_factors_and_orthogonal_bases():
+    states = []
+    for seed in range(2):
+        model = copy.deepcopy(MODEL)
+        optimizer = gg.SOAP(model, refresh=gg.Synchronous(3))
+        train(model, optimizer, 7, seed=seed)
+        states.append((replica_state(model, [optimizer]), factors(optimizer)))
+    model = copy.deepcopy(MODEL)
+    optimizer = gg.SOAP(model, refresh=gg.Synchronous(3))
+    load_replica(model, [optimizer], gg.average_states([state for state, _ in states]))
+    for mean, a, b in zip(factors(optimizer), states[0][1], states[1][1], strict=True):
+        torch.testing.assert_close(mean, (a + b) / 2)
+    basis = optimizer.state_dict()["state"][0]["left_basis.0"]
+    torch.testing.assert_close(basis.mT @ basis, torch.eye(len(basis)), atol=1e-5, rtol=0)
+    train(model, optimizer, 4, seed=3)
+
+
+def test_each_root_is_a_span_of_the_trace(tmp_path):
+    model = copy.deepcopy(MODEL)
+    optimizer = gg.SOAP(model, refresh=gg.Background(3, 1))
+    optimizer.recorder = trace = Trace(rank=0)
+    train(model, optimizer, 10, seed=0)
+    optimizer.state_dict()
+    optimizer.close()
+    spans = trace.save(tmp_path / "trace").read_text()
+    assert spans.count('"root"') >= optimizer.refresh_stats.refreshes > 6

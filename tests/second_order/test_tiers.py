@@ -1,0 +1,243 @@
+"""Budgets that hold, values that come back bit for bit, and a disk that fails."""
+
+import os
+import random
+import resource
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gossipgrad.second_order import Store, Tiers
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def stores(tmp_path):
+    made = []
+
+    def make(device_bytes=None, host_bytes=None, disk=True):
+        tiers = Tiers(device_bytes, host_bytes, tmp_path / "scratch" if disk else None)
+        made.append(Store(tiers, CPU))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@settings(max_examples=40)
+@given(
+    seed=st.integers(0, 2**32),
+    device=st.integers(40, 200),
+    host=st.none() | st.integers(0, 200),
+    has_disk=st.booleans(),
+)
+def test_budgets_hold_and_every_read_is_what_was_written(
+    tmp_path_factory, seed, device, host, has_disk
+):
+    if not has_disk and host is not None:
+        host = None
+    rng = random.Random(seed)
+    disk = tmp_path_factory.mktemp("scratch") if has_disk else None
+    store = Store(Tiers(device * 8, None if host is None else host * 8, disk), CPU)
+    truth = {}
+    dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.int64]
+
+    def check():
+        assert store.stats.device_bytes <= device * 8
+        assert host is None or store.stats.host_bytes <= host * 8
+
+    for _ in range(120):
+        action = rng.random()
+        key = rng.randrange(12)
+        if action < 0.25 or key not in truth:
+            tensor = torch.randint(-99, 99, (rng.randrange(1, 5), rng.randrange(6))).to(
+                rng.choice(dtypes)
+            )
+            truth[key] = tensor.clone()
+            store.put(key, tensor)
+        elif action < 0.4:
+            store.prefetch(rng.sample(sorted(truth), min(3, len(truth))))
+        else:
+            keys = rng.sample(sorted(truth), 1)
+            is_written = rng.random() < 0.6
+            with store.use(keys, is_written=is_written) as tensors:
+                for each, tensor in zip(keys, tensors, strict=True):
+                    assert tensor.dtype == truth[each].dtype
+                    assert torch.equal(tensor, truth[each])
+                    if is_written:
+                        tensor.add_(1)
+                        truth[each].add_(1)
+                check()
+        check()
+    for key, value in truth.items():
+        with store.use([key]) as (tensor,):
+            assert torch.equal(tensor, value)
+    assert store.stats.highest_device_bytes <= device * 8
+    store.close()
+
+
+def test_without_limits_tensors_are_themselves_and_no_thread_starts(stores):
+    store, threads = stores(disk=False), threading.active_count()
+    tensor = torch.ones(3)
+    store.put("a", tensor)
+    store.prefetch(["a"])
+    with store.use(["a"]) as (held,):
+        assert held is tensor
+    assert threading.active_count() == threads
+
+
+def scan(store, keys, steps):
+    for _ in range(steps):
+        for key in keys:
+            with store.use([key]) as (tensor,):
+                tensor.add_(1)
+
+
+def test_what_is_needed_farthest_in_the_future_goes_first(stores):
+    """A cyclic scan in a budget of half: the best is half loaded a step; LRU would load all."""
+    store = stores(5 * 400)
+    store.prefetch = lambda keys: None
+    for key in range(10):
+        store.put(key, torch.zeros(100))
+    scan(store, range(10), 2)
+    before = store.stats.loads
+    scan(store, range(10), 20)
+    assert store.stats.loads - before <= 20 * 6
+
+
+def test_tensors_are_prefetched_in_the_order_of_the_last_step(stores):
+    store = stores(5 * 40_000)
+    for key in range(10):
+        store.put(key, torch.zeros(10_000))
+    scan(store, range(10), 2)
+    before = store.stats.loads
+    for _ in range(5):
+        for key in range(10):
+            with store.use([key]) as (tensor,):
+                tensor.add_(1)
+                threading.Event().wait(0.005)
+    assert store.stats.loads - before <= 10
+    assert store.stats.prefetched >= 20
+    with store.use([3]) as (tensor,):
+        assert tensor.unique().tolist() == [7.0]
+
+
+def test_a_working_set_above_the_budget_is_refused(stores):
+    store = stores(100)
+    with pytest.raises(ValueError, match="device_bytes=100"):
+        store.check(101)
+    with pytest.raises(ValueError, match="device_bytes=100"):
+        store.put("a", torch.zeros(26))
+    store.put("a", torch.zeros(20))
+    store.put("b", torch.zeros(20))
+    with pytest.raises(ValueError, match="device_bytes=100"), store.use(["a", "b"]):
+        pass
+    with store.use(["b"]) as (b,):
+        assert not b.any()
+
+
+def test_without_room_anywhere_the_error_says_so_and_nothing_is_lost(stores):
+    store = stores(80, 80, disk=False)
+    for key in range(4):
+        store.put(key, torch.full((10,), float(key)))
+    with pytest.raises(RuntimeError, match="Tiers"):
+        store.put(4, torch.zeros(10))
+    for key in range(4):
+        with store.use([key]) as (tensor,):
+            assert tensor.unique().item() == key
+
+
+def test_a_full_disk_is_an_error_before_anything_is_lost(stores):
+    store = stores(8000)
+    for key in range(5):
+        store.put(key, torch.full((1000,), float(key)))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    import signal
+
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (store.stats.disk_bytes, before[1]))
+    try:
+        with pytest.raises(RuntimeError, match="scratch"):
+            store.put(5, torch.zeros(1000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    for key in range(5):
+        with store.use([key]) as (tensor,):
+            assert tensor.unique().item() == key
+    store.put(5, torch.zeros(1000))
+
+
+def test_a_folder_that_cannot_be_written_is_refused_at_the_start(tmp_path):
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", "/proc/nothing"):
+        with pytest.raises(RuntimeError, match="could not be made"):
+            Store(Tiers(1, disk=folder), CPU)
+
+
+def test_the_disk_tier_leaves_no_file_and_touches_no_other(stores, tmp_path):
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    (scratch / "mine").write_text("kept")
+    store = stores(4000)
+    for key in range(3):
+        store.put(key, torch.full((1000,), float(key)))
+    assert store.stats.disk_bytes == 8000
+    for path in scratch.iterdir():  # whoever cleans the folder takes nothing from a run
+        assert path.name == "mine"
+    with store.use([0]) as (tensor,):
+        assert tensor.unique().item() == 0
+    store.close()
+    store.close()
+    assert [path.name for path in scratch.iterdir()] == ["mine"]
+
+
+KILLED = """
+import os, signal, sys, torch
+from gossipgrad.second_order import Store, Tiers
+store = Store(Tiers(4000, disk=sys.argv[1]), torch.device("cpu"))
+for key in range(3):
+    store.put(key, torch.zeros(1000))
+assert store.stats.disk_bytes
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.process
+def test_a_crash_leaves_nothing_on_disk(tmp_path):
+    done = subprocess.run([sys.executable, "-c", KILLED, tmp_path], check=False)
+    assert done.returncode == -9
+    assert not [*tmp_path.iterdir()]
+
+
+def resident():
+    with open("/proc/self/statm") as file:  # noqa: PTH123
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_of_the_process_falls_by_what_goes_to_disk(stores):
+    store = stores(64 << 20)
+    store.put("a", torch.ones(16 << 20))
+    with_one = resident()
+    store.put("b", torch.ones(16 << 20))
+    assert resident() - with_one < 8 << 20
+    with store.use(["a"]) as (a,):
+        assert bool((a == 1).all())
+    assert resident() - with_one < 8 << 20
+
+
+@pytest.mark.usefixtures("unchecked_types")
+@pytest.mark.parametrize(
+    "budgets", [{"device_bytes": -1}, {"host_bytes": -5}, {"host_bytes": True}]
+)
+def test_budgets_below_0_are_refused(budgets):
+    with pytest.raises(ValueError, match="at least 0"):
+        Tiers(**budgets)
