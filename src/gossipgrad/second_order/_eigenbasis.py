@@ -72,10 +72,11 @@ class Eigenbasis(SecondOrder):
         device = unit.blocks[0].parameter.device
         left, right, left_order, right_order = (each.to(device) for each in value)
         if self.has(unit, BASES[0]):
-            with self.use(unit, BASES, is_written=False) as (old_left, old_right):
-                turned_left, turned_right = left.mT @ old_left, old_right.mT @ right
-            with self.use(unit, ["moment"]) as (moment,):
-                moment.copy_(turned_left @ moment @ turned_right)
+            with (
+                self.use(unit, BASES, is_written=False) as (old_left, old_right),
+                self.use(unit, ["moment"]) as (moment,),
+            ):  # from left to right: cheaper than the products of bases, which are not less square
+                moment.copy_(left.mT @ (old_left @ moment @ old_right.mT) @ right)
             self.reorder(unit, left_order, right_order)
         for name, basis in zip(BASES, (left, right), strict=True):
             self.put(unit, name, basis)
