@@ -367,6 +367,16 @@ class Session:
         """
         self._run.mix_gradients()
 
+    def wait(self) -> None:
+        """Mixes what the last step has sent, so that weights may be read by hand; local.
+
+        In mode sync the exchange hides behind the next forward pass: each layer is mixed as a
+        module is about to read it. Whatever reads weights otherwise between two steps, such as an
+        average of them kept by hand, calls this first. The session's own methods do. Waits for the
+        partner as a step does; nothing to do in other modes.
+        """
+        self._run.wait()
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Gradients of backward passes inside are not sent; for gradient accumulation.
@@ -679,6 +689,7 @@ class Session:
                 "to this rank's replica on exit. Call it after the block"
             )
         self.replica.reshard()
+        self._run.wait()
 
     def _pending_change(self) -> str | None:
         """What is wrong with the replica, if it was changed since the last step."""
@@ -702,7 +713,7 @@ class Session:
             self._warning.remove()
         self.replica.close()
         if self._driver is not None:
-            self._driver.drop_gradients()
+            self._driver.drop_hooks()
         if self._members.given_up:
             wait_seconds = 0.0  # the others have given up what is in flight, too
         try:
