@@ -13,3 +13,4 @@ from gossipgrad.decentralized._settings import Weights as Weights
 from gossipgrad.decentralized._settings import WeightsAndState as WeightsAndState
 from gossipgrad.decentralized._settings import resolve_compress as resolve_compress
 from gossipgrad.decentralized._settings import resolve_payload as resolve_payload
+from gossipgrad.decentralized._settings import check_exchanges as check_exchanges

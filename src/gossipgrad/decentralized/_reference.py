@@ -37,6 +37,8 @@ Rules. The comments in the code name the rule that a line implements.
         MPIGossipParamsGPU with `-avgdata`.)
     R9  After steps H, 2H, ... the exact average replaces every replica. (Gossip-PGA; authors'
         code, `allreduce_iter`.)
+    R10 `exchanges` n: R3 is done n times in a step, each time as a round with its own partner.
+        (Ours: between one partner and all.)
 
 Deviations from the authors' code
     1. The difference of snapshots (R4) is the default; the published rule (R5) is `lagged`.
@@ -108,6 +110,7 @@ class Reference:
         every: Steps in a round (R2). Gradients are exchanged in the last of them.
         state_every: Rounds from one exchange of the optimizer's state to the next (R7).
         average_every: Steps between exact averages (R9), "log_p" for `ceil(log2 p)`, or None.
+        exchanges: Rounds in a step of mode "sync" (R10).
         wire_dtype: The dtype that travels; None sends each tensor in its own.
 
     Raises:
@@ -138,6 +141,7 @@ class Reference:
         every: int = 1,
         state_every: int = 1,
         average_every: int | str | None = None,
+        exchanges: int = 1,
         wire_dtype: torch.dtype | None = None,
     ) -> None:
         p = schedule.world_size
@@ -163,6 +167,7 @@ class Reference:
             ("every", every),
             ("state_every", state_every),
             ("average_every", average_every),
+            ("exchanges", exchanges),
         ]:
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: it counts steps or rounds, so at least 1.")
@@ -183,6 +188,7 @@ class Reference:
         self.every = every
         self.state_every = state_every
         self.average_every = average_every
+        self.exchanges = exchanges
         self.wire_dtype = wire_dtype
         self.steps = 0
         self.rounds = 0  # t
@@ -205,6 +211,10 @@ class Reference:
         for optimizer in self.optimizers:
             optimizer.step()  # w_r <- w_r + dw_r
         if closes and not early and self.payload != "gradients":
+            for _ in range(self.exchanges - 1):  # R10
+                self.outstanding = self._exchange([self._values(r) for r in range(self.p)])
+                self._settle()
+                self.rounds += 1
             self.outstanding = self._exchange([self._values(r) for r in range(self.p)])  # R3
         if closes:
             self._settle()

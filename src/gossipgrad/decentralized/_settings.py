@@ -5,7 +5,7 @@ from numbers import Integral
 from typing import Any
 
 from gossipgrad.compression import SharedMask
-from gossipgrad.engine import Mode, Overlap, RoundSettings, Stale, is_count
+from gossipgrad.engine import Mode, Overlap, RoundSettings, Stale, Sync, is_count
 
 __all__ = [
     "GossipSettings",
@@ -15,6 +15,7 @@ __all__ = [
     "Weights",
     "WeightsAndState",
     "check_compress",
+    "check_exchanges",
     "resolve_compress",
     "resolve_payload",
 ]
@@ -116,6 +117,19 @@ def check_compress(compress: SharedMask | None, payload: Payload, seed: Any) -> 
         )
     if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= int(seed) < 2**64:
         raise ValueError(f"seed must be a whole number from 0 to 2**64 - 1, got {seed!r}")
+
+
+def check_exchanges(exchanges: Any, mode: Mode) -> None:
+    """Raises `ValueError` for a number of exchanges that a step of the mode cannot make."""
+    if not is_count(exchanges):
+        raise ValueError(
+            f"exchanges counts partners that a step meets, a whole number from 1, got {exchanges!r}"
+        )
+    if exchanges > 1 and not isinstance(mode, Sync):
+        raise ValueError(
+            f"exchanges={exchanges} with mode {mode}: a snapshot travels with one partner there. "
+            "Use mode='sync', or leave exchanges at 1"
+        )
 
 
 def resolve_compress(compress: Any) -> SharedMask | None:

@@ -230,6 +230,9 @@ class StepDriver:
             return
         if closes:
             if after:
+                for _ in range(self._settings.exchanges - 1):
+                    rounds.open([flow for flow in after if flow.is_due(rounds.next_round)])
+                    rounds.close()
                 rounds.open([flow for flow in after if flow.is_due(rounds.next_round)])
                 if self._can_hide(rounds) and not averages:
                     self._await_forward()

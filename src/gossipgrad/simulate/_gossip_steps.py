@@ -26,8 +26,9 @@ class Gossip(Strategy):
     """Gossip with one rotating partner a round, as `gossipgrad.gossip` does it.
 
     `overlap`: a snapshot is copied at the start of the step and travels while it computes; at its
-    end the step waits for the partner's, and mixes message by message. `sync`: copied, sent and
-    awaited after the update. A rank sends one message after another, whatever rounds they belong
+    end the step waits for the partner's, and mixes message by message. `sync`: copied and sent
+    after the update; the next forward pass waits for each message as it comes to its layers, and
+    the update for those of state. A rank sends one message after another, whatever rounds they belong
     to, and copies no third snapshot before the first has left.
 
     Attributes:
@@ -69,12 +70,17 @@ class Gossip(Strategy):
 
 
 class _Flight(NamedTuple):
-    """What a round brings each rank: when its first and last message come."""
+    """Some messages of a round: when the first and the last of them reach each rank."""
 
     first: Times
     last: Times
-    mixing_seconds: Times
-    last_mixing_seconds: Times
+    messages: int
+    mixing_seconds: Times  # of each message
+
+    def after(self, now: Times, seconds: Times | float = 0.0) -> Times:
+        """When all are mixed and `seconds` of work are done that needs them bit by bit."""
+        each = seconds / self.messages + self.mixing_seconds
+        return np.maximum(np.maximum(now, self.first) + each * self.messages, self.last + each)
 
 
 class GossipSteps(Steps):
@@ -109,7 +115,7 @@ class GossipSteps(Steps):
         self._round = 0
         self._link_free = np.full(p, -np.inf)
         self._left = [np.full(p, -np.inf)] * 2  # when the last two snapshots had left
-        self._flight: _Flight | None = None
+        self._flight: tuple[_Flight, _Flight | None] | None = None  # weights, state
 
     def step(self, number: int, start: Times, pace: Pace) -> Times:
         """See `Steps.step`."""
@@ -117,12 +123,17 @@ class GossipSteps(Steps):
         overlaps = options.mode == "overlap"
         if overlaps and number % options.every == 0:
             start = self._open(start)
-        end = pace.after(start, setting.profile.compute_seconds)
+        if overlaps or self._flight is None:
+            end = pace.after(start, setting.profile.compute_seconds)
+        else:
+            end = self._read(start, pace)
+        apart = options.average_every
+        averages = apart is not None and self._averages and (number + 1) % apart == 0
         if (number + 1) % options.every == 0:
             if not overlaps:
                 end = self._open(end)
-            end = self._close(end)
-        apart = options.average_every
+            if overlaps or averages:
+                end = self._close(end)
         if apart is not None and self._averages and (number + 1) % apart == 0:
             end = together(end, self._average_seconds)
             self.bytes_sent += self._average_bytes
@@ -151,7 +162,13 @@ class GossipSteps(Steps):
         begin = np.maximum(now + copy_first, self._link_free)
         alphas, betas = self._costs(peers, sends, begin, size)
         first = begin + message * betas
-        last = np.maximum(begin + size * betas, now + copy_all + message * betas)
+
+        def leaves(number: int) -> Times:
+            """When so many messages have left."""
+            copied = now + number * copy_first + message * betas
+            return np.maximum(begin + number * message * betas, copied)
+
+        last = leaves(copies * self._weight_messages)
         self._link_free = np.where(sends, last, self._link_free)
         earlier, latest = self._left
         self._left = [
@@ -160,21 +177,35 @@ class GossipSteps(Steps):
         ]
         source = np.where(peers.recv_from == _NOBODY, 0, peers.recv_from)
         receives = peers.recv_from != _NOBODY
-        mix = np.where(receives, network.mix_seconds_per_byte, 0.0)
-        self._flight = _Flight(
-            first=np.where(receives, (first + alphas)[source], -np.inf),
-            last=np.where(receives, (last + alphas)[source], -np.inf),
-            mixing_seconds=mix * size,
-            last_mixing_seconds=mix * message,
-        )
+        mix = np.where(receives, network.mix_seconds_per_byte, 0.0) * message
+
+        def flight(first: Times, last: Times, messages: int) -> _Flight:
+            comes = [np.where(receives, (t + alphas)[source], -np.inf) for t in (first, last)]
+            return _Flight(comes[0], comes[1], messages, mix)
+
+        of_weights = self._weight_messages
+        of_state = (copies - 1) * of_weights
+        state = flight(leaves(of_weights + 1), last, of_state) if of_state else None
+        self._flight = flight(first, leaves(of_weights), of_weights), state
         return np.where(sends, now + copy_all, now)
 
     def _close(self, now: Times) -> Times:
         """When each rank has mixed what its partner sent, one message after the other."""
-        flight, self._flight = self._flight, None
-        assert flight is not None
-        whole = np.maximum(now, flight.first) + flight.mixing_seconds
-        return np.maximum(whole, flight.last + flight.last_mixing_seconds)
+        assert self._flight is not None
+        (weights, state), self._flight = self._flight, None
+        mixed = weights.after(now)
+        return mixed if state is None else state.after(mixed)
+
+    def _read(self, start: Times, pace: Pace) -> Times:
+        """When a step ends whose forward pass reads what is in flight, layer by layer."""
+        assert self._flight is not None
+        (weights, state), self._flight = self._flight, None
+        profile = self._setting.profile
+        read = weights.after(start + pace.stall_seconds, profile.forward_seconds * pace.factor)
+        end = read + sum(profile.backward_seconds) * pace.factor
+        if state is not None:
+            end = state.after(end)
+        return end + profile.optimizer_seconds * pace.factor
 
     def _costs(
         self, peers: RoundPeers, sends: np.ndarray, begin: Times, size: float

@@ -38,6 +38,8 @@ class GossipConfig:
     average_every: int | Literal["log_p"] | None = None
     """Average all replicas exactly every so many steps; log_p: every ceil(log2 p); None: never
     while training."""
+    exchanges: int = 1
+    """Partners that a step of mode sync meets, one after the other: accuracy for bytes."""
     wire_dtype: Literal["float32", "bfloat16"] | None = None
     """Number type on the wire; None: that of the parameters."""
     compress: str | None = None
@@ -55,7 +57,7 @@ class GossipConfig:
     def __post_init__(self) -> None:
         make_plain(self)
         check_fields(self)
-        check_at_least(self, 1, "every")
+        check_at_least(self, 1, "every", "exchanges")
         resolve_compress(self.compress)
         for name in ("deadline_seconds", "deadline_floor_seconds"):
             value = getattr(self, name)
@@ -95,6 +97,7 @@ class GossipStrategy(Strategy):
             payload=options.payload,
             every=options.every,
             average_every=options.average_every,
+            exchanges=options.exchanges,
             compress=options.compress,
             seed=setting.seed,
             encrypt=setting.encrypt or None,
@@ -163,6 +166,7 @@ class GossipStrategy(Strategy):
             "payload": options.payload,
             "every": options.every,
             "average_every": options.average_every,
+            "exchanges": options.exchanges,
             "wire_dtype": options.wire_dtype and getattr(torch, options.wire_dtype),
             "compress": options.compress,
             "seed": setting.seed,
