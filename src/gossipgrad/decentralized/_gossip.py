@@ -96,8 +96,9 @@ def gossip(
         mode: `"overlap"` (a snapshot travels during the step and is mixed at its end), `"sync"`
             (exchanged and mixed after the update) or `"stale"` (mixed whenever it comes: no step
             waits); or a value such as `Stale(max_staleness=4)`.
-        payload: `"weights"`, `"weights+state"` (momentum and moments too), or, for study,
-            `"gradients"` and `"gradients+weights"`.
+        payload: `"weights"`, `"weights+momentum"` (SGD's momentum or Adam's first moment, too),
+            `"weights+state"` (all moments), or, for study, `"gradients"` and
+            `"gradients+weights"`.
         every: Steps in a round.
         average_every: Steps between exact averages over all ranks (Gossip-PGA); `"log_p"` for
             `ceil(log2(world_size))`; None for never, and in mode stale.

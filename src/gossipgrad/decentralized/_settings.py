@@ -18,6 +18,7 @@ __all__ = [
     "check_exchanges",
     "resolve_compress",
     "resolve_payload",
+    "travels",
 ]
 
 
@@ -28,11 +29,19 @@ class Weights:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightsAndState:
-    """Weights every round; optimizer state (momentum, Adam's moments) every `every` rounds."""
+    """Weights every round; optimizer state (momentum, Adam's moments) every `every` rounds.
+
+    Attributes:
+        every: Rounds from one exchange of state to the next.
+        only: Names of the state that travels, as the optimizer calls it; None: all.
+    """
 
     every: int = 1
+    only: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.only, str):
+            raise ValueError(f"only={self.only!r} is one text: give a tuple of names of state")
         if not is_count(self.every):
             raise ValueError(
                 "every counts rounds between exchanges of state, a whole number from 1, got "
@@ -56,6 +65,7 @@ Payload = Weights | WeightsAndState | Gradients | GradientsAndWeights
 _PAYLOADS: dict[str, Payload] = {
     "weights": Weights(),
     "weights+state": WeightsAndState(),
+    "weights+momentum": WeightsAndState(only=("momentum_buffer", "exp_avg")),
     "gradients": Gradients(),
     "gradients+weights": GradientsAndWeights(),
 }
@@ -117,6 +127,13 @@ def check_compress(compress: SharedMask | None, payload: Payload, seed: Any) -> 
         )
     if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= int(seed) < 2**64:
         raise ValueError(f"seed must be a whole number from 0 to 2**64 - 1, got {seed!r}")
+
+
+def travels(payload: Payload, key: str) -> bool:
+    """Whether a payload has the optimizer state of that name."""
+    if key == "step" or not isinstance(payload, WeightsAndState):
+        return False
+    return payload.only is None or key in payload.only
 
 
 def check_exchanges(exchanges: Any, mode: Mode) -> None:

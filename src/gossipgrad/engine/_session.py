@@ -111,14 +111,14 @@ class Session:
         self._hooks: StepHooks | None = None
         self._admission: Admission | None = None
         self._farewell: Any = None
-        self._watch: RemovableHandle | None = None
+        self._state_watch: RemovableHandle | None = None
         try:
             self._members = Members(group, settings.schedule, heartbeats, arrival)
         except BaseException:
             replica.close()
             raise
         try:
-            self._watch = watch_state_dict(replica.model, self._before_state_dict)
+            self._state_watch = watch_state_dict(replica.model, self._before_state_dict)
             flows = self._deal()
             if group.world_size > 1 and transport is not None:
                 self._connect(flows, transport, arrival)
@@ -714,8 +714,8 @@ class Session:
         self._is_closed = True
         if self._hooks is not None:
             self._hooks.remove()
-        if self._watch is not None:
-            self._watch.remove()
+        if self._state_watch is not None:
+            self._state_watch.remove()
         self.replica.close()
         if self._driver is not None:
             self._driver.drop_hooks()

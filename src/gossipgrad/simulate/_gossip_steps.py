@@ -28,8 +28,8 @@ class Gossip(Strategy):
     `overlap`: a snapshot is copied at the start of the step and travels while it computes; at its
     end the step waits for the partner's, and mixes message by message. `sync`: copied and sent
     after the update; the next forward pass waits for each message as it comes to its layers, and
-    the update for those of state. A rank sends one message after another, whatever rounds they belong
-    to, and copies no third snapshot before the first has left.
+    the update for those of state. A rank sends one message after another, whatever rounds they
+    belong to, and copies no third snapshot before the first has left.
 
     Attributes:
         mode: `"overlap"` or `"sync"`.

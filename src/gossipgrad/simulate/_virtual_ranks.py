@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from gossipgrad.decentralized import Payload, WeightsAndState
+from gossipgrad.decentralized import Payload, WeightsAndState, travels
 from gossipgrad.engine import NON_NEGATIVE, Mode, Stale, Sync
 from gossipgrad.topology import Schedule
 
@@ -244,8 +244,8 @@ class VirtualRanks:
 
         Raises:
             ValueError: It is of another model, world size, strategy, topology or seed of it, mode,
-                delay, payload, average_every, exchanges, wire_dtype, post_local_after or optimizer; nothing
-                is changed.
+                delay, payload, average_every, exchanges, wire_dtype, post_local_after or optimizer;
+                nothing is changed.
         """
         own = {"weights": self._replicas.parameters, "buffers": self._replicas.buffers}
         check_state(state, self._kind, own)
@@ -316,7 +316,7 @@ class VirtualRanks:
             (key, value)
             for parameter in self._replicas.parameters.values()
             for key, value in self.optimizer.state.get(parameter, {}).items()
-            if key != "step"
+            if travels(self._plan.payload, key)
             and isinstance(value, Tensor)
             and value.is_floating_point()
             and value.shape == parameter.shape

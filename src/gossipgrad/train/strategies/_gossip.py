@@ -31,8 +31,10 @@ class GossipConfig:
     fewer steps."""
     max_staleness: int = 2
     """Rounds by which exchanges of mode stale may be late, 0 to 15: the more, the less weight."""
-    payload: Literal["weights", "weights+state", "gradients", "gradients+weights"] = "weights"
-    """What is sent: weights, weights with the optimizer's moments, or (for study) gradients."""
+    payload: Literal[
+        "weights", "weights+momentum", "weights+state", "gradients", "gradients+weights"
+    ] = "weights"
+    """What is sent: weights, weights with momentum or all moments, or (for study) gradients."""
     every: int = 1
     """Exchange every so many steps."""
     average_every: int | Literal["log_p"] | None = None
@@ -121,7 +123,7 @@ class GossipStrategy(Strategy):
         if (
             setting.optimizer == "sgd"
             and not setting.momentum
-            and options.payload == "weights+state"
+            and options.payload in ("weights+momentum", "weights+state")
         ):
             found["payload"] = "sgd without momentum keeps no state"
         return found
