@@ -5,6 +5,9 @@ READY := .venv/.ready
 # Most tests wait for threads and processes more than they compute: two workers a core.
 WORKERS ?= $(shell echo $$(( 2 * $$(getconf _NPROCESSORS_ONLN) )))
 
+# Processes of tests read what others have compiled, also where the environment keeps Python from it.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test test-slow lint format types docs bench bench-network bench-network-full bench-chaos clean
 
 $(READY): pyproject.toml

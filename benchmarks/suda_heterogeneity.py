@@ -1,17 +1,20 @@
 """Decentralized Muon where ranks have few classes each: which backbone is ahead, and of what?
 
-Fashion-MNIST, a perceptron with two hidden layers of 32 (26,506 parameters), the classes of each
-rank drawn from a Dirichlet distribution (0.05: mostly one or two), a ring of virtual ranks. `ed`,
-`atc-gt`, `semi-atc-gt` and `demuon` mix with both neighbours in each exchange; `gossip SGD`
-(momentum 0.9) and `gossip AdamW` meet one neighbour a step; `all-reduce Muon` is
+Two tasks: Fashion-MNIST with a perceptron of two hidden layers of 32 (26,506 parameters), and
+CIFAR-10 small, its images averaged to 16x16, with a ResNet of three blocks (19,218 parameters;
+GroupNorm, since BatchNorm's statistics would be those of a rank's few classes). The classes of
+each rank are drawn from a Dirichlet distribution (0.05: mostly one or two), on a ring of virtual
+ranks. `ed`, `atc-gt`, `semi-atc-gt` and `demuon` mix with both neighbours in each exchange;
+`gossip SGD` (momentum 0.9) and `gossip AdamW` meet one neighbour a step; `all-reduce Muon` is
 `demuon` with the mean of all ranks as its exchange.
-Each has its learning rate, constant, from three to five that lie a factor of 3 apart, by the first
-seed's accuracy; the other seeds run with that one alone. What is evaluated is the mean of all
-replicas.
+Each has its learning rate, constant, from three that lie a factor of 3 apart, and further ones
+where the best is the first or last, by the first seed's accuracy; the other seeds run with that
+one alone. What is evaluated is the mean of all replicas.
 
 Cells that are done are kept in the results, and not run again.
 
-    python -m benchmarks.suda_heterogeneity --ranks 10 --steps 200
+    python -m benchmarks.suda_heterogeneity --ranks 10 --steps 300
+    python -m benchmarks.suda_heterogeneity --task resnet --ranks 20 --steps 160
 """
 
 import argparse
@@ -20,11 +23,13 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from benchmarks._common import RESULTS, write
 from gossipgrad import data
@@ -32,21 +37,67 @@ from gossipgrad.models import MLP
 from gossipgrad.simulate import SudaRanks, VirtualRanks
 
 ALPHA = 0.05
-BATCH = 32
 SEEDS = (0, 1, 2)
-Make = Callable[[MLP, int, float], Any]
+Make = Callable[[nn.Module, int, float], Any]
+
+
+class Block(nn.Module):
+    """Two convolutions beside a shortcut without weights."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.stride, self.new_channels = stride, outputs - inputs
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        self.norm1 = nn.GroupNorm(4, outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.norm2 = nn.GroupNorm(4, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Half as high and wide where the stride is 2."""
+        inner = self.norm2(self.conv2(torch.relu(self.norm1(self.conv1(x)))))
+        shortcut = x[:, :, :: self.stride, :: self.stride]
+        return torch.relu(inner + F.pad(shortcut, (0, 0, 0, 0, 0, self.new_channels)))
+
+
+def resnet() -> nn.Module:
+    """Three blocks of 8, 16 and 32 channels on 8x8, 4x4 and 2x2."""
+    stem = nn.Conv2d(3, 8, 3, 2, padding=1, bias=False), nn.GroupNorm(4, 8), nn.ReLU()
+    blocks = Block(8, 8, 1), Block(8, 16, 2), Block(16, 32, 2)
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """What is trained on what; `view` is of a batch of images."""
+
+    data: str
+    batch: int
+    model: Callable[[], nn.Module]
+    view: Callable[[Tensor], Tensor]
+
+
+TASKS = {
+    "mlp": Task(
+        data="fashion-mnist",
+        batch=32,
+        model=lambda: MLP(784, 10, hidden_size=32),
+        view=lambda x: x.flatten(1),
+    ),
+    "resnet": Task(data="cifar10-small", batch=16, model=resnet, view=lambda x: F.avg_pool2d(x, 2)),
+}
 
 
 def suda(backbone: str, topology: Any = "ring") -> Make:
     """Muon of the paper: an average of gradients, no look ahead."""
 
-    def make(model: MLP, ranks: int, lr: float) -> SudaRanks:
+    def make(model: nn.Module, ranks: int, lr: float) -> SudaRanks:
         graph = np.full((ranks, ranks), 1 / ranks) if topology == "all" else topology
         return SudaRanks(
             model,
             ranks,
             backbone=backbone,
             topology=graph,
+            batching="vmap",
             lr=lr,
             momentum=0.9,
             nesterov=False,
@@ -59,19 +110,19 @@ def suda(backbone: str, topology: Any = "ring") -> Make:
 def gossip(optimizer: Callable[..., torch.optim.Optimizer], **options: Any) -> Make:
     """One neighbour a step."""
 
-    def make(model: MLP, ranks: int, lr: float) -> VirtualRanks:
+    def make(model: nn.Module, ranks: int, lr: float) -> VirtualRanks:
         return VirtualRanks(
             model,
             ranks,
             optimizer=lambda parameters: optimizer(parameters, lr=lr, **options),
             topology="ring",
+            batching="vmap",
         )
 
     return make
 
 
-MUON, SGD = (0.006, 0.02, 0.06), (0.003, 0.01, 0.03, 0.1, 0.3)
-ADAMW = (1e-3, 3e-3, 1e-2, 3e-2)
+MUON, SGD, ADAMW = (0.006, 0.02, 0.06), (0.01, 0.03, 0.1), (1e-3, 3e-3, 1e-2)
 WAYS: dict[str, tuple[Make, tuple[float, ...]]] = {
     "ed": (suda("ed"), MUON),
     "atc-gt": (suda("atc-gt"), MUON),
@@ -83,7 +134,7 @@ WAYS: dict[str, tuple[Make, tuple[float, ...]]] = {
 }
 
 
-def shares(labels: Tensor, ranks: int, seed: int) -> list[Tensor]:
+def shares(labels: Tensor, ranks: int, batch: int, seed: int) -> list[Tensor]:
     """The samples of each rank: of every class a Dirichlet share."""
     random = np.random.default_rng(seed)
     held: list[list[np.ndarray]] = [[] for _ in range(ranks)]
@@ -94,12 +145,13 @@ def shares(labels: Tensor, ranks: int, seed: int) -> list[Tensor]:
             held[rank].append(part)
     found = [torch.from_numpy(np.concatenate(each)) for each in held]
     return [
-        each if len(each) >= BATCH else torch.arange(BATCH) + rank
+        each if len(each) >= batch else torch.arange(batch) + rank
         for rank, each in enumerate(found)
     ]
 
 
 def train(
+    task: Task,
     make: Make,
     lr: float,
     parts: tuple[Tensor, Tensor, Tensor, Tensor],
@@ -110,13 +162,13 @@ def train(
     """Accuracy of the consensus in percent, its loss, and the distance of ranks to it."""
     x, y, x_test, y_test = parts
     torch.manual_seed(seed)
-    virtual = make(MLP(784, 10, hidden_size=32), ranks, lr)
-    held = shares(y, ranks, seed)
+    virtual = make(task.model(), ranks, lr)
+    held = shares(y, ranks, task.batch, seed)
     generator = torch.Generator().manual_seed(seed)
     start = time.perf_counter()
     for _ in range(steps):
         chosen = torch.stack(
-            [each[torch.randint(len(each), (BATCH,), generator=generator)] for each in held]
+            [each[torch.randint(len(each), (task.batch,), generator=generator)] for each in held]
         )
         virtual.step(x[chosen], y[chosen])
     model = virtual.consensus_model()
@@ -133,15 +185,37 @@ def train(
     }
 
 
-def tensors_of(samples: Any) -> tuple[Tensor, Tensor]:
-    """All images, flat, and their labels."""
+def tensors_of(samples: Any, view: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """All images and their labels."""
     x, y = samples.batch(torch.arange(len(samples)))
-    return x.flatten(1), y
+    return view(x), y
+
+
+def next_rate(done: list[dict], rates: tuple[float, ...], seed: int) -> float | None:
+    """Which learning rate this seed lacks; None where it lacks none."""
+    if seed != SEEDS[0]:
+        best = best_rate(done)
+        return None if any(one["lr"] == best and one["seed"] == seed for one in done) else best
+    tried = {one["lr"] for one in done if one["seed"] == seed}
+    if missing := [lr for lr in rates if lr not in tried]:
+        return missing[0]
+    if best_rate(done) == min(tried):
+        return float(f"{min(tried) / 3:.1g}")
+    if best_rate(done) == max(tried):
+        return float(f"{max(tried) * 3:.1g}")
+    return None
+
+
+def best_rate(done: list[dict]) -> float:
+    """By the first seed."""
+    of_first = [one for one in done if one["seed"] == SEEDS[0]]
+    return max(of_first, key=lambda one: one["accuracy"])["lr"]
 
 
 def main() -> None:
     """Fills the cells of one size, and writes `results/suda_heterogeneity.json`."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n", 1)[0])
+    parser.add_argument("--task", choices=TASKS, default="mlp")
     parser.add_argument("--ranks", type=int, default=10)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--minutes", type=float, default=60.0)
@@ -150,24 +224,22 @@ def main() -> None:
     end = time.monotonic() + 60 * options.minutes
     path = RESULTS / "suda_heterogeneity.json"
     cells = json.loads(path.read_text())["cells"] if path.exists() else {}
-    held = cells.setdefault(f"{options.ranks} ranks, {options.steps} steps", {})
-    loaded = data.load("fashion-mnist")
-    parts = (*tensors_of(loaded.train), *tensors_of(loaded.test))
+    named = f"{options.task}, {options.ranks} ranks, {options.steps} steps"
+    held = cells.setdefault(named, {})
+    task = TASKS[options.task]
+    loaded = data.load(task.data)
+    parts = (*tensors_of(loaded.train, task.view), *tensors_of(loaded.test, task.view))
     for seed in SEEDS:
         for name, (make, rates) in WAYS.items():
             done = held.setdefault(name, [])
-            first = [one for one in done if one["seed"] == SEEDS[0]]
-            best = max(first, key=lambda one: one["accuracy"])["lr"] if first else None
-            for lr in rates if seed == SEEDS[0] else (best,):
-                if any(one["lr"] == lr and one["seed"] == seed for one in done):
-                    continue
-                if time.monotonic() > end or lr is None:
+            while (lr := next_rate(done, rates, seed)) is not None:
+                if time.monotonic() > end:
                     return
-                done.append(train(make, lr, parts, options.ranks, options.steps, seed))
+                done.append(train(task, make, lr, parts, options.ranks, options.steps, seed))
                 print(f"{name:16} {done[-1]}", flush=True)
-                write("suda_heterogeneity", {"alpha": ALPHA, "batch": BATCH, "cells": cells})
+                write("suda_heterogeneity", {"alpha": ALPHA, "cells": cells})
     for name, done in held.items():
-        best = max((one for one in done if one["seed"] == 0), key=lambda one: one["accuracy"])["lr"]
+        best = best_rate(done)
         found = [one["accuracy"] for one in done if one["lr"] == best]
         spread = statistics.stdev(found) if len(found) > 1 else 0.0
         print(f"{name:16} lr {best:g}: {statistics.mean(found):.2f} +- {spread:.2f} %")

@@ -2,7 +2,6 @@
 
 import gc
 import os
-import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -12,36 +11,21 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
-from beartype import BeartypeConf
-from beartype.claw import beartype_packages
 from jaxtyping import install_import_hook
 
 from support.unchecked import types_unchecked
 
 SOURCES = Path(__file__).parents[1] / "src"
-HOT = ("comm", "engine", "decentralized", "sparsification")
-DOORS = {"_gossip.py", "_ranks.py", "_sparsify.py"}  # where what users give is refused in words
 
 
-def is_hot(path: Path) -> bool:
-    """Whether a module is run in every step, and has neither shapes nor checks of its own."""
-    in_steps = path.parent.name in HOT and path.name not in DOORS
-    return in_steps and not re.search("jaxtyping|__post_init__", path.read_text())
-
-
-def check_types_at_run_time() -> None:
-    """By jaxtyping, which checks shapes, too, and can be told to stop; it is slow.
-
-    What is hot has beartype alone, which makes tests of whole sessions two to five times as fast.
-    """
+def check_shapes_at_run_time() -> None:
+    """Of modules that name shapes; plain types are the type checker's, which costs no test time."""
     modules = {
-        ".".join(path.relative_to(SOURCES).with_suffix("").parts): is_hot(path)
+        ".".join(path.relative_to(SOURCES).with_suffix("").parts)
         for path in SOURCES.glob("gossipgrad/**/*.py")
+        if "jaxtyping" in path.read_text()
     }
-    install_import_hook([name for name, hot in modules.items() if not hot], "beartype.beartype")
-    beartype_packages(
-        [f"gossipgrad.{room}" for room in HOT], conf=BeartypeConf(claw_is_pep526=False)
-    )
+    install_import_hook(sorted(modules), "beartype.beartype")
 
 
 def leave_warnings_alone() -> None:
@@ -50,16 +34,19 @@ def leave_warnings_alone() -> None:
     Filters are of the process: two threads that swap them at once leave those of one behind, and
     what a test awaits a warning with hears nothing.
     """
+    import beartype  # noqa: F401  (what it loads is what changes)
+
     for name, module in [*sys.modules.items()]:
         catches = getattr(module, "catch_warnings", None) is warnings.catch_warnings
         if catches and name.startswith(("beartype._decor.", "beartype._check.")):
             module.__dict__["catch_warnings"] = lambda **_: nullcontext([])
 
 
-check_types_at_run_time()
+check_shapes_at_run_time()
 leave_warnings_alone()
 
-hypothesis.settings.register_profile("shared machine", deadline=None)
+# Chance draws others each time: many runs of few examples find what one run of many does.
+hypothesis.settings.register_profile("shared machine", deadline=None, max_examples=30)
 hypothesis.settings.load_profile("shared machine")
 torch.set_num_threads(1)
 

@@ -39,6 +39,7 @@ KNOWN = {
 }
 """Violations that still stand, each with its reason; one that is mended has to leave this list."""
 DOOR = "comm/_ranks.py"
+MOST_LINES = 430
 MAY_NOT = ("get_rank", "get_world_size", "is_initialized", "init_process_group", "WORLD")
 
 
@@ -166,6 +167,8 @@ def test_fronts_only_reexport(path):
 def code_lines(path):
     """Lines without docstrings, comments and blank ones."""
     text = path.read_text()
+    if text.count("\n") <= MOST_LINES:
+        return 0  # whatever they are
     prose = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -181,7 +184,9 @@ def test_a_file_is_one_idea():
     places = (SOURCE, *(ROOT / name for name in ("benchmarks", "recipes", "tests")))
     paths = [path for place in places for path in place.rglob("*.py")]
     long = {
-        str(path.relative_to(ROOT)): lines for path in paths if (lines := code_lines(path)) > 430
+        str(path.relative_to(ROOT)): lines
+        for path in paths
+        if (lines := code_lines(path)) > MOST_LINES
     }
     assert long == {}
 

@@ -1,7 +1,9 @@
 """README's code runs as it stands; so do the examples in docstrings."""
 
+import contextlib
 import doctest
 import importlib
+import io
 import os
 import pkgutil
 import re
@@ -13,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import tyro
 
 import gossipgrad
@@ -59,6 +62,32 @@ def blocks(language, page="README.md"):
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
 
 
+def readme_script(rank, store, port, script):
+    """Runs it with what torchrun tells a worker; what it has printed."""
+    os.environ |= {
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "3",
+    }
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(script, "train.py", "exec"), {"__name__": "__main__"})
+    return printed.getvalue()
+
+
+@pytest.mark.process
+def test_readme_script_runs_on_three_ranks():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    (script,) = blocks("python")
+    printed = run_processes(3, readme_script, store.port, script, grouped=False)
+    check_what_readme_script_prints("".join(printed))
+
+
+@pytest.mark.slow
 @pytest.mark.process
 def test_readme_script_runs_under_torchrun(tmp_path):
     (script,) = blocks("python")
@@ -71,13 +100,17 @@ def test_readme_script_runs_under_torchrun(tmp_path):
     ]
     done = run_torchrun(command.split()[1:], tmp_path)
     assert done.returncode == 0, done.stderr
+    check_what_readme_script_prints(done.stdout)
+
+
+def check_what_readme_script_prints(text):
     found = re.fullmatch(
         r"loss of the consensus (\d\.\d+)\nconsensus distance (0\.\d+)\n"
         r"sent ([\d,]+) bytes, ring all-reduce would have sent ([\d,]+)\n"
         r"blocked on communication for \d+\.\d\d s\n",
-        done.stdout,
+        text,
     )
-    assert found, done.stdout
+    assert found, text
     assert float(found[1]) < 0.6, "2.3 before training"
     sent, ring = (int(figure.replace(",", "")) for figure in found.groups()[2:])
     weights = 4 * (64 * 64 + 64 + 64 * 10 + 10)

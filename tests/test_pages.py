@@ -31,6 +31,7 @@ ROOMS = (
     *("", ".topology", ".planning", ".comm", ".compression", ".engine", ".data", ".models"),
     *(".checkpoint", ".simulate", ".sparsification", ".apoptosis", ".trace", ".train"),
 )
+QUICK = ("choosing", "plan")  # pages whose commands start no process
 NUMBER = re.compile(r"[-+]?\d[\d,.e+-]*")
 
 
@@ -114,6 +115,7 @@ def rows_below(page, heading):
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
+@pytest.mark.slow
 def test_topology_table_is_what_analyse_finds():
     rows = rows_below("choosing.md", "| ranks | topology | to a tenth")
     assert rows
@@ -285,7 +287,14 @@ def file_of(page, block):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "console")], ids=ids)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[] if page.stem in QUICK else pytest.mark.slow, id=page.stem)
+        for page in PAGES
+        if blocks(page, "console")
+    ],
+)
 def test_commands_run_and_print_what_the_page_shows(page, tmp_path, monkeypatch, capsys):
     """Numbers aside, every line shown is printed; other machines' commands are no `console`."""
     for block in blocks(page, "python"):

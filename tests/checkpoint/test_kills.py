@@ -86,17 +86,17 @@ def tear(directory):
 
 def save_until_killed(rank, store, directory):
     """Saves as fast as it can, and is killed after some milliseconds that nobody knows before."""
-    checkpoint.save(directory, replica(0, 100_000), rank=rank, world_size=6, step=0)
+    checkpoint.save(directory, replica(0, 100_000), rank=rank, world_size=3, step=0)
     seconds = int.from_bytes(os.urandom(2)) / 2**16 * 0.2
     threading.Timer(seconds, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
     for step in count(1):
         state = replica(step, 100_000)
-        checkpoint.save(directory, state, rank=rank, world_size=6, step=step, keep=2, shared=False)
+        checkpoint.save(directory, state, rank=rank, world_size=3, step=step, keep=2, shared=False)
 
 
 @pytest.mark.process
 def test_processes_killed_while_they_save(tmp_path):
-    ranks = 6
+    ranks = 3
     run_processes(
         ranks, save_until_killed, str(tmp_path), grouped=False, may_die=tuple(range(ranks))
     )
@@ -106,7 +106,7 @@ def test_processes_killed_while_they_save(tmp_path):
         for step in there:
             found = checkpoint.load(tmp_path, rank=rank, step=step)
             assert_same(found, replica(step, 100_000))
-        checkpoint.save(tmp_path, {}, rank=rank, world_size=6, step=10**6, keep=1, shared=False)
+        checkpoint.save(tmp_path, {}, rank=rank, world_size=3, step=10**6, keep=1, shared=False)
     assert len(list(tmp_path.rglob("*.*"))) == 3 * ranks, "what was half-written is gone"
 
 

@@ -15,7 +15,7 @@ import pytest
 from gossipgrad import cli
 from support.agents import run_torchrun
 
-pytestmark = [pytest.mark.process, pytest.mark.xdist_group("end to end")]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.xdist_group("end to end")]
 
 
 def session_members(session: int) -> list[str]:
@@ -94,7 +94,6 @@ def test_a_folder_may_have_any_name(interrupted, monkeypatch):
     assert (folder / "report.html").exists()
 
 
-@pytest.mark.slow
 def test_torchrun_joins_the_world_it_finds(tmp_path):
     command = ["-m", "gossipgrad", "train", "--epochs", "1", "--out", str(tmp_path)]
     done = run_torchrun(["--standalone", "--nproc-per-node", "2", *command], tmp_path)

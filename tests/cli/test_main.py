@@ -1,5 +1,5 @@
 import json
-import subprocess
+import runpy
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -27,10 +27,12 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"gossipgrad {version('gossipgrad')}\n"
 
 
-def test_runs_as_a_module():
-    command = [sys.executable, "-m", "gossipgrad", "--version"]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert shown.stdout.startswith("gossipgrad ")
+def test_runs_as_a_module(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["gossipgrad", "--version"])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_module("gossipgrad", run_name="__main__")
+    assert stop.value.code == 0
+    assert capsys.readouterr().out.startswith("gossipgrad ")
 
 
 def test_unknown_command_tells_the_known_ones(capsys):

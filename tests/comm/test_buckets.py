@@ -46,7 +46,7 @@ def test_a_narrow_wire_counts_its_own_bytes():
     assert plan.size_bytes == 16
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(
     st.lists(st.tuples(st.integers(0, 40), st.sampled_from([F32, F64, BF16])), max_size=12),
     st.integers(1, 200),

@@ -16,7 +16,7 @@ ALL = (0, 1, 2, 3)
 moves = st.lists(st.tuples(st.integers(0, 3), st.sets(st.integers(0, 5), min_size=1)), max_size=30)
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(moves=moves, stale=st.lists(st.booleans(), min_size=30, max_size=30))
 def test_two_proposers_never_both_win_a_generation(moves, stale):
     """Whatever each has last read, a generation has one winner, and follows the one before."""

@@ -70,7 +70,11 @@ class Shares:
 MODES = {"overlap": gg.Overlap(deadline_seconds=1.0), "stale": gg.Stale()}
 
 
-@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@pytest.mark.parametrize(
+    "mode",
+    [MODES["overlap"], pytest.param(MODES["stale"], marks=pytest.mark.slow)],
+    ids=["overlap", "stale"],
+)
 def test_ranks_join_and_die_and_every_sample_is_used(mode):
     """Two join in the first epoch, one of the first dies in it, and one that joined in the next.
 

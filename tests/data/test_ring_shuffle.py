@@ -92,7 +92,7 @@ def test_with_a_deadline_a_run_repeats_bit_for_bit():
     assert runs[0] != run([13] * 4, seen, seed=6, deadline_seconds=30.0)
 
 
-@pytest.mark.parametrize("p", range(1, 10))
+@pytest.mark.parametrize("p", [1, 2, 5, 8])
 def test_uneven_shards_keep_their_sizes(p):
     sizes = [5 + 3 * (rank % 4) for rank in range(p)]
 

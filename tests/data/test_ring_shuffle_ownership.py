@@ -127,7 +127,7 @@ def play(model, script):
         model.check()
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(worlds, st.lists(quiet, max_size=60), st.integers(1, 3))
 def test_no_row_is_lost_or_doubled_while_messages_come_late(sizes, script, credits):
     model = Model(sizes, credits=credits)
@@ -144,7 +144,7 @@ def test_no_row_is_lost_or_doubled_while_messages_come_late(sizes, script, credi
         assert ring.rows_lost == 0
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(worlds, st.lists(unquiet, max_size=60), st.integers(1, 3))
 def test_no_row_is_doubled_and_only_those_of_the_dead_are_lost(sizes, script, credits):
     model = Model(sizes, credits=credits)
@@ -153,7 +153,7 @@ def test_no_row_is_doubled_and_only_those_of_the_dead_are_lost(sizes, script, cr
     model.check()
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(worlds, st.lists(quiet, max_size=40), st.data())
 def test_those_that_remain_have_everything_when_ranks_have_left(sizes, script, data):
     """A leaver keeps what it has; what was on its way to it is back with its sender."""
@@ -170,7 +170,7 @@ def test_those_that_remain_have_everything_when_ranks_have_left(sizes, script, d
     ]
 
 
-@pytest.mark.parametrize("p", range(2, 10))
+@pytest.mark.parametrize("p", [2, 3, 8])
 def test_in_step_a_shard_moves_on_by_one_rank_an_epoch(p):
     model = Model([6] * p, credits=1)
     for epoch in range(1, p + 1):

@@ -139,7 +139,6 @@ def test_is_not_pickled_or_copied(copied):
 BUFFER = io.BytesIO()
 
 
-@pytest.mark.usefixtures("unchecked_types")
 @pytest.mark.parametrize("where", ["inside", "outside"])
 def test_compiled(where):
     """The eager backend runs the graph capture of torch.compile without a C++ compiler."""

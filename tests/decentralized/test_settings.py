@@ -58,7 +58,6 @@ def test_wrong_settings(settings, message):
         begin(**settings)
 
 
-@pytest.mark.usefixtures("unchecked_types")
 @pytest.mark.parametrize(
     ("build", "message"),
     [
@@ -78,6 +77,8 @@ def test_wrong_settings(settings, message):
         (lambda: gg.Stale(max_staleness=-1), "max_staleness"),
         (lambda: gg.Stale(max_staleness=16), "max_staleness"),
         (lambda: gg.Stale(max_staleness=1.5), "max_staleness"),
+        (lambda: gg.Stale(cut_every=4), r"take session\.state_dict\(\)"),
+        (lambda: gg.Stale(replay=3), r"take session\.state_dict\(\)"),
     ],
 )
 def test_wrong_values(build, message):
@@ -85,7 +86,6 @@ def test_wrong_values(build, message):
         build()
 
 
-@pytest.mark.usefixtures("unchecked_types")
 def test_numbers_of_numpy_are_numbers():
     count = np.int64(3)
     with begin(

@@ -9,6 +9,7 @@ from torch import nn
 
 import gossipgrad as gg
 from gossipgrad.comm import Hub
+from gossipgrad.models import GPT
 from support.ranks import run_ranks
 
 
@@ -93,6 +94,9 @@ def test_names_overrule_types_and_tied_or_frozen_weights_are_seen():
     assert found["blocks.1.attention.out_proj.weight"] == "adamw"
     assert found["blocks.1.up.weight"] == "muon"
     assert roles(gg.Muon(nn.Linear(3, 2))) == {"weight": "muon", "bias": "adamw"}
+    of_gpt = roles(gg.Muon(GPT(65, layers=2, width=8)))  # its head is its embedding
+    assert of_gpt["blocks.1.perceptron_out.weight"] == "muon"
+    assert of_gpt["characters.weight"] == "adamw"
 
 
 def test_repr_shows_the_choice():
@@ -124,6 +128,7 @@ def test_groups_and_plain_tensors_as_torch_takes_them():
         {"scale": "keller"},
         {"momentum_form": "heavy"},
         {"polar": "newton"},
+        {"polar_dtype": torch.int32},
         {"betas": (0.9, 1.0)},
         {"eps": 0.0},
         {"muon": ["nowhere"]},

@@ -63,7 +63,7 @@ def ended(script, world_size=1, **more):
     return told
 
 
-@pytest.mark.parametrize("encrypted", [False, True])
+@pytest.mark.parametrize("encrypted", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_session_that_nobody_closed_leaves_without_a_word(encrypted, secret, monkeypatch):
     """Nor does the rank that goes on: it was told that the other left, and was not lost."""
     if not encrypted:
@@ -71,6 +71,7 @@ def test_a_session_that_nobody_closed_leaves_without_a_word(encrypted, secret, m
     assert ended(SESSION, 2) == [("", "")] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encrypted", [False, True])
 def test_a_last_message_that_is_not_copied_still_goes_out_at_exit(encrypted, secret, monkeypatch):
     if not encrypted:

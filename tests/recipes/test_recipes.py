@@ -88,6 +88,7 @@ def small_data(monkeypatch):
     monkeypatch.setattr(data, "load", load_small)
 
 
+@pytest.mark.slow
 def test_lenet_on_fashion_mnist(small_data):
     assert on_two_ranks("mnist_lenet", epochs=6, steps=30, batch_size=8, lr=0.03) > 0.4
 
@@ -109,10 +110,12 @@ def write_idx(path, array):
     path.write_bytes(gzip.compress(header + np.ascontiguousarray(array).tobytes()))
 
 
+@pytest.mark.slow
 def test_cifarnet_on_cifar10(small_data):
     assert on_two_ranks("cifar10_cifarnet", epochs=2, steps=24, batch_size=8) > 0.4
 
 
+@pytest.mark.slow
 def test_gpt_on_shakespeare(small_data):
     reached = on_two_ranks(
         "shakespeare_gpt", epochs=1, steps=16, batch_size=4, layers=1, lr=0.01, warmup_steps=4

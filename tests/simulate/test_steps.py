@@ -170,7 +170,7 @@ COSTS = st.builds(
 ELEMENTS = st.lists(st.integers(1, 200), min_size=1, max_size=6)
 
 
-@settings(max_examples=70, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     p=st.integers(1, 8),
     elements=ELEMENTS,
@@ -226,7 +226,7 @@ def test_gossip_is_what_single_events_come_to(
     np.testing.assert_allclose(fast, np.array(plain), rtol=1e-9)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     p=st.integers(1, 8),
     elements=ELEMENTS,
@@ -249,7 +249,7 @@ def test_all_reduce_is_what_its_hops_or_its_workers_come_to(
     np.testing.assert_allclose(fast, np.array(plain), rtol=1e-9)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(p=st.integers(1, 8), elements=ELEMENTS, cost=COSTS, workers=WORKERS, every=st.integers(1, 3))
 def test_averages_are_what_their_hops_come_to(p, elements, cost, workers, every):
     profile, network, steps = profile_of(elements), Network(exchange=cost), 6

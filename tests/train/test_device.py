@@ -90,7 +90,7 @@ def threads():
 
 @pytest.mark.usefixtures("threads")
 def test_threads_are_those_asked_for(tmp_path):
-    train_alone(tmp_path, threads=2)
+    train_alone(tmp_path, threads=2, batch_size=500)
     assert torch.get_num_threads() == 2
 
 

@@ -115,6 +115,7 @@ def test_a_disk_that_stays_full_costs_no_step_and_no_checkpoint_of_before(play, 
             assert torch.equal(value, before[rank][name]), "from step 8 on it is the same run"
 
 
+@pytest.mark.slow
 def test_a_disk_that_has_room_again_gets_the_next_checkpoint(play, monkeypatch):
     begin, _, run_dir = play
     full_disk(monkeypatch, range(8, 16))

@@ -108,6 +108,7 @@ def test_a_run_goes_on_with_those_who_joined_when_all_others_are_killed(tmp_path
         join_run(JoinConfig(run=tmp_path))
 
 
+@pytest.mark.slow
 def test_a_run_in_a_given_world_is_joined(tmp_path):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environs = [

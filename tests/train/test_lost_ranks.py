@@ -51,6 +51,7 @@ def test_in_a_given_world_those_who_are_left_put_the_run_together(tmp_path):
     assert not (tmp_path / "partial").exists()
 
 
+@pytest.mark.slow
 def test_half_of_the_workers_are_killed_one_is_stopped_and_goes_on(tmp_path, capfd, monkeypatch):
     """Of five two are killed at once; one is stopped, given up, and continued."""
     # However late it comes to it, it is itself that says what became of it.
@@ -103,6 +104,7 @@ def test_a_worker_that_is_killed_at_start_up_does_not_keep_the_others(tmp_path, 
     assert not workers()
 
 
+@pytest.mark.slow
 def test_a_worker_that_stands_still_at_start_up_does_not_keep_the_others(
     tmp_path, capfd, monkeypatch
 ):

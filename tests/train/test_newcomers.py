@@ -108,7 +108,7 @@ def options(mode):
     return {"options": {"gossip": GossipConfig(mode=mode, topology="matching")}}
 
 
-@pytest.mark.parametrize("mode", ["overlap", "stale"])
+@pytest.mark.parametrize("mode", ["overlap", pytest.param("stale", marks=pytest.mark.slow)])
 def test_who_joins_stops_with_the_run_and_has_its_consensus(make, mode):
     run = make(checkpoint_every=1000, **options(mode))
     rank, _ = run.join()
@@ -131,16 +131,16 @@ def test_who_joins_stops_with_the_run_and_has_its_consensus(make, mode):
 
 
 def test_who_joins_comes_to_the_end_of_the_run_with_the_others(make, monkeypatch):
-    monkeypatch.setattr(Slow, "pause_seconds", 0.1)  # so that it does not come too late
-    run = make(epochs=30, **options("overlap"))
+    monkeypatch.setattr(Slow, "pause_seconds", 0.25)  # so that it does not come too late
+    run = make(epochs=12, **options("overlap"))
     run.join(steps=0)
     results = run.end()
     assert all(one.is_consensus for one in results.values())
-    assert {one.epochs for one in results.values()} == {30}
+    assert {one.epochs for one in results.values()} == {12}
     assert not any(one.stopped for one in results.values())
-    assert sum(one.samples for one in results.values()) == 30 * SAMPLES
+    assert sum(one.samples for one in results.values()) == 12 * SAMPLES
     last = json.loads(run.run_dir.metrics(2).read_text().splitlines()[-1])
-    assert last["epoch"] == 29
+    assert last["epoch"] == 11
 
 
 def test_of_several_who_join_one_leaves_and_is_not_missed(make):
@@ -221,6 +221,7 @@ def test_who_joins_during_an_evaluation_trains_with_the_others_from_its_end_on(h
     assert len({one.accuracy for one in results.values()}) == 1
 
 
+@pytest.mark.slow
 def test_who_joins_has_a_part_in_an_evaluation_that_is_tried_again(held, sessions):
     run, rank, epoch = held
     run.dataset.test.gate.deadly["rank 1"] = sessions[1].close
@@ -248,6 +249,7 @@ def stopped_before(monkeypatch):
     return waiting
 
 
+@pytest.mark.slow
 def test_who_joins_and_is_stopped_before_its_first_batch_has_the_consensus(
     make, stopped_before, sessions, monkeypatch
 ):
@@ -282,6 +284,7 @@ def test_who_joins_and_is_stopped_before_its_first_batch_has_the_consensus(
     assert results[2].stopped
 
 
+@pytest.mark.slow
 def test_who_joins_and_is_stopped_after_an_evaluation_that_it_missed_has_the_last(
     stopped_before, held, monkeypatch
 ):

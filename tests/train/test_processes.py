@@ -218,10 +218,10 @@ def test_what_needs_every_rank_ends_with_a_killed_worker(tmp_path, strategy):
 @pytest.mark.parametrize(
     "strategy",
     [
-        *("gossip", "allreduce"),
+        "gossip",
         *(
             pytest.param(name, marks=SLOW)
-            for name in ("post-local-sgd", "agd", "every-log-p", "local")
+            for name in ("allreduce", "post-local-sgd", "agd", "every-log-p", "local")
         ),
     ],
 )

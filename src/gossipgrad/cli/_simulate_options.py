@@ -22,7 +22,7 @@ class SimulateOptions:
     """Numbers of ranks, with commas."""
     strategy: str = "all"
     """Names with commas, or all: gossip, gossip-sync, allreduce, agd, every-log-p, post-local-sgd,
-    local."""
+    local, suda."""
     bandwidth: str | None = None
     """Rates of each host's link, each way, with commas; None: 100Mbit,1Gbit,10Gbit."""
     latency: str | None = None
@@ -42,13 +42,13 @@ class SimulateOptions:
     topology: Literal["dissemination", "hypercube", "matching", "ring", "complete"] = (
         "dissemination"
     )
-    """Who meets whom in gossip."""
+    """Who meets whom in gossip and suda."""
     payload: str = "weights"
     """What gossip sends, with commas: weights, weights+state, or weights+state/4 for state in every
     fourth round (1 to 99)."""
     wire: str | None = None
-    """Number types on the wire of gossip, allreduce and agd, with commas: float32, bfloat16; None:
-    that of the parameters."""
+    """Number types on the wire of gossip, suda, allreduce and agd, with commas: float32, bfloat16;
+    None: that of the parameters."""
     jitter: float = 0.1
     """Spread of a step's compute from step to step, relative to itself."""
     straggler: float = 1.0

@@ -8,6 +8,7 @@ from gossipgrad.simulate import (
     AllReduce,
     Gossip,
     Strategy,
+    Suda,
     strategy_by_name,
 )
 
@@ -21,7 +22,7 @@ _WIDTHS = {"float32": 4, "bfloat16": _NARROW_BYTES}
 
 
 def strategies(options: SimulateOptions) -> list[Strategy]:
-    """One for each strategy, and of gossip and all-reduce for each payload and wire that fits.
+    """One for each strategy, and of some for each payload and wire that fits.
 
     Raises:
         ValueError: There is none of such a name, payload or wire.
@@ -50,6 +51,17 @@ def strategies(options: SimulateOptions) -> list[Strategy]:
                     seed=options.seed,
                 )
                 for rounds in dict.fromkeys(every)
+                for width in dict.fromkeys(widths)
+            ]
+        elif isinstance(strategy, Suda):
+            found += [
+                replace(
+                    strategy,
+                    name=strategy.name + _wire(width),
+                    topology=options.topology,
+                    element_bytes=width,
+                    seed=options.seed,
+                )
                 for width in dict.fromkeys(widths)
             ]
         elif isinstance(strategy, AllReduce):

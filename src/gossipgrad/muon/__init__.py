@@ -9,7 +9,6 @@ from gossipgrad.muon._muon import Muon as Muon
 from gossipgrad.muon._polar import POLARS as POLARS
 from gossipgrad.muon._polar import polarise as polarise
 from gossipgrad.muon._polar import resolve_polar as resolve_polar
-from gossipgrad.muon._roles import choose_roles as choose_roles
 from gossipgrad.muon._session import SudaSession as SudaSession
 from gossipgrad.muon._session import SudaSettings as SudaSettings
 from gossipgrad.muon._session import SudaStats as SudaStats

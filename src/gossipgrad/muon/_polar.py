@@ -57,13 +57,13 @@ def resolve_polar(polar: str | Sequence[Sequence[float]]) -> Polar:
     Raises:
         ValueError: There is none of that name, or a step has not three coefficients.
     """
-    if isinstance(polar, str):
-        if polar not in POLARS:
-            raise ValueError(
-                f"polar={polar!r} is none of {', '.join(map(repr, POLARS))}, and no sequence of "
-                "coefficients (a, b, c), one triple a step"
-            )
+    if isinstance(polar, str) and polar in POLARS:
         return POLARS[polar]
+    if isinstance(polar, str) or not isinstance(polar, Sequence):
+        raise ValueError(
+            f"polar={polar!r} is none of {', '.join(map(repr, POLARS))}, and no sequence of "
+            "coefficients (a, b, c), one triple a step"
+        )
     steps = tuple(tuple(float(c) for c in step) for step in polar)
     if wrong := [step for step in steps if len(step) != 3]:
         raise ValueError(f"polar has the step {wrong[0]}: a step is three coefficients (a, b, c)")

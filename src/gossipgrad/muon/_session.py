@@ -54,7 +54,7 @@ class SudaSettings(RoundSettings):
         """What must be equal on all ranks; the schedule tells the matrix."""
         described = super().describe()
         del described["weights"]
-        return described
+        return {"backbone": described.pop("backbone"), **described}
 
     @property
     def snapshots(self) -> int:

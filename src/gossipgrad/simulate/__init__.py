@@ -21,6 +21,7 @@ from ._setting import Setting as Setting
 from ._setting import Steps as Steps
 from ._setting import Strategy as Strategy
 from ._suda_ranks import SudaRanks as SudaRanks
+from ._suda_steps import Suda as Suda
 from ._virtual_ranks import VirtualRanks as VirtualRanks
 from ._workers import Pace as Pace
 from ._workers import Workers as Workers

@@ -1,6 +1,7 @@
 """When steps end under gossip: each rank waits for one partner."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from ._setting import Setting, Steps, Strategy, check_counts, together
 from ._sharing import shared_finish
 from ._workers import Pace
 
-__all__ = ["Gossip"]
+__all__ = ["Flight", "Gossip", "GossipSteps"]
 
 Times = Float[np.ndarray, " rank"]
 _NOBODY = -1
@@ -69,8 +70,8 @@ class Gossip(Strategy):
         return GossipSteps(self, setting)
 
 
-class _Flight(NamedTuple):
-    """Some messages of a round: when the first and the last of them reach each rank."""
+class Flight(NamedTuple):
+    """The messages of one tensor a parameter: when the first and the last of them come."""
 
     first: Times
     last: Times
@@ -78,7 +79,7 @@ class _Flight(NamedTuple):
     mixing_seconds: Times  # of each message
 
     def after(self, now: Times, seconds: Times | float = 0.0) -> Times:
-        """When all are mixed and `seconds` of work are done that needs them bit by bit."""
+        """When all are mixed and `seconds` of work are done that needs them one by one."""
         each = seconds / self.messages + self.mixing_seconds
         return np.maximum(np.maximum(now, self.first) + each * self.messages, self.last + each)
 
@@ -115,15 +116,15 @@ class GossipSteps(Steps):
         self._round = 0
         self._link_free = np.full(p, -np.inf)
         self._left = [np.full(p, -np.inf)] * 2  # when the last two snapshots had left
-        self._flight: tuple[_Flight, _Flight | None] | None = None  # weights, state
+        self._flights: list[Flight] = []  # weights, then state
 
     def step(self, number: int, start: Times, pace: Pace) -> Times:
         """See `Steps.step`."""
         options, setting = self._options, self._setting
         overlaps = options.mode == "overlap"
         if overlaps and number % options.every == 0:
-            start = self._open(start)
-        if overlaps or self._flight is None:
+            start = self._open_round(start)
+        if overlaps or not self._flights:
             end = pace.after(start, setting.profile.compute_seconds)
         else:
             end = self._read(start, pace)
@@ -131,9 +132,9 @@ class GossipSteps(Steps):
         averages = apart is not None and self._averages and (number + 1) % apart == 0
         if (number + 1) % options.every == 0:
             if not overlaps:
-                end = self._open(end)
+                end = self._open_round(end)
             if overlaps or averages:
-                end = self._close(end)
+                end, self._flights = self.close(end, self._flights), []
         if apart is not None and self._averages and (number + 1) % apart == 0:
             end = together(end, self._average_seconds)
             self.bytes_sent += self._average_bytes
@@ -147,28 +148,33 @@ class GossipSteps(Steps):
         seconds = float((together(end, self._average_seconds) - end).mean())
         return seconds / apart, self._average_bytes / apart
 
-    def _open(self, now: Times) -> Times:
+    def _open_round(self, now: Times) -> Times:
         """Copies and sends a round's snapshot; when each rank has copied all of it."""
-        options, network = self._options, self._setting.network
-        peers = self._schedule.round_peers(self._round)
+        options, peers = self._options, self._schedule.round_peers(self._round)
         with_state = options.state_every and self._round % options.state_every == 0
         copies = 1 + (self._state_copies if with_state else 0)
-        size, message = copies * self._weight_bytes, self._weight_bytes / self._weight_messages
         self._round += 1
+        now, self._flights = self.open(now, peers, copies)
+        return now
+
+    def open(self, now: Times, peers: RoundPeers, copies: int) -> tuple[Times, list[Flight]]:
+        """Copies and sends so many tensors a parameter; when that is copied, and what comes."""
+        network = self._setting.network
+        size, message = copies * self._weight_bytes, self._weight_bytes / self._weight_messages
         sends = peers.send_to != _NOBODY
         self.bytes_sent += size * float(sends.mean())
         now = np.where(sends, np.maximum(now, self._left[0]), now)
         copy_all, copy_first = (network.snapshot_seconds_per_byte * n for n in (size, message))
         begin = np.maximum(now + copy_first, self._link_free)
         alphas, betas = self._costs(peers, sends, begin, size)
-        first = begin + message * betas
+        in_each = self._weight_messages
 
         def leaves(number: int) -> Times:
             """When so many messages have left."""
             copied = now + number * copy_first + message * betas
             return np.maximum(begin + number * message * betas, copied)
 
-        last = leaves(copies * self._weight_messages)
+        last = leaves(copies * in_each)
         self._link_free = np.where(sends, last, self._link_free)
         earlier, latest = self._left
         self._left = [
@@ -179,32 +185,27 @@ class GossipSteps(Steps):
         receives = peers.recv_from != _NOBODY
         mix = np.where(receives, network.mix_seconds_per_byte, 0.0) * message
 
-        def flight(first: Times, last: Times, messages: int) -> _Flight:
-            comes = [np.where(receives, (t + alphas)[source], -np.inf) for t in (first, last)]
-            return _Flight(comes[0], comes[1], messages, mix)
+        def comes(number: int) -> Times:
+            return np.where(receives, (leaves(number) + alphas)[source], -np.inf)
 
-        of_weights = self._weight_messages
-        of_state = (copies - 1) * of_weights
-        state = flight(leaves(of_weights + 1), last, of_state) if of_state else None
-        self._flight = flight(first, leaves(of_weights), of_weights), state
-        return np.where(sends, now + copy_all, now)
+        flights = [
+            Flight(comes(copy * in_each + 1), comes((copy + 1) * in_each), in_each, mix)
+            for copy in range(copies)
+        ]
+        return np.where(sends, now + copy_all, now), flights
 
-    def _close(self, now: Times) -> Times:
+    def close(self, now: Times, flights: Sequence[Flight]) -> Times:
         """When each rank has mixed what its partner sent, one message after the other."""
-        assert self._flight is not None
-        (weights, state), self._flight = self._flight, None
-        mixed = weights.after(now)
-        return mixed if state is None else state.after(mixed)
+        for flight in flights:
+            now = flight.after(now)
+        return now
 
     def _read(self, start: Times, pace: Pace) -> Times:
         """When a step ends whose forward pass reads what is in flight, layer by layer."""
-        assert self._flight is not None
-        (weights, state), self._flight = self._flight, None
+        (weights, *state), self._flights = self._flights, []
         profile = self._setting.profile
         read = weights.after(start + pace.stall_seconds, profile.forward_seconds * pace.factor)
-        end = read + sum(profile.backward_seconds) * pace.factor
-        if state is not None:
-            end = state.after(end)
+        end = self.close(read + sum(profile.backward_seconds) * pace.factor, state)
         return end + profile.optimizer_seconds * pace.factor
 
     def _costs(

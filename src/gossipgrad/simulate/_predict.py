@@ -11,6 +11,7 @@ from ._collective_steps import AllReduce, Local, PeriodicAverage
 from ._gossip_steps import Gossip
 from ._network import Network
 from ._setting import Setting, Strategy
+from ._suda_steps import Suda
 from ._workers import Workers
 
 __all__ = ["STRATEGIES", "Prediction", "predict", "strategy_by_name"]
@@ -26,6 +27,7 @@ _STRATEGIES: dict[str, Strategy] = {
     "every-log-p": PeriodicAverage(name="every-log-p", every="log_p", state_copies=None),
     "post-local-sgd": PeriodicAverage(),
     "local": Local(),
+    "suda": Suda(),
 }
 
 STRATEGIES = tuple(_STRATEGIES)

@@ -8,7 +8,8 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gossipgrad.muon import Muon, Polynomial, choose_roles, make_backbone, resolve_settings
+from gossipgrad.engine import choose_roles
+from gossipgrad.muon import Muon, Polynomial, make_backbone, resolve_settings
 
 from ._replicas import Loss, Replicas
 from ._virtual_ranks import _check_model, _resolve_batching
@@ -83,7 +84,7 @@ class SudaRanks:
             name: [nn.Parameter(row) for row in stacked.detach()]
             for name, stacked in self._replicas.parameters.items()
         }
-        roles = choose_roles(model, muon=muon, adamw=adamw)
+        roles = choose_roles(model, Muon.role, matrices=muon, adamw=adamw, argument="muon")
         self.optimizer = Muon(
             [
                 {

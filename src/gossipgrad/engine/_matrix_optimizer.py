@@ -1,0 +1,268 @@
+"""The base of optimizers that treat matrices by a rule of their own and leave the rest to AdamW."""
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gossipgrad.comm import local, widened
+from gossipgrad.engine._roles import ADAMW, choose_roles
+
+__all__ = ["MatrixOptimizer", "Parameters"]
+
+Parameters = nn.Module | Iterable[Tensor] | Iterable[Mapping[str, Any]] | Iterable[tuple[str, Any]]
+
+
+class MatrixOptimizer(Optimizer):
+    """Groups by role, their settings, and AdamW for what is no matrix.
+
+    A subclass names its `role`, checks and describes the settings of its groups, and updates
+    matrices in `step()`. There is one group of each role, with its settings, unless groups are
+    given.
+
+    Args:
+        params: The model, whose parameters are chosen by the patterns, the type of their module and
+            their shape; or what any optimizer takes: tensors, `(name, tensor)` pairs or groups, of
+            which matrices have the subclass's role, but in groups with a `"role"`.
+        settings: Of groups with the subclass's role.
+        adamw_settings: Of groups of the rest.
+        weight_decay: Of all groups, unless they have their own.
+        matrices: Patterns of names that have the subclass's role.
+        adamw: Patterns of names that are AdamW's.
+        with_head: Whether the last linear layer is a matrix like others.
+        argument: What users know `matrices` as.
+
+    Raises:
+        ValueError: For numbers outside their range, names that no parameter has, or nothing to
+            train.
+    """
+
+    role: ClassVar[str]
+
+    def __init__(
+        self,
+        params: Parameters,
+        *,
+        settings: dict[str, Any],
+        adamw_settings: dict[str, Any],
+        weight_decay: float,
+        matrices: Sequence[str] = (),
+        adamw: Sequence[str] = (),
+        with_head: bool = False,
+        argument: str = "matrices",
+    ) -> None:
+        self._settings = {self.role: settings, ADAMW: adamw_settings}
+        if isinstance(params, nn.Module):
+            roles = choose_roles(
+                params,
+                self.role,
+                matrices=matrices,
+                adamw=adamw,
+                with_head=with_head,
+                argument=argument,
+            )
+            named = dict(params.named_parameters())
+            groups: Any = [
+                {"params": [(name, named[name]) for name in roles if roles[name] == role]}
+                | {"role": role}
+                for role in (self.role, ADAMW)
+                if role in roles.values()
+            ]
+            if not roles:
+                raise ValueError("the model has no parameter that is trained: all are frozen")
+        elif matrices or adamw:
+            raise ValueError(
+                f"{argument}= and adamw= name parameters of a model: pass the model itself"
+            )
+        else:
+            groups = [group for one in _as_groups(params) for group in self._by_role(one)]
+        super().__init__(groups, {"weight_decay": weight_decay})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, of the role that it names, or by the shapes of its parameters.
+
+        Raises:
+            ValueError: For numbers outside their range, or if matrices and vectors are in one group
+                without a role.
+        """
+        if "role" not in param_group:
+            found = self._by_role(param_group)
+            if len(found) > 1:
+                raise ValueError(
+                    "a group has matrices and vectors: add one of each, or give it a 'role', "
+                    f"{self.role!r} or {ADAMW!r}"
+                )
+            param_group = found[0]
+        role = param_group["role"]
+        if role not in (self.role, ADAMW):
+            raise ValueError(f"role={role!r} is neither {self.role!r} nor {ADAMW!r}")
+        settings = self.__dict__.get("_settings")
+        if settings is None:  # after pickling: groups have all that they need
+            alike = [group for group in self.param_groups if group["role"] == role]
+            if not alike:
+                raise ValueError(f"there is no group of role {role!r} whose settings to take")
+            settings = {role: {k: v for k, v in alike[0].items() if k not in _OF_ONE_GROUP}}
+        group = {**settings[role], **param_group}
+        numbers = ("lr", group["lr"]), ("weight_decay", self._decay(group))
+        for name, number in numbers:
+            if not (isinstance(number, Real | Tensor) and 0 <= float(number) < math.inf):
+                raise ValueError(f"{name}={number!r} must be a finite number from 0")
+        if role == ADAMW:
+            _check_betas(group)
+        else:
+            self.check_group(group)
+        super().add_param_group(group)
+        for parameter in self.param_groups[-1]["params"]:
+            if parameter.is_complex() or (role == self.role and parameter.ndim < 2):
+                del self.param_groups[-1]
+                kind = "complex" if parameter.is_complex() else "no matrix"
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} is {kind}: role {role!r} does "
+                    "not take it"
+                )
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Raises `ValueError` for settings of matrices outside their range; may complete them."""
+
+    def describe_group(self, group: Mapping[str, Any]) -> list[str]:
+        """The settings of a group of matrices, but for rates, in words."""
+        raise NotImplementedError
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See `torch.optim.Optimizer.load_state_dict`; state stays in fp32."""
+        super().load_state_dict(state_dict)  # casts it to the parameters' types
+        places = [place for group in state_dict["param_groups"] for place in group["params"]]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for place, parameter in zip(places, parameters, strict=True):
+            for key, value in state_dict["state"].get(place, {}).items():
+                if isinstance(value, Tensor) and self.state[parameter][key].dtype != value.dtype:
+                    self.state[parameter][key] = value.to(parameter.device, copy=True)
+
+    def __repr__(self) -> str:
+        lines = []
+        for group in self.param_groups:
+            decay = f"weight decay {self._decay(group):g}"
+            if group["role"] == ADAMW:
+                shown = [f"betas {tuple(group['betas'])}", f"eps {group['eps']:g}"]
+            else:
+                shown = self.describe_group(group)
+            lines.append(f"  {group['role']}, lr {group['lr']:g}: {', '.join([*shown, decay])}")
+            lines += [f"    {each}" for each in _abridged(group)]
+        return "\n".join([f"{type(self).__name__} (", *lines, ")"])
+
+    def gradients(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+        """The local gradients, in fp32 where parameters are narrower; not to be written.
+
+        Raises:
+            RuntimeError: A gradient is sparse.
+        """
+        gradients = []
+        for parameter in parameters:
+            assert parameter.grad is not None
+            if parameter.grad.layout is not torch.strided:
+                raise RuntimeError(
+                    f"gg.{type(self).__name__} takes no sparse gradients: make the embedding with "
+                    "sparse=False"
+                )
+            gradients.append(local(parameter.grad).to(widened(parameter.dtype)))
+        return gradients
+
+    def adamw(
+        self,
+        group: dict[str, Any],
+        parameters: Sequence[nn.Parameter],
+        gradients: Sequence[Tensor],
+    ) -> None:
+        """One step of AdamW."""
+        (b1, b2), lr = group["betas"], float(group["lr"])
+        states = [self.state[p] for p in parameters]
+        for p, state in zip(parameters, states, strict=True):
+            if not state:
+                state |= {"step": 0, "exp_avg": self.zeros(p), "exp_avg_sq": self.zeros(p)}
+            state["step"] = int(state["step"]) + 1
+        means = [local(state["exp_avg"]) for state in states]
+        squares = [local(state["exp_avg_sq"]) for state in states]
+        torch._foreach_lerp_(means, list(gradients), 1 - b1)
+        torch._foreach_mul_(squares, b2)
+        torch._foreach_addcmul_(squares, list(gradients), list(gradients), 1 - b2)
+        roots = torch._foreach_sqrt(squares)
+        torch._foreach_div_(roots, [math.sqrt(1 - b2 ** state["step"]) for state in states])
+        torch._foreach_add_(roots, group["eps"])
+        updates = torch._foreach_div(means, roots)
+        for p, state, update in zip(parameters, states, updates, strict=True):
+            self.subtract(
+                local(p), update, lr / (1 - b1 ** state["step"]), lr * group["weight_decay"]
+            )
+
+    @staticmethod
+    def subtract(tensor: Tensor, update: Tensor, factor: float, decay: float) -> None:
+        """`tensor -= decay * tensor + factor * update`, rounded once."""
+        if tensor.dtype == update.dtype:
+            if decay:
+                tensor.mul_(1 - decay)
+            tensor.add_(update, alpha=-factor)
+            return
+        wide = tensor.to(widened(tensor.dtype))
+        if decay:
+            wide = wide.mul(1 - decay)
+        tensor.copy_(wide.add(update.to(wide.dtype), alpha=-factor))
+
+    @staticmethod
+    def zeros(parameter: nn.Parameter) -> Tensor:
+        """Zeros of its shape, placed as it is, in its own type or fp32 if that is wider."""
+        return torch.zeros_like(
+            parameter, dtype=widened(parameter.dtype), memory_format=torch.preserve_format
+        )
+
+    def _decay(self, group: Mapping[str, Any]) -> float:
+        return group.get("weight_decay", self.defaults["weight_decay"])
+
+    def _by_role(self, group: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """A group as one of matrices and one of the rest, unless it has a role."""
+        if "role" in group:
+            return [dict(group)]
+        held = group["params"]
+        held = [held] if isinstance(held, Tensor) else list(held)
+        shared = {key: value for key, value in group.items() if key != "params"}
+        split: dict[str, list[Any]] = {self.role: [], ADAMW: []}
+        for one in held:
+            is_matrix = (one[1] if isinstance(one, tuple) else one).ndim == 2
+            split[self.role if is_matrix else ADAMW].append(one)
+        found = [{**shared, "params": each, "role": role} for role, each in split.items() if each]
+        return found or [{**group, "role": self.role}]
+
+
+_OF_ONE_GROUP = ("params", "param_names", "initial_lr")
+
+
+def _as_groups(params: Any) -> list[dict[str, Any]]:
+    """What an optimizer takes, as groups."""
+    if isinstance(params, Tensor):
+        raise ValueError("params is one tensor: give the model, or a list of tensors or groups")
+    params = list(params)
+    return params if params and isinstance(params[0], Mapping) else [{"params": params}]
+
+
+def _check_betas(group: Mapping[str, Any]) -> None:
+    if not all(0 <= b < 1 for b in group["betas"]) or len(group["betas"]) != 2:
+        raise ValueError(f"betas={group['betas']!r} must be two numbers from 0 to below 1")
+    if not group["eps"] > 0:
+        raise ValueError(f"eps={group['eps']!r} must be positive: it keeps AdamW from 0 / 0")
+
+
+def _abridged(group: Mapping[str, Any]) -> list[str]:
+    """Names and shapes, one line for all that differ in numbers alone."""
+    names = group.get("param_names", [f"parameter {i}" for i in range(len(group["params"]))])
+    lines: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    for name, parameter in zip(names, group["params"], strict=True):
+        key = re.sub(r"(?<=\.)\d+(?=\.)|parameter \d+", "*", name), tuple(parameter.shape)
+        lines.setdefault(key, []).append(name)
+    return [
+        f"{like} {shape} x {len(alike)}" if len(alike) > 1 else f"{alike[0]} {shape}"
+        for (like, shape), alike in lines.items()
+    ]
