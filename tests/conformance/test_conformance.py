@@ -11,7 +11,6 @@ from support.families import DISTANCES, FAMILIES, LOCKSTEP, STEPS, on_ranks, tra
 from support.regression import batches
 from support.replicas import network
 
-
 # `make test` has their convergence and their resumption alone.
 VARIANTS = {
     *("gossip, sync", "gossip, state", "gossip, bf16 wire", "sparsify, fixed plan"),

@@ -81,7 +81,9 @@ def test_every_schedule(world_size, topology):
         (4, {"mode": "sync", "dtype": torch.float16, "gradients": set_gradients}),
         (5, {"mode": "overlap", "every": 3}),
         (5, {"mode": "sync", "every": 3}),
+        (5, {"mode": "sync", "exchanges": 2, "payload": "weights+state"}),
         (4, {"payload": "weights+state", "state_every": 3, "optimizer": adam}),
+        (4, {"payload": "weights+momentum", "mode": "sync", "optimizer": adam}),
     ],
 )
 def test_links_wires_and_rounds(world_size, settings):

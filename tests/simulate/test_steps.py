@@ -54,11 +54,23 @@ def test_overlap_takes_as_long_as_the_message_where_that_is_longer():
     assert found == pytest.approx(np.array([[4.5, 4.5], [9.0, 9.0], [13.5, 13.5]]))
 
 
-def test_sync_adds_the_message_to_the_step():
+def test_sync_waits_for_the_message_in_the_next_forward_pass():
     found = ends(
         Gossip(mode="sync"), profile_of([100]), network_of(alpha=0.5, beta=0.01), 2, steps=2
     )
-    assert found == pytest.approx(np.array([[7.0, 7.0], [14.0, 14.0]]))
+    assert found == pytest.approx(np.array([[2.5, 2.5], [9.5, 9.5]]))
+
+
+def test_sync_hides_all_but_the_first_of_many_messages():
+    """Ten messages of 0.1 s each, as the forward pass takes 0.1 s for each tenth of the model."""
+    found = ends(
+        Gossip(mode="sync", bucket_bytes=400),
+        profile_of([100] * 10),
+        network_of(beta=0.1 / 400),
+        2,
+        steps=2,
+    )
+    assert found[1] - found[0] == pytest.approx(np.array([2.6, 2.6]))
 
 
 def test_a_slow_rank_keeps_its_partner_waiting_only_where_its_message_is_late():
@@ -262,9 +274,8 @@ def test_strategies_meet_the_same_luck():
     workers = Workers(jitter=0.3, stall_probability=0.1, stall_seconds=2.0, seed=5)
     free = network_of()
     alone = ends(Local(), profile_of([100]), free, 4, workers, steps=1)
-    gossip = ends(Gossip(mode="sync"), profile_of([100]), free, 4, workers, steps=1)
-    partner = by_name("dissemination", 4).round_peers(0).recv_from
-    assert gossip[0] == pytest.approx(np.maximum(alone[0], alone[0][partner]))
+    together = ends(PeriodicAverage(every=1), profile_of([100]), free, 4, workers, steps=1)
+    assert together[0] == pytest.approx(np.full(4, alone[0].max()))
     assert not np.array_equal(
         alone, ends(Local(), profile_of([100]), free, 4, Workers(jitter=0.3, seed=6), steps=1)
     )

@@ -116,23 +116,43 @@ def gossip(run, options, schedule):
             posted[rank].append((round, bucket, to))
             clock.put(("posted", rank, len(posted[rank]) - 1))
 
-    def mix(rank, round):
+    def mix(rank, round, first, last):
         if schedule.peers(round, rank).recv_from is None:
             return
-        for bucket in range(messages_of(round)):
+        for bucket in range(first, last):
             yield ("part", rank, round, bucket)
             yield clock.now + network.mix_seconds_per_byte * message
 
+    def read(rank, number, round):
+        """A step of mode sync: each piece of the forward pass needs one message of weights."""
+        pace = run.paces[number]
+        factor = float(pace.factor[rank])
+        yield clock.now + float(pace.stall_seconds[rank])
+        for bucket in range(messages):
+            yield from mix(rank, round, bucket, bucket + 1)
+            yield clock.now + profile.forward_seconds / messages * factor
+        yield clock.now + sum(profile.backward_seconds) * factor
+        yield from mix(rank, round, messages, messages_of(round))
+        yield clock.now + profile.optimizer_seconds * factor
+
     def process(rank):
-        round, sent = 0, []
+        round, sent, open_round = 0, [], None
         for number in range(run.steps):
             if options.mode == "overlap" and number % options.every == 0:
                 yield from copy(rank, round, sent)
-            yield clock.now + run.seconds(rank, number, profile.compute_seconds)
+            if open_round is None:
+                yield clock.now + run.seconds(rank, number, profile.compute_seconds)
+            else:
+                yield from read(rank, number, open_round)
+                open_round = None
+            averages = options.average_every and (number + 1) % options.average_every == 0
             if (number + 1) % options.every == 0:
                 if options.mode == "sync":
                     yield from copy(rank, round, sent)
-                yield from mix(rank, round)
+                if options.mode == "overlap" or averages:
+                    yield from mix(rank, round, 0, messages_of(round))
+                else:
+                    open_round = round
                 round += 1
             if options.average_every and (number + 1) % options.average_every == 0:
                 buckets = [profile.size_bytes / exact] * averaged

@@ -88,6 +88,7 @@ def train(
             for step in range(steps):
                 gradients(model, rank, step)
                 o.step()
+            session.wait()
             held = [p.detach().clone() for p in model.parameters()]
             session.group.barrier()
         return held

@@ -61,7 +61,8 @@ class Trainer:
         return self.session.stats().outcomes
 
     def weights(self) -> Tensor:
-        """A copy of the replica, flat."""
+        """A copy of the replica, flat, with what the last step has sent."""
+        self.session.wait()
         return flat(self.model)
 
     def mean(self) -> Tensor:

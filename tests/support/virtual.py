@@ -87,6 +87,7 @@ def distributed(
                     for p in replica.parameters():
                         session.group.all_reduce_(p.grad).div_(world_size)
                 o.step()
+            session.wait()
             own = state(replica)
             session.group.barrier()
             with session.consensus():

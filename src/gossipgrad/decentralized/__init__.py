@@ -11,5 +11,7 @@ from gossipgrad.decentralized._settings import GradientsAndWeights as GradientsA
 from gossipgrad.decentralized._settings import Payload as Payload
 from gossipgrad.decentralized._settings import Weights as Weights
 from gossipgrad.decentralized._settings import WeightsAndState as WeightsAndState
+from gossipgrad.decentralized._settings import check_exchanges as check_exchanges
 from gossipgrad.decentralized._settings import resolve_compress as resolve_compress
 from gossipgrad.decentralized._settings import resolve_payload as resolve_payload
+from gossipgrad.decentralized._settings import travels as travels

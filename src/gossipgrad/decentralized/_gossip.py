@@ -31,6 +31,7 @@ from gossipgrad.decentralized._settings import (
     GradientsAndWeights,
     Payload,
     check_compress,
+    check_exchanges,
     resolve_compress,
     resolve_payload,
 )
@@ -60,6 +61,7 @@ def gossip(
     payload: str | Payload = "weights",
     every: int = 1,
     average_every: int | str | None = None,
+    exchanges: int = 1,
     process_group: dist.ProcessGroup | Group | None = None,
     mesh: DeviceMesh | None = None,
     wire_dtype: torch.dtype | None = None,
@@ -95,11 +97,14 @@ def gossip(
         mode: `"overlap"` (a snapshot travels during the step and is mixed at its end), `"sync"`
             (exchanged and mixed after the update) or `"stale"` (mixed whenever it comes: no step
             waits); or a value such as `Stale(max_staleness=4)`.
-        payload: `"weights"`, `"weights+state"` (momentum and moments too), or, for study,
-            `"gradients"` and `"gradients+weights"`.
+        payload: `"weights"`, `"weights+momentum"` (SGD's momentum or Adam's first moment, too),
+            `"weights+state"` (all moments), or, for study, `"gradients"` and
+            `"gradients+weights"`.
         every: Steps in a round.
         average_every: Steps between exact averages over all ranks (Gossip-PGA); `"log_p"` for
             `ceil(log2(world_size))`; None for never, and in mode stale.
+        exchanges: How many partners a step meets, one after the other, in mode sync. Two come
+            close to all-reduce's accuracy, at twice the bytes; only the last one hides.
         process_group: Whose ranks take part; by default all. Nothing is sent on it. A `gg.Group`
             becomes the session's own, and closes with it.
         mesh: A one-dimensional mesh whose ranks take part, in place of `process_group`. With FSDP2
@@ -156,6 +161,7 @@ def gossip(
             payload=payload,
             every=every,
             average_every=average_every,
+            exchanges=exchanges,
             wire_dtype=wire_dtype,
             compress=compress,
             scaler=scaler,
@@ -172,6 +178,7 @@ def gossip(
             payload=payload,
             every=every,
             average_every=average_every,
+            exchanges=exchanges,
             wire_dtype=wire_dtype,
             compress=compress,
             seed=seed,
@@ -200,6 +207,7 @@ def resolve_settings(
     payload: str | Payload,
     every: int,
     average_every: int | str | None,
+    exchanges: int = 1,
     wire_dtype: torch.dtype | None,
     compress: str | SharedMask | None,
     seed: int,
@@ -229,6 +237,7 @@ def resolve_settings(
         average_every=resolve_average_every(average_every, world_size),
         wire_dtype=wire_dtype,
         bucket_bytes=int(bucket_bytes),
+        exchanges=int(exchanges),
         compress=compressor,
         seed=int(seed) if masked else 0,
     )
@@ -241,6 +250,7 @@ def check_settings(
     payload: Any = "weights",
     every: object = 1,
     average_every: Any = None,
+    exchanges: Any = 1,
     wire_dtype: object = None,
     compress: Any = None,
     scaler: object = None,
@@ -270,6 +280,7 @@ def check_settings(
     compressor = resolve_compress(compress)
     check_compress(compressor, resolved, seed)
     resolve_average_every(average_every, 1)
+    check_exchanges(exchanges, resolved_mode)
     topology = _named(topology, resolved_mode)
     if isinstance(topology, str):
         check_stale(

@@ -42,6 +42,7 @@ def join(
     payload: str | Payload = "weights",
     every: int = 1,
     average_every: int | str | None = None,
+    exchanges: int = 1,
     wire_dtype: torch.dtype | None = None,
     compress: str | SharedMask | None = None,
     scaler: torch.amp.GradScaler | None = None,
@@ -79,6 +80,7 @@ def join(
         payload: As in `gossip()`.
         every: As in `gossip()`.
         average_every: As in `gossip()`.
+        exchanges: As in `gossip()`.
         wire_dtype: As in `gossip()`.
         compress: As in `gossip()`.
         scaler: The `torch.amp.GradScaler` that steps the optimizer, if one does.
@@ -117,6 +119,7 @@ def join(
         "payload": payload,
         "every": every,
         "average_every": average_every,
+        "exchanges": exchanges,
         "wire_dtype": wire_dtype,
         "compress": compress,
         "seed": seed,

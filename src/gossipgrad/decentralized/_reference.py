@@ -31,12 +31,15 @@ Rules. The comments in the code name the rule that a line implements.
     R7  Payload "weights+state": optimizer state of the parameter's shape follows the same rule
         in rounds with t mod `state_every` = 0; what cannot be negative is clamped at 0; `step`
         counters stay. (Authors' code, MPIGossipParamsGPU2 and later: the solver's history.)
+        "weights+momentum": of that state the first moments alone. (Ours.)
     R8  Payload "gradients": before the update g_r <- g_r + a (q(g_s) - q(g_r)); weights never
         meet, so replicas drift apart. (Abstract, items 2 and 5.) Payload "gradients+weights":
         R8, then R3 in the same round with the same partner. (Authors' code, the first
         MPIGossipParamsGPU with `-avgdata`.)
     R9  After steps H, 2H, ... the exact average replaces every replica. (Gossip-PGA; authors'
         code, `allreduce_iter`.)
+    R10 `exchanges` n: R3 is done n times in a step, each time as a round with its own partner.
+        (Ours: between one partner and all.)
 
 Deviations from the authors' code
     1. The difference of snapshots (R4) is the default; the published rule (R5) is `lagged`.
@@ -70,7 +73,11 @@ from torch import Tensor, nn
 from gossipgrad.topology import Schedule
 
 MODES = ("sync", "overlap", "lagged")
-PAYLOADS = ("weights", "weights+state", "gradients", "gradients+weights")
+PAYLOADS = (
+    *("weights", "weights+momentum", "weights+state"),
+    *("gradients", "gradients+weights"),
+)
+MOMENTUM = frozenset({"momentum_buffer", "exp_avg"})
 NON_NEGATIVE = frozenset(
     {
         *("exp_avg_sq", "max_exp_avg_sq", "exp_inf", "sum", "square_avg", "acc_delta"),
@@ -104,10 +111,12 @@ class Reference:
         mode: "sync" (R3), "overlap" (R4) or "lagged" (R5). Gradients have only one moment to
             travel, between backward and update, so payloads with gradients take the first two
             for the same thing.
-        payload: "weights", "weights+state" (R7), "gradients" or "gradients+weights" (R8).
+        payload: "weights", "weights+momentum" or "weights+state" (R7), "gradients" or
+            "gradients+weights" (R8).
         every: Steps in a round (R2). Gradients are exchanged in the last of them.
         state_every: Rounds from one exchange of the optimizer's state to the next (R7).
         average_every: Steps between exact averages (R9), "log_p" for `ceil(log2 p)`, or None.
+        exchanges: Rounds in a step of mode "sync" (R10).
         wire_dtype: The dtype that travels; None sends each tensor in its own.
 
     Raises:
@@ -138,6 +147,7 @@ class Reference:
         every: int = 1,
         state_every: int = 1,
         average_every: int | str | None = None,
+        exchanges: int = 1,
         wire_dtype: torch.dtype | None = None,
     ) -> None:
         p = schedule.world_size
@@ -163,6 +173,7 @@ class Reference:
             ("every", every),
             ("state_every", state_every),
             ("average_every", average_every),
+            ("exchanges", exchanges),
         ]:
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: it counts steps or rounds, so at least 1.")
@@ -183,6 +194,7 @@ class Reference:
         self.every = every
         self.state_every = state_every
         self.average_every = average_every
+        self.exchanges = exchanges
         self.wire_dtype = wire_dtype
         self.steps = 0
         self.rounds = 0  # t
@@ -205,6 +217,10 @@ class Reference:
         for optimizer in self.optimizers:
             optimizer.step()  # w_r <- w_r + dw_r
         if closes and not early and self.payload != "gradients":
+            for _ in range(self.exchanges - 1):  # R10
+                self.outstanding = self._exchange([self._values(r) for r in range(self.p)])
+                self._settle()
+                self.rounds += 1
             self.outstanding = self._exchange([self._values(r) for r in range(self.p)])  # R3
         if closes:
             self._settle()
@@ -224,7 +240,7 @@ class Reference:
         for i, mean in enumerate(self.consensus()):
             for r in range(self.p):
                 replace(self.w[r][i], mean, self.e[r][i])
-        if self.payload == "weights+state":
+        if self.payload in ("weights+momentum", "weights+state"):
             state = [self._state(r) for r in range(self.p)]
             for key in {key for values in state for key in values}:
                 have = [values[key] for values in state if key in values]
@@ -265,17 +281,19 @@ class Reference:
     def _values(self, r: int) -> Values:
         """The live tensors that rank r mixes in round t."""
         values: Values = {(i, "w"): w for i, w in enumerate(self.w[r])}
-        if self.payload == "weights+state" and self.rounds % self.state_every == 0:  # R7
+        travels = self.payload in ("weights+momentum", "weights+state")
+        if travels and self.rounds % self.state_every == 0:  # R7
             values |= self._state(r)
         return values
 
     def _state(self, r: int) -> Values:
-        """Optimizer state of rank r: floating point, of the parameter's shape, no `step`."""
+        """State of rank r that travels: floating point, of the parameter's shape, no `step`."""
         return {
             (i, key): v
             for i, w in enumerate(self.w[r])
             for key, v in self.optimizers[r].state.get(w, {}).items()
             if key != "step"
+            and (self.payload == "weights+state" or key in MOMENTUM)
             and isinstance(v, Tensor)
             and v.is_floating_point()
             and v.shape == w.shape

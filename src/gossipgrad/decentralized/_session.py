@@ -1,5 +1,7 @@
 """A gossip session: weights, optimizer state and gradients as flows of the engine."""
 
+from functools import partial
+
 import torch
 
 from gossipgrad.decentralized._settings import (
@@ -7,6 +9,7 @@ from gossipgrad.decentralized._settings import (
     Gradients,
     GradientsAndWeights,
     WeightsAndState,
+    travels,
 )
 from gossipgrad.engine import (
     Flow,
@@ -57,7 +60,9 @@ class GossipSession(Session):
             seed=of.seed,
         )
         if isinstance(of.payload, WeightsAndState):
-            state = state_entries(replica.trained, replica.optimizers)
+            state = state_entries(
+                replica.trained, replica.optimizers, travels=partial(travels, of.payload)
+            )
             flows += Flow.deal("state", phase, state, of, behind=flows, every=of.payload.every)
         if isinstance(of.payload, Gradients | GradientsAndWeights):
             gradients = gradient_entries(replica.trained)

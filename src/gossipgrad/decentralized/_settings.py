@@ -5,7 +5,7 @@ from numbers import Integral
 from typing import Any
 
 from gossipgrad.compression import SharedMask
-from gossipgrad.engine import Mode, Overlap, RoundSettings, Stale, is_count
+from gossipgrad.engine import Mode, Overlap, RoundSettings, Stale, Sync, is_count
 
 __all__ = [
     "GossipSettings",
@@ -15,8 +15,10 @@ __all__ = [
     "Weights",
     "WeightsAndState",
     "check_compress",
+    "check_exchanges",
     "resolve_compress",
     "resolve_payload",
+    "travels",
 ]
 
 
@@ -27,11 +29,19 @@ class Weights:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightsAndState:
-    """Weights every round; optimizer state (momentum, Adam's moments) every `every` rounds."""
+    """Weights every round; optimizer state (momentum, Adam's moments) every `every` rounds.
+
+    Attributes:
+        every: Rounds from one exchange of state to the next.
+        only: Names of the state that travels, as the optimizer calls it; None: all.
+    """
 
     every: int = 1
+    only: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.only, str):
+            raise ValueError(f"only={self.only!r} is one text: give a tuple of names of state")
         if not is_count(self.every):
             raise ValueError(
                 "every counts rounds between exchanges of state, a whole number from 1, got "
@@ -55,6 +65,7 @@ Payload = Weights | WeightsAndState | Gradients | GradientsAndWeights
 _PAYLOADS: dict[str, Payload] = {
     "weights": Weights(),
     "weights+state": WeightsAndState(),
+    "weights+momentum": WeightsAndState(only=("momentum_buffer", "exp_avg")),
     "gradients": Gradients(),
     "gradients+weights": GradientsAndWeights(),
 }
@@ -116,6 +127,26 @@ def check_compress(compress: SharedMask | None, payload: Payload, seed: Any) -> 
         )
     if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= int(seed) < 2**64:
         raise ValueError(f"seed must be a whole number from 0 to 2**64 - 1, got {seed!r}")
+
+
+def travels(payload: Payload, key: str) -> bool:
+    """Whether a payload has the optimizer state of that name."""
+    if key == "step" or not isinstance(payload, WeightsAndState):
+        return False
+    return payload.only is None or key in payload.only
+
+
+def check_exchanges(exchanges: Any, mode: Mode) -> None:
+    """Raises `ValueError` for a number of exchanges that a step of the mode cannot make."""
+    if not is_count(exchanges):
+        raise ValueError(
+            f"exchanges counts partners that a step meets, a whole number from 1, got {exchanges!r}"
+        )
+    if exchanges > 1 and not isinstance(mode, Sync):
+        raise ValueError(
+            f"exchanges={exchanges} with mode {mode}: a snapshot travels with one partner there. "
+            "Use mode='sync', or leave exchanges at 1"
+        )
 
 
 def resolve_compress(compress: Any) -> SharedMask | None:

@@ -8,6 +8,7 @@ from gossipgrad.comm import Recorder
 from gossipgrad.engine._arrival import Arrival, Arriving
 from gossipgrad.engine._averaging import Averaging
 from gossipgrad.engine._flow import Flow, Phase
+from gossipgrad.engine._forward_hooks import ForwardHooks
 from gossipgrad.engine._gradients import GradientExchange
 from gossipgrad.engine._members import Members
 from gossipgrad.engine._replica import Replica
@@ -25,8 +26,9 @@ class StepDriver:
     """Brings the flows of a session to the partner and back, step by step.
 
     The order of a step that ends a round: gradients are mixed, the optimizers step, the family's
-    own part, flows `ACROSS` are mixed and sent anew, or flows `AFTER_UPDATE` are sent and mixed,
-    then comes the periodic average if it is due.
+    own part, flows `ACROSS` are mixed and sent anew, or flows `AFTER_UPDATE` are sent, then comes
+    the periodic average if it is due. What was sent after the update is mixed as the next forward
+    pass reads it, and the rest before the next step, or in `wait()`.
 
     Args:
         replica: The model and optimizers.
@@ -69,6 +71,9 @@ class StepDriver:
         self._rounds, self._averaging, self._recorder = rounds, averaging, recorder
         self._after_update, self._between_steps = after_update, between_steps
         self._gradients: GradientExchange | None = None
+        self._forward: ForwardHooks | None = None
+        self._read: list[tuple[Flow, int]] = []  # buckets of weights, as numbered in the hooks
+        self._awaits_forward = False
         self._arriving: Arriving | None = None
 
     @property
@@ -94,16 +99,20 @@ class StepDriver:
 
     def use(self, flows: Sequence[Flow]) -> None:
         """Goes on with other flows; nothing is in flight, and all ranks do it."""
-        self.drop_gradients()
+        self.drop_hooks()
         self.flows = list(flows)
         if self._rounds is not None:
             self._rounds.channel.replan([part for flow in flows for part in flow.parts])
 
-    def drop_gradients(self) -> None:
-        """Gives up gradients in flight, and removes their hooks until `begin`."""
+    def drop_hooks(self) -> None:
+        """Gives up gradients in flight, and removes hooks on passes until `begin`."""
         if self._gradients is not None:
             self._gradients.remove()
             self._gradients = None
+        if self._forward is not None:
+            self._forward.remove()
+            self._forward = None
+            self._awaits_forward = False
 
     def begin(self, *, sends: bool = True) -> None:
         """Sends the first snapshot, or arms the gradients, at the beginning of a round."""
@@ -112,6 +121,8 @@ class StepDriver:
             return
         if self._gradients is None and (flows := self.in_phase(Phase.BEFORE_UPDATE)):
             self._gradients = GradientExchange(flows, rounds)
+        elif self._forward is None and (flows := self.in_phase(Phase.AFTER_UPDATE)):
+            self._hook_forward(flows)
         rounds.patience.renew()
         if sends and self.in_phase(Phase.ACROSS):
             if self._arriving is not None:
@@ -147,6 +158,9 @@ class StepDriver:
             return closure
         if not self.is_mid_step:
             self._replica.check(self.is_as_sent)
+            if self._forward is not None:
+                self._forward.end_step()
+            self.wait()
             self._between_steps(self.steps)
         self.mix_gradients()
         self.is_mid_step = True
@@ -168,6 +182,17 @@ class StepDriver:
             finally:  # also when Ctrl-C ends it: what was mixed so far is ours
                 self._rounds.patience.renew()
                 self.arm()
+                self._replica.note()
+
+    def wait(self) -> None:
+        """Mixes what was sent after the last update and no forward pass has read yet."""
+        if self._awaits_forward and self._rounds is not None:
+            self._awaits_forward = False
+            if self._forward is not None:
+                self._forward.awaited.clear()
+            try:
+                self._rounds.close()
+            finally:
                 self._replica.note()
 
     def mix_gradients(self) -> None:
@@ -205,7 +230,13 @@ class StepDriver:
             return
         if closes:
             if after:
+                for _ in range(self._settings.exchanges - 1):
+                    rounds.open([flow for flow in after if flow.is_due(rounds.next_round)])
+                    rounds.close()
                 rounds.open([flow for flow in after if flow.is_due(rounds.next_round)])
+                if self._can_hide(rounds) and not averages:
+                    self._await_forward()
+                    return
             elif not across and self.in_phase(Phase.BEFORE_UPDATE):
                 rounds.next_round += 1  # gradients had their own transfers
             rounds.close()
@@ -213,6 +244,27 @@ class StepDriver:
             self.equal_at_step = steps
         if closes and across:
             rounds.open(self._across(rounds.next_round))
+
+    def _hook_forward(self, flows: Sequence[Flow]) -> None:
+        weights = [flow for flow in flows if flow.in_consensus]
+        self._read = [(flow, place) for flow in weights for place in range(len(flow.buckets))]
+        parameters = [[e.parameter for e in f.buckets[place].entries] for f, place in self._read]
+        self._forward = ForwardHooks(self._replica.model, parameters, self._before_read)
+
+    def _can_hide(self, rounds: Rounds) -> bool:
+        return self._forward is not None and self._forward.is_ready and not rounds.has_late
+
+    def _await_forward(self) -> None:
+        """Leaves the round open until the next forward pass reads what it brings."""
+        assert self._forward is not None
+        self._awaits_forward = True
+        self._forward.awaited.update(range(len(self._read)))
+
+    def _before_read(self, number: int) -> None:
+        rounds, (flow, place) = self._rounds, self._read[number]
+        assert rounds is not None
+        names = {entry.spec.name for entry in flow.buckets[place].entries}
+        self._replica.note_mixed(lambda: rounds.mix_early(flow, place), names)
 
     def _follow(self, rounds: Rounds) -> None:
         """Lives in the newest generation, and in the others' round if this rank has joined."""

@@ -1,7 +1,7 @@
 """A replica: the user's model and optimizers, what they train, and whether that was changed."""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -99,6 +99,15 @@ class Replica:
     def note(self) -> None:
         """Remembers the weights' versions after a change of our own."""
         self._marks = self._marks_now()
+
+    @torch.no_grad()
+    def note_mixed(self, mix: Callable[[], None], names: Container[str]) -> None:
+        """Mixes some parameters, and remembers their versions; changes of before stay seen."""
+        before = self._marks_now()
+        mix()
+        for place, (name, mark) in enumerate(zip(self.trained, self._marks_now(), strict=True)):
+            if name in names and before[place] == self._marks[place]:
+                self._marks[place] = mark
 
     @torch.no_grad()
     def touched(self) -> list[str]:

@@ -113,6 +113,7 @@ class Rounds:
         self._sent = RoundBefore()
         self._open: list[Transfer] = []
         self._late: list[Transfer] = []
+        self._early_squares: list[Tensor] = []  # of buckets mixed ahead of `close`
         self._last_void = self._last_late = -1
         self._before = dict.fromkeys(_LINK_COUNTS, 0)  # of a run that is resumed
 
@@ -129,6 +130,11 @@ class Rounds:
     def in_flight(self) -> Sequence[Transfer]:
         """What was sent and is not mixed, of the open round and late ones."""
         return [*self._late, *self._open]
+
+    @property
+    def has_late(self) -> bool:
+        """Whether parts of closed rounds are still awaited."""
+        return bool(self._late)
 
     @property
     def longest_wait_seconds(self) -> float:
@@ -202,6 +208,17 @@ class Rounds:
         self.closed_rounds += 1
         self._spent("snapshot", start, round=self.next_round - 1)
 
+    def mix_early(self, flow: Flow, place: int) -> None:
+        """Mixes one bucket of the open round ahead of `close`, waiting for it as that would.
+
+        What is late is left to `close`.
+        """
+        for transfer in self._open:
+            if transfer.flow is flow and place in transfer.exchanges.keys() - transfer.finished:
+                outcome = self.receive(transfer, place, self._deadline(transfer))
+                if outcome is not Outcome.LATE:
+                    self._mix_received(transfer, place, self._early_squares)
+
     def drain(
         self,
         wait_seconds: float | None = None,
@@ -213,7 +230,7 @@ class Rounds:
         their deadlines, for those that are late already not at all. A bucket of a `following`
         transfer is copied once the one before it is dealt with.
         """
-        squares: list[Tensor] = []
+        squares, self._early_squares = self._early_squares, []
         now = time.perf_counter()
         self._mix_late(squares, now if wait_seconds is None else now + wait_seconds)
         deadlines = {
@@ -363,10 +380,7 @@ class Rounds:
                 for late in earlier_of_partner(transfer, self._late):
                     if self._finish(late, 0.0, squares, again=True):
                         self._late.remove(late)
-                delta = transfer.delta(place)
-                if delta is not None and delta.square is not None:
-                    squares.append(delta.square)
-                self.mix(transfer, place, delta)
+                self._mix_received(transfer, place, squares)
             if next_transfer is not None:
                 start = time.perf_counter()
                 next_transfer.fill(place)
@@ -385,6 +399,12 @@ class Rounds:
                 transfer.round,
             )
         return False
+
+    def _mix_received(self, transfer: Transfer, place: int, squares: list[Tensor]) -> None:
+        delta = transfer.delta(place)
+        if delta is not None and delta.square is not None:
+            squares.append(delta.square)
+        self.mix(transfer, place, delta)
 
     def _begin(self, flows: Sequence[Flow], timeout_seconds: float) -> list[Transfer] | None:
         """A transfer a flow, none at all if this rank sits out; None for want of a snapshot."""

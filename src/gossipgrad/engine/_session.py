@@ -31,7 +31,7 @@ from gossipgrad.engine._members import Members
 from gossipgrad.engine._modes import Mode
 from gossipgrad.engine._replica import Replica
 from gossipgrad.engine._rounds import Rounds
-from gossipgrad.engine._saving import warn_of_lone_replicas
+from gossipgrad.engine._saving import watch_state_dict
 from gossipgrad.engine._settings import RoundSettings
 from gossipgrad.engine._stale_rounds import StaleRounds
 from gossipgrad.engine._state import StateKeeper
@@ -111,14 +111,14 @@ class Session:
         self._hooks: StepHooks | None = None
         self._admission: Admission | None = None
         self._farewell: Any = None
-        self._warning: RemovableHandle | None = None
+        self._state_watch: RemovableHandle | None = None
         try:
             self._members = Members(group, settings.schedule, heartbeats, arrival)
         except BaseException:
             replica.close()
             raise
         try:
-            self._warning = warn_of_lone_replicas(replica.model, self._replicas_differ)
+            self._state_watch = watch_state_dict(replica.model, self._before_state_dict)
             flows = self._deal()
             if group.world_size > 1 and transport is not None:
                 self._connect(flows, transport, arrival)
@@ -366,6 +366,16 @@ class Session:
             GossipError: If a gradient was written after it was sent.
         """
         self._run.mix_gradients()
+
+    def wait(self) -> None:
+        """Mixes what the last step has sent, so that weights may be read by hand; local.
+
+        In mode sync the exchange hides behind the next forward pass: each layer is mixed as a
+        module is about to read it. Whatever reads weights otherwise between two steps, such as an
+        average of them kept by hand, calls this first. The session's own methods do, and so does
+        `model.state_dict()`. Waits for the partner as a step does; nothing to do in other modes.
+        """
+        self._run.wait()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -664,8 +674,13 @@ class Session:
             broadcast_replica(self.group, replica.model, replica.optimizers)
             members.start()
 
-    def _replicas_differ(self) -> bool:
-        """Whether this replica is known to be one of several, and there is another way to save."""
+    def _before_state_dict(self) -> bool:
+        """Mixes what is in flight; whether this replica is known to be one of several then.
+
+        And there is another way to save.
+        """
+        if self._driver is not None and not self._is_closed:
+            self._driver.wait()
         if self._rounds is None or self._in_consensus or not self._members.meet(self._rounds):
             return False
         return self._run.steps > self._run.equal_at_step
@@ -679,6 +694,7 @@ class Session:
                 "to this rank's replica on exit. Call it after the block"
             )
         self.replica.reshard()
+        self._run.wait()
 
     def _pending_change(self) -> str | None:
         """What is wrong with the replica, if it was changed since the last step."""
@@ -698,11 +714,11 @@ class Session:
         self._is_closed = True
         if self._hooks is not None:
             self._hooks.remove()
-        if self._warning is not None:
-            self._warning.remove()
+        if self._state_watch is not None:
+            self._state_watch.remove()
         self.replica.close()
         if self._driver is not None:
-            self._driver.drop_gradients()
+            self._driver.drop_hooks()
         if self._members.given_up:
             wait_seconds = 0.0  # the others have given up what is in flight, too
         try:

@@ -25,6 +25,8 @@ class RoundSettings:
         average_every: Steps between exact averages over all ranks; None for never.
         wire_dtype: What tensors are sent as; None for their own type.
         bucket_bytes: Size of a message.
+        exchanges: Rounds at the end of a step, each with another partner; of what is exchanged
+            after the update.
     """
 
     schedule: Schedule
@@ -33,6 +35,7 @@ class RoundSettings:
     average_every: int | None
     wire_dtype: torch.dtype | None
     bucket_bytes: int
+    exchanges: int = 1
 
     @property
     def snapshots(self) -> int:
@@ -47,6 +50,8 @@ class RoundSettings:
     def describe(self) -> dict[str, Any]:
         """What must be equal on all ranks."""
         named = {field.name: getattr(self, field.name) for field in fields(self)}
+        if self.exchanges == 1:
+            del named["exchanges"]
         return {"topology": named.pop("schedule").describe(), **named}
 
     def must_fit(self) -> dict[str, str]:

@@ -122,7 +122,7 @@ class StateKeeper:
     def load_state_dict(self, state: Mapping[str, Any], next_round: int) -> None:
         """Goes on where a state that fits was taken, with nothing in flight."""
         session, rounds, driver = state["session"], self._rounds, self._driver
-        driver.drop_gradients()
+        driver.drop_hooks()
         if rounds is not None:
             rounds.cancel()
             rounds.next_round = next_round

@@ -102,9 +102,14 @@ def gradient_entries(parameters: dict[str, nn.Parameter]) -> list[Entry]:
 
 
 def state_entries(
-    parameters: dict[str, nn.Parameter], optimizers: Sequence[Optimizer]
+    parameters: dict[str, nn.Parameter],
+    optimizers: Sequence[Optimizer],
+    *,
+    travels: Callable[[str], bool] = lambda key: key != "step",
 ) -> list[Entry]:
     """One entry for each floating tensor of a parameter's shape that its optimizer keeps.
+
+    Of those whose key `travels`.
 
     What an optimizer will keep is found before its first step, by letting a copy of it step on
     small stand-ins. One with a method `state_to_average()` says itself what of its state is to be
@@ -124,7 +129,7 @@ def state_entries(
                     entries.append(Entry(spec, parameter, read, non_negative=is_square))
             continue
         for parameter, key, dtype in _kept(optimizer):
-            if id(parameter) in names:
+            if id(parameter) in names and travels(key):
                 name = f"{names[id(parameter)]}: {key}"
                 spec = TensorSpec(name, tuple(local(parameter).shape), dtype)
                 read = _state_of(optimizer, parameter, key)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gossipgrad.comm import Channel, Exchange, Outcome, Snapshot, Ticket, stage
-from gossipgrad.engine._flow import Delta, Flow, Sendable
+from gossipgrad.engine._flow import Delta, Flow, Phase, Sendable
 from gossipgrad.engine._pacing import RoundBefore
 from gossipgrad.topology import Peers
 
@@ -94,6 +94,8 @@ class Transfer:
     def post_all(self) -> None:
         """Sends every bucket that was not sent yet."""
         missing = [b for b in range(len(self.flow.buckets)) if b not in self.exchanges]
+        if self.flow.phase is Phase.AFTER_UPDATE:
+            missing.reverse()  # the forward pass waits for its first layers first
         # All copies first: sending wakes a thread, which takes the processor from this one.
         for place in missing:
             if place not in self._filled:

@@ -1,6 +1,7 @@
 """When steps end under gossip: each rank waits for one partner."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,9 +27,10 @@ class Gossip(Strategy):
     """Gossip with one rotating partner a round, as `gossipgrad.gossip` does it.
 
     `overlap`: a snapshot is copied at the start of the step and travels while it computes; at its
-    end the step waits for the partner's, and mixes message by message. `sync`: copied, sent and
-    awaited after the update. A rank sends one message after another, whatever rounds they belong
-    to, and copies no third snapshot before the first has left.
+    end the step waits for the partner's, and mixes message by message. `sync`: copied and sent
+    after the update; the next forward pass waits for each message as it comes to its layers, and
+    the update for those of state. A rank sends one message after another, whatever rounds they
+    belong to, and copies no third snapshot before the first has left.
 
     Attributes:
         mode: `"overlap"` or `"sync"`.
@@ -69,12 +71,17 @@ class Gossip(Strategy):
 
 
 class Flight(NamedTuple):
-    """What a round brings each rank: when its first and last message come."""
+    """The messages of one tensor a parameter: when the first and the last of them come."""
 
     first: Times
     last: Times
-    mixing_seconds: Times
-    last_mixing_seconds: Times
+    messages: int
+    mixing_seconds: Times  # of each message
+
+    def after(self, now: Times, seconds: Times | float = 0.0) -> Times:
+        """When all are mixed and `seconds` of work are done that needs them one by one."""
+        each = seconds / self.messages + self.mixing_seconds
+        return np.maximum(np.maximum(now, self.first) + each * self.messages, self.last + each)
 
 
 class GossipSteps(Steps):
@@ -109,7 +116,7 @@ class GossipSteps(Steps):
         self._round = 0
         self._link_free = np.full(p, -np.inf)
         self._left = [np.full(p, -np.inf)] * 2  # when the last two snapshots had left
-        self._flight: Flight | None = None
+        self._flights: list[Flight] = []  # weights, then state
 
     def step(self, number: int, start: Times, pace: Pace) -> Times:
         """See `Steps.step`."""
@@ -117,13 +124,17 @@ class GossipSteps(Steps):
         overlaps = options.mode == "overlap"
         if overlaps and number % options.every == 0:
             start = self._open_round(start)
-        end = pace.after(start, setting.profile.compute_seconds)
+        if overlaps or not self._flights:
+            end = pace.after(start, setting.profile.compute_seconds)
+        else:
+            end = self._read(start, pace)
+        apart = options.average_every
+        averages = apart is not None and self._averages and (number + 1) % apart == 0
         if (number + 1) % options.every == 0:
             if not overlaps:
                 end = self._open_round(end)
-            assert self._flight is not None
-            end = self.close(end, self._flight)
-        apart = options.average_every
+            if overlaps or averages:
+                end, self._flights = self.close(end, self._flights), []
         if apart is not None and self._averages and (number + 1) % apart == 0:
             end = together(end, self._average_seconds)
             self.bytes_sent += self._average_bytes
@@ -143,10 +154,10 @@ class GossipSteps(Steps):
         with_state = options.state_every and self._round % options.state_every == 0
         copies = 1 + (self._state_copies if with_state else 0)
         self._round += 1
-        now, self._flight = self.open(now, peers, copies)
+        now, self._flights = self.open(now, peers, copies)
         return now
 
-    def open(self, now: Times, peers: RoundPeers, copies: int) -> tuple[Times, Flight]:
+    def open(self, now: Times, peers: RoundPeers, copies: int) -> tuple[Times, list[Flight]]:
         """Copies and sends so many tensors a parameter; when that is copied, and what comes."""
         network = self._setting.network
         size, message = copies * self._weight_bytes, self._weight_bytes / self._weight_messages
@@ -156,8 +167,14 @@ class GossipSteps(Steps):
         copy_all, copy_first = (network.snapshot_seconds_per_byte * n for n in (size, message))
         begin = np.maximum(now + copy_first, self._link_free)
         alphas, betas = self._costs(peers, sends, begin, size)
-        first = begin + message * betas
-        last = np.maximum(begin + size * betas, now + copy_all + message * betas)
+        in_each = self._weight_messages
+
+        def leaves(number: int) -> Times:
+            """When so many messages have left."""
+            copied = now + number * copy_first + message * betas
+            return np.maximum(begin + number * message * betas, copied)
+
+        last = leaves(copies * in_each)
         self._link_free = np.where(sends, last, self._link_free)
         earlier, latest = self._left
         self._left = [
@@ -166,19 +183,30 @@ class GossipSteps(Steps):
         ]
         source = np.where(peers.recv_from == _NOBODY, 0, peers.recv_from)
         receives = peers.recv_from != _NOBODY
-        mix = np.where(receives, network.mix_seconds_per_byte, 0.0)
-        flight = Flight(
-            first=np.where(receives, (first + alphas)[source], -np.inf),
-            last=np.where(receives, (last + alphas)[source], -np.inf),
-            mixing_seconds=mix * size,
-            last_mixing_seconds=mix * message,
-        )
-        return np.where(sends, now + copy_all, now), flight
+        mix = np.where(receives, network.mix_seconds_per_byte, 0.0) * message
 
-    def close(self, now: Times, flight: Flight) -> Times:
+        def comes(number: int) -> Times:
+            return np.where(receives, (leaves(number) + alphas)[source], -np.inf)
+
+        flights = [
+            Flight(comes(copy * in_each + 1), comes((copy + 1) * in_each), in_each, mix)
+            for copy in range(copies)
+        ]
+        return np.where(sends, now + copy_all, now), flights
+
+    def close(self, now: Times, flights: Sequence[Flight]) -> Times:
         """When each rank has mixed what its partner sent, one message after the other."""
-        whole = np.maximum(now, flight.first) + flight.mixing_seconds
-        return np.maximum(whole, flight.last + flight.last_mixing_seconds)
+        for flight in flights:
+            now = flight.after(now)
+        return now
+
+    def _read(self, start: Times, pace: Pace) -> Times:
+        """When a step ends whose forward pass reads what is in flight, layer by layer."""
+        (weights, *state), self._flights = self._flights, []
+        profile = self._setting.profile
+        read = weights.after(start + pace.stall_seconds, profile.forward_seconds * pace.factor)
+        end = self.close(read + sum(profile.backward_seconds) * pace.factor, state)
+        return end + profile.optimizer_seconds * pace.factor
 
     def _costs(
         self, peers: RoundPeers, sends: np.ndarray, begin: Times, size: float

@@ -6,7 +6,13 @@ from typing import Literal, get_args
 
 import torch
 
-from gossipgrad.decentralized import Payload, Weights, WeightsAndState, resolve_payload
+from gossipgrad.decentralized import (
+    Payload,
+    Weights,
+    WeightsAndState,
+    check_exchanges,
+    resolve_payload,
+)
 from gossipgrad.engine import (
     Mode,
     Overlap,
@@ -40,6 +46,7 @@ class Plan:
         mode: When messages are sent and mixed.
         payload: What is sent, and averaged.
         average_every: Steps between exact averages, None for never.
+        exchanges: Rounds of a step in mode sync.
         wire_dtype: What messages are sent as, None for the tensors' own type.
         delay: Rounds by which every exchange is late in mode stale; 0 in other modes.
         reduced_steps: Steps from the start in which gradients are averaged, None for all.
@@ -51,6 +58,7 @@ class Plan:
     average_every: int | None
     wire_dtype: torch.dtype | None
     reduced_steps: int | None
+    exchanges: int = 1
     delay: int = 0
 
     def __post_init__(self) -> None:
@@ -69,6 +77,7 @@ def make_plan(
     mode: str | Mode | None,
     payload: str | Payload | None,
     average_every: int | str | None,
+    exchanges: int = 1,
     wire_dtype: torch.dtype | None,
     post_local_after: int | None,
     seed: int,
@@ -95,6 +104,8 @@ def make_plan(
         )
     resolved = _checked_mode(mode if gossips else None)
     schedule = None
+    if exchanges != 1:
+        check_exchanges(exchanges, Overlap() if isinstance(resolved, Lagged) else resolved)
     if gossips:
         default = "matching" if isinstance(resolved, Stale) else "dissemination"
         schedule = _schedule(default if topology is None else topology, world_size, seed)
@@ -111,6 +122,7 @@ def make_plan(
         delay=_delay(delay, resolved),
         payload=_payload(payload, strategy),
         average_every=_average_every(average_every, strategy, world_size),
+        exchanges=exchanges,
         wire_dtype=_checked_wire(wire_dtype) if gossips else None,
         reduced_steps=_reduced_steps(strategy, post_local_after),
     )

@@ -19,6 +19,7 @@ def kind_of(strategy: str, plan: Plan, optimizer: Optimizer, world_size: int) ->
         "payload": str(plan.payload),
         "topology": None if plan.schedule is None else plan.schedule.describe(),
         "average_every": plan.average_every,
+        "exchanges": plan.exchanges,
         "wire_dtype": None if plan.wire_dtype is None else str(plan.wire_dtype),
         "post_local_after": plan.reduced_steps,
         "optimizer": type(optimizer).__name__,

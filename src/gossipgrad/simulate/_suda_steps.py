@@ -94,21 +94,16 @@ class SudaSteps(GossipSteps):
         now = pace.after(now, profile.compute_seconds - profile.optimizer_seconds)
         for copies in self._before:
             now, more = self._send(now, first, [copies])
-            now, flights = self._mix(now, flights + more), []
+            now, flights = self.close(now, flights + more), []
         now = now + profile.optimizer_seconds * pace.factor
         for copies in self._after:
-            now = self._mix(*self._send(now, first, [copies]))
+            now = self.close(*self._send(now, first, [copies]))
         return now
 
     def _send(self, now: Times, first: int, exchanges: list[int]) -> tuple[Times, list[Flight]]:
-        flights = []
+        flights: list[Flight] = []
         for copies in exchanges:
             for round in range(first, first + self._rounds):
-                now, flight = self.open(now, self._schedule.round_peers(round), copies)
-                flights.append(flight)
+                now, more = self.open(now, self._schedule.round_peers(round), copies)
+                flights += more
         return now, flights
-
-    def _mix(self, now: Times, flights: list[Flight]) -> Times:
-        for flight in flights:
-            now = self.close(now, flight)
-        return now

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from gossipgrad.decentralized import Payload, WeightsAndState
+from gossipgrad.decentralized import Payload, WeightsAndState, travels
 from gossipgrad.engine import NON_NEGATIVE, Mode, Stale, Sync
 from gossipgrad.topology import Schedule
 
@@ -64,6 +64,7 @@ class VirtualRanks:
             gossip exchanges and what periodic averages average; None: weights.
         average_every: Steps between exact averages of all replicas, `"log_p"`, or None for never.
             With `"post-local-sgd"` counted from its second part on.
+        exchanges: Of gossip in mode sync: how many partners a step meets, one after the other.
         wire_dtype: What gossip sends everything as; None: as it is.
         post_local_after: Steps of the first part of `"post-local-sgd"`.
         loss: Takes the outputs and targets of one rank, gives a scalar.
@@ -113,6 +114,7 @@ class VirtualRanks:
         mode: str | Mode | None = None,
         payload: str | Payload | None = None,
         average_every: int | str | None = None,
+        exchanges: int = 1,
         wire_dtype: torch.dtype | None = None,
         post_local_after: int | None = None,
         loss: Loss = F.cross_entropy,
@@ -130,6 +132,7 @@ class VirtualRanks:
             mode=mode,
             payload=payload,
             average_every=average_every,
+            exchanges=exchanges,
             wire_dtype=wire_dtype,
             post_local_after=post_local_after,
             seed=seed,
@@ -241,8 +244,8 @@ class VirtualRanks:
 
         Raises:
             ValueError: It is of another model, world size, strategy, topology or seed of it, mode,
-                delay, payload, average_every, wire_dtype, post_local_after or optimizer; nothing
-                is changed.
+                delay, payload, average_every, exchanges, wire_dtype, post_local_after or optimizer;
+                nothing is changed.
         """
         own = {"weights": self._replicas.parameters, "buffers": self._replicas.buffers}
         check_state(state, self._kind, own)
@@ -280,13 +283,21 @@ class VirtualRanks:
         self.optimizer.step()
         if exchange is None:
             return
-        due = self.steps - exchange.delay
-        if due < 0:
-            return
-        travel = self._payload(due)
         if not early:
-            exchange.open(due, travel)
-        exchange.close(due, travel)
+            for extra in range(self._plan.exchanges):
+                self._exchange_now(self.steps * self._plan.exchanges + extra)
+            return
+        due = self.steps - exchange.delay
+        if due >= 0:
+            travel = self._payload(due)
+            exchange.close(due, travel)
+            self._clamp(travel)
+
+    def _exchange_now(self, round: int) -> None:
+        assert self._exchange is not None
+        travel = self._payload(round)
+        self._exchange.open(round, travel)
+        self._exchange.close(round, travel)
         self._clamp(travel)
 
     def _payload(self, round: int) -> list[Tensor]:
@@ -305,7 +316,7 @@ class VirtualRanks:
             (key, value)
             for parameter in self._replicas.parameters.values()
             for key, value in self.optimizer.state.get(parameter, {}).items()
-            if key != "step"
+            if travels(self._plan.payload, key)
             and isinstance(value, Tensor)
             and value.is_floating_point()
             and value.shape == parameter.shape

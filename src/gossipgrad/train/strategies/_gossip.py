@@ -31,13 +31,17 @@ class GossipConfig:
     fewer steps."""
     max_staleness: int = 2
     """Rounds by which exchanges of mode stale may be late, 0 to 15: the more, the less weight."""
-    payload: Literal["weights", "weights+state", "gradients", "gradients+weights"] = "weights"
-    """What is sent: weights, weights with the optimizer's moments, or (for study) gradients."""
+    payload: Literal[
+        "weights", "weights+momentum", "weights+state", "gradients", "gradients+weights"
+    ] = "weights"
+    """What is sent: weights, weights with momentum or all moments, or (for study) gradients."""
     every: int = 1
     """Exchange every so many steps."""
     average_every: int | Literal["log_p"] | None = None
     """Average all replicas exactly every so many steps; log_p: every ceil(log2 p); None: never
     while training."""
+    exchanges: int = 1
+    """Partners that a step of mode sync meets, one after the other: accuracy for bytes."""
     wire_dtype: Literal["float32", "bfloat16"] | None = None
     """Number type on the wire; None: that of the parameters."""
     compress: str | None = None
@@ -55,7 +59,7 @@ class GossipConfig:
     def __post_init__(self) -> None:
         make_plain(self)
         check_fields(self)
-        check_at_least(self, 1, "every")
+        check_at_least(self, 1, "every", "exchanges")
         resolve_compress(self.compress)
         for name in ("deadline_seconds", "deadline_floor_seconds"):
             value = getattr(self, name)
@@ -95,6 +99,7 @@ class GossipStrategy(Strategy):
             payload=options.payload,
             every=options.every,
             average_every=options.average_every,
+            exchanges=options.exchanges,
             compress=options.compress,
             seed=setting.seed,
             encrypt=setting.encrypt or None,
@@ -118,7 +123,7 @@ class GossipStrategy(Strategy):
         if (
             setting.optimizer == "sgd"
             and not setting.momentum
-            and options.payload == "weights+state"
+            and options.payload in ("weights+momentum", "weights+state")
         ):
             found["payload"] = "sgd without momentum keeps no state"
         return found
@@ -163,6 +168,7 @@ class GossipStrategy(Strategy):
             "payload": options.payload,
             "every": options.every,
             "average_every": options.average_every,
+            "exchanges": options.exchanges,
             "wire_dtype": options.wire_dtype and getattr(torch, options.wire_dtype),
             "compress": options.compress,
             "seed": setting.seed,

@@ -1,0 +1,139 @@
+"""Hooks on the forward pass: which buckets a module is about to read."""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from gossipgrad.comm import is_sharded
+
+__all__ = ["ForwardHooks"]
+
+
+class ForwardHooks:
+    """Calls back for each bucket before the first module that reads it in a forward pass.
+
+    Which module reads which parameter is learnt from the first pass, before anything is awaited: a
+    parameter is read by its module if that was called, else by the nearest module around it that
+    was (`nn.MultiheadAttention` reads its `out_proj` so), else by whichever module is called
+    first. Sharded parameters (FSDP2) are gathered ahead of their module: they count as read by the
+    first, too.
+
+    Hooks are silent inside compiled code, where a compiled module's own calls are not seen; the
+    module around it stands for it. Where no module was seen, as with a compiled whole model,
+    `is_ready` stays False.
+
+    Args:
+        model: The model.
+        buckets: The parameters of each bucket.
+        read: Called with the number of a bucket that is awaited and about to be read.
+
+    Attributes:
+        awaited: Numbers of the buckets that are in flight; who sends them adds them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        buckets: Sequence[Sequence[nn.Parameter]],
+        read: Callable[[int], None],
+    ) -> None:
+        self.awaited: set[int] = set()
+        self._buckets, self._read = buckets, read
+        self._parents = {child: module for module in model.modules() for child in module.children()}
+        self._owners: dict[nn.Parameter, list[nn.Module]] = {}
+        for module in model.modules():
+            for parameter in module.parameters(recurse=False):
+                self._owners.setdefault(parameter, []).append(module)
+        self._called: set[nn.Module] = set()
+        self._of: dict[nn.Module, list[int]] | None = None
+        self._first: list[int] = []  # read by whichever module is called first
+        self._is_first = True
+        hook = _Hook(self._before_forward)
+        self._handles = [
+            module.register_forward_pre_hook(hook, prepend=True) for module in model.modules()
+        ]
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every bucket is known to have a module that reads it."""
+        return self._of is not None
+
+    def end_step(self) -> list[int]:
+        """Forward and backward pass are over; returns what was awaited in vain.
+
+        Learns from the first pass. If a pass had gradients for a bucket that no module was seen to
+        read, the modules are called otherwise than they were: not ready any more.
+        """
+        left, self.awaited = sorted(self.awaited), set()
+        self._is_first = True
+        if self._of is None:
+            self._learn()
+        elif any(p.grad is not None for number in left for p in self._buckets[number]):
+            self._of, self._called = None, set()
+        return left
+
+    def remove(self) -> None:
+        """Removes the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _learn(self) -> None:
+        if not self._called:
+            return
+        of: dict[nn.Module, list[int]] = {}
+        first: list[int] = []
+        for number, parameters in enumerate(self._buckets):
+            readers = {reader for p in parameters for reader in self._readers(p)}
+            for reader in readers:
+                if reader is None:
+                    first.append(number)
+                else:
+                    of.setdefault(reader, []).append(number)
+        self._of, self._first, self._called = of, first, set()
+
+    def _readers(self, parameter: nn.Parameter) -> list[nn.Module | None]:
+        """The module that reads a parameter, for each that owns it; None: the first one called."""
+        if is_sharded(parameter):
+            return [None]
+        readers: list[nn.Module | None] = []
+        for owner in self._owners.get(parameter, []):
+            reader: nn.Module | None = owner
+            while reader is not None and reader not in self._called:
+                reader = self._parents.get(reader)
+            readers.append(reader)
+        return readers or [None]
+
+    def _before_forward(self, module: nn.Module) -> None:
+        if self._of is None:
+            self._called.add(module)
+            return
+        if not self.awaited:
+            return
+        numbers = self._of.get(module, [])
+        if self._is_first:
+            self._is_first, numbers = False, [*self._first, *numbers]
+        for number in numbers:
+            if number in self.awaited:
+                self.awaited.discard(number)
+                self._read(number)
+
+
+class _Hook:
+    """What hangs on modules; it does not keep the session alive, and a copy of it does nothing."""
+
+    def __init__(self, call: Callable[[nn.Module], None] | None = None) -> None:
+        self._call = None if call is None else weakref.WeakMethod(call)
+
+    def __call__(self, module: nn.Module, _: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        call = None if self._call is None else self._call()
+        if call is not None:
+            call(module)
+
+    def __reduce__(self) -> tuple[type["_Hook"], tuple[()]]:
+        return _Hook, ()
