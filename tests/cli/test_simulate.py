@@ -32,7 +32,7 @@ def test_a_table_a_network_and_the_same_figures_as_json(tmp_path, capsys):
     assert "100 Mbit/s, 50us" in shown
     assert "4 ranks" in shown
     found = cells(out)
-    assert len(found) == 2 * 2 * 7
+    assert len(found) == 2 * 2 * 8
     gossip = found["1 Gbit/s, 50us", 16, "gossip"]
     # The payload is longer than the compute: 102.2 MB at a gigabit a second.
     assert gossip["step_seconds"] == pytest.approx(102228128 * 8e-9, rel=1e-3)

@@ -57,6 +57,7 @@ def distance(tensors):
 def test_gossip_averages_factors_with_the_partner(kind, mode):
     def rank_main(rank, model, optimizer, session):
         train(model, optimizer, 12, seed=rank)
+        session.wait()
         return factors(optimizer)
 
     apart = distance(on_ranks(kind, rank_main, mode=mode))

@@ -128,7 +128,7 @@ def test_refuses_a_broken_file_and_names_it(tmp_path, content, message):
         ({"quiet": 1}, "quiet is 1, but must be true or false"),
         ({"wandb": 3}, "wandb is 3, but must be text or None"),
         ({"out": 3}, "out is 3, but must be a path or None"),
-        ({"model": "lstm"}, "model is 'lstm', but must be one of mlp, lenet"),
+        ({"model": "lstm"}, "model is 'lstm', but must be one of mlp, mlp-wide"),
         ({"options": {"gossip": 3}}, "gossip is 3, but must hold options by their names"),
         ({"options": {"gosip": {}}}, "options has 'gosip', but no strategy has such options; ther"),
         ({"options": {"gossip": {"evry": 2}}}, "option 'evry' is not known to GossipConfig"),

@@ -61,7 +61,7 @@ class StepDriver:
         *,
         flows: Sequence[Flow],
         after_update: Callable[[], None],
-        between_steps: Callable[[int], None],
+        between_steps: Callable[[int], None] | None,
     ) -> None:
         self.steps = self.steps_of_others = self.equal_at_step = 0
         self.is_mid_step = False
@@ -161,7 +161,8 @@ class StepDriver:
             if self._forward is not None:
                 self._forward.end_step()
             self.wait()
-            self._between_steps(self.steps)
+            if self._between_steps is not None:
+                self._between_steps(self.steps)
         self.mix_gradients()
         self.is_mid_step = True
         return closure

@@ -133,7 +133,7 @@ class Session:
                 recorder,
                 flows=flows,
                 after_update=self._after_update,
-                between_steps=self._poll_admission,
+                between_steps=None if self._admission is None else self._admission.poll,
             )
             self._hooks = StepHooks(
                 replica.optimizers,
@@ -450,8 +450,7 @@ class Session:
                 "state_dict() between backward and step: gradients of this step have been sent, "
                 "and are in no state; call it when the optimizer has stepped"
             )
-        rounds = self._rounds
-        if rounds is None:
+        if (rounds := self._rounds) is None:
             return self._state(0, copy=copy)
         if drain or isinstance(rounds, StaleRounds):
             self._averaging.meet("drain", self._pending_change())
@@ -589,10 +588,6 @@ class Session:
         self._run.enter(arrival, self._heartbeats.interval_seconds)
         self.joined_with, self.joined_from = arrival.carried, arrival.donor
 
-    def _poll_admission(self, steps: int) -> None:
-        if self._admission is not None:
-            self._admission.poll(steps)
-
     def _before_step(self, optimizer: Optimizer, closure: Closure | None) -> Closure | None:
         if self._in_consensus:
             raise GossipError("optimizer.step() inside consensus(): the weights are shared ones")
@@ -679,11 +674,11 @@ class Session:
 
         And there is another way to save.
         """
-        if self._driver is not None and not self._is_closed:
-            self._driver.wait()
-        if self._rounds is None or self._in_consensus or not self._members.meet(self._rounds):
+        rounds, run = self._rounds, self._driver
+        if rounds is None or run is None or self._in_consensus or self._is_closed:
             return False
-        return self._run.steps > self._run.equal_at_step
+        run.wait()
+        return self._members.meet(rounds) and run.steps > run.equal_at_step
 
     def _check_ready(self, method: str) -> None:
         if self._is_closed:
