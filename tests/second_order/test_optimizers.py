@@ -194,7 +194,7 @@ def test_a_loaded_state_goes_on_bit_for_bit(cls, dtype, tmp_path):
         t.dtype is torch.float32
         for values in optimizer.state_dict()["state"].values()
         for t in values.values()
-        if isinstance(t, torch.Tensor)
+        if isinstance(t, torch.Tensor) and t.is_floating_point()
     )
     optimizer.close()
     other.close()
