@@ -61,7 +61,7 @@ def test_the_page_shows_what_was_measured_and_nothing_grew():
     figures = json.loads((RESULTS / "soak.json").read_text())
     assert page_table(figures) in (DOCS / "soak.md").read_text()
     assert growing(figures) == []
-    assert figures["exchanges"] > 1_000_000
+    assert figures["exchanges"] > 250_000
     assert joins_table(figures["joins"]) in (DOCS / "soak.md").read_text()
     assert abs(figures["joins"]["growth_per_join"]["record_bytes"]) < 1
 

@@ -139,6 +139,7 @@ def join(
             fingerprint(model, optimizers, {**settings.describe(), "heartbeats": heartbeats})
         )
         replica, arrival = joiner.fetch()
+        narrow(model, {name: list(t.shape) for name, t in replica["model"].items()})  # once more
         if (why := misfit(model, optimizers, replica)) is not None:
             raise ValueError(f"the replica of rank {arrival.donor} does not fit: {why}")
         load_replica(model, optimizers, replica)
