@@ -380,9 +380,9 @@ class MemberWatch(Liveness):
 
     def _find_store(self) -> None:
         if self.store_lost is not None:
-            self.store_lost = None
             message = "rank %d: the rendezvous store answers again"
             logger.warning(message, self._rank, extra={"store_lost": None})
+            self.store_lost = None
 
     def _end(self) -> None:
         with self._changed:
