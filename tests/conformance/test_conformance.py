@@ -227,6 +227,7 @@ def test_a_step_that_the_scaler_skips_still_meets_its_partner(family, in_lockste
                 scaler.update()
                 optimizer.zero_grad()
                 skipped += scaler.get_scale() < before
+            session.wait()
             stats = session.stats()
             session.group.barrier()
         assert skipped == (2 if rank == 1 or in_lockstep else 0)

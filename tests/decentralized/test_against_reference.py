@@ -8,6 +8,7 @@ from gossipgrad.topology import by_name
 from support.replicas import (
     adam,
     assert_same_bits,
+    gossip_adamw,
     set_gradients,
     train,
     train_reference,
@@ -83,7 +84,7 @@ def test_every_schedule(world_size, topology):
         (5, {"mode": "sync", "every": 3}),
         (5, {"mode": "sync", "exchanges": 2, "payload": "weights+state"}),
         (4, {"payload": "weights+state", "state_every": 3, "optimizer": adam}),
-        (4, {"payload": "weights+momentum", "mode": "sync", "optimizer": adam}),
+        (4, {"payload": "weights+momentum", "mode": "sync", "optimizer": gossip_adamw}),
     ],
 )
 def test_links_wires_and_rounds(world_size, settings):

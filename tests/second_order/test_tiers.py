@@ -1,6 +1,5 @@
 """Budgets that hold, values that come back bit for bit, and a disk that fails."""
 
-import os
 import random
 import resource
 import subprocess

@@ -22,6 +22,10 @@ def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=0.01)
 
 
+def gossip_adamw(parameters):
+    return gg.GossipAdamW(parameters, lr=0.01)
+
+
 def model_of(name):
     torch.manual_seed(0)
     return MODELS[name]()
@@ -59,6 +63,7 @@ def test_every_model(name, batching):
         ("overlap", "weights+state", sgd),
         ("sync", "weights+state", adamw),
         ("overlap", "weights+state", adamw),
+        ("sync", "weights+momentum", gossip_adamw),
     ],
 )
 def test_modes_and_payloads(mode, payload, optimizer):

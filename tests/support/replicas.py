@@ -22,6 +22,10 @@ def plain_sgd(parameters: list[nn.Parameter]) -> Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
+def gossip_adamw(parameters: list[nn.Parameter]) -> Optimizer:
+    return gg.GossipAdamW(parameters, lr=0.01)
+
+
 def adam(parameters: list[nn.Parameter]) -> Optimizer:
     return torch.optim.Adam(parameters, lr=0.01)
 

@@ -1,5 +1,6 @@
 """Gossip: every step mixes each replica with that of one rotating partner."""
 
+from gossipgrad.decentralized._adamw import GossipAdamW as GossipAdamW
 from gossipgrad.decentralized._average_states import average_states as average_states
 from gossipgrad.decentralized._data_parallel import GossipDataParallel as GossipDataParallel
 from gossipgrad.decentralized._gossip import check_settings as check_settings
@@ -12,6 +13,7 @@ from gossipgrad.decentralized._settings import Payload as Payload
 from gossipgrad.decentralized._settings import Weights as Weights
 from gossipgrad.decentralized._settings import WeightsAndState as WeightsAndState
 from gossipgrad.decentralized._settings import check_exchanges as check_exchanges
+from gossipgrad.decentralized._settings import check_moments as check_moments
 from gossipgrad.decentralized._settings import resolve_compress as resolve_compress
 from gossipgrad.decentralized._settings import resolve_payload as resolve_payload
 from gossipgrad.decentralized._settings import travels as travels

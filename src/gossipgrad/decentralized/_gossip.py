@@ -97,7 +97,7 @@ def gossip(
         mode: `"overlap"` (a snapshot travels during the step and is mixed at its end), `"sync"`
             (exchanged and mixed after the update) or `"stale"` (mixed whenever it comes: no step
             waits); or a value such as `Stale(max_staleness=4)`.
-        payload: `"weights"`, `"weights+momentum"` (SGD's momentum or Adam's first moment, too),
+        payload: `"weights"`, `"weights+momentum"` (SGD's momentum or that of `GossipAdamW`, too),
             `"weights+state"` (all moments), or, for study, `"gradients"` and
             `"gradients+weights"`.
         every: Steps in a round.

@@ -1,7 +1,5 @@
 """A gossip session: weights, optimizer state and gradients as flows of the engine."""
 
-from functools import partial
-
 import torch
 
 from gossipgrad.decentralized._settings import (
@@ -9,6 +7,7 @@ from gossipgrad.decentralized._settings import (
     Gradients,
     GradientsAndWeights,
     WeightsAndState,
+    check_moments,
     travels,
 )
 from gossipgrad.engine import (
@@ -38,7 +37,8 @@ class GossipSession(Session):
         Weights that do not travel are there all the same, for averages.
 
         Raises:
-            ValueError: If something that travels is complex, sparse or of a type without average.
+            ValueError: If something that travels is complex, sparse or of a type without average,
+                or Adam's first moment would travel without its second.
             GossipError: If it cannot be found out what state an optimizer keeps.
         """
         of, replica = self.settings, self.replica
@@ -60,9 +60,14 @@ class GossipSession(Session):
             seed=of.seed,
         )
         if isinstance(of.payload, WeightsAndState):
-            state = state_entries(
-                replica.trained, replica.optimizers, travels=partial(travels, of.payload)
-            )
+            kept: set[str] = set()
+
+            def is_sent(key: str) -> bool:
+                kept.add(key)
+                return travels(of.payload, key)
+
+            state = state_entries(replica.trained, replica.optimizers, travels=is_sent)
+            check_moments(of.payload, kept)
             flows += Flow.deal("state", phase, state, of, behind=flows, every=of.payload.every)
         if isinstance(of.payload, Gradients | GradientsAndWeights):
             gradients = gradient_entries(replica.trained)

@@ -1,5 +1,6 @@
 """What the user of gossip chooses: payload, compression, and the rest, as values."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -16,6 +17,7 @@ __all__ = [
     "WeightsAndState",
     "check_compress",
     "check_exchanges",
+    "check_moments",
     "resolve_compress",
     "resolve_payload",
     "travels",
@@ -134,6 +136,22 @@ def travels(payload: Payload, key: str) -> bool:
     if key == "step" or not isinstance(payload, WeightsAndState):
         return False
     return payload.only is None or key in payload.only
+
+
+def check_moments(payload: Payload, kept: Collection[str]) -> None:
+    """Raises `ValueError` where Adam's first moment would travel without its second.
+
+    Where a rank's own gradients have been 0 so far, as for the weights of an input that is rarely
+    there, it would divide its partner's momentum by 0.
+    """
+    sent = {key for key in ("exp_avg", "exp_avg_sq") if key in kept and travels(payload, key)}
+    if sent == {"exp_avg"} and "exp_avg_sq" in kept:
+        raise ValueError(
+            f"payload {payload} sends Adam's first moment (exp_avg) without its second "
+            "(exp_avg_sq), and a rank would divide its partner's momentum by a second moment that "
+            "may be 0: use gg.GossipAdamW, whose second moment is that of the mixed momentum, or "
+            "payload='weights+state'"
+        )
 
 
 def check_exchanges(exchanges: Any, mode: Mode) -> None:

@@ -21,11 +21,11 @@ __all__ = [
 ]
 
 # Adam and its kin; Adamax; Adagrad; RMSprop and Adadelta; Rprop; Adafactor, whose factors have the
-# shape of a parameter that is one row or one column; Shampoo's graft.
+# shape of a parameter that is one row or one column; Shampoo's graft; GossipAdamW.
 NON_NEGATIVE = frozenset(
     {
         *("exp_avg_sq", "max_exp_avg_sq", "exp_inf", "sum", "square_avg", "acc_delta"),
-        *("step_size", "variance", "row_var", "col_var", "square"),
+        *("step_size", "variance", "row_var", "col_var", "square", "momentum_sq"),
     }
 )
 

@@ -9,7 +9,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from gossipgrad.decentralized import Payload, WeightsAndState, travels
+from gossipgrad.decentralized import (
+    GossipAdamW,
+    Payload,
+    WeightsAndState,
+    check_moments,
+    travels,
+)
 from gossipgrad.engine import NON_NEGATIVE, Mode, Stale, Sync
 from gossipgrad.topology import Schedule
 
@@ -31,6 +37,7 @@ _ELEMENTWISE = (
     torch.optim.Adadelta,
     torch.optim.ASGD,
     torch.optim.Rprop,
+    GossipAdamW,
 )
 
 
@@ -166,7 +173,8 @@ class VirtualRanks:
             The loss of each rank before the update, shape `(p,)`.
 
         Raises:
-            ValueError: When there is not one batch a rank.
+            ValueError: When there is not one batch a rank, or Adam's first moment would travel
+                without its second.
         """
         for name, batches in (("x", x), ("y", y)):
             if batches.ndim < 1 or len(batches) != self.world_size:
@@ -283,6 +291,9 @@ class VirtualRanks:
         self.optimizer.step()
         if exchange is None:
             return
+        if self.steps == 0:
+            for state in self.optimizer.state.values():
+                check_moments(self._plan.payload, state)
         if not early:
             for extra in range(self._plan.exchanges):
                 self._exchange_now(self.steps * self._plan.exchanges + extra)

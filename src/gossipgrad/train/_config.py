@@ -18,6 +18,7 @@ from .strategies import Setting, Strategy, check_options, find, options_by_secti
 DEFAULT_LR = {
     "sgd": 0.1,
     "adamw": 1e-3,
+    "gossip-adamw": 1e-3,
     "muon": 1e-3,
     "soap": 3e-3,
     "kl-shampoo": 3e-3,
@@ -51,7 +52,9 @@ class TrainConfig:
     images."""
     strategy: str = "gossip"
     """How replicas are kept together, by a name of `gossipgrad.train.STRATEGIES`."""
-    optimizer: Literal["sgd", "adamw", "muon", "soap", "kl-shampoo", "shampoo"] = "sgd"
+    optimizer: Literal["sgd", "adamw", "gossip-adamw", "muon", "soap", "kl-shampoo", "shampoo"] = (
+        "sgd"
+    )
     """Optimizer, the same on every rank. muon: Muon for the matrices of hidden linear layers, AdamW
     for all else (convolutions, embeddings, heads, biases and norms). soap, kl-shampoo, shampoo:
     preconditioned by second-order statistics, AdamW for embeddings, biases and norms."""

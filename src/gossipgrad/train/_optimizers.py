@@ -16,10 +16,10 @@ from ._learning_rate import LearningRate
 def make_optimizers(config: TrainConfig, model: nn.Module) -> list[Optimizer]:
     """The optimizers that together train all parameters of `model`: the strategy's, if it has any.
 
-    Else one for `sgd` and `adamw`. For `muon` two: Muon for the parameters that `muon_parameters`
-    names, AdamW for the others; Muon's rate is adjusted to the size of AdamW's updates, so that one
-    learning rate and one weight decay serve both. `soap`, `kl-shampoo` and `shampoo` leave what is
-    no matrix to an AdamW of their own.
+    Else one for `sgd`, `adamw` and `gossip-adamw`. For `muon` two: Muon for the parameters that
+    `muon_parameters` names, AdamW for the others; Muon's rate is adjusted to the size of AdamW's
+    updates, so that one learning rate and one weight decay serve both. `soap`, `kl-shampoo` and
+    `shampoo` leave what is no matrix to an AdamW of their own.
 
     Args:
         config: The options, resolved.
@@ -43,6 +43,8 @@ def make_optimizers(config: TrainConfig, model: nn.Module) -> list[Optimizer]:
         return [SGD(parameters, lr=lr, momentum=config.momentum, weight_decay=config.weight_decay)]
     if config.optimizer == "adamw":
         return [AdamW(parameters, lr=lr, weight_decay=config.weight_decay)]
+    if config.optimizer == "gossip-adamw":
+        return [gg.GossipAdamW(parameters, lr=lr, weight_decay=config.weight_decay)]
     if config.optimizer in SECOND_ORDER:
         return [_second_order(config, model)]
     hidden = muon_parameters(model)

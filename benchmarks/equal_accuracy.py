@@ -1,0 +1,343 @@
+"""Which settings of gossip keep all-reduce's accuracy at equal epochs? With virtual ranks.
+
+Every contestant sees the same samples in the same steps. Its learning rate is the best of a grid
+of factors of 2, by the accuracy of a seed that is not among the reported ones, and further ones
+while the best is at an edge. Then it runs with three seeds. What is evaluated is the mean of all
+replicas, on the test part. Warm-up in the first 5 % of the steps, then a cosine to 0.
+
+`bytes` are what a rank sends in a step, in sizes of the model; ring all-reduce sends
+`2 (p - 1) / p`.
+
+Cells that are done are kept in the results, and not run again:
+
+    GOSSIPGRAD_DATA=... python -m benchmarks.equal_accuracy
+    GOSSIPGRAD_DATA=... python -m benchmarks.equal_accuracy --tasks mlp --ranks 8 32
+"""
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+import gossipgrad as gg
+from benchmarks._common import RESULTS, write
+from gossipgrad import data, models
+from gossipgrad.simulate import VirtualRanks
+
+SEEDS = (0, 1, 2)
+SEARCH_SEED = 100
+STUDENT_95 = 4.303  # two degrees of freedom
+NAME = "equal_accuracy"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """What is trained, for how long, by which optimizer.
+
+    Attributes:
+        batch: Samples of all ranks in a step.
+        rates: Where the search begins.
+    """
+
+    data: str
+    model: str
+    optimizer: str
+    batch: int
+    steps: int
+    rates: tuple[float, ...]
+
+
+TASKS = {
+    "mlp": Task(
+        data="fashion-mnist",
+        model="mlp",
+        optimizer="sgd",
+        batch=2048,
+        steps=580,
+        rates=(0.1, 0.2),
+    ),
+    "mlp-adam": Task(
+        data="fashion-mnist",
+        model="mlp",
+        optimizer="adam",
+        batch=512,
+        steps=468,
+        rates=(0.01, 0.02),
+    ),
+    "lenet": Task(
+        data="fashion-mnist",
+        model="lenet",
+        optimizer="sgd",
+        batch=1024,
+        steps=290,
+        rates=(0.1, 0.2),
+    ),
+    "resnet20": Task(
+        data="cifar10-small",
+        model="resnet20",
+        optimizer="sgd",
+        batch=256,
+        steps=160,
+        rates=(0.1, 0.2),
+    ),
+    "gpt": Task(
+        data="shakespeare",
+        model="gpt",
+        optimizer="adam",
+        batch=64,
+        steps=400,
+        rates=(0.004, 0.008),
+    ),
+}
+CONTEXT = 64
+
+# Bytes a step in sizes of the model, and what VirtualRanks is asked for.
+SGD: dict[str, tuple[float, dict[str, Any]]] = {
+    "all-reduce": (2, {"strategy": "allreduce"}),
+    "overlap, weights": (1, {}),
+    "overlap, momentum": (2, {"payload": "weights+momentum"}),
+    "sync, weights": (1, {"mode": "sync"}),
+    "sync, momentum": (2, {"mode": "sync", "payload": "weights+momentum"}),
+    "sync, momentum, two exchanges": (
+        4,
+        {"mode": "sync", "payload": "weights+momentum", "exchanges": 2},
+    ),
+}
+ADAM: dict[str, tuple[float, dict[str, Any]]] = {
+    "all-reduce": (2, {"strategy": "allreduce"}),
+    "all-reduce, GossipAdamW": (2, {"strategy": "allreduce", "rule": True}),
+    "overlap, weights": (1, {}),
+    "sync, weights": (1, {"mode": "sync"}),
+    "sync, state": (3, {"mode": "sync", "payload": "weights+state"}),
+    "sync, GossipAdamW": (
+        2,
+        {"mode": "sync", "payload": "weights+momentum", "rule": True},
+    ),
+    "sync, GossipAdamW, two exchanges": (
+        4,
+        {"mode": "sync", "payload": "weights+momentum", "exchanges": 2, "rule": True},
+    ),
+}
+
+
+class Images:
+    """Fashion-MNIST or CIFAR-10 small, shuffled anew in each epoch."""
+
+    def __init__(self, task: Task) -> None:
+        self.info = data.info(task.data)
+        loaded = data.load(task.data)
+        self.train, self.test = (
+            part.batch(torch.arange(len(part))) for part in (loaded.train, loaded.test)
+        )
+        self.name = task.model
+
+    def model(self) -> nn.Module:
+        """A new one."""
+        return models.build(self.name, self.info)
+
+    def batches(self, task: Task, seed: int) -> Any:
+        """Inputs and labels of each step."""
+        x, y = self.train
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.empty(0, dtype=torch.long)
+        for _ in range(task.steps):
+            if len(order) < task.batch:
+                order = torch.randperm(len(x), generator=generator)
+            taken, order = order[: task.batch], order[task.batch :]
+            yield x[taken], y[taken]
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Percent and nats on the test part."""
+        x, y = self.test
+        with torch.inference_mode():
+            outputs = torch.cat([model(part) for part in x.split(1000)])
+        accuracy = 100 * float((outputs.argmax(1) == y).double().mean())
+        return {"accuracy": accuracy, "loss": float(F.cross_entropy(outputs, y))}
+
+    @staticmethod
+    def loss(outputs: Tensor, labels: Tensor) -> Tensor:
+        """Of one rank."""
+        return F.cross_entropy(outputs, labels)
+
+
+class Text(Images):
+    """Random windows of tiny Shakespeare."""
+
+    def __init__(self, task: Task) -> None:
+        loaded = data.load(task.data)
+        self.vocabulary = loaded.info.num_classes
+        self.parts = [
+            (torch.cat(list(inputs)).long(), torch.cat(list(labels)).long())
+            for inputs, labels in (
+                part.batch(torch.arange(len(part))) for part in (loaded.train, loaded.test)
+            )
+        ]
+
+    def model(self) -> nn.Module:
+        """Two layers of width 64."""
+        return models.GPT(self.vocabulary, context=CONTEXT, layers=2, width=64, heads=4)
+
+    def windows(self, part: int, generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
+        """Inputs and labels of random places."""
+        inputs, labels = self.parts[part]
+        starts = torch.randint(len(inputs) - CONTEXT, (count,), generator=generator)
+        places = starts[:, None] + torch.arange(CONTEXT)
+        return inputs[places], labels[places]
+
+    def batches(self, task: Task, seed: int) -> Any:
+        """Inputs and labels of each step."""
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(task.steps):
+            yield self.windows(0, generator, task.batch)
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Nats on 1,000 windows of the test part, the same for all."""
+        x, y = self.windows(1, torch.Generator().manual_seed(0), 1000)
+        with torch.inference_mode():
+            losses = [
+                self.loss(model(inputs), labels)
+                for inputs, labels in zip(x.split(100), y.split(100), strict=True)
+            ]
+        return {"loss": float(torch.stack(losses).mean())}
+
+    @staticmethod
+    def loss(outputs: Tensor, labels: Tensor) -> Tensor:
+        """Of one rank."""
+        return F.cross_entropy(outputs.flatten(0, 1), labels.flatten())
+
+
+def maker(task: Task, rate: float, *, rule: bool) -> Callable[[list[nn.Parameter]], Optimizer]:
+    """The optimizer of all replicas."""
+    if task.optimizer == "sgd":
+        return lambda parameters: torch.optim.SGD(parameters, lr=rate, momentum=0.9)
+    kind = gg.GossipAdamW if rule else torch.optim.AdamW
+    return lambda parameters: kind(parameters, lr=rate, weight_decay=0.01)
+
+
+def train(task: Task, source: Images, ranks: int, way: dict[str, Any], rate: float, seed: int):
+    """One run; accuracy of the mean of all replicas."""
+    options = dict(way)
+    rule = options.pop("rule", False)
+    torch.manual_seed(seed)
+    replicas = VirtualRanks(
+        source.model(),
+        ranks,
+        optimizer=maker(task, rate, rule=rule),
+        loss=source.loss,
+        seed=seed if options.get("strategy") is None else 0,
+        **options,
+    )
+    began, warmup = time.perf_counter(), max(1, task.steps // 20)
+    for step, (x, y) in enumerate(source.batches(task, seed)):
+        done = (step - warmup) / (task.steps - warmup)
+        factor = (step + 1) / warmup if step < warmup else 0.5 * (1 + math.cos(math.pi * done))
+        for group in replicas.optimizer.param_groups:
+            group["lr"] = rate * factor
+        replicas.step(*(part.reshape(ranks, -1, *part.shape[1:]) for part in (x, y)))
+    found = source.evaluate(replicas.consensus_model().eval())
+    return found | {"seconds": round(time.perf_counter() - began, 1)}
+
+
+def is_better(one: dict[str, float], other: dict[str, float]) -> bool:
+    """Whether a run ended better; one that diverged is worse than any."""
+    if "accuracy" in one:
+        return one["accuracy"] > other["accuracy"]
+    return one["loss"] < other["loss"] or math.isnan(other["loss"])
+
+
+class Runs:
+    """Runs that are done, by name; each is written as soon as it is."""
+
+    def __init__(self) -> None:
+        path = RESULTS / f"{NAME}.json"
+        kept = json.loads(path.read_text()) if path.exists() else {"runs": {}, "rows": []}
+        self.done, self.rows = kept["runs"], kept["rows"]
+        self.sources: dict[str, Images] = {}
+
+    def run(self, name: str, ranks: int, way: str, rate: float, seed: int) -> dict[str, float]:
+        """What a run came to."""
+        key = f"{name}/{ranks}/{way}/{rate:g}/{seed}"
+        if key not in self.done:
+            task = TASKS[name]
+            if name not in self.sources:
+                self.sources[name] = (Text if task.model == "gpt" else Images)(task)
+            options = ways(task)[way][1]
+            self.done[key] = train(task, self.sources[name], ranks, options, rate, seed)
+            print(key, self.done[key], flush=True)
+            write(NAME, {"rows": self.rows, "runs": self.done})
+        return self.done[key]
+
+
+def ways(task: Task) -> dict[str, tuple[float, dict[str, Any]]]:
+    """The contestants of a task."""
+    return SGD if task.optimizer == "sgd" else ADAM
+
+
+def best_rate(runs: Runs, name: str, ranks: int, way: str) -> float:
+    """Of a grid of factors of 2 that is extended while its best is at an edge."""
+    rates = list(TASKS[name].rates)
+    while True:
+        found = {rate: runs.run(name, ranks, way, rate, SEARCH_SEED) for rate in rates}
+        best = rates[0]
+        for rate in rates[1:]:
+            best = rate if is_better(found[rate], found[best]) else best
+        if best == rates[0]:
+            rates.insert(0, best / 2)
+        elif best == rates[-1]:
+            rates.append(best * 2)
+        else:
+            return best
+
+
+def row(runs: Runs, name: str, ranks: int, way: str, seeds: int) -> dict[str, Any]:
+    """Figures of a contestant, and their paired difference to all-reduce's."""
+    key = "loss" if TASKS[name].model == "gpt" else "accuracy"
+
+    def of(one: str) -> tuple[float, list[float]]:
+        rate = best_rate(runs, name, ranks, one)
+        return rate, [runs.run(name, ranks, one, rate, seed)[key] for seed in SEEDS[:seeds]]
+
+    rate, values = of(way)
+    differences = [a - b for a, b in zip(values, of("all-reduce")[1], strict=True)]
+    figures = {"task": name, "ranks": ranks, "way": way, "rate": rate, "metric": key}
+    figures |= {"bytes": ways(TASKS[name])[way][0], "mean": round(statistics.mean(values), 3)}
+    figures["difference"] = round(statistics.mean(differences), 3)
+    if len(values) == len(SEEDS):
+        spread = STUDENT_95 * statistics.stdev(differences) / math.sqrt(len(differences))
+        figures["interval"] = round(spread, 3)
+    return figures
+
+
+def main() -> None:
+    """Runs what is asked for and not done; writes the rows of all that was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
+    parser.add_argument("--ranks", nargs="+", type=int, default=[8, 32, 128])
+    parser.add_argument("--ways", nargs="+", help="contestants; all by default")
+    parser.add_argument("--seeds", type=int, default=3, choices=(1, 2, 3))
+    parser.add_argument("--threads", type=int, default=1)
+    asked = parser.parse_args()
+    torch.set_num_threads(asked.threads)
+    runs, rows = Runs(), []
+    for name in asked.tasks:
+        for ranks in asked.ranks:
+            for way in ways(TASKS[name]):
+                if TASKS[name].batch % ranks == 0 and (not asked.ways or way in asked.ways):
+                    rows.append(row(runs, name, ranks, way, asked.seeds))
+                    print(rows[-1], flush=True)
+    new = {(each["task"], each["ranks"], each["way"]) for each in rows}
+    kept = [each for each in runs.rows if (each["task"], each["ranks"], each["way"]) not in new]
+    write(NAME, {"rows": kept + rows, "runs": runs.done})
+
+
+if __name__ == "__main__":
+    main()

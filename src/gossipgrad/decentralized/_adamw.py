@@ -1,0 +1,140 @@
+"""AdamW whose second moment is that of what the ranks have in common."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+__all__ = ["GossipAdamW"]
+
+
+class GossipAdamW(Optimizer):
+    r"""AdamW for gossip: its second moment is of the momentum, which partners mix.
+
+    Plain Adam under gossip divides by the second moment of gradients of a rank's own batch, whose
+    noise is p times that of the batch of all p ranks: its steps are up to `sqrt(p)` smaller than
+    those of all-reduce at the same learning rate, however well replicas are mixed. This one takes
+    the second moment from the momentum after it was mixed. Use it as
+
+        optimizer = gg.GossipAdamW(model.parameters(), lr=1e-3)
+        session = gg.gossip(model, optimizer, mode="sync", payload="weights+momentum")
+
+    A learning rate that suits AdamW with all-reduce suits it about as well. It sends twice the
+    bytes of `payload="weights"`; the second moment stays where it is. Without a session it is an
+    AdamW of its own kind. A partner that is late or dead leaves this rank's momentum as it is in
+    that round, whose noise then makes steps smaller, never larger.
+
+    In step t, with the momentum m of step t - 1 as its mixing left it:
+
+        v = beta2 v + (1 - beta2) c(t-1) m^2        (from t = 2)
+        m = beta1 m + (1 - beta1) g
+        u = (beta2 v + (1 - beta2) c(t) m^2) / (1 - beta2^t)
+        w = w - lr (weight_decay w + m / (1 - beta1^t) / (sqrt(u) + eps))
+        c(t) = (1 + beta1) / ((1 - beta1) (1 - beta1^(2 t)))
+
+    Args:
+        params: Parameters, or groups of them.
+        lr: Learning rate.
+        betas: Decay of momentum and of its square.
+        eps: Added to the root.
+        weight_decay: Decoupled, as in AdamW.
+
+    Raises:
+        ValueError: For a negative `lr`, `eps` or `weight_decay`, or betas not in [0, 1).
+
+    References:
+        Wang et al., AdaMomentum, arXiv:2106.11514: squares of the momentum in place of squares of
+        the gradient. Deviations: (1) the momentum that was mixed after a step enters v in the next
+        one, and the present one only u, so that nothing is exchanged within a step; its share keeps
+        a coordinate that is new to this rank from being divided by 0. (2) Of noise that is
+        independent from step to step, the square of m has 1 / c(t) of what the square of g has; c
+        undoes it, so that `lr` means what it does in AdamW where gradients are mostly noise. Where
+        they hardly change, steps are up to `sqrt(c)` smaller, 4.4 for `beta1=0.9`. (3) eps is
+        added to the root alone.
+
+    Example:
+        >>> import torch, gossipgrad as gg
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = gg.GossipAdamW(model.parameters(), lr=0.01)
+        >>> model(torch.ones(1, 2)).sum().backward()
+        >>> optimizer.step()
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+    ) -> None:
+        for name, value in {"lr": lr, "eps": eps, "weight_decay": weight_decay}.items():
+            if not value >= 0:
+                raise ValueError(f"{name} must be at least 0, got {value!r}")
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas must be two numbers from 0 to below 1, got {betas!r}")
+        of = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, of)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One step.
+
+        Args:
+            closure: Evaluates the model again and returns the loss.
+
+        Raises:
+            RuntimeError: For sparse or complex gradients.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            alike: dict[Any, list[Tensor]] = defaultdict(list)
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                if parameter.grad.is_sparse or parameter.is_complex():
+                    raise RuntimeError("GossipAdamW takes dense and real gradients alone")
+                state = self.state[parameter]
+                if not state:
+                    state["step"] = torch.tensor(0.0)
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                    state["momentum_sq"] = torch.zeros_like(parameter)
+                state["step"] += 1
+                kind = int(state["step"]), parameter.device, parameter.dtype
+                alike[kind].append(parameter)
+            for (step, _, _), parameters in alike.items():
+                self._update(group, step, parameters)
+        return loss
+
+    def _update(self, group: dict[str, Any], step: int, parameters: list[Tensor]) -> None:
+        """Those of one group that take the same step."""
+        (beta1, beta2), lr = group["betas"], float(group["lr"])
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        momenta = [self.state[p]["exp_avg"] for p in parameters]
+        squares = [self.state[p]["momentum_sq"] for p in parameters]
+
+        def share(t: int) -> float:
+            return (1 - beta2) * (1 + beta1) / (1 - beta1) / (1 - beta1 ** (2 * t))
+
+        if step > 1:
+            torch._foreach_mul_(squares, beta2)
+            torch._foreach_addcmul_(squares, momenta, momenta, share(step - 1))
+        torch._foreach_lerp_(momenta, gradients, 1 - beta1)
+        correction = 1 - beta2**step
+        roots = torch._foreach_mul(squares, beta2 / correction)
+        torch._foreach_addcmul_(roots, momenta, momenta, share(step) / correction)
+        torch._foreach_sqrt_(roots)
+        torch._foreach_add_(roots, group["eps"])
+        if group["weight_decay"]:
+            torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
+        torch._foreach_addcdiv_(parameters, momenta, roots, -lr / (1 - beta1**step))
