@@ -35,7 +35,7 @@ def test_learns_and_ends_near_the_others(family, optimizer):
 
     for losses, distance, size in on_ranks(FAMILIES[family], rank_main, world_size=2):
         assert losses[-1] < 0.5 * losses[0]
-        assert distance < 0.2 * size
+        assert distance < (0.4 if "stale" in family else 0.2) * size  # those are some steps apart
 
 
 @pairs
