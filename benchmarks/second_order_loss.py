@@ -168,7 +168,7 @@ def reaches(run: dict[str, Any], loss: float, steps: int) -> float | None:
 
 
 def main() -> None:
-    """Trains, and writes `results/second_order_loss_TASK.json` after each part."""
+    """Trains, and writes `results/second_order_loss.json` after each part."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n", 1)[0])
     parser.add_argument("--tasks", default="gpt,mlp")
     parser.add_argument("--gpt-steps", type=int, default=300)
@@ -176,11 +176,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    figures: dict[str, Any] = {"setting": vars(options)}
     for name in options.tasks.split(","):
         task = Gpt() if name == "gpt" else Perceptron()
         steps = options.gpt_steps if name == "gpt" else options.mlp_steps
         of: dict[str, Any] = {"optimizers": {}, "late": {}, "shorter": {}}
-        figures = {"setting": vars(options), **of}
+        figures[name] = of
         targets: list[float] = []
 
         for each, make in OPTIMIZERS.items():
@@ -206,20 +207,20 @@ def main() -> None:
                 f"{1e3 * per_step:.1f} ms, of it {1e3 * in_step:.1f} in the optimizer",
                 flush=True,
             )
-            write(f"second_order_loss_{name}", figures, module="second_order_loss")
+            write("second_order_loss", figures)
         lr = of["optimizers"]["SOAP"]["lr"]
         for share in (0.6, 0.7):
             runs = train_all(task, OPTIMIZERS["SOAP"], lr, int(share * steps), range(options.seeds))
             finals = [one["loss"][-1] for one in runs]
             of["shorter"][share] = finals
             print(f"{name} SOAP in {share} of the steps: {finals}, AdamW {targets}", flush=True)
-            write(f"second_order_loss_{name}", figures, module="second_order_loss")
+            write("second_order_loss", figures)
         for steps_late in (1, 3, 5, 10):
             runs = train_all(task, late(steps_late), lr, steps, range(options.seeds))
             finals = [one["loss"][-1] for one in runs]
             of["late"][steps_late] = finals
             print(f"{name} late {steps_late}: {statistics.mean(finals):.4f} {finals}", flush=True)
-            write(f"second_order_loss_{name}", figures, module="second_order_loss")
+            write("second_order_loss", figures)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,11 @@
 
 import threading
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import gossipgrad as gg
@@ -18,6 +20,7 @@ from gossipgrad.second_order import (
     Synchronous,
     share_roots,
 )
+from support.processes import run_processes
 from support.ranks import run_ranks
 
 SEEDING = threading.Lock()
@@ -97,6 +100,26 @@ def test_shared_roots_are_those_of_each_rank_and_each_computes_its_part(kind, re
         assert owned == 1  # of three units
         assert stats.computed / refreshes == pytest.approx(1 / 3, abs=0.1)
     assert results[2][1].sent_bytes_to_other_nodes > 0
+
+
+def _data_parallel(rank, store, shares):
+    model, optimizer = build(SOAP, Background(4, 2, fixed_delay=True))
+    replica = nn.parallel.DistributedDataParallel(model)
+    with share_roots(optimizer, patience_seconds=60.0) if shares else nullcontext() as sharing:
+        loss = train(replica, optimizer, 14, seed=rank)
+        optimizer.state_dict()
+        dist.barrier()
+        computed = sharing.stats.computed if shares else optimizer.refresh_stats.refreshes
+    optimizer.close()
+    return weights(model).tolist(), loss, computed
+
+
+@pytest.mark.process
+def test_data_parallel_processes_share_roots_and_lose_no_bit():
+    alone, shared = (run_processes(2, _data_parallel, shares) for shares in (False, True))
+    assert [each[:2] for each in shared] == [each[:2] for each in alone]
+    assert shared[0][0] == shared[1][0]
+    assert shared[0][2] + shared[1][2] < 0.7 * (alone[0][2] + alone[1][2])
 
 
 @pytest.mark.parametrize("nodes", [[[0, 1, 2, 3]], [[0, 1], [2, 3]], [[0], [1, 2, 3]]])

@@ -1,7 +1,9 @@
 """The optimizers as torch's are, by every policy and from every tier."""
 
 import copy
+import errno
 import io
+import os
 import pickle
 from itertools import pairwise
 
@@ -62,8 +64,8 @@ def chain():
     return nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(sizes)))
 
 
-def train_chain(model, optimizer):
-    for step in range(13):
+def train_chain(model, optimizer, steps=range(13)):
+    for step in steps:
         x = torch.randn(20, 4, generator=torch.Generator().manual_seed(step))
         optimizer.zero_grad()
         (model(x)[:, :4] - x.sin()).square().mean().backward()
@@ -166,6 +168,52 @@ def test_a_gradient_that_is_not_finite_is_named_before_weights_are_lost(cls):
     assert model.head.weight.isfinite().all()
 
 
+@each
+@pytest.mark.parametrize("call", ["pwrite", "preadv", "posix_fallocate"])
+@pytest.mark.parametrize("good", [0, 1, 5])
+def test_a_step_that_the_disk_fails_can_be_taken_again(cls, call, good, tmp_path, monkeypatch):
+    """Whichever access it is, in the first step or later: no unit is left with half a root."""
+    model = chain()
+    tiers = gg.Tiers(device_bytes=5000, disk=tmp_path)
+    optimizer = cls(model, refresh=gg.Synchronous(3), max_dim=6, storage=tiers)
+    first = 0 if call == "posix_fallocate" else 4
+    train_chain(model, optimizer, range(first))
+    real, left = getattr(os, call), [good]
+
+    def fail(*args):
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fail)
+        with pytest.raises(GossipError, match="No space left"):
+            train_chain(model, optimizer, range(first, first + 9))
+    weights = train_chain(model, optimizer, range(first, first + 13))
+    assert all(p.isfinite().all() for p in weights)
+    assert optimizer.storage_stats.highest_device_bytes <= 5000
+    assert optimizer.refresh_stats.oldest <= 2
+    optimizer.close()
+
+
+@each
+def test_a_step_that_was_interrupted_can_be_taken_again(cls):
+    model = net()
+    optimizer = cls(model, refresh=gg.Synchronous(3))
+    train(model, optimizer, range(4))
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    make_job, optimizer.make_job = optimizer.make_job, lambda unit, group: interrupt
+    with pytest.raises(KeyboardInterrupt):
+        train(model, optimizer, range(4, 9))
+    optimizer.make_job = make_job
+    train(model, optimizer, range(4, 9))
+    assert optimizer.refresh_stats.oldest <= 2
+
+
 def test_a_budget_below_a_unit_is_refused_at_once(tmp_path):
     with pytest.raises(ValueError, match="device_bytes"):
         gg.SOAP(net(), storage=gg.Tiers(device_bytes=100, disk=tmp_path))
@@ -198,6 +246,32 @@ def test_a_loaded_state_goes_on_bit_for_bit(cls, dtype, tmp_path):
     )
     optimizer.close()
     other.close()
+
+
+@each
+def test_a_closed_optimizer_still_has_its_state_unless_that_was_on_disk(cls, tmp_path):
+    model = net()
+    optimizer = cls(model, refresh=gg.Background(3, 1))
+    train(model, optimizer)
+    optimizer.state_dict()  # waits for roots on their way
+    expected = optimizer.state_dict()["state"]
+    optimizer.close()
+    found = optimizer.state_dict()["state"]
+    for place, values in expected.items():
+        kept = {k: v for k, v in values.items() if not k.startswith("pending")}
+        assert all(
+            torch.equal(*map(torch.as_tensor, (v, found[place][k]))) for k, v in kept.items()
+        )
+    with pytest.raises(GossipError, match="closed"):
+        train(model, optimizer)
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": expected})
+    train(model, optimizer)
+    optimizer.close()
+    on_disk = cls(model, storage=gg.Tiers(device_bytes=10_000, disk=tmp_path))
+    train(model, on_disk)
+    on_disk.close()
+    with pytest.raises(GossipError, match="before close"):
+        on_disk.state_dict()
 
 
 def test_the_state_of_another_optimizer_is_refused():
@@ -251,8 +325,14 @@ def test_what_goes_where(cls):
         {"damping": -1.0},
         {"graft": "sgd"},
         {"root_method": "svd"},
+        {"betas": 0.9},
+        {"refresh": "background"},
+        {"refresh": 10},
+        {"refresh": gg.Background},
+        {"storage": "scratch"},
     ],
 )
+@pytest.mark.usefixtures("unchecked_types")
 def test_what_cannot_be_is_refused(options):
     with pytest.raises(ValueError, match=f"{next(iter(options))}="):
         gg.Shampoo(net(), **options)
@@ -345,6 +425,26 @@ def test_groups_closures_schedulers_weight_decay_and_a_scaler(cls):
     steps = 2 if cls is gg.Shampoo else 1  # the first of the others makes the factors
     torch.testing.assert_close(p.detach(), torch.full((3, 3), 0.95**steps))
     assert cls(net()).add_param_group({"params": [("new", nn.Parameter(torch.ones(2, 2)))]}) is None
+
+
+@each
+def test_parameters_that_are_none_are_refused(cls):
+    parameters = net().parameters()
+    cls(parameters)
+    with pytest.raises(ValueError, match="once"):
+        cls(parameters)  # the iterator is at its end
+
+
+@each
+def test_a_schedule_may_change_the_momentum(cls):
+    model = net()
+    optimizer = cls(model)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.02, total_steps=20)
+    for step in range(13):
+        train(model, optimizer, [step])
+        schedule.step()
+    assert {group["betas"][0] for group in optimizer.param_groups} != {0.95}
+    cls(net()).load_state_dict(optimizer.state_dict())
 
 
 @each

@@ -313,10 +313,12 @@ def test_threads_end_with_the_refresher():
         lambda: Background(workers=0),
         lambda: Background(on_bound="wait"),
         lambda: Background(timeout_seconds=0.0),
+        lambda: Background(timeout_seconds=float("inf")),
+        lambda: Background(executor=threading.Thread),
         lambda: Deterministic(-1),
         lambda: Refresher(Background(on_bound="graft-only"), 1, has_peers=True),
     ],
 )
 def test_settings_outside_their_range_are_refused(make):
-    with pytest.raises(ValueError, match=r"at least|above|none of|drift"):
+    with pytest.raises(ValueError, match=r"at least|above|none of|drift|Executor"):
         make()

@@ -12,6 +12,7 @@ from gossipgrad.trace import Trace
 from support.ranks import run_ranks
 
 KINDS = [gg.SOAP, gg.KLShampoo, gg.Shampoo]
+torch.manual_seed(0)
 MODEL = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
@@ -83,6 +84,14 @@ def test_factors_in_tiers_are_not_averaged_and_the_error_says_what_to_do():
         gg.gossip(model, optimizer, payload="weights+state")
     with gg.gossip(model, optimizer):
         train(model, optimizer, 3, seed=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_replicas_that_are_to_shrink_are_refused_before_the_first_step(kind):
+    model = copy.deepcopy(MODEL)
+    optimizer = kind(model)
+    with pytest.raises(ValueError, match=kind.__name__):
+        gg.shrink(model, optimizer, example_input=torch.randn(2, 6))
 
 
 @pytest.mark.parametrize("kind", KINDS)

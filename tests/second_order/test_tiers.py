@@ -244,8 +244,36 @@ def test_memory_of_the_process_falls_by_what_goes_to_disk(tmp_path):
 
 @pytest.mark.usefixtures("unchecked_types")
 @pytest.mark.parametrize(
-    "budgets", [{"device_bytes": -1}, {"host_bytes": -5}, {"host_bytes": True}]
+    "budgets",
+    [{"device_bytes": -1}, {"host_bytes": -5}, {"host_bytes": True}, {"device_bytes": "2 GB"}],
 )
-def test_budgets_below_0_are_refused(budgets):
+def test_budgets_that_are_no_bytes_are_refused(budgets):
     with pytest.raises(ValueError, match="at least 0"):
         Tiers(**budgets)
+
+
+@pytest.mark.parametrize("lower", [{"host_bytes": 100}, {"disk": "scratch"}])
+def test_lower_tiers_that_nothing_would_use_are_refused(lower):
+    with pytest.raises(ValueError, match="device_bytes"):
+        Tiers(**lower)
+
+
+def test_what_finds_the_host_in_use_goes_to_disk(stores):
+    store = stores(device_bytes=32, host_bytes=32)
+    for key in "abc":  # c on the device, one of the others on the host and one on disk
+        store.put(key, torch.full((8,), ord(key), dtype=torch.float32))
+    store.put("b", torch.full((4,), 1.0))  # in place of what is on the host, while c leaves
+    for key, value in (("a", ord("a")), ("b", 1), ("c", ord("c"))):
+        with store.use([key]) as (tensor,):
+            assert tensor.unique().tolist() == [value]
+
+
+def test_a_tensor_in_use_can_be_replaced_by_one_like_it(stores):
+    store = stores(device_bytes=32)
+    store.put("a", torch.zeros(8))
+    with store.use(["a"], is_written=False) as (old,):
+        store.put("a", torch.ones(8))
+        assert not old.any()
+    store.put("b", torch.zeros(8))
+    with store.use(["a"]) as (new,):
+        assert new.all()

@@ -15,7 +15,16 @@ from gossipgrad.comm import Group, Hub
 from support.ranks import run_ranks
 from support.regression import batches
 
-__all__ = ["DISTANCES", "FAMILIES", "LOCKSTEP", "STEPS", "WORLD_SIZE", "on_ranks", "train"]
+__all__ = [
+    "DISTANCES",
+    "FAMILIES",
+    "LOCKSTEP",
+    "OPTIMIZERS",
+    "STEPS",
+    "WORLD_SIZE",
+    "on_ranks",
+    "train",
+]
 
 
 def gossip(model, optimizer, group: Group, *, hub: Hub, **settings):
@@ -37,6 +46,14 @@ def suda(model, optimizer, group: Group, *, hub: Hub, **settings):
     settings.setdefault("transport", lambda group: hub.transport(group.rank))
     return gg.suda(model, optimizer, process_group=group, **settings)
 
+
+OPTIMIZERS = {
+    "SOAP": partial(gg.SOAP, refresh=gg.Staggered(3)),
+    "SOAP, background": partial(gg.SOAP, refresh=gg.Background(3, 2, fixed_delay=True)),
+    "KL-Shampoo": partial(gg.KLShampoo, refresh=gg.Staggered(3)),
+    "Shampoo": partial(gg.Shampoo, refresh=gg.Staggered(3)),
+}
+"""Optimizers of the library's own, which take a model, for the families of gossip."""
 
 FAMILIES: dict[str, Callable] = {
     "gossip": gossip,

@@ -35,7 +35,12 @@ def test_a_run_ends_with_a_narrower_model(tmp_path, strategy):
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"apoptosis": 2.0}, {"strategy": "suda", "optimizer": "muon"}, {"checkpoint_every": 5}],
+    [
+        {"apoptosis": 2.0},
+        {"strategy": "suda", "optimizer": "muon"},
+        {"checkpoint_every": 5},
+        {"optimizer": "soap"},
+    ],
 )
 def test_what_cannot_shrink_is_refused(wrong):
     with pytest.raises(ValueError, match="apoptosis is"):

@@ -13,7 +13,7 @@ from gossipgrad.apoptosis._judge import why_not_bounded
 from gossipgrad.apoptosis._neurons import Neurons
 from gossipgrad.apoptosis._session import ShrinkSession, ShrinkSettings, cosine
 from gossipgrad.comm import DEFAULT_BUCKET_BYTES, Group, check_optimizers, resolve_group
-from gossipgrad.engine import Flow, Replica, RoundSettings, Session, Sync
+from gossipgrad.engine import Flow, Replica, RoundSettings, Session, Sync, check_resizable
 from gossipgrad.topology import by_name
 
 __all__ = ["shrink"]
@@ -113,6 +113,7 @@ def shrink(
     """
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     check_optimizers(optimizers)
+    check_resizable(optimizers)
     settings = ShrinkSettings(
         budget=budget,
         every=every,

@@ -30,6 +30,7 @@ from gossipgrad.engine._step_hooks import StepHooks as StepHooks
 from gossipgrad.engine._surgery import Resize as Resize
 from gossipgrad.engine._surgery import Shift as Shift
 from gossipgrad.engine._surgery import Surgery as Surgery
+from gossipgrad.engine._surgery import check_resizable as check_resizable
 from gossipgrad.engine._surgery import operate as operate
 from gossipgrad.engine._tensors import NON_NEGATIVE as NON_NEGATIVE
 from gossipgrad.engine._tensors import Entry as Entry

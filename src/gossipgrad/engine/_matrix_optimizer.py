@@ -43,6 +43,8 @@ class MatrixOptimizer(Optimizer):
     """
 
     role: ClassVar[str]
+    can_resize: ClassVar[bool] = True
+    """Whether its state can lose rows and columns with its parameters, as in `gg.shrink()`."""
 
     def __init__(
         self,
@@ -81,7 +83,8 @@ class MatrixOptimizer(Optimizer):
             )
         else:
             groups = [group for one in _as_groups(params) for group in self._by_role(one)]
-        super().__init__(groups, {"weight_decay": weight_decay})
+        alike = {k: v for k, v in adamw_settings.items() if settings.get(k) == v}
+        super().__init__(groups, alike | {"weight_decay": weight_decay})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, of the role that it names, or by the shapes of its parameters.
@@ -112,9 +115,8 @@ class MatrixOptimizer(Optimizer):
         for name, number in numbers:
             if not (isinstance(number, Real | Tensor) and 0 <= float(number) < math.inf):
                 raise ValueError(f"{name}={number!r} must be a finite number from 0")
-        if role == ADAMW:
-            _check_betas(group)
-        else:
+        _check_adam(group)
+        if role != ADAMW:
             self.check_group(group)
         super().add_param_group(group)
         for parameter in self.param_groups[-1]["params"]:
@@ -242,7 +244,8 @@ class MatrixOptimizer(Optimizer):
         shared = {key: value for key, value in group.items() if key != "params"}
         split: dict[str, list[Any]] = {self.role: [], ADAMW: []}
         for one in held:
-            is_matrix = (one[1] if isinstance(one, tuple) else one).ndim == 2
+            tensor = one[1] if isinstance(one, tuple) else one
+            is_matrix = isinstance(tensor, Tensor) and tensor.ndim == 2  # torch refuses the rest
             split[self.role if is_matrix else ADAMW].append(one)
         found = [{**shared, "params": each, "role": role} for role, each in split.items() if each]
         return found or [{**group, "role": self.role}]
@@ -256,14 +259,21 @@ def _as_groups(params: Any) -> list[dict[str, Any]]:
     if isinstance(params, Tensor):
         raise ValueError("params is one tensor: give the model, or a list of tensors or groups")
     params = list(params)
+    if not params:
+        raise ValueError(
+            "params is empty: give the model itself; an iterator such as model.parameters() can "
+            "be read only once"
+        )
     return params if params and isinstance(params[0], Mapping) else [{"params": params}]
 
 
-def _check_betas(group: Mapping[str, Any]) -> None:
-    if not all(0 <= b < 1 for b in group["betas"]) or len(group["betas"]) != 2:
-        raise ValueError(f"betas={group['betas']!r} must be two numbers from 0 to below 1")
-    if not group["eps"] > 0:
-        raise ValueError(f"eps={group['eps']!r} must be positive: it keeps AdamW from 0 / 0")
+def _check_adam(group: Mapping[str, Any]) -> None:
+    betas, eps = group.get("betas", (0.0, 0.0)), group.get("eps", 1.0)
+    is_pair = isinstance(betas, Sequence) and len(betas) == 2
+    if not (is_pair and all(isinstance(b, int | float) and 0 <= b < 1 for b in betas)):
+        raise ValueError(f"betas={betas!r} must be two numbers from 0 to below 1")
+    if not 0 < eps < math.inf:
+        raise ValueError(f"eps={eps!r} must be a positive number: it keeps AdamW from 0 / 0")
 
 
 def _abridged(group: Mapping[str, Any]) -> list[str]:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from gossipgrad.comm import is_sharded
 from gossipgrad.engine._tensors import NON_NEGATIVE
 
-__all__ = ["Resize", "Shift", "Surgery", "check_surgery", "operate"]
+__all__ = ["Resize", "Shift", "Surgery", "check_resizable", "check_surgery", "operate"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,8 +127,19 @@ class Surgery:
         return found.hexdigest()
 
 
+def check_resizable(optimizers: Sequence[Optimizer]) -> None:
+    """Raises `ValueError` for optimizers whose state cannot lose rows and columns."""
+    for optimizer in optimizers:
+        if not getattr(optimizer, "can_resize", True):
+            raise ValueError(
+                f"the factors and bases of {type(optimizer).__name__} cannot lose rows and columns "
+                "with the weights: shrink with another optimizer, such as gg.Muon or AdamW"
+            )
+
+
 def check_surgery(model: nn.Module, surgery: Surgery, optimizers: Sequence[Optimizer] = ()) -> None:
     """Raises `ValueError` if a surgery does not fit a model, or the state of its optimizers."""
+    check_resizable(optimizers)
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     for name, resizes in surgery.resizes.items():
         tensor = parameters.get(name, buffers.get(name))

@@ -132,7 +132,7 @@ class Muon(MatrixOptimizer):
                 "polar": resolve_polar(polar),
                 "polar_dtype": polar_dtype and str(polar_dtype),
             },
-            adamw_settings={"lr": adamw_lr, "betas": tuple(betas), "eps": eps},
+            adamw_settings={"lr": adamw_lr, "betas": betas, "eps": eps},
             weight_decay=weight_decay,
             matrices=muon,
             adamw=adamw,

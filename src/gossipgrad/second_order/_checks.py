@@ -4,18 +4,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["check_fractions", "check_sizes"]
+__all__ = ["check_fraction", "check_sizes"]
 
 
-def check_fractions(group: Mapping[str, Any], *names: str) -> None:
-    """Raises `ValueError` for settings, or pairs of them, that are not from 0 to below 1."""
-    for name in names:
-        value = group[name]
-        is_pair = name == "betas"
-        numbers = value if is_pair else () if value is None else (value,)
-        if (is_pair and len(value) != 2) or not all(0 <= number < 1 for number in numbers):
-            asked = "two numbers" if is_pair else "a number"
-            raise ValueError(f"{name}={value!r} must be {asked} from 0 to below 1")
+def check_fraction(group: Mapping[str, Any], name: str) -> None:
+    """Raises `ValueError` for a setting that is neither None nor from 0 to below 1."""
+    value = group[name]
+    if value is not None and not 0 <= value < 1:
+        raise ValueError(f"{name}={value!r} must be a number from 0 to below 1, or None")
 
 
 def check_sizes(group: Mapping[str, Any], *names: str) -> None:

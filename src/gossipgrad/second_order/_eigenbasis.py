@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from gossipgrad.second_order._blocks import Unit
-from gossipgrad.second_order._checks import check_fractions, check_sizes
+from gossipgrad.second_order._checks import check_sizes
 from gossipgrad.second_order._optimizer import SecondOrder
 from gossipgrad.second_order._refresh import Background
 from gossipgrad.second_order._roots import eigenbasis, power_step
@@ -31,11 +31,12 @@ class Eigenbasis(SecondOrder):
 
     is_sorted = True
     """Whether a refresh orders columns by their eigenvalues."""
+    reordered: ClassVar[tuple[str, ...]] = ()
+    """What is kept of each pair of columns, and moves with them."""
 
     def check_group(self, group: dict[str, Any]) -> None:
         """Raises `ValueError` for settings outside their range."""
-        check_fractions(group, "betas")
-        check_sizes(group, "eps", "max_dim")
+        check_sizes(group, "max_dim")
         if isinstance(self.refresh, Background) and self.refresh.on_bound == "graft-only":
             raise ValueError(
                 "on_bound='graft-only' needs grafting, which gg.Shampoo alone has: use 'block' or "
@@ -56,7 +57,7 @@ class Eigenbasis(SecondOrder):
     def make_job(self, unit: Unit, group: Mapping[str, Any]) -> Callable[[], tuple[Tensor, ...]]:
         """See the base."""
         factors = self.snapshot(unit, *FACTORS)
-        if not self.has(unit, BASES[0]):
+        if not self.has(unit, BASES[-1]):
             return partial(_first_bases, factors)
         with self.use(unit, BASES, is_written=False) as bases:  # replaced as a whole, never written
             bases = [basis.to(factors[0].device) for basis in bases]
@@ -71,18 +72,22 @@ class Eigenbasis(SecondOrder):
         """See the base."""
         device = unit.blocks[0].parameter.device
         left, right, left_order, right_order = (each.to(device) for each in value)
-        if self.has(unit, BASES[0]):
-            with (
-                self.use(unit, BASES, is_written=False) as (old_left, old_right),
-                self.use(unit, ["moment"]) as (moment,),
-            ):  # from left to right: cheaper than the products of bases, which are not less square
-                moment.copy_(left.mT @ (old_left @ moment @ old_right.mT) @ right)
-            self.reorder(unit, left_order, right_order)
-        for name, basis in zip(BASES, (left, right), strict=True):
-            self.put(unit, name, basis)
-
-    def reorder(self, unit: Unit, left: Tensor, right: Tensor) -> None:
-        """Moves what is kept by column of the bases to the columns of the new ones."""
+        new = dict(zip(BASES, (left, right), strict=True))
+        if not self.has(unit, BASES[-1]):
+            for name, basis in new.items():
+                self.put(unit, name, basis)
+            return
+        with (  # all is on the device before anything is written: a full disk leaves no half of it
+            self.use(unit, BASES, is_written=False) as (old_left, old_right),
+            self.use(unit, ("moment", *self.reordered)) as (moment, *others),
+        ):
+            # from left to right: cheaper than the products of bases, which are not less square
+            moment.copy_(left.mT @ (old_left @ moment @ old_right.mT) @ right)
+            for each in others:
+                rows = each.gather(1, left_order.unsqueeze(2).expand_as(each))
+                each.copy_(rows.gather(2, right_order.unsqueeze(1).expand_as(each)))
+            for name, basis in new.items():
+                self.put(unit, name, basis)
 
 
 def _first_bases(factors: list[Tensor]) -> tuple[Tensor, ...]:

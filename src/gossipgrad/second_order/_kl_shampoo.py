@@ -76,7 +76,7 @@ class KLShampoo(Eigenbasis):
         matrices: Sequence[str] = (),
         adamw: Sequence[str] = (),
     ) -> None:
-        adam = {"lr": lr, "betas": tuple(betas), "eps": eps}
+        adam = {"lr": lr, "betas": betas, "eps": eps}
         super().__init__(
             params,
             settings=adam | {"max_dim": max_dim},

@@ -66,6 +66,16 @@ class SecondOrder(MatrixOptimizer):
         adamw: Sequence[str],
     ) -> None:
         self.refresh = Synchronous() if refresh is None else refresh
+        if not isinstance(self.refresh, Policy):
+            raise ValueError(
+                f"refresh={refresh!r} does not say when: give gg.Synchronous(every=10), "
+                "gg.Staggered(every=10) or gg.Background(every=10, max_staleness=5)"
+            )
+        if not isinstance(storage, Tiers | None):
+            raise ValueError(
+                f"storage={storage!r} is no gg.Tiers(device_bytes=..., host_bytes=..., disk=...): "
+                "give one, or None to keep all state on the parameters' device"
+            )
         self.storage = storage
         self._start_anew()
         super().__init__(
@@ -79,6 +89,7 @@ class SecondOrder(MatrixOptimizer):
         )
         self._check_budget()
 
+    can_resize = False
     roots_have_a_mean: ClassVar[bool] = False
     """Whether a mean of several ranks' roots is one."""
     averaged: ClassVar[tuple[str, ...]] = ("left", "right")
@@ -147,9 +158,15 @@ class SecondOrder(MatrixOptimizer):
         """One update of all parameters that have gradients; returns what the closure returned.
 
         Raises:
-            RuntimeError: A gradient is sparse; a unit has no root, or one past its age bound; or a
-                tier is full or its file cannot be read. See `Refresher.current` and `Store.use`.
+            RuntimeError: A gradient is sparse; a unit has no root, or one past its age bound; a
+                tier is full or its file cannot be read; or the optimizer was closed. Units before
+                the one that failed have been updated. See `Refresher.current` and `Store.use`.
         """
+        if self._is_closed:
+            raise GossipError(
+                "the optimizer was closed: close() belongs after the last step. To go on, make a "
+                "new one and load its state_dict()"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -178,7 +195,8 @@ class SecondOrder(MatrixOptimizer):
         `"NAME.NUMBER"`.
 
         Raises:
-            GossipError: A worker has not finished in its time.
+            GossipError: A worker has not finished in its time; or the optimizer was closed, and
+                its state was on disk.
         """
         with self.filled_state():
             return super().state_dict()
@@ -259,7 +277,11 @@ class SecondOrder(MatrixOptimizer):
         return self.root_parts(self._units[index])
 
     def close(self) -> None:
-        """Ends threads and frees files; state that was not saved is lost."""
+        """Ends threads and frees files; no step can be taken afterwards. May be called twice.
+
+        `state_dict()` still works, but with a disk tier, whose state is lost.
+        """
+        self._is_closed = True
         self.refresher.close()
         if self.store is not None:
             self.store.close()
@@ -325,6 +347,7 @@ class SecondOrder(MatrixOptimizer):
     # -- units and their state ---------------------------------------------------------------------
 
     def _start_anew(self) -> None:
+        self._is_closed = False
         self._units: list[Unit] = []
         self._cohorts: dict[nn.Parameter, int] = {}
         self._places: dict[tuple[nn.Parameter, int], tuple[Unit, int]] = {}
@@ -353,17 +376,18 @@ class SecondOrder(MatrixOptimizer):
         units = make_units(
             parameters, group["max_dim"], first=len(self._units), group=place, cohort=cohort
         )
-        self._units += units
-        self._cohorts |= dict.fromkeys(parameters, cohort)
-        self.refresher.grow(len(self._units))
-        for unit in units:
-            places = ((block.parameter, block.number) for block in unit.blocks)
-            self._places |= {place: (unit, row) for row, place in enumerate(places)}
+        for unit in units:  # first what can fail: then they can be added again
             for name, shape in self.shapes(unit).items():
                 if not _is_root(name):
                     device = unit.blocks[0].parameter.device
                     stack = torch.zeros(len(unit.blocks), *shape, dtype=unit.dtype, device=device)
                     self.put(unit, name, stack)
+        for unit in units:
+            places = ((block.parameter, block.number) for block in unit.blocks)
+            self._places |= {place: (unit, row) for row, place in enumerate(places)}
+        self._units += units
+        self._cohorts |= dict.fromkeys(parameters, cohort)
+        self.refresher.grow(len(self._units))
         return units
 
     def _read_state(self, parameter: nn.Parameter, name: str) -> Tensor | None:
@@ -403,7 +427,11 @@ class SecondOrder(MatrixOptimizer):
     @contextmanager
     def filled_state(self) -> Iterator[None]:
         """Inside, `state` has what the store has, one dictionary a parameter, as torch expects."""
-        self.refresher.drain()
+        if self._is_closed and self.storage is not None and self.storage.disk is not None:
+            raise GossipError(
+                "the optimizer was closed, and with that its state on disk is gone: call "
+                "state_dict() before close()"
+            )
         saved = self.refresher.state_dict()
         try:
             for unit in self._units:

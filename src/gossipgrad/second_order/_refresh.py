@@ -1,6 +1,7 @@
 """When roots of preconditioners are computed, by whom, and how old they may be."""
 
 import contextlib
+import math
 import os
 import queue
 import threading
@@ -92,7 +93,8 @@ class Background:
             threads, or `Deterministic`. It is the caller's to shut down.
         fixed_delay: True: a root is used from exactly `max_staleness` steps after its snapshot,
             so that a run repeats bit for bit and all ranks change roots in the same step. False:
-            as soon as it is there. None: True where there are several ranks. With
+            as soon as it is there. None: True where there are several ranks: in the default
+            process group, or that share roots. With
             `"graft-only"` it cannot be True.
         timeout_seconds: How long `"block"` waits before it raises.
 
@@ -116,8 +118,15 @@ class Background:
             raise ValueError(
                 f"on_bound={self.on_bound!r} is none of {', '.join(get_args(OnBound))}"
             )
-        if not self.timeout_seconds > 0:
-            raise ValueError(f"timeout_seconds must be above 0, got {self.timeout_seconds}")
+        if self.executor is not None and not isinstance(self.executor, Executor):
+            raise ValueError(
+                f"executor={self.executor!r} is no concurrent.futures.Executor: give a "
+                "ThreadPoolExecutor or gg.Deterministic, or leave it out for threads of its own"
+            )
+        if not 0 < self.timeout_seconds < math.inf:
+            raise ValueError(
+                f"timeout_seconds must be above 0 and finite, got {self.timeout_seconds}"
+            )
 
 
 Policy = Synchronous | Staggered | Background
@@ -228,7 +237,7 @@ class Refresher:
         publish: Called by the optimizer's thread with each root that is taken up; the refresher
             then keeps its version and step alone. For values that live in a `Store`.
         has_peers: Whether other ranks must take up roots in the same steps; None: whether there
-            are several in the default process group when the first job begins.
+            are several in the default process group, or something shares, in the first job.
 
     Attributes:
         policy: When and by whom.
@@ -275,7 +284,8 @@ class Refresher:
         """Whether the unit's root is to be computed from the factors of this step.
 
         It is in the unit's first step, in its phase of each window, after a job that failed, and
-        where steps were left out; never while a job is under way.
+        where steps were left out; never while a job is under way. So a step that raised can be
+        taken again.
         """
         held = self._units[unit]
         self._take_up(unit, step)
@@ -283,7 +293,7 @@ class Refresher:
             return False
         last = held.submitted
         if held.root is None or held.failures or step - held.root.step > self._bound:
-            return step > last
+            return True
         return step >= last + 1 + (unit % self._spread - last - 1) % self.policy.every
 
     def submit(self, unit: int, step: int, compute: Compute) -> None:
@@ -299,8 +309,8 @@ class Refresher:
             GossipError: It failed, and the unit has no root yet.
         """
         held = self._units[unit]
-        held.submitted = step
         held.job = self._start(unit, step, compute, has_root=held.root is not None)
+        held.submitted = step
         self._take_up(unit, step)
         if held.root is None:
             raise self._no_root(unit) from held.error
@@ -409,7 +419,7 @@ class Refresher:
         if isinstance(self._executor, Deterministic):
             return step + self._executor.delay(unit, step)
         if self._is_fixed is None:
-            self._is_fixed = has_peers()
+            self._is_fixed = has_peers() or self.share is not None
             self._check_fixed()
         return step + self._staleness if self._is_fixed else step
 
@@ -496,7 +506,8 @@ class Refresher:
         if policy.on_bound != "synchronous":
             return
         job.future.cancel()  # from the same snapshot: the result is what the worker's would be
-        job.future = _run_here(job.compute)
+        job.future = Future()  # complete also if Ctrl-C comes meanwhile: the job has then failed
+        _run(job.future, partial(_checked, job.compute))
         self.stats.synchronous += 1
         self._finish(unit)
 
@@ -514,7 +525,7 @@ class Refresher:
             )
         return GossipError(
             f"the root of unit {unit} failed {held.failures} times in a row, the last time with: "
-            f"{held.error}. Look for gradients that are not finite, or raise the damping (eps)"
+            f"{held.error}. Look for gradients that are not finite, or damping that is too little"
         )
 
 

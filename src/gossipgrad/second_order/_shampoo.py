@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gossipgrad.engine import Parameters
 from gossipgrad.second_order._blocks import Unit
-from gossipgrad.second_order._checks import check_fractions, check_sizes
+from gossipgrad.second_order._checks import check_fraction, check_sizes
 from gossipgrad.second_order._optimizer import SecondOrder
 from gossipgrad.second_order._refresh import Background, Policy
 from gossipgrad.second_order._roots import inverse_root, newton_inverse_root
@@ -93,7 +93,7 @@ class Shampoo(SecondOrder):
         matrices: Sequence[str] = (),
         adamw: Sequence[str] = (),
     ) -> None:
-        adam = {"lr": lr, "betas": tuple(betas), "eps": eps}
+        adam = {"lr": lr, "betas": betas, "eps": eps}
         own = {"shampoo_beta": shampoo_beta, "max_dim": max_dim, "damping": damping}
         super().__init__(
             params,
@@ -108,8 +108,8 @@ class Shampoo(SecondOrder):
 
     def check_group(self, group: dict[str, Any]) -> None:
         """See the base."""
-        check_fractions(group, "betas", "shampoo_beta")
-        check_sizes(group, "eps", "damping", "max_dim")
+        check_fraction(group, "shampoo_beta")
+        check_sizes(group, "damping", "max_dim")
         for name, known in (("graft", _GRAFTS), ("root_method", tuple(_METHODS))):
             if group[name] not in known:
                 raise ValueError(f"{name}={group[name]!r} must be one of {known}")
@@ -170,8 +170,10 @@ class Shampoo(SecondOrder):
     def take_up(self, unit: Unit, value: tuple[Tensor, ...]) -> None:
         """See the base."""
         device = unit.blocks[0].parameter.device
-        for name, root in zip(_ROOTS, value, strict=True):
-            self.put(unit, name, root.to(device))
+        old = _ROOTS if self.has(unit, _ROOTS[-1]) else ()
+        with self.use(unit, old, is_written=False):  # on the device: then both are replaced
+            for name, root in zip(_ROOTS, value, strict=True):
+                self.put(unit, name, root.to(device))
 
     @property
     def may_lack_roots(self) -> bool:

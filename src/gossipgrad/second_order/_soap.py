@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gossipgrad.engine import Parameters
 from gossipgrad.second_order._blocks import Unit
-from gossipgrad.second_order._checks import check_fractions
+from gossipgrad.second_order._checks import check_fraction
 from gossipgrad.second_order._eigenbasis import BASES, FACTORS, Eigenbasis
 from gossipgrad.second_order._refresh import Policy
 from gossipgrad.second_order._symmetric import add_gram
@@ -87,6 +87,7 @@ class SOAP(Eigenbasis):
     """
 
     role = "soap"
+    reordered = ("square",)
 
     def __init__(
         self,
@@ -103,7 +104,7 @@ class SOAP(Eigenbasis):
         matrices: Sequence[str] = (),
         adamw: Sequence[str] = (),
     ) -> None:
-        adam = {"lr": lr, "betas": tuple(betas), "eps": eps}
+        adam = {"lr": lr, "betas": betas, "eps": eps}
         super().__init__(
             params,
             settings=adam | {"shampoo_beta": shampoo_beta, "max_dim": max_dim},
@@ -118,7 +119,7 @@ class SOAP(Eigenbasis):
     def check_group(self, group: dict[str, Any]) -> None:
         """See the base."""
         super().check_group(group)
-        check_fractions(group, "shampoo_beta")
+        check_fraction(group, "shampoo_beta")
 
     def describe_group(self, group: Mapping[str, Any]) -> list[str]:
         """See the base."""
@@ -154,12 +155,6 @@ class SOAP(Eigenbasis):
             update = left @ projected @ right.mT
             _add(factors, gradient, b)
         return update, math.sqrt(1 - b2**unit.step) / (1 - b1**unit.step)
-
-    def reorder(self, unit: Unit, left: Tensor, right: Tensor) -> None:
-        """See the base."""
-        with self.use(unit, ["square"]) as (square,):
-            rows = square.gather(1, left.unsqueeze(2).expand_as(square))
-            square.copy_(rows.gather(2, right.unsqueeze(1).expand_as(square)))
 
 
 def _add(factors: Sequence[Tensor], gradient: Tensor, beta: float) -> None:

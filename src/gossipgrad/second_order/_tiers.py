@@ -39,7 +39,7 @@ class Tiers:
         disk: Folder on a local disk, made if it is not there; None: no disk tier.
 
     Raises:
-        ValueError: For a budget below 0.
+        ValueError: For a budget below 0, or lower tiers without a limit on the device.
     """
 
     device_bytes: int | None = None
@@ -49,8 +49,17 @@ class Tiers:
     def __post_init__(self) -> None:
         for name in ("device_bytes", "host_bytes"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or value < 0):
-                raise ValueError(f"{name} must be at least 0, or None for no limit, got {value!r}")
+            is_whole = isinstance(value, int) and not isinstance(value, bool)
+            if value is not None and not (is_whole and value >= 0):
+                raise ValueError(
+                    f"{name} must be a whole number of bytes, at least 0, or None for no limit, "
+                    f"got {value!r}"
+                )
+        if self.device_bytes is None and (self.host_bytes is not None or self.disk is not None):
+            raise ValueError(
+                "host_bytes and disk have no effect without device_bytes: state leaves the device "
+                "only where that is limited. Give device_bytes, or leave the others out"
+            )
 
 
 @dataclass(slots=True)
@@ -183,6 +192,8 @@ class Store:
     def put(self, key: Hashable, tensor: Tensor) -> None:
         """Keeps a tensor of the store's device, itself if it is contiguous.
 
+        In place of one of the same shape that is on the device, as inside `use`, it cannot fail.
+
         Raises:
             ValueError: It is larger than the budget of the device.
             RuntimeError: No tier has room for it, or the disk is full. The store is as it was.
@@ -192,6 +203,9 @@ class Store:
         self.check(size)
         with self._lock:
             old = self._entries.get(key)
+            if old is not None and old.tier == _DEVICE and _is_like(old, tensor):
+                old.tensor, old.is_dirty = tensor, True
+                return
             if old is not None and old.pins:
                 raise RuntimeError(f"{key!r} is in use and cannot be replaced")
             if old is not None:
@@ -271,12 +285,16 @@ class Store:
         self._hints.put(tuple(keys))
 
     def close(self) -> None:
-        """Ends the thread and frees the file; the tensors are gone. May be called twice."""
+        """Ends the thread and frees the file. May be called twice.
+
+        Tensors stay where there is no disk tier; with one all are gone.
+        """
         self._finalizer()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_CLOSE_SECONDS)
-        self._entries.clear()
-        self._resident = [0, 0]
+        if self._file is not None:
+            self._entries.clear()
+            self._resident = [0, 0]
 
     def _held(self, key: Hashable) -> Tensor:
         tensor = self._entries[key].tensor
@@ -351,9 +369,7 @@ class Store:
 
     def _evict(self, entry: _Entry) -> None:
         assert entry.tensor is not None
-        host = self._budgets[_HOST]
-        if entry.tier == _DEVICE and (host is None or entry.size <= host):
-            self._make_room(_HOST, entry.size)
+        if entry.tier == _DEVICE and self._has_room_on_host(entry.size):
             tensor = entry.tensor
             if self.device.type != "cpu":
                 tensor = torch.empty(entry.shape, dtype=entry.dtype, pin_memory=True)
@@ -374,6 +390,16 @@ class Store:
             entry.tensor, entry.tier = None, _DISK
             self._count(_DISK, entry.size)
         self.stats.evictions += 1
+
+    def _has_room_on_host(self, size: int) -> bool:
+        """Makes room for so many bytes; False: it cannot, and they go to the disk."""
+        try:
+            self._make_room(_HOST, size)
+        except _NoRoomError:
+            if self._file is None:
+                raise
+            return False
+        return True
 
     def _count(self, tier: int, size: int) -> None:
         stats = self.stats
@@ -408,6 +434,10 @@ class Store:
 
 
 _CLOSE_SECONDS = 10.0
+
+
+def _is_like(entry: _Entry, tensor: Tensor) -> bool:
+    return (entry.shape, entry.dtype) == (tensor.shape, tensor.dtype)
 
 
 class _NoRoomError(GossipError):

@@ -227,6 +227,11 @@ class TrainConfig:
                 f"apoptosis is {budget}, but the replicas of strategy {self.strategy} cannot "
                 "shrink: use another strategy."
             )
+        if self.optimizer in SECOND_ORDER:
+            raise ValueError(
+                f"apoptosis is {budget}, and the state of optimizer {self.optimizer} cannot "
+                "shrink: use sgd, adamw or muon."
+            )
         if self.resume is not None or self.checkpoint_every is not None:
             raise ValueError(
                 f"apoptosis is {budget}, and a run that shrinks has no checkpoints: leave "
