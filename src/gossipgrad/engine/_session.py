@@ -25,6 +25,7 @@ from gossipgrad.engine._admission import Admission, Carried, why_not_join
 from gossipgrad.engine._arrival import Arrival
 from gossipgrad.engine._averaging import Averaging
 from gossipgrad.engine._connection import check_growth, connect
+from gossipgrad.engine._disagreement import digest_of, jensen_shannon, predict
 from gossipgrad.engine._driver import StepDriver
 from gossipgrad.engine._flow import Flow, Phase
 from gossipgrad.engine._members import Members
@@ -279,6 +280,48 @@ class Session:
         self._averaging.consensus(self._weights)
         assert self._averaging.last_distance is not None
         return self._averaging.last_distance
+
+    def disagreement(self, batch: Tensor) -> float:
+        """How far the living replicas' predictions for one batch are apart, now.
+
+        The Jensen-Shannon distance of their softmax outputs: the square root of the divergence
+        `entropy(mean of p) - mean of entropy(p)` over replicas, in nats, of each row, and the mean
+        of these over the rows. 0 for equal predictions, at most `sqrt(log(world_size))`. Weights
+        may be far apart and predict the same; this sees what they predict.
+
+        A collective; changes nothing: the model is in eval mode meanwhile, without gradients, and
+        random numbers go on as before.
+
+        Args:
+            batch: What the model takes, the same on every rank, on the model's device. A few
+                hundred rows do; probabilities of all of them are averaged over the ranks in fp64.
+
+        Returns:
+            The same on every rank.
+
+        Raises:
+            ValueError: On every rank, if batches differ; or the model does not return logits.
+            GossipError: As `consensus()`.
+
+        References:
+            Koneputugodage et al., Factored Gossip DiLoCo, arXiv:2606.22768, which watches replicas
+            by this distance. Deviation: theirs may be of pairs; this is of all ranks together.
+        """
+        self._check_ready("disagreement")
+        digests = self._averaging.agree(digest_of(batch))
+        if len(set(digests)) > 1:
+            raise ValueError(
+                "disagreement(batch) compares what replicas predict for one batch, and the ranks "
+                "have different ones: take the same rows on every rank, such as the first of the "
+                "test set"
+            )
+        try:
+            p = predict(self.replica.model, batch)
+        finally:
+            self.replica.reshard()
+        means = [p.exp(), torch.special.entr(p.exp()).sum(-1)]
+        self._averaging.mean_(means)
+        return jensen_shannon(*means)
 
     def broadcast_(self) -> None:
         """Makes every replica that of rank 0 again: parameters, buffers and optimizer state.
