@@ -50,7 +50,7 @@ class GossipSession(Session):
     def __init__(self, replica: Replica, settings: GossipSettings, **options: Any) -> None:
         self._outer = None if settings.outer is None else OuterOptimizer(settings.outer)
         if self._outer is not None:
-            self.can_resize = False  # pyrefly: ignore[bad-assignment]
+            self.can_resize = False
         super().__init__(replica, settings, **options)
 
     def apply_(self, surgery: Surgery) -> None:

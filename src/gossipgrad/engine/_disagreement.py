@@ -7,20 +7,43 @@ import torch
 from torch import Tensor, nn
 
 from gossipgrad.comm import local
+from gossipgrad.engine._averaging import Averaging
+from gossipgrad.engine._replica import Replica
 
-__all__ = ["digest_of", "jensen_shannon", "predict"]
+__all__ = ["measure_disagreement"]
 
 
-def digest_of(batch: Tensor) -> str:
+def measure_disagreement(replica: Replica, averaging: Averaging, batch: Tensor) -> float:
+    """See `Session.disagreement`; a collective.
+
+    Raises:
+        ValueError: On every rank, if batches differ; or the model does not return logits.
+    """
+    if len({*averaging.agree(_digest(batch))}) > 1:
+        raise ValueError(
+            "disagreement(batch) compares what replicas predict for one batch, and the ranks have "
+            "different ones: take the same rows on every rank, such as the first of the test set"
+        )
+    try:
+        p = _predict(replica.model, batch)
+    finally:
+        replica.reshard()
+    mean, entropies = p, torch.special.entr(p).sum(-1)
+    averaging.mean_([mean, entropies])  # in place
+    divergence = torch.special.entr(mean).sum(-1) - entropies
+    return divergence.clamp_min(0).sqrt().mean().item()
+
+
+def _digest(batch: Tensor) -> str:
     """Equal where two batches are, bit for bit."""
     held = batch.detach().contiguous().cpu()
     found = hashlib.sha256(f"{held.dtype} {tuple(held.shape)}".encode())
-    found.update(held.reshape(-1).view(torch.uint8).numpy())
+    found.update(held.reshape(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
 
-def predict(model: nn.Module, batch: Tensor) -> Tensor:
-    """The model's log-probabilities, shape `(rows, classes)`, in fp64; the model is as it was.
+def _predict(model: nn.Module, batch: Tensor) -> Tensor:
+    """The model's probabilities, shape `(rows, classes)`, in fp64; the model is as it was.
 
     Raises:
         ValueError: It returns no tensor of logits, nor something with `logits`.
@@ -40,15 +63,4 @@ def predict(model: nn.Module, batch: Tensor) -> Tensor:
             "disagreement(batch) compares probabilities of classes, and the model returned "
             f"{type(found).__name__}: it must return logits, classes last, or have them in .logits"
         )
-    return logits.flatten(0, -2).double().log_softmax(-1).cpu()
-
-
-def jensen_shannon(mean: Tensor, entropies: Tensor) -> float:
-    """The distance of Jensen and Shannon of several distributions a row, mean over the rows.
-
-    Args:
-        mean: Mean of their probabilities, shape `(rows, classes)`.
-        entropies: Mean of their entropies, natural logarithm, shape `(rows,)`.
-    """
-    divergence = torch.special.entr(mean).sum(-1) - entropies
-    return divergence.clamp_min(0).sqrt().mean().item()
+    return logits.flatten(0, -2).double().softmax(-1).cpu()

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -25,7 +24,7 @@ from gossipgrad.engine._admission import Admission, Carried, why_not_join
 from gossipgrad.engine._arrival import Arrival
 from gossipgrad.engine._averaging import Averaging
 from gossipgrad.engine._connection import check_growth, connect
-from gossipgrad.engine._disagreement import digest_of, jensen_shannon, predict
+from gossipgrad.engine._disagreement import measure_disagreement
 from gossipgrad.engine._driver import StepDriver
 from gossipgrad.engine._flow import Flow, Phase
 from gossipgrad.engine._members import Members
@@ -83,7 +82,7 @@ class Session:
     counts_skipped_steps: ClassVar[bool] = True
     """Whether a step that the scaler leaves out is one of the session all the same."""
 
-    can_resize: ClassVar[bool] = True
+    can_resize: bool = True
     """Whether `apply_()` can change shapes in it."""
 
     def __init__(
@@ -308,20 +307,7 @@ class Session:
             by this distance. Deviation: theirs may be of pairs; this is of all ranks together.
         """
         self._check_ready("disagreement")
-        digests = self._averaging.agree(digest_of(batch))
-        if len(set(digests)) > 1:
-            raise ValueError(
-                "disagreement(batch) compares what replicas predict for one batch, and the ranks "
-                "have different ones: take the same rows on every rank, such as the first of the "
-                "test set"
-            )
-        try:
-            p = predict(self.replica.model, batch)
-        finally:
-            self.replica.reshard()
-        means = [p.exp(), torch.special.entr(p.exp()).sum(-1)]
-        self._averaging.mean_(means)
-        return jensen_shannon(*means)
+        return measure_disagreement(self.replica, self._averaging, batch)
 
     def broadcast_(self) -> None:
         """Makes every replica that of rank 0 again: parameters, buffers and optimizer state.
@@ -574,12 +560,7 @@ class Session:
     def __enter__(self: S) -> S:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._close(wait_seconds=_CLOSE_SECONDS if kind is None else 0.0, error=error)
 
     # -- joining ----------------------------------------------------------------------------
