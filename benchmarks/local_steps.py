@@ -6,18 +6,20 @@ optimizer AdamW, warm-up then cosine to 0; each rank has its own samples, 512 in
 is judged is the mean of the replicas, at the end, on the 10,000 test images.
 
 Each contestant is below in under 100 lines. Its inner and outer learning rates are found by one
-search on a seed of its own, for each H and number of ranks: the inner rate with the outer rate of
-its paper, then the outer rate.
+search on a seed of its own, for each H and number of ranks.
+
+What is trained replaces what is published of it; other rows stay.
 
     python -m benchmarks.local_steps
     python -m benchmarks.local_steps --ranks 8 --periods 32 --seeds 1 --only "DiLoCo;ours"
 """
 
 import argparse
+import json
 import math
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -373,30 +375,26 @@ def run(
     return {"accuracy": accuracy, "loss": loss, "megabytes": contestant.bytes / 1e6}
 
 
-def is_better(a: dict[str, float], b: dict[str, float]) -> bool:
-    """By loss; one that diverged loses."""
-    return math.isfinite(a["loss"]) and not a["loss"] >= b["loss"]
-
-
 def search(kind: type[Contestant], *args: Any, images: Any) -> tuple[float, float, str]:
-    """The best inner rate with the paper's outer one, then the best outer rate with that."""
-    best: dict[str, float] = {"loss": math.inf}
-    tried: list[str] = []
-    chosen = INNER_LRS[0], kind.outer_lr
-    for inner, outer in [(lr, kind.outer_lr) for lr in INNER_LRS]:
-        found = run(kind, *args, inner, outer, SEARCH_SEED, images)
-        tried.append(f"{inner:g}/{outer:g} {found['loss']:.4f}")
-        if is_better(found, best):
-            best, chosen = found, (inner, outer)
-    inner = chosen[0]
-    for outer in kind.outer_lrs:
-        if outer == kind.outer_lr:
-            continue
-        found = run(kind, *args, inner, outer, SEARCH_SEED, images)
-        tried.append(f"{inner:g}/{outer:g} {found['loss']:.4f}")
-        if is_better(found, best):
-            best, chosen = found, (inner, outer)
-    return *chosen, ", ".join(tried)
+    """The best inner and outer rate, and the loss of all that were tried.
+
+    The inner one with the outer one of the paper, then the outer one with that. With H = 1, where
+    the two multiply and the best of both is far from the papers', all pairs.
+    """
+    losses: dict[tuple[float, float], float] = {}
+
+    def best_of(pairs: Iterable[tuple[float, float]]) -> tuple[float, float]:
+        for pair in pairs:
+            if pair not in losses:
+                loss = run(kind, *args, *pair, SEARCH_SEED, images)["loss"]
+                losses[pair] = loss if math.isfinite(loss) else math.inf
+        return min(losses, key=lambda pair: losses[pair])
+
+    inner, outer = best_of((lr, kind.outer_lr) for lr in INNER_LRS)
+    inners = INNER_LRS if args[1] == 1 else (inner,)
+    inner, outer = best_of((lr, each) for each in kind.outer_lrs for lr in inners)
+    tried = ", ".join(f"{i:g}/{o:g} {loss:.4f}" for (i, o), loss in losses.items())
+    return inner, outer, tried
 
 
 def interval(values: list[float]) -> float | None:
@@ -415,6 +413,26 @@ def load() -> dict[str, tuple[Tensor, Tensor]]:
         found[name] = nn.functional.avg_pool2d(x.view(-1, 1, 28, 28), 2).flatten(1), y
     mean, deviation = found["train"][0].mean(), found["train"][0].std()
     return {name: ((x - mean) / deviation, y) for name, (x, y) in found.items()}
+
+
+def merged(rows: list[dict[str, Any]], setting: dict[str, Any]) -> list[dict[str, Any]]:
+    """These rows, and what is published of others.
+
+    Raises:
+        ValueError: Those are of other settings.
+    """
+
+    def key(row: dict[str, Any]) -> tuple[Any, ...]:
+        return row["ranks"], list(CONTESTANTS).index(row["contestant"]), row["local_steps"]
+
+    found = {}
+    if (path := _common.RESULTS / "local_steps.json").exists():
+        before = json.loads(path.read_text())
+        if before["settings"] != setting:
+            raise ValueError(f"{path} is of {before['settings']}, not {setting}: remove it first")
+        found = {key(row): row for row in before["rows"]}
+    found |= {key(row): row for row in rows}
+    return [found[each] for each in sorted(found)]
 
 
 def main() -> None:
@@ -459,7 +477,7 @@ def main() -> None:
                     flush=True,
                 )
         if not options.no_write:
-            _common.write("local_steps", {"settings": setting, "rows": rows})
+            _common.write("local_steps", {"settings": setting, "rows": merged(rows, setting)})
 
 
 if __name__ == "__main__":
