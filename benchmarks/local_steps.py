@@ -400,7 +400,9 @@ def search(kind: type[Contestant], *args: Any, images: Any) -> tuple[float, floa
 def interval(values: list[float]) -> float | None:
     """Half the width of the 95 % interval of a mean."""
     n = len(values)
-    return None if n < 2 else T_95[n] * statistics.stdev(values) / math.sqrt(n)
+    if n < 2 or not all(map(math.isfinite, values)):
+        return None
+    return T_95[n] * statistics.stdev(values) / math.sqrt(n)
 
 
 def load() -> dict[str, tuple[Tensor, Tensor]]:
@@ -463,9 +465,9 @@ def main() -> None:
                 row |= {"inner_lr": inner, "outer_lr": outer if kind.outer_lrs else None}
                 for key in ("accuracy", "loss"):
                     values = [each[key] for each in runs]
-                    half = interval(values)
-                    row[key] = [round(v, 4) for v in values]
-                    row[f"{key}_mean"] = round(statistics.fmean(values), 4)
+                    half, mean = interval(values), statistics.fmean(values)
+                    row[key] = [round(v, 4) if math.isfinite(v) else None for v in values]
+                    row[f"{key}_mean"] = round(mean, 4) if math.isfinite(mean) else None
                     row[f"{key}_interval"] = None if half is None else round(half, 4)
                 row["megabytes"] = round(runs[0]["megabytes"], 3)
                 row["search"] = tried
@@ -473,7 +475,7 @@ def main() -> None:
                 print(
                     f"{time.perf_counter() - begun:5.0f} s  p {p:2} H {period:3} {name:22} "
                     f"{row['accuracy_mean']:.2f} +- {row['accuracy_interval'] or 0:.2f} %, loss "
-                    f"{row['loss_mean']:.4f}, {row['megabytes']:.2f} MB, lr {inner} {outer}",
+                    f"{row['loss_mean']}, {row['megabytes']:.2f} MB, lr {inner} {outer}",
                     flush=True,
                 )
         if not options.no_write:
