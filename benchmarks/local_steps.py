@@ -273,6 +273,16 @@ class OursOverlap(Ours):
         self.sends(NUMEL, all_reduce=False)
 
 
+class OursTwice(Ours):
+    """`exchanges=2`: mixed with two partners, one after the other."""
+
+    def exchange(self) -> None:
+        super().exchange()
+        self.rounds += 1
+        self.restart([self.mix(y) for y in self.y])
+        self.sends(NUMEL, all_reduce=False)
+
+
 class OursMomentum(Ours):
     """For study: as `Ours`, and the outer momentum mixed with the same partner."""
 
@@ -336,6 +346,7 @@ CONTESTANTS: dict[str, type[Contestant]] = {
     "SPARTA": Sparta,
     "SparseLoCo": SparseLoCo,
     "GASLoC": Gasloc,
+    "ours, two exchanges": OursTwice,
     "ours, momentum mixed": OursMomentum,
     "ours, two messages": OursTwo,
 }
