@@ -19,7 +19,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -370,8 +370,12 @@ def run(
     outer_lr: float,
     seed: int,
     images: dict[str, tuple[Tensor, Tensor]],
+    watch: Callable[[int, Ranks], None] = lambda t, ranks: None,
 ) -> dict[str, float]:
-    """One training; accuracy of the mean at the end, its loss, and megabytes that a rank sent."""
+    """One training; accuracy of the mean at the end, its loss, and megabytes that a rank sent.
+
+    `watch` is called after each step with its number, from 1.
+    """
     ranks = Ranks(p, lr, seed)
     with torch.no_grad():
         contestant = kind(ranks, period, outer_lr, seed)
@@ -382,6 +386,7 @@ def run(
         ranks.step(*next(source), rate, averages=kind.averages_gradients)
         with torch.no_grad():
             contestant.after(t)
+            watch(t, ranks)
     accuracy, loss = ranks.judge(*images["test"])
     return {"accuracy": accuracy, "loss": loss, "megabytes": contestant.bytes / 1e6}
 
