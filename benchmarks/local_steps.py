@@ -20,6 +20,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -90,6 +91,13 @@ def copies(tensors: list[Tensor]) -> list[Tensor]:
     return [tensor.detach().clone() for tensor in tensors]
 
 
+@cache
+def partners_of(topology: str, count: int, seed: int, round: int) -> Tensor:
+    """Whom each rank hears from in a round."""
+    schedule = by_name(topology, count, seed=seed)
+    return torch.tensor([schedule.peers(round, r).recv_from for r in range(count)])
+
+
 class Contestant:
     """What happens after the local step `t`, counted from 1; counts the bytes that a rank sends."""
 
@@ -107,7 +115,6 @@ class Contestant:
         self.y = copies(ranks.x)
         self.m = [torch.zeros_like(y) for y in self.y]
         self.rounds = 0
-        self.schedule = by_name(self.topology, ranks.count, seed=seed)
 
     def after(self, t: int) -> None:
         """Ends a period if it is due."""
@@ -121,9 +128,8 @@ class Contestant:
 
     def mix(self, stacked: Tensor) -> Tensor:
         """With the partner of the round."""
-        partners = [self.schedule.peers(self.rounds, r).recv_from for r in range(self.ranks.count)]
-        assert None not in partners
-        return (stacked + stacked[torch.tensor(partners)]) / 2
+        partners = partners_of(self.topology, self.ranks.count, self.seed, self.rounds)
+        return (stacked + stacked[partners]) / 2
 
     def sends(self, elements: float, *, all_reduce: bool, width: float = 4.0) -> None:
         """Counts so many elements of every rank, of `width` bytes."""
