@@ -30,7 +30,8 @@ Deviations from the papers, of which we know GASLoC's update and Factored Gossip
 figures and the notes of others, not their code
     1. GASLoC's momentum is of the iterates, gamma (u_t - u_{t-1}), and has in it what mixing has
        moved. Ours is of the pseudo-gradients alone, as DiLoCo's: mixing with a random partner and
-       beta 0.9 would feed on itself (without gradients E|w_r - mean|^2 grows by 1.1 a round).
+       beta 0.9 would feed on itself (without gradients E|w_r - mean|^2 of many ranks grows by 1.2
+       a round).
     2. Factored Gossip DiLoCo may also mix pseudo-gradients before the outer step, blocking; L3
        mixes them with the weights, after it. The old momentum is mixed with them into w, and m_r
        itself is not: each rank keeps that of its own pseudo-gradients.
