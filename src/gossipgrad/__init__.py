@@ -18,6 +18,7 @@ from gossipgrad.decentralized import GossipDataParallel as GossipDataParallel
 from gossipgrad.decentralized import GossipSession as GossipSession
 from gossipgrad.decentralized import Gradients as Gradients
 from gossipgrad.decentralized import GradientsAndWeights as GradientsAndWeights
+from gossipgrad.decentralized import Nesterov as Nesterov
 from gossipgrad.decentralized import Weights as Weights
 from gossipgrad.decentralized import WeightsAndState as WeightsAndState
 from gossipgrad.decentralized import average_states as average_states

@@ -50,6 +50,7 @@ def sending(monkeypatch):
         {"mode": "stale", "every": 2},
         {"mode": "overlap", "payload": "weights+state", "average_every": 4},
         {"mode": "overlap", "compress": "shared-mask:0.25", "seed": 1},
+        {"mode": "overlap", "local_steps": 2},
     ],
     ids=lambda settings: "-".join(map(str, settings.values())),
 )
@@ -87,7 +88,8 @@ def test_a_joiner_takes_a_members_replica_and_trains_with_the_others(settings, s
         assert membership.joined.keys() == {3}
         assert membership.joined[3].generation == membership.generation == 1
         assert membership.lost == {}
-    assert max(positions) - min(positions) <= 4 * settings.get("every", 1)
+    round_steps = settings.get("every") or settings.get("local_steps", 1)
+    assert max(positions) - min(positions) <= 4 * round_steps
     donor = memberships[0].joined[3].donor
     for rank, each in enumerate(stats):
         assert (each.replicas_given, each.giving_seconds > 0) == (rank == donor, rank == donor)

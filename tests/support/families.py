@@ -20,6 +20,7 @@ __all__ = [
     "FAMILIES",
     "LOCKSTEP",
     "OPTIMIZERS",
+    "ROUND_STEPS",
     "STEPS",
     "WORLD_SIZE",
     "on_ranks",
@@ -63,6 +64,7 @@ FAMILIES: dict[str, Callable] = {
     "gossip, data parallel": data_parallel,
     "gossip, bf16 wire": partial(gossip, wire_dtype=torch.bfloat16),
     "gossip, shared mask": partial(gossip, compress=gg.SharedMask(0.25)),
+    "gossip, local steps": partial(gossip, local_steps=2),
     "suda": suda,
     "suda, ed on a ring, bf16 wire": partial(
         suda, backbone="ed", topology="ring", wire_dtype=torch.bfloat16
@@ -77,8 +79,10 @@ FAMILIES: dict[str, Callable] = {
 LOCKSTEP = {name for name in FAMILIES if name.startswith("sparsify")}
 # Ranks that wait for nobody are a few steps apart, and so are their replicas; those that mix a
 # quarter of their weights in a round mix less often.
-DISTANCES = {"gossip, stale": 0.3, "gossip, shared mask": 0.1}
-STEPS = {"gossip, stale": 160, "gossip, shared mask": 150}
+DISTANCES = {"gossip, stale": 0.3, "gossip, shared mask": 0.1, "gossip, local steps": 0.3}
+STEPS = {"gossip, stale": 160, "gossip, shared mask": 150, "gossip, local steps": 240}
+# Steps in a round, and those whose outer optimizer steps without partners, too.
+ROUND_STEPS = {"gossip, local steps": 2}
 
 WORLD_SIZE = 4
 

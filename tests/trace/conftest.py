@@ -109,6 +109,7 @@ def metrics(rank: int, steps: int) -> list[dict[str, Any]]:
                     "accuracy": 1 - 1 / (epoch + 1),
                     "loss": 0.5,
                     "consensus_distance": 1.1 / step,
+                    "disagreement": 0.4 / step,
                     "samples_per_second": 320.0,
                 }
             )

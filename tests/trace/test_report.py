@@ -67,7 +67,10 @@ def test_ranks_that_disagree_on_the_accuracy_are_drawn_apart(write_run):
 
 def test_embeds_the_curves(write_run):
     found = {chart["id"]: chart["series"] for chart in report(write_run()).data()["charts"]}
-    assert list(found) == ["loss", "accuracy", "consensus", "exposed", "throughput"]
+    assert list(found) == [
+        *("loss", "accuracy", "consensus"),
+        *("disagreement", "exposed", "throughput"),
+    ]
     labels = [series["label"] for series in found["loss"]]
     assert labels == ["rank 0", "rank 1", "rank 2", "rank 3", "mean"]
     assert len(found["loss"][0]["points"]) == 30

@@ -65,6 +65,21 @@ def test_run_leaves_all_that_is_promised(tmp_path, strategy):
     assert not workers()
 
 
+def test_local_steps_send_at_the_ends_of_periods_and_disagreement_is_recorded(tmp_path):
+    options = GossipConfig(mode="sync", local_steps=11, outer_momentum=0.5, disagreement=True)
+    outcome = run(
+        config(tmp_path, nproc=2, epochs=2, trace=0, options={"gossip": options}, lr=0.02)
+    )
+    assert outcome.summary["bytes_sent_per_step"] == pytest.approx(26_122 * 4 * 8 / 90, rel=0.02)
+    records = [
+        json.loads(line) for line in (tmp_path / "metrics-rank1.jsonl").read_text().splitlines()
+    ]
+    found = [record["disagreement"] for record in records if record["event"] == "epoch"]
+    assert len(found) == 2
+    assert all(0 < each < 0.8 for each in found)  # its most is sqrt(log 2)
+    assert 'data-chart="disagreement"' in (tmp_path / "report.html").read_text()
+
+
 @pytest.mark.slow
 def test_gossip_repeats_by_seed_and_mixes(tmp_path):
     options = {"nproc": 2, "epochs": 1, "trace": 0}

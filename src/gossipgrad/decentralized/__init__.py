@@ -6,6 +6,7 @@ from gossipgrad.decentralized._data_parallel import GossipDataParallel as Gossip
 from gossipgrad.decentralized._gossip import check_settings as check_settings
 from gossipgrad.decentralized._gossip import gossip as gossip
 from gossipgrad.decentralized._join import join as join
+from gossipgrad.decentralized._outer import Nesterov as Nesterov
 from gossipgrad.decentralized._session import GossipSession as GossipSession
 from gossipgrad.decentralized._settings import Gradients as Gradients
 from gossipgrad.decentralized._settings import GradientsAndWeights as GradientsAndWeights

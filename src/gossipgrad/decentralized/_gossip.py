@@ -24,6 +24,7 @@ from gossipgrad.comm import (
     resolve_transport,
 )
 from gossipgrad.compression import SharedMask
+from gossipgrad.decentralized._outer import Nesterov
 from gossipgrad.decentralized._session import GossipSession
 from gossipgrad.decentralized._settings import (
     GossipSettings,
@@ -33,6 +34,7 @@ from gossipgrad.decentralized._settings import (
     check_compress,
     check_exchanges,
     resolve_compress,
+    resolve_local_steps,
     resolve_payload,
 )
 from gossipgrad.engine import (
@@ -62,6 +64,8 @@ def gossip(
     every: int = 1,
     average_every: int | str | None = None,
     exchanges: int = 1,
+    local_steps: int | None = None,
+    outer: Nesterov | None = None,
     process_group: dist.ProcessGroup | Group | None = None,
     mesh: DeviceMesh | None = None,
     wire_dtype: torch.dtype | None = None,
@@ -105,6 +109,10 @@ def gossip(
             `ceil(log2(world_size))`; None for never, and in mode stale.
         exchanges: How many partners a step meets, one after the other, in mode sync. Two come
             close to all-reduce's accuracy, at twice the bytes; only the last one hides.
+        local_steps: Steps that each rank makes alone between two exchanges. What they have changed
+            is one step of the outer optimizer, whose weights are then mixed with the partner's:
+            Factored Gossip DiLoCo. On a complete average it is DiLoCo. None: none, see `every`.
+        outer: The optimizer at the end of these, by default `gg.Nesterov(lr=0.7, momentum=0.9)`.
         process_group: Whose ranks take part; by default all. Nothing is sent on it. A `gg.Group`
             becomes the session's own, and closes with it.
         mesh: A one-dimensional mesh whose ranks take part, in place of `process_group`. With FSDP2
@@ -148,7 +156,8 @@ def gossip(
 
     References:
         Daily et al., GossipGraD, arXiv:1803.05880; deviations are numbered in
-        `gossipgrad.decentralized._reference`.
+        `gossipgrad.decentralized._reference`. Local steps: Koneputugodage et al., Factored Gossip
+        DiLoCo, arXiv:2606.22768; deviations in `gossipgrad.decentralized._reference_local_steps`.
     """
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     check_optimizers(optimizers)
@@ -162,6 +171,8 @@ def gossip(
             every=every,
             average_every=average_every,
             exchanges=exchanges,
+            local_steps=local_steps,
+            outer=outer,
             wire_dtype=wire_dtype,
             compress=compress,
             scaler=scaler,
@@ -179,6 +190,8 @@ def gossip(
             every=every,
             average_every=average_every,
             exchanges=exchanges,
+            local_steps=local_steps,
+            outer=outer,
             wire_dtype=wire_dtype,
             compress=compress,
             seed=seed,
@@ -208,6 +221,8 @@ def resolve_settings(
     every: int,
     average_every: int | str | None,
     exchanges: int = 1,
+    local_steps: int | None = None,
+    outer: Nesterov | None = None,
     wire_dtype: torch.dtype | None,
     compress: str | SharedMask | None,
     seed: int,
@@ -225,6 +240,7 @@ def resolve_settings(
             "of the paper's abstract, kept for study; train with payload='weights'",
             stacklevel=3,
         )
+    steps, optimizer = resolve_local_steps(local_steps, outer, every, resolved_payload)
     compressor = resolve_compress(compress)
     masked = compressor is not None
     named = _named(topology, resolved_mode)
@@ -233,12 +249,13 @@ def resolve_settings(
         schedule=schedule,
         mode=resolved_mode,
         payload=resolved_payload,
-        every=int(every),
+        every=steps,
         average_every=resolve_average_every(average_every, world_size),
         wire_dtype=wire_dtype,
         bucket_bytes=int(bucket_bytes),
         exchanges=int(exchanges),
         compress=compressor,
+        outer=optimizer,
         seed=int(seed) if masked else 0,
     )
 
@@ -251,6 +268,8 @@ def check_settings(
     every: object = 1,
     average_every: Any = None,
     exchanges: Any = 1,
+    local_steps: Any = None,
+    outer: Any = None,
     wire_dtype: object = None,
     compress: Any = None,
     scaler: object = None,
@@ -281,6 +300,7 @@ def check_settings(
     check_compress(compressor, resolved, seed)
     resolve_average_every(average_every, 1)
     check_exchanges(exchanges, resolved_mode)
+    resolve_local_steps(local_steps, outer, every, resolved)
     topology = _named(topology, resolved_mode)
     if isinstance(topology, str):
         check_stale(

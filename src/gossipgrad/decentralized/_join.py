@@ -22,6 +22,7 @@ from gossipgrad.comm import (
 )
 from gossipgrad.compression import SharedMask
 from gossipgrad.decentralized._gossip import check_settings, resolve_settings
+from gossipgrad.decentralized._outer import Nesterov
 from gossipgrad.decentralized._session import GossipSession
 from gossipgrad.decentralized._settings import Payload
 from gossipgrad.engine import Claim, Joiner, Mode, Replica, narrow
@@ -43,6 +44,8 @@ def join(
     every: int = 1,
     average_every: int | str | None = None,
     exchanges: int = 1,
+    local_steps: int | None = None,
+    outer: Nesterov | None = None,
     wire_dtype: torch.dtype | None = None,
     compress: str | SharedMask | None = None,
     scaler: torch.amp.GradScaler | None = None,
@@ -81,6 +84,8 @@ def join(
         every: As in `gossip()`.
         average_every: As in `gossip()`.
         exchanges: As in `gossip()`.
+        local_steps: As in `gossip()`. This rank's outer momentum begins at zero.
+        outer: As in `gossip()`.
         wire_dtype: As in `gossip()`.
         compress: As in `gossip()`.
         scaler: The `torch.amp.GradScaler` that steps the optimizer, if one does.
@@ -120,6 +125,8 @@ def join(
         "every": every,
         "average_every": average_every,
         "exchanges": exchanges,
+        "local_steps": local_steps,
+        "outer": outer,
         "wire_dtype": wire_dtype,
         "compress": compress,
         "seed": seed,

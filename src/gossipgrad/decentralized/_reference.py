@@ -214,8 +214,7 @@ class Reference:
             self.outstanding = self._exchange([self._values(r) for r in range(self.p)])  # R4, R5
         if closes and gradients:
             self._mix_gradients()  # R8
-        for optimizer in self.optimizers:
-            optimizer.step()  # w_r <- w_r + dw_r
+        self._update()  # w_r <- w_r + dw_r
         if closes and not early and self.payload != "gradients":
             for _ in range(self.exchanges - 1):  # R10
                 self.outstanding = self._exchange([self._values(r) for r in range(self.p)])
@@ -277,6 +276,10 @@ class Reference:
             [torch.cat([v.double().flatten() for v in self.w[r]]) for r in range(self.p)]
         )
         return math.sqrt((w - w.mean(0)).square().sum().item() / self.p)
+
+    def _update(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
 
     def _values(self, r: int) -> Values:
         """The live tensors that rank r mixes in round t."""

@@ -1,7 +1,13 @@
 """A gossip session: weights, optimizer state and gradients as flows of the engine."""
 
-import torch
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
 
+import torch
+from torch.optim import Optimizer
+
+from gossipgrad.decentralized._outer import OuterOptimizer
 from gossipgrad.decentralized._settings import (
     GossipSettings,
     Gradients,
@@ -11,16 +17,23 @@ from gossipgrad.decentralized._settings import (
     travels,
 )
 from gossipgrad.engine import (
+    Bucket,
     Flow,
     Phase,
+    Replica,
     Session,
+    Stats,
+    Surgery,
     Sync,
     gradient_entries,
     state_entries,
     weight_entries,
 )
+from gossipgrad.errors import GossipError
 
 __all__ = ["GossipSession"]
+
+Closure = Callable[[], Any]
 
 
 class GossipSession(Session):
@@ -28,7 +41,39 @@ class GossipSession(Session):
 
     Use it as a context manager or call `close()`. Leaving the context by an exception closes
     without waiting.
+
+    With local steps, all that it does in the middle of a period (`consensus()`, `average_()`,
+    `state_dict()`) is of the local weights, so that no step is lost; at the end of one these are
+    the outer weights. `broadcast_()` begins a period, with an outer momentum of zero.
     """
+
+    def __init__(self, replica: Replica, settings: GossipSettings, **options: Any) -> None:
+        self._outer = None if settings.outer is None else OuterOptimizer(settings.outer)
+        if self._outer is not None:
+            self.can_resize = False
+        super().__init__(replica, settings, **options)
+
+    def apply_(self, surgery: Surgery) -> None:
+        """See `Session.apply_`; not with local steps.
+
+        Raises:
+            GossipError: With local steps.
+        """
+        if self._outer is not None:
+            raise GossipError(
+                "gossip(local_steps=...) keeps outer weights of the shapes that it began with: "
+                "close the session, apply the surgery on every rank, and begin another"
+            )
+        super().apply_(surgery)
+
+    def stats(self) -> Stats:
+        """What this rank has done so far; no communication."""
+        stats = super().stats()
+        if self._outer is None:
+            return stats
+        return replace(
+            stats, extra_memory_bytes=stats.extra_memory_bytes + self._outer.memory_bytes
+        )
 
     @torch.no_grad()
     def _make_flows(self) -> list[Flow]:
@@ -73,3 +118,30 @@ class GossipSession(Session):
             gradients = gradient_entries(replica.trained)
             flows += Flow.deal("gradients", Phase.BEFORE_UPDATE, gradients, of, behind=flows)
         return flows
+
+    @property
+    def _buckets(self) -> list[Bucket]:
+        """Of the weights."""
+        return [bucket for flow in self._weights for bucket in flow.buckets]
+
+    def _begin(self) -> None:
+        if self._outer is not None:
+            self._outer.reset()
+        super()._begin()
+
+    def _before_step(self, optimizer: Optimizer, closure: Closure | None) -> Closure | None:
+        closure = super()._before_step(optimizer, closure)
+        if self._outer is not None:
+            self._outer.begin(self._buckets)  # all of the last round is mixed by now
+        return closure
+
+    def _after_update(self) -> None:
+        if self._outer is not None and self._run.is_boundary:
+            self._outer.step(self._buckets)
+
+    def _family_state(self) -> dict[str, Any]:
+        return {} if self._outer is None else self._outer.state_dict(self._buckets)
+
+    def _load_family_state(self, state: Mapping[str, Any]) -> None:
+        if self._outer is not None:
+            self._outer.load_state_dict(state, self._buckets)

@@ -6,6 +6,7 @@ from numbers import Integral
 from typing import Any
 
 from gossipgrad.compression import SharedMask
+from gossipgrad.decentralized._outer import Nesterov
 from gossipgrad.engine import Mode, Overlap, RoundSettings, Stale, Sync, is_count
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "check_exchanges",
     "check_moments",
     "resolve_compress",
+    "resolve_local_steps",
     "resolve_payload",
     "travels",
 ]
@@ -81,17 +83,21 @@ class GossipSettings(RoundSettings):
         payload: What travels.
         compress: Which coordinates of the weights; None for all.
         seed: Of the mask.
+        outer: Takes the local steps of a round as one; None: they stay as they are.
     """
 
     payload: Payload
     compress: SharedMask | None = None
     seed: int = 0
+    outer: Nesterov | None = None
 
     def describe(self) -> dict[str, Any]:
         """What must be equal on all ranks."""
         described = super().describe()
         if self.compress is None:
             del described["compress"], described["seed"]
+        if self.outer is None:
+            del described["outer"]
         return described
 
 
@@ -165,6 +171,41 @@ def check_exchanges(exchanges: Any, mode: Mode) -> None:
             f"exchanges={exchanges} with mode {mode}: a snapshot travels with one partner there. "
             "Use mode='sync', or leave exchanges at 1"
         )
+
+
+def resolve_local_steps(
+    local_steps: Any, outer: Any, every: Any, payload: Payload
+) -> tuple[int, Nesterov | None]:
+    """Steps in a round, and the outer optimizer at their end; None without local steps.
+
+    Raises:
+        ValueError: They do not go together.
+    """
+    if local_steps is None:
+        if outer is not None:
+            raise ValueError(
+                f"outer={outer!r} takes the local steps of a period as one, and there are none: "
+                "give local_steps, such as local_steps=32"
+            )
+        return int(every), None
+    if not is_count(local_steps):
+        raise ValueError(
+            "local_steps counts steps without an exchange, a whole number from 1, got "
+            f"{local_steps!r}"
+        )
+    if outer is not None and not isinstance(outer, Nesterov):
+        raise ValueError(f"outer must be such as gg.Nesterov(lr=0.7, momentum=0.9), got {outer!r}")
+    if every != 1:
+        raise ValueError(
+            f"every={every!r} and local_steps={local_steps!r} both count the steps in a round: "
+            "leave every out"
+        )
+    if isinstance(payload, Gradients | GradientsAndWeights):
+        raise ValueError(
+            f"local_steps={local_steps!r} and payload {payload}: local steps exchange weights "
+            "alone, at their end. Use payload='weights'"
+        )
+    return int(local_steps), Nesterov() if outer is None else outer
 
 
 def resolve_compress(compress: Any) -> SharedMask | None:

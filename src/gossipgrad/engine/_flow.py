@@ -79,6 +79,8 @@ class Bucket:
         residuals: One fp32 tensor for each tensor that is narrower, and mixed as a weight: what
             rounding took away from it. None for others.
         clamped: How many elements mixing would have left below zero, where they may not be.
+        anchor: A flat, wide tensor that whatever is mixed moves as it moves the tensors, so that
+            their difference is what optimizers have done; None: there is none.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class Bucket:
         self._sizes = [entry.spec.numel for entry in self.entries]
         self.device = self.entries[0].parameter.device
         self.clamped = torch.zeros((), dtype=torch.int64, device=self.device)
+        self.anchor: Tensor | None = None
         self._are_weights = are_weights
         narrow = are_weights and widened(self.dtype) != self.dtype
         self.residuals: list[Tensor | None] = [
@@ -110,7 +113,8 @@ class Bucket:
     @property
     def memory_bytes(self) -> int:
         """Memory held beside the model."""
-        return sum(4 * r.numel() for r in self.residuals if r is not None)
+        anchor_bytes = 0 if self.anchor is None else self.anchor.nbytes
+        return anchor_bytes + sum(4 * r.numel() for r in self.residuals if r is not None)
 
     def tensors(self) -> list[Tensor | None]:
         """The live tensors, None where there is none yet."""
@@ -133,6 +137,8 @@ class Bucket:
     @torch.no_grad()
     def add(self, delta: Delta, weight: float) -> None:
         """Adds `weight * delta` to the tensors that exist; clamps what must not be negative."""
+        if self.anchor is not None:
+            delta.add_to(self.anchor, weight)
         pieces = self._split(delta.flat)
         if self._lasting is not None and self.dtype == delta.flat.dtype:
             torch._foreach_add_(self._lasting, pieces, alpha=weight)
@@ -160,7 +166,9 @@ class Bucket:
 
     @torch.no_grad()
     def load(self, flat: Tensor) -> None:
-        """Overwrites all tensors that exist, and their residuals."""
+        """Overwrites all tensors that exist, and their residuals; the anchor moves as they do."""
+        if self.anchor is not None:
+            self.anchor.add_(flat - self.total())
         for v, total, e in zip(self.tensors(), self._split(flat), self.residuals, strict=True):
             if v is not None:
                 replace(v, total, e)
@@ -280,6 +288,8 @@ class MaskedBucket(Bucket):
     def add(self, delta: Delta, weight: float) -> None:
         """Adds `weight * delta` to its coordinates of the tensors."""
         assert delta.at is not None
+        if self.anchor is not None:
+            delta.add_to(self.anchor, weight)
         tensors = _present(self.tensors())
         residuals = [e for e in self.residuals if e is not None]  # of all, or of none
         v = delta.at.gather(tensors)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -25,6 +24,7 @@ from gossipgrad.engine._admission import Admission, Carried, why_not_join
 from gossipgrad.engine._arrival import Arrival
 from gossipgrad.engine._averaging import Averaging
 from gossipgrad.engine._connection import check_growth, connect
+from gossipgrad.engine._disagreement import measure_disagreement
 from gossipgrad.engine._driver import StepDriver
 from gossipgrad.engine._flow import Flow, Phase
 from gossipgrad.engine._members import Members
@@ -82,7 +82,7 @@ class Session:
     counts_skipped_steps: ClassVar[bool] = True
     """Whether a step that the scaler leaves out is one of the session all the same."""
 
-    can_resize: ClassVar[bool] = True
+    can_resize: bool = True
     """Whether `apply_()` can change shapes in it."""
 
     def __init__(
@@ -279,6 +279,35 @@ class Session:
         self._averaging.consensus(self._weights)
         assert self._averaging.last_distance is not None
         return self._averaging.last_distance
+
+    def disagreement(self, batch: Tensor) -> float:
+        """How far the living replicas' predictions for one batch are apart, now.
+
+        The Jensen-Shannon distance of their softmax outputs: the square root of the divergence
+        `entropy(mean of p) - mean of entropy(p)` over replicas, in nats, of each row, and the mean
+        of these over the rows. 0 for equal predictions, at most `sqrt(log(world_size))`. Weights
+        may be far apart and predict the same; this sees what they predict.
+
+        A collective; changes nothing: the model is in eval mode meanwhile, without gradients, and
+        random numbers go on as before.
+
+        Args:
+            batch: What the model takes, the same on every rank, on the model's device. A few
+                hundred rows do; probabilities of all of them are averaged over the ranks in fp64.
+
+        Returns:
+            The same on every rank.
+
+        Raises:
+            ValueError: On every rank, if batches differ; or the model does not return logits.
+            GossipError: As `consensus()`.
+
+        References:
+            Koneputugodage et al., Factored Gossip DiLoCo, arXiv:2606.22768, which watches replicas
+            by this distance. Deviation: theirs may be of pairs; this is of all ranks together.
+        """
+        self._check_ready("disagreement")
+        return measure_disagreement(self.replica, self._averaging, batch)
 
     def broadcast_(self) -> None:
         """Makes every replica that of rank 0 again: parameters, buffers and optimizer state.
@@ -531,12 +560,7 @@ class Session:
     def __enter__(self: S) -> S:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._close(wait_seconds=_CLOSE_SECONDS if kind is None else 0.0, error=error)
 
     # -- joining ----------------------------------------------------------------------------

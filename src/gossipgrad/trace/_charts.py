@@ -89,8 +89,8 @@ class Chart:
 
 def charts(runs: list[Run]) -> list[Chart]:
     """The curves that the runs have values for: all ranks of one, or the means of several."""
-    drawn = [_loss(runs), _accuracy(runs), _consensus(runs), _exposed(runs), _throughput(runs)]
-    return [chart for chart in (*drawn, _widths(runs)) if chart.series]
+    drawn = [_loss(runs), _accuracy(runs), _consensus(runs), _disagreement(runs), _exposed(runs)]
+    return [chart for chart in (*drawn, _throughput(runs), _widths(runs)) if chart.series]
 
 
 def _loss(runs: list[Run]) -> Chart:
@@ -163,6 +163,24 @@ def _consensus(runs: list[Run]) -> Chart:
         id="consensus",
         title="Consensus distance",
         description=what + thinned,
+        x_label="step",
+        y_format="number",
+        series=series,
+    )
+
+
+def _disagreement(runs: list[Run]) -> Chart:
+    series = []
+    for index, run in _numbered(runs):
+        curves = by_rank(run.epochs, "step", value_of("disagreement"))
+        if points := agreed_on(curves) or mean_of(curves):
+            label = "all replicas" if index is None else run.name
+            series.append(Series(label=label, role="exact", points=points, run=index))
+    return Chart(
+        id="disagreement",
+        title="Disagreement",
+        description="How far the replicas' predictions for the same test samples are apart, after "
+        "each epoch: the Jensen-Shannon distance (square root of nats), mean over the samples.",
         x_label="step",
         y_format="number",
         series=series,

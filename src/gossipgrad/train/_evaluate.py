@@ -15,6 +15,7 @@ _BATCH_VALUES = 1 << 20
 _MAX_BATCH_SIZE = 1000
 # A position of a text has activations of the model's width, and logits of its own.
 _TEXT_BATCH_SIZE = 64
+_PROBE_SAMPLES, _PROBE_TEXTS = 256, 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +32,8 @@ class Evaluation:
     """Whether this was the last one: a rank asked for that, here or elsewhere."""
     weights: dict[str, Tensor]
     """The model that was evaluated, copied if final; empty otherwise."""
+    disagreement: float | None = None
+    """How far the replicas' predictions are apart, where it was measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +82,13 @@ class TestPart:
     def accuracy(self, model: nn.Module) -> float:
         """Share of all test labels that `model` gets right."""
         return self._count_correct(model, 0, len(self.samples)) / self.num_labels
+
+    def probe(self) -> Tensor:
+        """The inputs of the first samples, the same on every rank, where the model is."""
+        is_text = self.num_labels > len(self.samples)
+        count = min(len(self.samples), _PROBE_TEXTS if is_text else _PROBE_SAMPLES)
+        x, _ = self.samples.batch(torch.arange(count))
+        return x.to(self.device)
 
     def count_share(
         self, model: nn.Module, members: Sequence[int] | None = None

@@ -222,6 +222,9 @@ class Loop:
             accuracy=evaluation.accuracy,
             loss=metrics.epoch_loss,
             consensus_distance=evaluation.consensus_distance,
+            **(
+                {} if evaluation.disagreement is None else {"disagreement": evaluation.disagreement}
+            ),
             samples_per_second=metrics.samples_per_second,
         )
         self.emit({**event, "step": self.course.position(metrics.steps)})

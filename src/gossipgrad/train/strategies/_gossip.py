@@ -42,6 +42,16 @@ class GossipConfig:
     while training."""
     exchanges: int = 1
     """Partners that a step of mode sync meets, one after the other: accuracy for bytes."""
+    local_steps: int | None = None
+    """Exchange after so many steps alone, which an outer optimizer takes as one; None: as `every`
+    says, without one."""
+    outer_lr: float = 0.7
+    """Learning rate of the outer optimizer, with local_steps."""
+    outer_momentum: float = 0.9
+    """Its Nesterov momentum, from 0 to below 1."""
+    disagreement: bool = False
+    """With each evaluation, measure how far the replicas' predictions for the first 256 test
+    samples (16 of text) are apart."""
     wire_dtype: Literal["float32", "bfloat16"] | None = None
     """Number type on the wire; None: that of the parameters."""
     compress: str | None = None
@@ -59,7 +69,8 @@ class GossipConfig:
     def __post_init__(self) -> None:
         make_plain(self)
         check_fields(self)
-        check_at_least(self, 1, "every", "exchanges")
+        check_at_least(self, 1, "every", "exchanges", "local_steps")
+        gg.Nesterov(lr=self.outer_lr, momentum=self.outer_momentum)
         resolve_compress(self.compress)
         for name in ("deadline_seconds", "deadline_floor_seconds"):
             value = getattr(self, name)
@@ -86,7 +97,9 @@ class GossipStrategy(Strategy):
     )
     section = "gossip"
     options_type = GossipConfig
-    may_change_on_resume = frozenset({"deadline_seconds", "deadline_floor_seconds", "faults"})
+    may_change_on_resume = frozenset(
+        {"deadline_seconds", "deadline_floor_seconds", "disagreement", "faults"}
+    )
     needs_every_rank = False
     can_grow = True
     can_encrypt = True
@@ -100,6 +113,7 @@ class GossipStrategy(Strategy):
             every=options.every,
             average_every=options.average_every,
             exchanges=options.exchanges,
+            local_steps=options.local_steps,
             compress=options.compress,
             seed=setting.seed,
             encrypt=setting.encrypt or None,
@@ -120,6 +134,8 @@ class GossipStrategy(Strategy):
         waits = ("deadline_seconds", "deadline_floor_seconds")
         idle = waits if options.mode == "stale" else ("max_staleness",)
         found = dict.fromkeys(idle, f"mode is {options.mode}")
+        if options.local_steps is None:
+            found |= dict.fromkeys(("outer_lr", "outer_momentum"), "there are no local_steps")
         if (
             setting.optimizer == "sgd"
             and not setting.momentum
@@ -131,17 +147,20 @@ class GossipStrategy(Strategy):
     def without_effect(self, options: GossipConfig, setting: Setting) -> list[str]:
         """Periods and faults that lie beyond the end of the run."""
         found, steps = [], setting.total_steps
-        if options.every > steps:
+        name, every = ("every", options.every)
+        if options.local_steps is not None:
+            name, every = "local_steps", options.local_steps
+        if every > steps:
             found.append(
-                f"every is {options.every}, but the run has {steps} steps: no rank ever meets a "
-                "partner. Make every less."
+                f"{name} is {every}, but the run has {steps} steps: no rank ever meets a "
+                f"partner. Make {name} less."
             )
         if isinstance(options.average_every, int) and options.average_every > steps:
             found.append(
                 f"average_every is {options.average_every}, but the run has {steps} steps: "
                 "replicas are never averaged while training. Make average_every less."
             )
-        last_round = steps // options.every
+        last_round = steps // every
         if options.mode == "sync" or options.payload.startswith("gradients"):
             last_round -= 1  # the others send the first snapshot before the first step
         faults = Faults.parse(options.faults or "")
@@ -169,6 +188,10 @@ class GossipStrategy(Strategy):
             "every": options.every,
             "average_every": options.average_every,
             "exchanges": options.exchanges,
+            "local_steps": options.local_steps,
+            "outer": None
+            if options.local_steps is None
+            else gg.Nesterov(lr=options.outer_lr, momentum=options.outer_momentum),
             "wire_dtype": options.wire_dtype and getattr(torch, options.wire_dtype),
             "compress": options.compress,
             "seed": setting.seed,
@@ -200,8 +223,9 @@ class GossipStrategy(Strategy):
         running = Gossip(
             replica,
             session,
-            every=options.every,
+            every=options.local_steps or options.every,
             checkpoint_every=setting.checkpoint_every,
+            measures_disagreement=options.disagreement,
         )
         if options.faults is not None:
             running.notes.append(f"faults by script: {options.faults}")

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import gossipgrad as gg
@@ -37,6 +37,7 @@ class Gossip(RunningStrategy):
         *,
         every: int,
         checkpoint_every: int | None = None,
+        measures_disagreement: bool = False,
     ) -> None:
         super().__init__()
         self.model = replica.model
@@ -44,6 +45,7 @@ class Gossip(RunningStrategy):
         self._evaluations = self._ahead = 0
         self._leaver = replica.leaver
         self._has_left = False
+        self._measures_disagreement = measures_disagreement
         self._has_met = self._leaver is None
         self._told: set[str] = set()
         self._every = every
@@ -82,7 +84,7 @@ class Gossip(RunningStrategy):
                     self._session, self.model, test, final=final, number=self._evaluations
                 )
                 self._has_met = True
-                return evaluation
+                return replace(evaluation, disagreement=self._disagreement(test))
             except EvictedError:
                 raise
             except MissedError as error:
@@ -98,6 +100,18 @@ class Gossip(RunningStrategy):
                 self._session.group.unless = lambda: None
         self.notes.append(f"no consensus: {told}")
         return alone(self.model, test, final=final, is_consensus=False)
+
+    def _disagreement(self, test: TestPart) -> float | None:
+        """That of predictions for the first samples; None if a rank is lost meanwhile."""
+        if not self._measures_disagreement:
+            return None
+        try:
+            return self._session.disagreement(test.probe())
+        except EvictedError:
+            raise
+        except GossipError as error:
+            self.notes.append(f"no disagreement: {error}")
+            return None
 
     def _train_on(self) -> None:
         """Ends the wait for others who have evaluated without this rank, and train on."""

@@ -1,0 +1,245 @@
+"""Local steps with an outer optimizer: the reference's arithmetic, and DiLoCo's on an average."""
+
+import pytest
+import torch
+
+import gossipgrad as gg
+from gossipgrad.decentralized._reference_local_steps import LocalStepsReference
+from gossipgrad.topology import by_name
+from support.ranks import run_ranks
+from support.replicas import adam, assert_same_bits, backward, flat, network, set_gradients, train
+from support.sessions import run_sessions
+
+STEPS = 14
+
+
+def diloco(world_size, steps, local_steps, lr, momentum, gradients=backward):
+    """DiLoCo in one process: the outer weights after so many steps."""
+    models = [network() for _ in range(world_size)]
+    optimizers = [adam(list(model.parameters())) for model in models]
+    outer = [w.detach().clone() for w in models[0].parameters()]
+    nesterov = torch.optim.SGD(outer, lr=lr, momentum=momentum, nesterov=True)
+    for step in range(steps):
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            gradients(model, rank, step)
+            optimizer.step()
+        if (step + 1) % local_steps == 0:
+            replicas = [list(model.parameters()) for model in models]
+            with torch.no_grad():
+                for w, *locals_ in zip(outer, *replicas, strict=True):
+                    w.grad = sum(w - each for each in locals_) / world_size
+                nesterov.step()
+                for replica in replicas:
+                    for w, new in zip(replica, outer, strict=True):
+                        w.copy_(new)
+    return outer
+
+
+def reference(world_size, steps, topology="dissemination", dtype=torch.float32, **settings):
+    models = [network(dtype=dtype) for _ in range(world_size)]
+    optimizers = [adam(list(model.parameters())) for model in models]
+    schedule = by_name(topology, world_size)
+    one = LocalStepsReference(models, optimizers, schedule, **settings)
+    one.models = models
+    for step in range(steps):
+        for rank, model in enumerate(models):
+            backward(model, rank, step) if dtype.itemsize == 4 else set_gradients(model, rank, step)
+        one.step()
+    return one
+
+
+@pytest.mark.parametrize(
+    ("world_size", "settings"),
+    [
+        (5, {"mode": "sync"}),
+        (5, {"mode": "overlap"}),
+        (4, {"mode": "sync", "topology": "hypercube", "exchanges": 2}),
+        (3, {"mode": "overlap", "wire_dtype": torch.bfloat16}),
+        (3, {"mode": "sync", "dtype": torch.bfloat16}),
+    ],
+)
+def test_session_is_the_reference_bit_for_bit(world_size, settings):
+    ours = train(
+        world_size,
+        STEPS,
+        optimizer=adam,
+        gradients=backward if "dtype" not in settings else set_gradients,
+        local_steps=4,
+        outer=gg.Nesterov(lr=0.5, momentum=0.8),
+        **settings,
+    )
+    theirs = reference(world_size, STEPS, local_steps=4, lr=0.5, momentum=0.8, **settings)
+    assert_same_bits(ours, theirs.w)
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+def test_an_average_within_a_period_is_not_taken_for_local_steps(mode):
+    settings = {"mode": mode, "average_every": 6, "local_steps": 4}
+    ours = train(4, STEPS, optimizer=adam, **settings)
+    theirs = reference(4, STEPS, **settings)
+    for mine, other in zip(ours, theirs.w, strict=True):
+        for a, b in zip(mine, other, strict=True):
+            torch.testing.assert_close(a, b.detach(), rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "settings"),
+    [(2, {}), (4, {"topology": "hypercube", "exchanges": 2})],
+)
+def test_equals_diloco_where_mixing_is_the_average(world_size, settings):
+    outer = gg.Nesterov(lr=0.7, momentum=0.9)
+    ours = train(
+        world_size, 16, optimizer=adam, mode="sync", local_steps=4, outer=outer, **settings
+    )
+    theirs = diloco(world_size, 16, 4, lr=0.7, momentum=0.9)
+    for mine in ours:
+        for a, b in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+def test_mean_over_ranks_follows_dilocos_recursion(mode):
+    """Whatever the partners: gradients that do not depend on weights show it."""
+    outer = gg.Nesterov(lr=0.7, momentum=0.9)
+
+    def use(me):
+        me.train(12)
+        return me.mean()
+
+    means = run_sessions(5, use, mode=mode, local_steps=3, outer=outer, optimizer=adam)
+    theirs = diloco(5, 12, 3, lr=0.7, momentum=0.9, gradients=set_gradients)
+    expected = torch.cat([w.flatten() for w in theirs])
+    torch.testing.assert_close(means[0], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+def test_lr_1_without_momentum_is_plain_gossip(mode):
+    outer = gg.Nesterov(lr=1.0, momentum=0.0)
+    ours = train(3, 9, optimizer=adam, mode=mode, local_steps=1, outer=outer)
+    assert_same_bits(ours, train(3, 9, optimizer=adam, mode=mode))
+    ours = train(3, 9, optimizer=adam, mode=mode, local_steps=4, outer=outer)
+    assert_same_bits(ours, train(3, 9, optimizer=adam, mode=mode, every=4))
+
+
+def test_nothing_is_sent_between_the_ends_of_periods():
+    def use(me):
+        me.train(7)
+        return me.session.stats()
+
+    for stats in run_sessions(2, use, mode="sync", local_steps=4):
+        assert stats.rounds == 1
+        assert stats.bytes_sent == 4 * flat(network()).numel()
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+@pytest.mark.parametrize("at", [8, 10])
+def test_a_run_that_is_resumed_goes_on_bit_for_bit(mode, at):
+    """At the end of a period and in the middle of one, where outer weights are in the state."""
+    settings = {"mode": mode, "local_steps": 4, "optimizer": adam, "gradients": backward}
+
+    def whole(me):
+        me.train(at)
+        state = me.session.state_dict()
+        me.train(7)
+        return state, me.weights()
+
+    runs = run_sessions(3, whole, **settings)
+
+    def resumed(me):
+        me.session.load_state_dict(runs[me.rank][0])
+        me.steps = at
+        me.train(7)
+        return me.weights()
+
+    for (_, expected), weights in zip(runs, run_sessions(3, resumed, **settings), strict=True):
+        assert torch.equal(weights, expected)
+
+
+def test_one_that_begins_with_another_outer_optimizer_refuses_the_state():
+    def use(me):
+        me.train(4)
+        return me.session.state_dict()
+
+    states = run_sessions(2, use, local_steps=4)
+
+    def other(me):
+        with pytest.raises(ValueError, match="outer"):
+            me.session.load_state_dict(states[me.rank])
+
+    run_sessions(2, other, local_steps=4, outer=gg.Nesterov(lr=0.5))
+
+
+def test_without_a_partner_the_outer_step_is_of_ones_own_steps():
+    def use(me):
+        me.train(2)
+        me.group.barrier()
+        if me.rank == 1:
+            return None
+        me.train(4)
+        return me.weights()
+
+    left, _ = run_sessions(
+        2,
+        use,
+        mode="sync",
+        local_steps=2,
+        optimizer=adam,
+        gradients=backward,
+        leaves_together=False,
+    )
+    theirs = reference(2, 2, mode="sync", local_steps=2)
+    theirs._exchange = lambda values: [None, None]
+    for step in range(2, 6):
+        backward(theirs.models[0], 0, step)
+        theirs.step()
+    assert torch.equal(left, flat(theirs.models[0]))
+
+
+def test_stale_keeps_the_mean():
+    """Late parts move outer weights as they move local ones, in the middle of periods, too."""
+
+    def use(me):
+        me.train(30)
+        return me.mean()
+
+    mean, *_ = run_sessions(4, use, mode="stale", local_steps=3, optimizer=adam)
+    theirs = diloco(4, 30, 3, lr=0.7, momentum=0.9, gradients=set_gradients)
+    expected = torch.cat([w.flatten() for w in theirs])
+    torch.testing.assert_close(mean, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"outer": gg.Nesterov()},
+        {"local_steps": 0},
+        {"local_steps": 2.5},
+        {"local_steps": 4, "every": 2},
+        {"local_steps": 4, "payload": "gradients+weights"},
+        {"local_steps": 4, "outer": "nesterov"},
+    ],
+)
+def test_what_does_not_go_together_is_refused(settings):
+    model = network()
+    with pytest.raises(ValueError, match=r"local_steps|outer"):
+        gg.gossip(model, adam(list(model.parameters())), **settings)
+
+
+@pytest.mark.parametrize("wrong", [{"lr": 0}, {"lr": float("nan")}, {"momentum": 1.0}])
+def test_an_outer_optimizer_that_cannot_be_is_refused(wrong):
+    with pytest.raises(ValueError, match="outer optimizer"):
+        gg.Nesterov(**wrong)
+
+
+def test_surgery_is_refused():
+    def rank_main(rank, group):
+        model = network()
+        with (
+            gg.gossip(
+                model, adam(list(model.parameters())), process_group=group, local_steps=2
+            ) as session,
+            pytest.raises(gg.GossipError, match="local_steps"),
+        ):
+            session.apply_(gg.Surgery({}))
+
+    run_ranks(1, rank_main)
