@@ -29,6 +29,7 @@ from gossipgrad.comm._mean import distance_to_mean as distance_to_mean
 from gossipgrad.comm._mean import mean_buffers as mean_buffers
 from gossipgrad.comm._mean import widened as widened
 from gossipgrad.comm._member_watch import MemberWatch as MemberWatch
+from gossipgrad.comm._membership import LEFT as LEFT
 from gossipgrad.comm._membership import Joining as Joining
 from gossipgrad.comm._membership import Loss as Loss
 from gossipgrad.comm._membership import Membership as Membership
@@ -39,6 +40,7 @@ from gossipgrad.comm._ranks import check_timeout as check_timeout
 from gossipgrad.comm._ranks import has_peers as has_peers
 from gossipgrad.comm._ranks import resolve_group as resolve_group
 from gossipgrad.comm._recorder import Recorder as Recorder
+from gossipgrad.comm._rendezvous import named as named
 from gossipgrad.comm._replica_state import all_parameters as all_parameters
 from gossipgrad.comm._replica_state import load_replica as load_replica
 from gossipgrad.comm._replica_state import misfit as misfit

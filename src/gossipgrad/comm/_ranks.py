@@ -84,7 +84,9 @@ def resolve_group(
     elif process_group is None and dist.is_initialized():
         process_group = dist.group.WORLD
     if process_group is not None:
-        return Group.from_process_group(process_group, start_timeout_seconds=start_timeout_seconds)
+        return Group.from_process_group(
+            process_group, start_timeout_seconds=start_timeout_seconds, call=f"gossipgrad.{asks}"
+        )
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched > 1:
         raise ValueError(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from types import TracebackType
 from typing import Any, ClassVar, TypeVar
 
@@ -19,6 +20,7 @@ from gossipgrad.comm import (
     agree_on,
     broadcast_replica,
     fingerprint,
+    is_sharded,
     local,
 )
 from gossipgrad.engine._admission import Admission, Carried, why_not_join
@@ -148,6 +150,7 @@ class Session:
                 self._begin()
             else:
                 self._enter(arrival)
+            group.call = f"a step or a collective of {self.door}()"
         except BaseException:
             self._close(wait_seconds=0.0)
             raise
@@ -248,6 +251,43 @@ class Session:
                     for tensor, own in kept:
                         tensor.copy_(own)
                 self.replica.note()
+
+    def consensus_state_dict(self, dst: int = 0) -> dict[str, Any] | None:
+        """The `state_dict()` of the consensus, on one rank: what to save.
+
+        A collective that all ranks call, without any `if`:
+
+            state = session.consensus_state_dict()
+            if state is not None:
+                torch.save(state, "model.pt")
+
+        Training is not disturbed, as by `consensus()`.
+
+        Args:
+            dst: The rank that gets it; where that is no member any more, the lowest that lives.
+
+        Returns:
+            Copies in host memory, of sharded tensors where they are; None on other ranks.
+
+        Raises:
+            ValueError: There never was such a rank.
+            GossipError, ReplicaChangedError: As `consensus()`.
+        """
+        known = {*range(self.world_size), *self.membership.living, *self.membership.gone}
+        if dst not in known:
+            raise ValueError(
+                f"dst must be a rank of the session, one of {sorted(known)}, got {dst}"
+            )
+        with self.consensus():
+            living = self.membership.living
+            if self.rank != (dst if dst in living else living[0]):
+                return None
+            return {
+                name: value.detach().to("cpu", copy=True)
+                if isinstance(value, Tensor) and not is_sharded(value)
+                else deepcopy(value)
+                for name, value in self.replica.model.state_dict().items()
+            }
 
     def average_(self) -> None:
         """Makes the living replicas the exact average, optimizer state too if it travels.
