@@ -17,10 +17,10 @@ from gossipgrad.comm import (
     Recorder,
     Transport,
     check_heartbeats,
-    check_optimizers,
     check_ranks,
     check_timeout,
     resolve_group,
+    resolve_optimizers,
     resolve_transport,
 )
 from gossipgrad.compression import SharedMask
@@ -40,6 +40,7 @@ from gossipgrad.engine import (
     Replica,
     Stale,
     check_numbers,
+    check_replica,
     check_stale,
     resolve_average_every,
     resolve_mode,
@@ -150,8 +151,8 @@ def gossip(
         Daily et al., GossipGraD, arXiv:1803.05880; deviations are numbered in
         `gossipgrad.decentralized._reference`.
     """
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    check_optimizers(optimizers)
+    optimizers = resolve_optimizers(optimizer)
+    check_replica(model, optimizers, door="gossip", process_group=process_group, mesh=mesh)
     check_timeout(start_timeout_seconds)
     group = resolve_group(process_group, mesh, start_timeout_seconds=start_timeout_seconds)
     try:

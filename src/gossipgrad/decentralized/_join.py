@@ -14,17 +14,17 @@ from gossipgrad.comm import (
     Heartbeats,
     Recorder,
     Transport,
-    check_optimizers,
     fingerprint,
     load_replica,
     misfit,
+    resolve_optimizers,
     trained_parameters,
 )
 from gossipgrad.compression import SharedMask
 from gossipgrad.decentralized._gossip import check_settings, resolve_settings
 from gossipgrad.decentralized._session import GossipSession
 from gossipgrad.decentralized._settings import Payload
-from gossipgrad.engine import Claim, Joiner, Mode, Replica, narrow
+from gossipgrad.engine import Claim, Joiner, Mode, Replica, check_replica, narrow
 from gossipgrad.topology import Schedule
 
 __all__ = ["join"]
@@ -111,8 +111,8 @@ def join(
             ...
         ValueError: 'run 7' is no address of a run: give what session.join_address() returned
     """
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    check_optimizers(optimizers)
+    optimizers = resolve_optimizers(optimizer)
+    check_replica(model, optimizers, door="join")
     chosen: dict[str, Any] = {
         "topology": topology,
         "mode": mode,
