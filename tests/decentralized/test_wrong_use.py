@@ -81,8 +81,9 @@ def test_models_may_shrink_beside_a_session_that_is_given_and_beside_no_other():
         gg.shrink(model, optimizer, session=session, **shrink).close()
 
 
-def test_parameters_of_no_optimizer_are_warned_of(door):
-    model = network()
+@pytest.mark.parametrize("name", ["gossip", "suda"])
+def test_parameters_of_no_optimizer_are_warned_of(name):
+    model, door = network(), DOORS[name]
     with pytest.warns(UserWarning, match=r"2 parameters .*'0\.weight', '0\.bias'.* drift apart"):
         door(model, sgd(list(model[2].parameters()))).close()
     model[0].requires_grad_(False)

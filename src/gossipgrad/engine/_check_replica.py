@@ -43,10 +43,11 @@ def check_replica(
     door: str,
     process_group: object = None,
     mesh: object = None,
+    warns: bool = True,
 ) -> None:
     """Refuses models that something else averages, and optimizers of other models; local.
 
-    Warns of parameters that need gradients and are in none of the optimizers: no rank sends them.
+    Warns of parameters that need gradients and are in no session: no rank sends them.
 
     Args:
         model: The model.
@@ -54,6 +55,7 @@ def check_replica(
         door: The function that makes the session, for messages.
         process_group: Whose ranks take part, as given to it.
         mesh: In place of that.
+        warns: Of such parameters; else the session does when they have gradients.
 
     Raises:
         ValueError: It is so, or as `check_model` and `check_ranks`.
@@ -80,7 +82,7 @@ def check_replica(
         for p in model.parameters()
         if p.requires_grad and id(p) not in held and not is_claimed(p)
     ]
-    if rest:
+    if rest and warns:
         more = f" and {len(rest) - _MOST_NAMED} more" if len(rest) > _MOST_NAMED else ""
         warnings.warn(
             f"{len(rest)} parameters of the model need gradients and are in no optimizer given to "

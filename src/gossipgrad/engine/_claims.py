@@ -16,7 +16,7 @@ _lock = threading.RLock()  # a signal handler may close a session while another 
 class Claim:
     """The parameters of one session, until it is closed, or nobody holds this any more.
 
-    None is in two sessions at once. Only the hook of DistributedDataParallel may share those of
+    None is in two sessions that exchange it. Only the hook of DistributedDataParallel may share those of
     others but `sparsify`, as where it averages inside nodes and gossip goes on between them.
 
     Args:
@@ -55,7 +55,7 @@ class Claim:
         """Which of these cannot be in one more session, and why."""
         for other in _others(self):
             doors = {self._door, other._door}
-            if _HOOK in doors and _ALONE not in doors:
+            if doors == {"shrink"} or (_HOOK in doors and _ALONE not in doors):
                 continue
             name = next((name for name, each in parameters.items() if other.has(each)), None)
             if name is not None:

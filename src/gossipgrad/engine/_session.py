@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from types import TracebackType
 from typing import Any, ClassVar, TypeVar
 
@@ -20,7 +19,6 @@ from gossipgrad.comm import (
     agree_on,
     broadcast_replica,
     fingerprint,
-    is_sharded,
     local,
 )
 from gossipgrad.engine._admission import Admission, Carried, why_not_join
@@ -33,7 +31,7 @@ from gossipgrad.engine._members import Members
 from gossipgrad.engine._modes import Mode
 from gossipgrad.engine._replica import Replica
 from gossipgrad.engine._rounds import Rounds
-from gossipgrad.engine._saving import watch_state_dict
+from gossipgrad.engine._saving import state_on_one, watch_state_dict
 from gossipgrad.engine._settings import RoundSettings
 from gossipgrad.engine._stale_rounds import StaleRounds
 from gossipgrad.engine._state import StateKeeper
@@ -273,21 +271,7 @@ class Session:
             ValueError: There never was such a rank.
             GossipError, ReplicaChangedError: As `consensus()`.
         """
-        known = {*range(self.world_size), *self.membership.living, *self.membership.gone}
-        if dst not in known:
-            raise ValueError(
-                f"dst must be a rank of the session, one of {sorted(known)}, got {dst}"
-            )
-        with self.consensus():
-            living = self.membership.living
-            if self.rank != (dst if dst in living else living[0]):
-                return None
-            return {
-                name: value.detach().to("cpu", copy=True)
-                if isinstance(value, Tensor) and not is_sharded(value)
-                else deepcopy(value)
-                for name, value in self.replica.model.state_dict().items()
-            }
+        return state_on_one(self, dst)
 
     def average_(self) -> None:
         """Makes the living replicas the exact average, optimizer state too if it travels.

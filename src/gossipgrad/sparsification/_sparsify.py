@@ -137,7 +137,14 @@ def sparsify(
     """
     _check_removed(removed)
     optimizers = resolve_optimizers(optimizer)
-    check_replica(model, optimizers, door="sparsify", process_group=process_group, mesh=mesh)
+    check_replica(
+        model,
+        optimizers,
+        door="sparsify",
+        process_group=process_group,
+        mesh=mesh,
+        warns=False,
+    )
     group = resolve_group(process_group, mesh, asks="sparsify()")
     try:
         check_listeners(scaler, recorder)
