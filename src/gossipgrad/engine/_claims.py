@@ -16,8 +16,8 @@ _lock = threading.RLock()  # a signal handler may close a session while another 
 class Claim:
     """The parameters of one session, until it is closed, or nobody holds this any more.
 
-    None is in two sessions that exchange it. Only the hook of DistributedDataParallel may share those of
-    others but `sparsify`, as where it averages inside nodes and gossip goes on between them.
+    None is in two sessions that exchange it. Only the hook of DistributedDataParallel may share
+    those of others but `sparsify`, as where it averages inside nodes and gossip between them.
 
     Args:
         door: The function that makes the session, for messages.

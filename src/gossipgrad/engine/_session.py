@@ -97,12 +97,9 @@ class Session:
         heartbeats: Heartbeats | None = None,
         arrival: Arrival | None = None,
     ) -> None:
-        self.group = group
-        self.schedule = settings.schedule
-        self.replica = replica
-        self.settings = settings
-        self._recorder = recorder
-        self._heartbeats = heartbeats
+        self.group, self.replica = group, replica
+        self.schedule, self.settings = settings.schedule, settings
+        self._recorder, self._heartbeats = recorder, heartbeats
         self.joined_with: dict[str, Any] | None = None
         self.joined_from: int | None = None
         self._in_consensus = self._is_closed = False
