@@ -133,7 +133,9 @@ def gossip(
         The session; `close()` it, or use it in a `with` statement.
 
     Raises:
-        ValueError: For settings that cannot be, or if a parameter is in a session of `sparsify`.
+        ValueError: For settings that cannot be; if a parameter is in another session, or
+            DistributedDataParallel averages its gradients; or if no parameter of the optimizer is
+            one of the model's.
         AgreementError: If the ranks differ in names, shapes, dtypes, settings or secrets.
         GossipError: If a rank dies meanwhile, or does not come in time; it is named.
 

@@ -97,7 +97,7 @@ def join(
 
     Raises:
         ValueError: The address is none; the model, the optimizer or the settings are others than
-            the run's; a parameter is in a session of `sparsify`; or this host cannot be reached by
+            the run's; a parameter is in another session; or this host cannot be reached by
             the others.
         AgreementError: This rank has another secret than the run, or only one of both encrypts.
         GossipError: The run is over, no member sends its replica in time, or the one that does

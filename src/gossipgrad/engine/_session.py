@@ -224,7 +224,8 @@ class Session:
 
         Raises:
             GossipError: If a member is lost in the middle (call again), or has gone and the
-                store cannot be asked, or there are no heartbeats; or inside another. The model is
+                store cannot be asked, or there are no heartbeats; or inside another; or if all
+                others closed their sessions while this rank waited for them. The model is
                 unchanged then.
             ReplicaChangedError: On every rank, if one's weights were changed since its last step.
         """
