@@ -4,6 +4,7 @@ from importlib.metadata import version as _version
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from gossipgrad import topology as topology
+from gossipgrad._said import show_warnings as _show_warnings
 from gossipgrad.comm import Group as Group
 from gossipgrad.comm import Heartbeats as Heartbeats
 from gossipgrad.comm import Joining as Joining
@@ -64,5 +65,7 @@ if _TYPE_CHECKING:
     from gossipgrad.sparsification import sparsify as sparsify
 else:
     from gossipgrad._later import __getattr__ as __getattr__
+
+_show_warnings()
 
 __version__ = _version("gossipgrad")

@@ -1,8 +1,25 @@
-"""What errors of torch have to say to a user."""
+"""What errors of torch have to say to a user, and how this library's warnings are shown."""
 
+import logging
 import re
 
-__all__ = ["first_line"]
+__all__ = ["first_line", "show_warnings"]
+
+
+class _LastResort(logging.StreamHandler):
+    """As `logging.lastResort`: for programs that set up no logging, and says who speaks."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logging.getLogger().handlers:
+            super().emit(record)
+
+
+def show_warnings() -> None:
+    """Lets the warnings of this library begin with its name where no logging is set up."""
+    handler = _LastResort()
+    handler.setLevel(logging.WARNING)
+    handler.setFormatter(logging.Formatter("gossipgrad: %(message)s"))
+    logging.getLogger("gossipgrad").addHandler(handler)
 
 
 def first_line(error: BaseException) -> str:

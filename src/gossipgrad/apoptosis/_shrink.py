@@ -12,8 +12,16 @@ from gossipgrad.apoptosis._find import Found, find
 from gossipgrad.apoptosis._judge import why_not_bounded
 from gossipgrad.apoptosis._neurons import Neurons
 from gossipgrad.apoptosis._session import ShrinkSession, ShrinkSettings, cosine
-from gossipgrad.comm import DEFAULT_BUCKET_BYTES, Group, check_optimizers, resolve_group
-from gossipgrad.engine import Flow, Replica, RoundSettings, Session, Sync, check_resizable
+from gossipgrad.comm import DEFAULT_BUCKET_BYTES, Group, resolve_group, resolve_optimizers
+from gossipgrad.engine import (
+    Flow,
+    Replica,
+    RoundSettings,
+    Session,
+    Sync,
+    check_model,
+    check_resizable,
+)
 from gossipgrad.topology import by_name
 
 __all__ = ["shrink"]
@@ -111,8 +119,8 @@ def shrink(
         scale systems, arXiv:1610.00790; what of it is known, and what is ours, is numbered in
         `gossipgrad.apoptosis._reference`.
     """
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    check_optimizers(optimizers)
+    optimizers = resolve_optimizers(optimizer)
+    check_model(model)
     check_resizable(optimizers)
     settings = ShrinkSettings(
         budget=budget,

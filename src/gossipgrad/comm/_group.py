@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import math
 import threading
 import time
@@ -15,12 +16,14 @@ from torch import Tensor
 
 from gossipgrad.comm._asked_store import AskedStore, Deadline, StoreSilentError
 from gossipgrad.comm._membership import Loss, Membership
-from gossipgrad.comm._rendezvous import GivenUpError, Rendezvous, explained, named
+from gossipgrad.comm._rendezvous import LATE_SECONDS, GivenUpError, Rendezvous, explained, named
 from gossipgrad.errors import GossipError
 
 __all__ = ["Group"]
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.0005
 _MOST_POLL_SECONDS = 0.005
@@ -49,6 +52,7 @@ class Group:
         start_timeout_seconds: How long the others are awaited here; None: as long as later.
         members: Those of the ranks that come to the start, rising; None: all.
         gone: Asked, while waiting, who is not to be awaited any more, and why; local.
+        call: What the user calls to come here.
 
     Attributes:
         rank: This rank, the same in all generations.
@@ -62,6 +66,7 @@ class Group:
         unless: Called while members are awaited to the first collective of a generation. A
             `GossipError` that it raises ends the wait, and nothing else: it comes from the
             collective, which this rank may come to later.
+        call: What this rank calls, for the warning that names members which do not come to it.
     """
 
     def __init__(
@@ -74,6 +79,7 @@ class Group:
         start_timeout_seconds: float | None = None,
         members: Sequence[int] | None = None,
         gone: Callable[[], Mapping[int, Loss]] = dict,
+        call: str = "gossipgrad.Group(...)",
     ) -> None:
         self.rank = rank
         self.world_size = world_size
@@ -83,6 +89,9 @@ class Group:
         self.at_once_bytes = _AT_ONCE_BYTES
         self.unless: Callable[[], object] = lambda: None
         self.broken_by: tuple[int, ...] = ()
+        self.call = call
+        self._number = 0  # of the next collective, among those of a generation
+        self._named: set[tuple[str, tuple[int, ...]]] = set()  # of whom it was said that they miss
         self._broken: str | None = None
         self._closed = False
         self._lock = threading.RLock()  # a signal handler may close in the middle of a collective
@@ -114,6 +123,7 @@ class Group:
         *,
         timeout_seconds: float = 1800.0,
         start_timeout_seconds: float | None = None,
+        call: str = "gossipgrad.Group(...)",
     ) -> "Group":
         """A private group of the same ranks as `group`, whatever its backend.
 
@@ -127,7 +137,7 @@ class Group:
             "timeout_seconds": timeout_seconds,
             "start_timeout_seconds": start_timeout_seconds,
         }
-        return cls(prefix, rank, group.size(), **limits)
+        return cls(prefix, rank, group.size(), call=call, **limits)
 
     @property
     def broken(self) -> str | None:
@@ -284,6 +294,7 @@ class Group:
             self._gloo = None
             self._broken, self.broken_by = _CLOSED if self._closed else None, ()
             self.generation, self.members = generation, tuple(members)
+            self._number = 0
             self._rendezvous = self._meet()
 
     def follow(
@@ -342,7 +353,7 @@ class Group:
         """A Gloo group of the members, made by them with nothing but the store."""
         end_in_vain = self._end_in_vain(connects=True, meets=True)
         gloo = self._rendezvous.connect(
-            self._timeout_seconds, listen=end_in_vain, unless=self.unless
+            self._timeout_seconds, listen=end_in_vain, unless=self.unless, late=self._warn_of
         )
         gloo._set_default_timeout(timedelta(seconds=self._timeout_seconds))
         return gloo
@@ -357,6 +368,7 @@ class Group:
             try:
                 if self._gloo is None:
                     self._gloo = self._connect()
+                self._number += 1
                 self._wait(start(self._gloo), meets=meets)
             except GossipError:  # of `unless`
                 raise
@@ -385,12 +397,14 @@ class Group:
         # Of one that has left or died Gloo knows by itself, of one that hangs it does not.
         start, deadline = time.monotonic(), Deadline(self._timeout_seconds)
         end_in_vain = self._end_in_vain(connects=False, meets=meets)
+        missing = self._rendezvous.name_missing(self._number)
         try:
             while not work.is_completed():
                 waited_seconds = time.monotonic() - start
                 poll_seconds = max(_POLL_SECONDS, _POLL_SHARE * waited_seconds)
                 time.sleep(min(poll_seconds, _MOST_POLL_SECONDS))
                 end_in_vain()
+                self._warn_of(next(missing))
                 if deadline.is_over():
                     missing, limit = self._rendezvous.call_roll("wait"), self._timeout_seconds
                     why = f"it took over {limit:g} s; no answer from {named(missing)}"
@@ -399,6 +413,17 @@ class Group:
             self._break()
             raise
         work.wait()
+
+    def _warn_of(self, missing: Sequence[int]) -> None:
+        """Says who has not come to what this rank calls; once."""
+        said = self.call, tuple(missing)
+        if missing and said not in self._named:
+            self._named.add(said)
+            logger.warning(
+                "rank %d has waited %g s for %s in %s, and waits on: every rank must call it, so "
+                "never inside `if rank == 0:`",
+                *(self.rank, LATE_SECONDS, named(missing), self.call),
+            )
 
     def _end_in_vain(self, *, connects: bool, meets: bool) -> Callable[[], None]:
         """What ends a wait by a `GivenUpError` when members that are awaited will not come.

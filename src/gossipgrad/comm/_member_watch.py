@@ -13,7 +13,7 @@ from gossipgrad._said import first_line
 from gossipgrad.comm._asked_store import Deadline, StoreThread
 from gossipgrad.comm._heartbeats import Heartbeats
 from gossipgrad.comm._liveness import Liveness
-from gossipgrad.comm._membership import Membership, Record
+from gossipgrad.comm._membership import LEFT, Membership, Record
 from gossipgrad.errors import EvictedError
 
 __all__ = ["MemberWatch"]
@@ -103,6 +103,7 @@ class MemberWatch(Liveness):
         self._changed = threading.Condition()
         self._wake = threading.Event()
         self._leaving = self._stopped = False
+        self._farewell = LEFT
         self._thread: threading.Thread | None = None
         store.set(self._key(rank), "0")
 
@@ -201,9 +202,9 @@ class MemberWatch(Liveness):
             self._renewal_due |= self.latest.generation == broken
         return self.latest.generation > broken
 
-    def leave(self) -> None:
-        """Says in the store that this rank leaves in order, if it can be said soon; ends."""
-        self._leaving = True
+    def leave(self, why: str = LEFT) -> None:
+        """Says in the store that this rank leaves, if it can be said soon; ends."""
+        self._leaving, self._farewell = True, why
         self.stop()
 
     def stop(self) -> None:
@@ -262,7 +263,7 @@ class MemberWatch(Liveness):
                 self._wake.wait(max(0.0, interval - took))
         if self._leaving and not broken:
             with contextlib.suppress(RuntimeError):  # then it falls silent
-                self._give_up({self._rank: "left"}, left=True)
+                self._give_up({self._rank: self._farewell}, left=True)
 
     def _look(self) -> dict[int, str]:
         """Who has been silent for too long, and why that is known."""

@@ -8,7 +8,10 @@ from typing import Any
 
 from gossipgrad.errors import GossipError
 
-__all__ = ["Joining", "Loss", "Membership", "Record"]
+__all__ = ["LEFT", "Joining", "Loss", "Membership", "Record"]
+
+LEFT = "left"
+"""Why a rank is gone that closed its session, and not because of an exception."""
 
 _KEY = "membership"
 _FORMER_KEPT = 32  # who joined and are gone again: all members read the record at every beat

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from gossipgrad.comm._group import Group
 
-__all__ = ["check_optimizers", "check_ranks", "check_timeout", "has_peers", "resolve_group"]
+__all__ = ["check_ranks", "check_timeout", "has_peers", "resolve_group", "resolve_optimizers"]
 
 
 def has_peers() -> bool:
@@ -39,16 +39,31 @@ def check_ranks(process_group: object, mesh: object) -> None:
         )
 
 
-def check_optimizers(optimizers: Sequence[object]) -> None:
-    """Raises `ValueError` if there are none, or one is no optimizer of torch; local."""
+def resolve_optimizers(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
+    """One or several, as a list; local.
+
+    One that subclasses `Optimizer` without being one, as Accelerate's wrapper does, has no hooks:
+    the one in it, which makes its steps, stands for it.
+
+    Raises:
+        ValueError: There are none, or one is no optimizer of torch.
+    """
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     if not optimizers:
         raise ValueError("no optimizer: give the one that trains the model, or a sequence")
-    for optimizer in optimizers:
-        if not isinstance(optimizer, Optimizer):
-            raise ValueError(
-                f"{type(optimizer).__name__} is no torch.optim.Optimizer: pass the optimizer that "
-                "it wraps (often its `.optimizer`)"
-            )
+    return [_unwrap(each) for each in optimizers]
+
+
+def _unwrap(optimizer: object) -> Optimizer:
+    inner = optimizer
+    while isinstance(inner, Optimizer) and not hasattr(inner, "_optimizer_step_pre_hooks"):
+        inner = getattr(inner, "optimizer", None)
+    if not isinstance(inner, Optimizer):
+        raise ValueError(
+            f"{type(optimizer).__name__} is no torch.optim.Optimizer: pass the optimizer that "
+            "it wraps (often its `.optimizer`)"
+        )
+    return inner
 
 
 def check_timeout(start_timeout_seconds: object) -> None:
@@ -84,7 +99,9 @@ def resolve_group(
     elif process_group is None and dist.is_initialized():
         process_group = dist.group.WORLD
     if process_group is not None:
-        return Group.from_process_group(process_group, start_timeout_seconds=start_timeout_seconds)
+        return Group.from_process_group(
+            process_group, start_timeout_seconds=start_timeout_seconds, call=f"gossipgrad.{asks}"
+        )
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched > 1:
         raise ValueError(

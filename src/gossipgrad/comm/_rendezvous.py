@@ -3,7 +3,7 @@
 import contextlib
 import json
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -14,12 +14,15 @@ from gossipgrad._said import first_line
 from gossipgrad.comm._asked_store import AskedStore, Deadline, StoreSilentError
 from gossipgrad.errors import GossipError
 
-__all__ = ["GivenUpError", "Rendezvous", "explained", "named"]
+__all__ = ["LATE_SECONDS", "GivenUpError", "Rendezvous", "explained", "named"]
+
+LATE_SECONDS = 5.0  # in a collective, before those who have not come are named
 
 _UNUSED_TAG = 1
 _CONNECT = timedelta(seconds=30)
 _POLL_SECONDS = 0.005
 _ROLL_CALL_SECONDS = 2.0  # between ranks that have waited in vain for the same
+_SHOWS_SECONDS = 1.0  # in a collective, before a rank says that it waits
 _NO_STORE = "the process that holds the rendezvous store, rank 0 by default, has failed or hangs"
 
 
@@ -47,6 +50,7 @@ class Rendezvous:
         *,
         listen: Callable[[], object],
         unless: Callable[[], object],
+        late: Callable[[list[int]], object] = lambda missing: None,
     ) -> Any:
         """A Gloo group of the members.
 
@@ -55,6 +59,7 @@ class Rendezvous:
             listen: Called in between; ends the wait by what it raises.
             unless: Called in between; by a `GossipError` of this one the rank takes back that it
                 was here. Others who come while it is elsewhere wait for it as long as they like.
+            late: Called once with the members that have not come within a few seconds.
 
         Raises:
             GivenUpError: Some did not come, or did not connect; they are named.
@@ -63,7 +68,8 @@ class Rendezvous:
         asked, here = self._asked, self._keys("here")
         connect = min(_CONNECT, timedelta(seconds=timeout_seconds))
         place, size = self._members.index(self._rank), len(self._members)
-        deadline = Deadline(timeout_seconds)
+        deadline, soon = Deadline(timeout_seconds), Deadline(LATE_SECONDS)
+        has_named = False
         asked.ask(lambda store: store.set(here[self._rank], ""), listen=listen)
         while not asked.ask(lambda store: store.check([*here.values()]), listen=listen):
             listen()
@@ -72,6 +78,9 @@ class Rendezvous:
             except GossipError:
                 asked.begin(lambda store: store.delete_key(here[self._rank]))
                 raise
+            if not has_named and soon.is_over():
+                has_named = True
+                late(self._missing(here))
             if deadline.is_over():
                 missing = named(self._missing(here))
                 raise GivenUpError(f"waited {timeout_seconds:g} s for {missing} to come to it")
@@ -98,6 +107,36 @@ class Rendezvous:
         while not deadline.is_over() and self._missing(keys):
             time.sleep(_POLL_SECONDS)
         return self._missing(keys)
+
+    def name_missing(self, number: int) -> Iterator[list[int]]:
+        """To be asked again and again in a collective: who has not come to it, told once.
+
+        A rank that waits for a second says so in the store, and after a few seconds asks who else
+        does; it awaits no answer. Most collectives are over before that.
+
+        Args:
+            number: Of the collective among those of these members, equal on all of them.
+        """
+        asked, keys = self._asked, self._keys("waits")
+        shows, late = Deadline(_SHOWS_SECONDS), Deadline(LATE_SECONDS)
+
+        def absent(store: dist.Store) -> list[int]:
+            def waits(key: str) -> bool:
+                return store.check([key]) and int(store.get(key)) >= number
+
+            return [rank for rank, key in keys.items() if not waits(key)]
+
+        while not shows.is_over():
+            yield []
+        asked.begin(lambda store: store.set(keys[self._rank], str(number)))
+        while not late.is_over():
+            yield []
+        answer = asked.begin(absent)
+        while not answer.done():
+            yield []
+        yield [] if answer.exception() else answer.result()
+        while True:
+            yield []
 
     def first_report(self, ended: Sequence[int]) -> tuple[int, ...]:
         """Whose connections ended, by the first member that saw a collective break.

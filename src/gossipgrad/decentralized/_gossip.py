@@ -17,10 +17,10 @@ from gossipgrad.comm import (
     Recorder,
     Transport,
     check_heartbeats,
-    check_optimizers,
     check_ranks,
     check_timeout,
     resolve_group,
+    resolve_optimizers,
     resolve_transport,
 )
 from gossipgrad.compression import SharedMask
@@ -42,6 +42,7 @@ from gossipgrad.engine import (
     Replica,
     Stale,
     check_numbers,
+    check_replica,
     check_stale,
     resolve_average_every,
     resolve_mode,
@@ -140,7 +141,9 @@ def gossip(
         The session; `close()` it, or use it in a `with` statement.
 
     Raises:
-        ValueError: For settings that cannot be, or if a parameter is in a session of `sparsify`.
+        ValueError: For settings that cannot be; if a parameter is in another session, or
+            DistributedDataParallel averages its gradients; or if no parameter of the optimizer is
+            one of the model's.
         AgreementError: If the ranks differ in names, shapes, dtypes, settings or secrets.
         GossipError: If a rank dies meanwhile, or does not come in time; it is named.
 
@@ -159,8 +162,8 @@ def gossip(
         `gossipgrad.decentralized._reference`. Local steps: Koneputugodage et al., Factored Gossip
         DiLoCo, arXiv:2606.22768; deviations in `gossipgrad.decentralized._reference_local_steps`.
     """
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    check_optimizers(optimizers)
+    optimizers = resolve_optimizers(optimizer)
+    check_replica(model, optimizers, door="gossip", process_group=process_group, mesh=mesh)
     check_timeout(start_timeout_seconds)
     group = resolve_group(process_group, mesh, start_timeout_seconds=start_timeout_seconds)
     try:

@@ -14,10 +14,10 @@ from gossipgrad.comm import (
     Heartbeats,
     Recorder,
     Transport,
-    check_optimizers,
     fingerprint,
     load_replica,
     misfit,
+    resolve_optimizers,
     trained_parameters,
 )
 from gossipgrad.compression import SharedMask
@@ -25,7 +25,7 @@ from gossipgrad.decentralized._gossip import check_settings, resolve_settings
 from gossipgrad.decentralized._outer import Nesterov
 from gossipgrad.decentralized._session import GossipSession
 from gossipgrad.decentralized._settings import Payload
-from gossipgrad.engine import Claim, Joiner, Mode, Replica, narrow
+from gossipgrad.engine import Claim, Joiner, Mode, Replica, check_replica, narrow
 from gossipgrad.topology import Schedule
 
 __all__ = ["join"]
@@ -102,7 +102,7 @@ def join(
 
     Raises:
         ValueError: The address is none; the model, the optimizer or the settings are others than
-            the run's; a parameter is in a session of `sparsify`; or this host cannot be reached by
+            the run's; a parameter is in another session; or this host cannot be reached by
             the others.
         AgreementError: This rank has another secret than the run, or only one of both encrypts.
         GossipError: The run is over, no member sends its replica in time, or the one that does
@@ -116,8 +116,8 @@ def join(
             ...
         ValueError: 'run 7' is no address of a run: give what session.join_address() returned
     """
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    check_optimizers(optimizers)
+    optimizers = resolve_optimizers(optimizer)
+    check_replica(model, optimizers, door="join")
     chosen: dict[str, Any] = {
         "topology": topology,
         "mode": mode,

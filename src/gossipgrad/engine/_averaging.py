@@ -3,13 +3,13 @@
 import json
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from gossipgrad.comm import Group, Recorder, distance_to_mean, mean_buffers
+from gossipgrad.comm import Group, Recorder, distance_to_mean, mean_buffers, named
 from gossipgrad.engine._flow import Flow, Phase
 from gossipgrad.engine._members import Members
 from gossipgrad.engine._rounds import COLLECTIVE_SECONDS, Rounds
@@ -31,6 +31,19 @@ Kind = Literal[
     "agree",
     "mean",
 ]
+_CALLS: dict[Kind, str] = {
+    "consensus": "session.consensus()",
+    "average": "session.average_()",
+    "distance": "session.consensus_distance()",
+    "broadcast": "session.broadcast_()",
+    "surgery": "a surgery",
+    "periodic": "a periodic average",
+    "drain": "session.state_dict()",
+    "load": "session.load_state_dict()",
+    "agree": "session.agree()",
+    "mean": "session.mean_()",
+}
+_OF_SEVERAL: tuple[Kind, ...] = ("consensus", "average", "distance", "broadcast")
 _TRIES = 4  # what failed on one rank alone it may do again before it meets the others
 
 
@@ -73,6 +86,7 @@ class Averaging:
         self._rounds = rounds
         self._joins = joins
         self._failed_in: int | None = None  # the generation in which a periodic average failed
+        self._has_warned = False
         self._number = 0  # of the user's collective that this rank is in
 
     def meet(self, kind: Kind, changed: str | None = None) -> bool:
@@ -84,7 +98,8 @@ class Averaging:
 
         Raises:
             GossipError: If a rank has gone that is not known to be lost, the ranks call different
-                things, or others are at a later collective: this one failed there.
+                things, or others are at a later collective: this one failed there. Or all others
+                closed their sessions while this rank waited for them in a collective of several.
             EvictedError: If the others have declared this rank lost.
             ReplicaChangedError: On every rank, if one's replica was changed.
         """
@@ -93,8 +108,13 @@ class Averaging:
             return True
         if kind != "periodic":
             self._number += 1
+        self._group.call = _CALLS[kind]
+        awaited: set[int] = set()
         while True:
             self._members.take_up(rounds)
+            if kind in _OF_SEVERAL:
+                self._check_alone(kind, awaited)
+            awaited |= {*self._group.members}
             mine = [kind, rounds.next_round, rounds.channel.fence(), changed, self._number]
             try:
                 gathered = self._group.all_gather_object(mine, meets=True)
@@ -243,6 +263,26 @@ class Averaging:
         """Takes over what `state_dict` returned."""
         for name, value in state.items():
             setattr(self, name, value)
+
+    def _check_alone(self, kind: Kind, awaited: Collection[int]) -> None:
+        """Refuses to take one replica for the mean of all; warns if others ended long before."""
+        if not (closed := self._members.closed()):
+            return
+        who = f"{_CALLS[kind]} on rank {self._group.rank}"
+        if missed := sorted({*closed} & {*awaited}):
+            raise GossipError(
+                f"{who} waited for {named(missed)}, and they closed their sessions without calling "
+                "it: the mean of all is lost. Every rank must call it, so never inside `if rank "
+                "== 0:`. To save, call session.consensus_state_dict() on every rank. This rank's "
+                "own replica is unchanged"
+            )
+        if not awaited and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "%s is its own replica alone: %s closed their sessions before. Every rank must "
+                "call it before any closes its session",
+                *(who, named(closed)),
+            )
 
     def _mean(self, flats: list[Tensor]) -> list[Tensor]:
         return [self._group.mean_(flat) for flat in flats]

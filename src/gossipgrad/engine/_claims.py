@@ -1,4 +1,4 @@
-"""Which session has which parameters, so that no gradient meets twice."""
+"""Which session has which parameters, so that none is exchanged twice."""
 
 import gc
 import threading
@@ -7,17 +7,17 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-__all__ = ["Claim"]
+__all__ = ["Claim", "is_claimed"]
 
-_ALONE = "sparsify"
+_ALONE, _HOOK = "sparsify", "CommHook"
 _lock = threading.RLock()  # a signal handler may close a session while another begins
 
 
 class Claim:
     """The parameters of one session, until it is closed, or nobody holds this any more.
 
-    Those of a session of `sparsify` are in no other: it keeps replicas equal by itself. Sessions of
-    other kinds may share theirs, as gossip between nodes and averaging inside each of them do.
+    None is in two sessions that exchange it. Only the hook of DistributedDataParallel may share
+    those of others but `sparsify`, as where it averages inside nodes and gossip between them.
 
     Args:
         door: The function that makes the session, for messages.
@@ -54,16 +54,21 @@ class Claim:
     def _conflict(self, parameters: Mapping[str, Tensor]) -> str | None:
         """Which of these cannot be in one more session, and why."""
         for other in _others(self):
-            if _ALONE not in (self._door, other._door):
+            doors = {self._door, other._door}
+            if doors == {"shrink"} or (_HOOK in doors and _ALONE not in doors):
                 continue
             name = next((name for name, each in parameters.items() if other.has(each)), None)
             if name is not None:
-                one = ", give both optimizers to one session" if self._door == other._door else ""
+                why = "both would exchange it in every step"
+                if _ALONE in doors:
+                    why = f"{_ALONE}() keeps replicas equal by itself"
+                one = ", give both optimizers to one session" if len(doors) == 1 else ""
+                if "shrink" in doors:
+                    one = ", pass it as shrink(..., session=session)"
                 return (
                     f"{name!r} is in a session of {other._door}() that is not over, so "
-                    f"{self._door}() cannot have it, too: {_ALONE}() keeps replicas equal by "
-                    f"itself. close() the other session first{one}, or begin with a new model and "
-                    "optimizer"
+                    f"{self._door}() cannot have it, too: {why}. close() the other session "
+                    f"first{one}, or begin with a new model and optimizer"
                 )
         return None
 
@@ -71,7 +76,12 @@ class Claim:
 _claims: dict[int, weakref.ref[Claim]] = {}
 
 
-def _others(own: Claim) -> list[Claim]:
+def is_claimed(parameter: Tensor) -> bool:
+    """Whether a session that lives has it."""
+    return any(each.has(parameter) for each in _others(None))
+
+
+def _others(own: Claim | None) -> list[Claim]:
     """All that live; `list` of a dict is one step, which no signal handler comes into."""
     found = []
     for key, held in list(_claims.items()):

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from gossipgrad._said import first_line
 from gossipgrad.comm import (
+    LEFT,
     Channel,
     Group,
     Heartbeats,
@@ -154,6 +155,12 @@ class Members:
         others = set(self.current.living) - {self._group.rank, *gone}
         return bool(others) and not (gone and fixed)
 
+    def closed(self) -> list[int]:
+        """Ranks that closed their sessions, not by an exception, if no other rank is left."""
+        gone = self.current.gone.items()
+        is_alone = self.current.living == (self._group.rank,)
+        return [rank for rank, loss in gone if is_alone and loss.left and loss.why == LEFT]
+
     def unreachable(self, rounds: Rounds | None) -> dict[int, str]:
         """See `Session.unreachable`."""
         if self.watch is None or rounds is None or (why := self.watch.store_lost) is None:
@@ -169,7 +176,10 @@ class Members:
         if self.donor is not None:
             self.donor.close()
         if self.watch is not None:
-            self.watch.stop() if isinstance(error, ScriptedDeathError) else self.watch.leave()
+            if isinstance(error, ScriptedDeathError):
+                self.watch.stop()
+            else:
+                self.watch.leave(LEFT if error is None else f"{LEFT} by {type(error).__name__}")
 
     def close_at_exit(self, session: object, rounds: Rounds) -> finalize:
         """Leaves a session that nobody closes, with the last word before the interpreter ends."""

@@ -3,7 +3,7 @@
 import logging
 import math
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +23,8 @@ __all__ = ["COLLECTIVE_SECONDS", "PairDistance", "Rounds"]
 logger = logging.getLogger(__name__)
 
 COLLECTIVE_SECONDS = 300.0  # in a collective, which all have entered: for what is in flight
+_LAST_ROUNDS, _MANY_VOID = 50, 26  # void rounds are many if so many lie among so many
+_MOSTLY_VOID_SECONDS = 5.0  # before it is said: evaluations of others take a while
 _MOST_NAMED = 1024  # of the rounds jumped over, partners of the last are notified
 
 _COUNTS = (  # each saved and loaded under its own name
@@ -115,6 +117,8 @@ class Rounds:
         self._late: list[Transfer] = []
         self._early_squares: list[Tensor] = []  # of buckets mixed ahead of `close`
         self._last_void = self._last_late = -1
+        self._voids: deque[int] = deque(maxlen=_MANY_VOID)
+        self._rarely_void_seconds = time.perf_counter()  # when last; infinite: has warned
         self._before = dict.fromkeys(_LINK_COUNTS, 0)  # of a run that is resumed
 
     def count(self, name: str) -> int:
@@ -486,9 +490,22 @@ class Rounds:
         )
 
     def _note_void(self, round: int) -> None:
-        """Counts a void round, once for all its flows and buckets."""
-        self.void_rounds += round != self._last_void
+        """Counts a void round, once for all its flows and buckets; warns once if most are."""
+        if round == self._last_void:
+            return
+        self.void_rounds += 1
         self._last_void = round
+        self._voids.append(round)
+        if len(self._voids) < _MANY_VOID or round - self._voids[0] >= _LAST_ROUNDS:
+            self._rarely_void_seconds = max(self._rarely_void_seconds, time.perf_counter())
+        elif time.perf_counter() > self._rarely_void_seconds + _MOSTLY_VOID_SECONDS:
+            self._rarely_void_seconds = math.inf
+            logger.warning(
+                "rank %d: most of its last %d rounds were void, so it trains alone: its partners "
+                "wait in a collective of the session that this rank has not called (every rank "
+                "must call it), or they take far fewer steps; session.stats() counts both",
+                *(self._rank, _LAST_ROUNDS),
+            )
 
     def _spent(self, name: str, start: float, **attributes: object) -> None:
         end = time.perf_counter()

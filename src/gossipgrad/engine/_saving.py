@@ -3,11 +3,36 @@
 import warnings
 import weakref
 from collections.abc import Callable
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["watch_state_dict"]
+from gossipgrad.comm import is_sharded
+
+if TYPE_CHECKING:
+    from gossipgrad.engine._session import Session
+
+__all__ = ["state_on_one", "watch_state_dict"]
+
+
+def state_on_one(session: "Session", dst: int) -> dict[str, Any] | None:
+    """See `Session.consensus_state_dict`."""
+    of = session.membership
+    known = {*range(session.world_size), *of.living, *of.gone}
+    if dst not in known:
+        raise ValueError(f"dst must be a rank of the session, one of {sorted(known)}, got {dst}")
+    with session.consensus():
+        living = session.membership.living
+        if session.rank != (dst if dst in living else living[0]):
+            return None
+        return {
+            name: value.detach().to("cpu", copy=True)
+            if isinstance(value, Tensor) and not is_sharded(value)
+            else deepcopy(value)
+            for name, value in session.replica.model.state_dict().items()
+        }
 
 
 def watch_state_dict(model: nn.Module, differs: Callable[[], bool]) -> RemovableHandle:

@@ -31,7 +31,7 @@ from gossipgrad.engine._members import Members
 from gossipgrad.engine._modes import Mode
 from gossipgrad.engine._replica import Replica
 from gossipgrad.engine._rounds import Rounds
-from gossipgrad.engine._saving import watch_state_dict
+from gossipgrad.engine._saving import state_on_one, watch_state_dict
 from gossipgrad.engine._settings import RoundSettings
 from gossipgrad.engine._stale_rounds import StaleRounds
 from gossipgrad.engine._state import StateKeeper
@@ -97,12 +97,9 @@ class Session:
         heartbeats: Heartbeats | None = None,
         arrival: Arrival | None = None,
     ) -> None:
-        self.group = group
-        self.schedule = settings.schedule
-        self.replica = replica
-        self.settings = settings
-        self._recorder = recorder
-        self._heartbeats = heartbeats
+        self.group, self.replica = group, replica
+        self.schedule, self.settings = settings.schedule, settings
+        self._recorder, self._heartbeats = recorder, heartbeats
         self.joined_with: dict[str, Any] | None = None
         self.joined_from: int | None = None
         self._in_consensus = self._is_closed = False
@@ -148,6 +145,7 @@ class Session:
                 self._begin()
             else:
                 self._enter(arrival)
+            group.call = f"a step or a collective of {self.door}()"
         except BaseException:
             self._close(wait_seconds=0.0)
             raise
@@ -226,7 +224,8 @@ class Session:
 
         Raises:
             GossipError: If a member is lost in the middle (call again), or has gone and the
-                store cannot be asked, or there are no heartbeats; or inside another. The model is
+                store cannot be asked, or there are no heartbeats; or inside another; or if all
+                others closed their sessions while this rank waited for them. The model is
                 unchanged then.
             ReplicaChangedError: On every rank, if one's weights were changed since its last step.
         """
@@ -248,6 +247,29 @@ class Session:
                     for tensor, own in kept:
                         tensor.copy_(own)
                 self.replica.note()
+
+    def consensus_state_dict(self, dst: int = 0) -> dict[str, Any] | None:
+        """The `state_dict()` of the consensus, on one rank: what to save.
+
+        A collective that all ranks call, without any `if`:
+
+            state = session.consensus_state_dict()
+            if state is not None:
+                torch.save(state, "model.pt")
+
+        Training is not disturbed, as by `consensus()`.
+
+        Args:
+            dst: The rank that gets it; where that is no member any more, the lowest that lives.
+
+        Returns:
+            Copies in host memory, of sharded tensors where they are; None on other ranks.
+
+        Raises:
+            ValueError: There never was such a rank.
+            GossipError, ReplicaChangedError: As `consensus()`.
+        """
+        return state_on_one(self, dst)
 
     def average_(self) -> None:
         """Makes the living replicas the exact average, optimizer state too if it travels.

@@ -16,13 +16,22 @@ from gossipgrad.comm import (
     Recorder,
     Transport,
     check_heartbeats,
-    check_optimizers,
     check_ranks,
     check_timeout,
     resolve_group,
+    resolve_optimizers,
     resolve_transport,
 )
-from gossipgrad.engine import Mode, Overlap, Replica, Stale, Sync, check_numbers, resolve_mode
+from gossipgrad.engine import (
+    Mode,
+    Overlap,
+    Replica,
+    Stale,
+    Sync,
+    check_numbers,
+    check_replica,
+    resolve_mode,
+)
 from gossipgrad.muon._backbones import Polynomial, make_backbone, resolve_backbone
 from gossipgrad.muon._graph import resolve_graph
 from gossipgrad.muon._session import SudaSession, SudaSettings
@@ -121,8 +130,8 @@ def suda(
     References:
         SUDA-Muon, arXiv:2604.23980; deviations are numbered in `gossipgrad.muon._reference`.
     """
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    check_optimizers(optimizers)
+    optimizers = resolve_optimizers(optimizer)
+    check_replica(model, optimizers, door="suda", process_group=process_group, mesh=mesh)
     check_timeout(start_timeout_seconds)
     check_ranks(process_group, mesh)
     if len(optimizers) != 1:

@@ -20,7 +20,6 @@ __all__ = [
     "Settings",
     "check_listeners",
     "check_momentum",
-    "check_optimizers_fit",
     "check_parameters",
     "check_plan_fits",
     "check_selection",
@@ -122,17 +121,6 @@ def check_listeners(scaler: object, recorder: object) -> None:
         raise ValueError(
             "recorder must have a method span(name, start_seconds, end_seconds, **attributes), as "
             f"gossipgrad.trace.Trace has, or be None, got {recorder!r}"
-        )
-
-
-def check_optimizers_fit(model: nn.Module, trained: Mapping[str, nn.Parameter]) -> None:
-    """Raises `ValueError` if none of what is trained is a parameter of the model."""
-    own = {id(parameter) for parameter in model.parameters()}
-    if trained and not any(id(parameter) in own for parameter in trained.values()):
-        raise ValueError(
-            f"the optimizers train {len(trained)} parameters, and none is one of this "
-            f"{type(model).__name__}: give the model that they were made for. A copy of a model, "
-            "or one whose layers were replaced, needs an optimizer of its own"
         )
 
 

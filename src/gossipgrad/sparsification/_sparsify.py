@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from gossipgrad import topology
-from gossipgrad.comm import Group, Recorder, check_optimizers, resolve_group, trained_parameters
-from gossipgrad.engine import Replica
+from gossipgrad.comm import Group, Recorder, resolve_group, resolve_optimizers, trained_parameters
+from gossipgrad.engine import Replica, check_replica
 from gossipgrad.planning import Plan
 from gossipgrad.sparsification._density import (
     DEFAULT_DENSITY,
@@ -25,7 +25,6 @@ from gossipgrad.sparsification._settings import (
     Settings,
     check_listeners,
     check_momentum,
-    check_optimizers_fit,
 )
 
 __all__ = ["sparsify"]
@@ -137,13 +136,19 @@ def sparsify(
         `gossipgrad.sparsification._reference`.
     """
     _check_removed(removed)
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    check_optimizers(optimizers)
+    optimizers = resolve_optimizers(optimizer)
+    check_replica(
+        model,
+        optimizers,
+        door="sparsify",
+        process_group=process_group,
+        mesh=mesh,
+        warns=False,
+    )
     group = resolve_group(process_group, mesh, asks="sparsify()")
     try:
         check_listeners(scaler, recorder)
         trained = trained_parameters(model, optimizers)
-        check_optimizers_fit(model, trained)
         settings = Settings(
             schedule=topology.complete(group.world_size),
             density=resolve_density(density, list(trained)),

@@ -1,0 +1,121 @@
+"""What no session could train: refused before a rank meets the others."""
+
+import gc
+import warnings
+from collections.abc import Container, Sequence
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from gossipgrad.comm import check_ranks, has_peers, parameters_of
+from gossipgrad.engine._claims import is_claimed
+
+__all__ = ["check_model", "check_replica"]
+
+_MOST_NAMED = 3
+
+
+def check_model(model: object) -> None:
+    """Raises `ValueError` for what is no model, or has no values yet; local."""
+    if not isinstance(model, nn.Module):
+        name = getattr(model, "__name__", None)
+        what = type(model).__name__ if name is None else f"{type(model).__name__} {name}"
+        raise ValueError(
+            f"model must be a torch.nn.Module, got {what}: give the module whose parameters the "
+            "optimizer trains"
+        )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise ValueError(
+                f"{name!r} is on the meta device, where tensors have no values: call "
+                "model.to_empty(device=...) and initialise or load the weights first, then make "
+                "the optimizer"
+            )
+
+
+def check_replica(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    *,
+    door: str,
+    process_group: object = None,
+    mesh: object = None,
+    warns: bool = True,
+) -> None:
+    """Refuses models that something else averages, and optimizers of other models; local.
+
+    Warns of parameters that need gradients and are in no session: no rank sends them.
+
+    Args:
+        model: The model.
+        optimizers: Those of the session.
+        door: The function that makes the session, for messages.
+        process_group: Whose ranks take part, as given to it.
+        mesh: In place of that.
+        warns: Of such parameters; else the session does when they have gradients.
+
+    Raises:
+        ValueError: It is so, or as `check_model` and `check_ranks`.
+    """
+    check_ranks(process_group, mesh)
+    check_model(model)
+    own = {id(parameter): name for name, parameter in model.named_parameters()}
+    held = {id(parameter) for each in optimizers for parameter in parameters_of(each)}
+    if held and not held & own.keys():
+        raise ValueError(
+            f"the optimizers train {len(held)} parameters, and none is one of this "
+            f"{type(model).__name__}: give the model that they were made for. A copy of a model, "
+            "or one whose layers were replaced, needs an optimizer of its own"
+        )
+    reduced = _reduced_over(own, process_group, mesh)
+    if len(reduced) > 1:
+        raise ValueError(
+            f"DistributedDataParallel averages the gradients of this model over ranks {reduced}, "
+            f"so {door}() would exchange on top of it, at the cost of both. Give {door}() the "
+            "plain module (model.module), and drop the wrapper or do not wrap at all"
+        )
+    rest = [
+        own[id(p)]
+        for p in model.parameters()
+        if p.requires_grad and id(p) not in held and not is_claimed(p)
+    ]
+    if rest and warns:
+        more = f" and {len(rest) - _MOST_NAMED} more" if len(rest) > _MOST_NAMED else ""
+        warnings.warn(
+            f"{len(rest)} parameters of the model need gradients and are in no optimizer given to "
+            f"{door}() ({', '.join(map(repr, rest[:_MOST_NAMED]))}{more}): no rank sends "
+            "them, so if something else trains them they drift apart. Pass all optimizers as "
+            "one sequence, or call requires_grad_(False) on what is not trained",
+            stacklevel=3,
+        )
+
+
+def _reduced_over(own: Container[int], process_group: object, mesh: object) -> list[int]:
+    """Ranks of the session over which a DistributedDataParallel that lives averages gradients.
+
+    Parameters do not tell: its reducer hangs on them in C++. So what lives is looked through, once.
+    """
+    if not has_peers():
+        return []
+    if isinstance(mesh, DeviceMesh):
+        process_group = mesh.get_group()
+    ours = None
+    if isinstance(process_group, dist.ProcessGroup):
+        ours = {*dist.get_process_group_ranks(process_group)}
+    if over := _reduced_by_living(own):
+        gc.collect()  # a wrapper that was dropped may be part of a cycle
+        over = _reduced_by_living(own)
+    return sorted(over if ours is None else over & ours)
+
+
+def _reduced_by_living(own: Container[int]) -> set[int]:
+    over: set[int] = set()
+    for each in gc.get_objects():
+        if issubclass(type(each), DistributedDataParallel) and any(
+            id(parameter) in own for parameter in each.parameters()
+        ):
+            over |= {*dist.get_process_group_ranks(each.process_group)}
+    return over

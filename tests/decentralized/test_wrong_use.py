@@ -1,0 +1,136 @@
+"""Use that would go wrong in silence is refused, or warned of, by name and with the way out."""
+
+import gc
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+import gossipgrad as gg
+from support.processes import run_processes
+from support.replicas import network, sgd
+
+DOORS = {
+    "gossip": gg.gossip,
+    "suda": gg.suda,
+    "sparsify": lambda model, optimizer: gg.sparsify(model, optimizer, density=0.5),
+}
+
+
+@pytest.fixture(params=DOORS)
+def door(request):
+    return DOORS[request.param]
+
+
+def beside_ddp(rank, store):
+    said = []
+
+    def try_door(door, model, optimizer, **options):
+        try:
+            door(model, optimizer, **options).close()
+        except ValueError as error:
+            said.append(str(error))
+        else:
+            said.append("")
+
+    model = network()
+    optimizer = sgd(list(model.parameters()))
+    wrapped = DistributedDataParallel(model)
+    for door in DOORS.values():
+        try_door(door, wrapped, optimizer)
+        try_door(door, model, optimizer)
+        try_door(door, model[0], sgd(list(model[0].parameters())))
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("gossip", "inside"))
+    try_door(gg.gossip, model, optimizer, mesh=mesh["inside"])
+    del wrapped
+    gc.collect()
+    try_door(gg.gossip, model, optimizer)
+    inside = DistributedDataParallel(network(), process_group=mesh["inside"].get_group())
+    try_door(gg.gossip, inside.module, sgd(list(inside.parameters())), mesh=mesh["gossip"])
+    return said
+
+
+@pytest.mark.process
+def test_a_model_that_ddp_reduces_is_refused_and_one_that_it_reduced_or_reduces_inside_is_not():
+    for said in run_processes(2, beside_ddp):
+        assert all("DistributedDataParallel averages" in text for text in said[:9])
+        assert said[9:] == ["", "", ""]
+
+
+@pytest.mark.parametrize("second", DOORS)
+def test_a_second_session_on_the_same_parameters_is_refused_until_the_first_is_closed(door, second):
+    model = network()
+    with (
+        door(model, sgd(list(model.parameters()))),
+        pytest.raises(ValueError, match=r"close\(\) the other session first"),
+    ):
+        DOORS[second](model[2], sgd(list(model[2].parameters())))
+    DOORS[second](model, sgd(list(model.parameters()))).close()
+
+
+def test_models_may_shrink_beside_a_session_that_is_given_and_beside_no_other():
+    model = network()
+    optimizer = sgd(list(model.parameters()))
+    with gg.gossip(model, optimizer) as session:
+        shrink = {"example_input": torch.ones(2, 6)}
+        with pytest.raises(ValueError, match="session=session"):
+            gg.shrink(model, optimizer, **shrink)
+        gg.shrink(model, optimizer, session=session, **shrink).close()
+
+
+@pytest.mark.parametrize("name", ["gossip", "suda"])
+def test_parameters_of_no_optimizer_are_warned_of(name):
+    model, door = network(), DOORS[name]
+    with pytest.warns(UserWarning, match=r"2 parameters .*'0\.weight', '0\.bias'.* drift apart"):
+        door(model, sgd(list(model[2].parameters()))).close()
+    model[0].requires_grad_(False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        door(model, sgd(list(model[2].parameters()))).close()
+
+
+def test_an_optimizer_of_another_model_is_refused(door):
+    with pytest.raises(ValueError, match="none is one of this Sequential"):
+        door(network(), sgd(list(network().parameters())))
+
+
+class Hiding(torch.optim.Optimizer):
+    """As Accelerate's: a subclass of torch's that holds the optimizer, and has no hooks."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self):
+        return self.optimizer.param_groups
+
+    def step(self, closure=None):
+        self.optimizer.step(closure)
+
+
+def test_the_optimizer_in_a_wrapper_without_hooks_is_found(door):
+    model = network()
+    inner = sgd(list(model.parameters()))
+    with door(model, Hiding(Hiding(inner))) as session:
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        Hiding(inner).step()
+        assert session.position == 1
+    with pytest.raises(ValueError, match=r"Hiding is no torch\.optim\.Optimizer: pass the"):
+        door(model, Hiding(None))
+
+
+def test_what_is_no_model_is_refused(door):
+    def train_step(x):
+        return x
+
+    optimizer = sgd([nn.Parameter(torch.ones(1))])
+    with pytest.raises(ValueError, match="got function train_step"):
+        door(train_step, optimizer)
+    with torch.device("meta"):
+        model = network()
+    with pytest.raises(ValueError, match=r"'0\.weight' is on the meta device.*to_empty"):
+        door(model, sgd(list(model.parameters())))

@@ -1,0 +1,161 @@
+"""A collective that only some ranks call says so, and is never taken for the mean of all."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+import gossipgrad as gg
+from gossipgrad.comm import ScriptedDeathError
+from support.deaths import QUICK, run_mortals
+from support.sessions import run_sessions
+from support.waiting import until
+
+
+def run(world_size, use, **settings):
+    settings = {"topology": "matching", "leaves_together": False, **settings}
+    return run_sessions(world_size, use, heartbeats=QUICK, **settings)
+
+
+@pytest.mark.parametrize("call", ["consensus_state_dict", "average_", "consensus_distance"])
+def test_a_rank_whose_others_end_in_order_without_calling_it_gets_an_error(call):
+    """Not its own replica for the mean of all, and nothing that it has learned is lost."""
+
+    def use(me):
+        me.train(3)
+        if me.rank > 0:
+            me.train(5)
+            return
+        before = me.weights()
+        with pytest.raises(gg.GossipError, match=r"ranks 1, 2, .*consensus_state_dict"):
+            getattr(me.session, call)()
+        assert torch.equal(me.weights(), before)
+        me.train(2)
+
+    run(3, use)
+
+
+def test_those_who_call_it_are_served_though_another_has_ended():
+    def use(me):
+        me.train(3)
+        if me.rank == 1:
+            return None
+        return me.mean()
+
+    means = run(3, use)
+    assert means[1] is None
+    assert torch.equal(means[0], means[2])
+
+
+@pytest.mark.parametrize("end", ["dies", "fails"])
+def test_who_is_left_by_a_death_or_an_exception_goes_on_alone(end):
+    def main(me):
+        me.train(3)
+        if me.rank == 1:
+            time.sleep(0.2)
+            if end == "dies":
+                me.die()
+            me.session.__exit__(ZeroDivisionError, ZeroDivisionError(), None)
+            raise ScriptedDeathError("not of the test")
+        return me.mean().isfinite().all().item()
+
+    assert run_mortals(2, main) == [True, None]
+
+
+def test_who_comes_when_all_others_have_ended_is_told_that_it_is_alone(caplog):
+    def use(me):
+        me.train(3)
+        if me.rank == 0:
+            me.train_until(lambda: me.session.membership.living == (0,))
+            me.mean()
+            me.mean()
+
+    run(2, use)
+    assert sum("its own replica" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("connected", [True, False], ids=["connected", "in a new generation"])
+def test_whoever_does_not_come_is_named_within_seconds(connected, caplog, monkeypatch):
+    for name, seconds in (("LATE_SECONDS", 0.3), ("_SHOWS_SECONDS", 0.05)):
+        monkeypatch.setattr(f"gossipgrad.comm._rendezvous.{name}", seconds)
+    come = threading.Event()
+
+    def use(me):
+        me.train(3)
+        if not connected:
+            if me.rank == 3:
+                return
+            me.train_until(lambda: 3 not in me.session.membership.living)
+        if me.rank == 1:
+            me.train_until(come.is_set)
+        me.mean()
+
+    def named():
+        return [r.message for r in caplog.records if "session.consensus()" in r.message]
+
+    threading.Thread(target=lambda: (until(lambda: len(named()) >= 2, 30), come.set())).start()
+    run(4 if not connected else 3, use)
+    assert come.is_set()
+    assert len(named()) == 2, "each rank that waits says so once"
+    assert all("rank 1 " in text for text in named())
+
+
+def test_who_never_calls_gossip_is_named_within_seconds(caplog, monkeypatch):
+    monkeypatch.setattr("gossipgrad.comm._rendezvous.LATE_SECONDS", 0.2)
+    import torch.distributed as dist
+
+    store = dist.HashStore()
+    with pytest.raises(gg.GossipError, match="rank 1"):
+        gg.Group(store, 0, 2, timeout_seconds=1.0, call="gossipgrad.gossip()")
+    said = [r.message for r in caplog.records if "gossip()" in r.message]
+    assert len(said) == 1
+    assert "rank 1 " in said[0]
+
+
+def test_the_state_of_the_consensus_comes_to_one_rank_and_leaves_the_weights_alone(recwarn):
+    def use(me):
+        me.train(3 + me.rank)
+        mean, before = me.mean(), me.weights()
+        state = me.session.consensus_state_dict(dst=1)
+        assert torch.equal(me.weights(), before)
+        me.train(1)
+        return mean, state
+
+    (mean, first), (_, second) = run(2, use)
+    assert first is None
+    assert torch.equal(torch.cat([second[name].flatten() for name in second]), mean)
+    assert not recwarn.list
+
+
+def test_the_lowest_that_lives_gets_the_state_of_the_consensus_where_its_rank_is_lost():
+    def main(me):
+        me.train(3)
+        if me.rank == 0:
+            me.die()
+        me.train_without(0)
+        with pytest.raises(ValueError, match="got 3"):
+            me.session.consensus_state_dict(dst=3)
+        return me.session.consensus_state_dict() is not None
+
+    assert run_mortals(3, main) == [None, True, False]
+
+
+@pytest.mark.parametrize("others_call_it", [False, True])
+def test_a_rank_that_trains_on_while_the_others_wait_is_told_that_its_rounds_are_void(
+    others_call_it, caplog, monkeypatch
+):
+    monkeypatch.setattr("gossipgrad.engine._rounds._MOSTLY_VOID_SECONDS", 0.1)
+
+    def told():
+        return sum("rounds were void" in record.message for record in caplog.records)
+
+    def use(me):
+        me.train(60)
+        if me.rank == 1 and not others_call_it:
+            me.train_until(told)
+            me.train(100)
+        me.mean()
+
+    run(2, use)
+    assert told() == (not others_call_it)
