@@ -223,6 +223,26 @@ def test_autocast(family):
     on_ranks(family, rank_main)
 
 
+@pytest.mark.filterwarnings("ignore:state_dict.. of one replica")
+@pytest.mark.parametrize("family", ["gossip, sync"], indirect=True)
+def test_what_is_loaded_is_not_mixed_with_what_was_in_flight(family):
+    """In mode sync the last round waits for the next forward pass."""
+
+    def rank_main(rank, attach):
+        model = network()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        with attach(model, optimizer) as session:
+            train(model, optimizer, rank, count=3)
+            loaded = {k: torch.full_like(v, rank) for k, v in model.state_dict().items()}
+            train(model, optimizer, rank, count=3)
+            model.load_state_dict(loaded)
+            session.wait()
+            for name, value in model.state_dict().items():
+                assert torch.equal(value, loaded[name])
+
+    on_ranks(family, rank_main)
+
+
 def test_a_step_that_the_scaler_skips_still_meets_its_partner(family, in_lockstep, round_steps):
     """Rank 1 overflows in two of its steps; nobody waits, and rounds stay in step."""
 

@@ -1,12 +1,13 @@
-"""What happens as the state of the user's model is taken: it is made whole, or warned of."""
+"""What happens as state is taken or loaded: it is made whole before, or warned of."""
 
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from gossipgrad.comm import is_sharded
@@ -14,7 +15,7 @@ from gossipgrad.comm import is_sharded
 if TYPE_CHECKING:
     from gossipgrad.engine._session import Session
 
-__all__ = ["state_on_one", "watch_state_dict"]
+__all__ = ["state_on_one", "watch_state_dict", "watch_states"]
 
 
 def state_on_one(session: "Session", dst: int) -> dict[str, Any] | None:
@@ -35,6 +36,18 @@ def state_on_one(session: "Session", dst: int) -> dict[str, Any] | None:
         }
 
 
+def watch_states(
+    model: nn.Module, optimizers: Sequence[Optimizer], wait: Callable[[], None]
+) -> list[RemovableHandle]:
+    """Calls `wait`, a method, before state of a model is loaded, and of optimizers also taken.
+
+    So nothing that is in flight is mixed into what was loaded.
+    """
+    hook = _Hook(wait)
+    loads = [each.register_load_state_dict_pre_hook(hook) for each in (model, *optimizers)]
+    return loads + [each.register_state_dict_pre_hook(hook) for each in optimizers]
+
+
 def watch_state_dict(model: nn.Module, differs: Callable[[], bool]) -> RemovableHandle:
     """Calls `differs` as the state of the model is taken, and warns once if it is true.
 
@@ -48,7 +61,7 @@ def watch_state_dict(model: nn.Module, differs: Callable[[], bool]) -> Removable
 class _Hook:
     """The hook; a copy of it, pickled or not, says nothing."""
 
-    def __init__(self, differs: Callable[[], bool] | None = None) -> None:
+    def __init__(self, differs: Callable[[], object] | None = None) -> None:
         self._differs = None if differs is None else weakref.WeakMethod(differs)
         self._has_warned = False
 

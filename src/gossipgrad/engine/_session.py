@@ -31,7 +31,7 @@ from gossipgrad.engine._members import Members
 from gossipgrad.engine._modes import Mode
 from gossipgrad.engine._replica import Replica
 from gossipgrad.engine._rounds import Rounds
-from gossipgrad.engine._saving import state_on_one, watch_state_dict
+from gossipgrad.engine._saving import state_on_one, watch_state_dict, watch_states
 from gossipgrad.engine._settings import RoundSettings
 from gossipgrad.engine._stale_rounds import StaleRounds
 from gossipgrad.engine._state import StateKeeper
@@ -108,14 +108,14 @@ class Session:
         self._hooks: StepHooks | None = None
         self._admission: Admission | None = None
         self._farewell: Any = None
-        self._state_watch: RemovableHandle | None = None
+        self._watches: list[RemovableHandle] = []
         try:
             self._members = Members(group, settings.schedule, heartbeats, arrival)
         except BaseException:
             replica.close()
             raise
         try:
-            self._state_watch = watch_state_dict(replica.model, self._before_state_dict)
+            self._watches = [watch_state_dict(replica.model, self._before_state_dict)]
             flows = self._deal()
             if group.world_size > 1 and transport is not None:
                 self._connect(flows, transport, arrival)
@@ -132,6 +132,7 @@ class Session:
                 after_update=self._after_update,
                 between_steps=None if self._admission is None else self._admission.poll,
             )
+            self._watches += watch_states(replica.model, replica.optimizers, self.wait)
             self._hooks = StepHooks(
                 replica.optimizers,
                 scaler,
@@ -423,8 +424,9 @@ class Session:
 
         In mode sync the exchange hides behind the next forward pass: each layer is mixed as a
         module is about to read it. Whatever reads weights otherwise between two steps, such as an
-        average of them kept by hand, calls this first. The session's own methods do, and so does
-        `model.state_dict()`. Waits for the partner as a step does; nothing to do in other modes.
+        average of them kept by hand, calls this first. The session's own methods do, and so do
+        `state_dict()` and `load_state_dict()` of model and optimizers. Waits for the partner as a
+        step does; nothing to do in other modes.
         """
         self._run.wait()
 
@@ -755,8 +757,8 @@ class Session:
         self._is_closed = True
         if self._hooks is not None:
             self._hooks.remove()
-        if self._state_watch is not None:
-            self._state_watch.remove()
+        for watch in self._watches:
+            watch.remove()
         self.replica.close()
         if self._driver is not None:
             self._driver.drop_hooks()
