@@ -166,6 +166,8 @@ class PostLocal(RunningStrategy):
 
     def _begin_local_steps(self) -> None:
         own = [buffer.clone() for buffer in self._replica.model.buffers()]
+        # DistributedDataParallel averages gradients as long as it lives.
+        self._first.model = self.model = self._replica.model
         try:
             local = Averaged(
                 self._replica,
@@ -182,7 +184,7 @@ class PostLocal(RunningStrategy):
                 buffer.copy_(value)
         self._before = self._part.traffic()
         self._part.close()
-        self._part, self.model = local, self._replica.model
+        self._part = local
         self.replicas_differ = True
         local.notes = self.notes
 
