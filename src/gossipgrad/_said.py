@@ -2,16 +2,17 @@
 
 import logging
 import re
+import sys
 
 __all__ = ["first_line", "show_warnings"]
 
 
-class _LastResort(logging.StreamHandler):
+class _LastResort(logging.Handler):
     """As `logging.lastResort`: for programs that set up no logging, and says who speaks."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not logging.getLogger().handlers:
-            super().emit(record)
+            print(self.format(record), file=sys.stderr)  # as it is now, wherever that leads
 
 
 def show_warnings() -> None:
