@@ -1,10 +1,10 @@
 """What is measured: world sizes, rates, profiles cut to a budget, repeats."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gossipgrad.planning import Profile
 
-from ._kinds import BARE, CONTESTANTS, PAYLOADS
+from ._kinds import ALONE, BARE, CONTESTANTS, PAYLOADS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +45,7 @@ class Grid:
         payload_places: World size and rate where gossip with state is measured; None is all.
         hurried: Of a period, run what differs alone: a local step stands for those like it.
         patience_seconds: How long to wait for other programs, before each turn.
+        only: Contestants.
     """
 
     world_sizes: tuple[int, ...]
@@ -55,12 +56,14 @@ class Grid:
     payload_places: tuple[tuple[int, float], ...] | None = None
     hurried: bool = False
     patience_seconds: float = 0.0
+    only: tuple[str, ...] = tuple(CONTESTANTS)
 
     def names(self, world_size: int, rate: float, budget: Budget) -> tuple[str, ...]:
         """Who is measured in a place."""
         places = self.payload_places
         with_state = places is None or ((world_size, rate) in places and budget == self.budgets[0])
-        return tuple(n for n in (*BARE, *CONTESTANTS) if with_state or n not in PAYLOADS)
+        asked = (*BARE, *(name for name in CONTESTANTS if name in self.only))
+        return tuple(name for name in asked if with_state or name not in PAYLOADS)
 
 
 # The budget: under 8 MB a worker, so that 16 workers on 2 cores have the processors for it, and
@@ -95,4 +98,12 @@ FULL = Grid(
     block_seconds=4.0,
     patience_seconds=60.0,
 )
-GRIDS = {"quick": QUICK, "full": FULL}
+# What mode sync exposes: exchanges of a thirtieth of the compute, of a third, and of more.
+SYNC = replace(
+    QUICK,
+    world_sizes=(4, 8),
+    rates=(1e8, 3e8, 1e9),
+    budgets=QUICK.budgets[:1],
+    only=(ALONE, "gossip", "gossip, sync", "ddp"),
+)
+GRIDS = {"quick": QUICK, "full": FULL, "sync": SYNC}

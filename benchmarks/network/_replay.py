@@ -114,8 +114,9 @@ class _Group:
 class ReplayModel(nn.Module):
     """Parameters of a profile's sizes, in modules as there; forward and backward take its times.
 
-    Parameters are zeros, and so are gradients. A gradient is a new tensor over memory that all
-    share: autograd hands it on without a copy, as a GPU's kernel writes it where it belongs.
+    Of the forward pass each has as large a share as of the backward pass, after the hooks of its
+    modules. Parameters are zeros, and so are gradients. A gradient is a new tensor over memory that
+    all share: autograd hands it on without a copy, as a GPU's kernel writes it where it belongs.
     Gradients that are ready within a 25th of the step come together: with a sleep for each, the
     replay itself would keep the processors busy.
 
@@ -133,12 +134,16 @@ class ReplayModel(nn.Module):
         for name, count in zip(profile.names, profile.elements, strict=True):
             layer, _, own = name.rpartition(".")
             backward.append(nn.Parameter(torch.zeros(shape_of(count))))
-            layers.setdefault(layer, nn.Module()).register_parameter(own, backward[-1])
+            layers.setdefault(layer, nn.Identity()).register_parameter(own, backward[-1])
         for layer in reversed(layers):  # modules in the order of the forward pass
             self.add_module(layer.replace(".", "_") or "self", layers[layer])
         self.groups = _groups(
             backward, profile.backward_seconds, profile.compute_seconds / _MOMENTS
         )
+        owners = {p: module for module in layers.values() for p in module.parameters()}
+        self._modules_of = [{owners[p]: None for p in group.parameters} for group in self.groups]
+        whole = sum(group.seconds for group in self.groups)
+        self._shares = [group.seconds / whole for group in self.groups]
         self._zeros = torch.zeros(max(sum(group.sizes) for group in self.groups))
 
     def gradients(self, group: "_Group") -> list[Tensor]:
@@ -151,8 +156,10 @@ class ReplayModel(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.device.begin()
-        self.device.run(self.forward_seconds)
         for number in reversed(range(len(self.groups))):
+            for module in self._modules_of[number]:  # for its hooks
+                module(x)
+            self.device.run(self.forward_seconds * self._shares[number])
             x = _Layers.apply(x, self, number, *self.groups[number].parameters)
         self.device.end()
         self.device.begin()

@@ -202,6 +202,7 @@ def test_gradient_accumulation(family, round_steps):
                 if number % 2:
                     optimizer.step()
                     optimizer.zero_grad()
+            session.wait()
             assert session.stats().rounds == 6 // round_steps
 
     on_ranks(family, rank_main)

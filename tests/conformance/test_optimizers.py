@@ -87,6 +87,7 @@ def test_a_step_that_the_scaler_skips_leaves_factors_as_they_are(family, optimiz
                 scaler.step(own)
                 scaler.update()
                 own.zero_grad()
+            session.wait()
             assert session.stats().rounds >= 9
         steps = {int(kept["step"]) for kept in own.state_dict()["state"].values()}
         assert steps == {7 if rank == 1 else 9}
