@@ -185,7 +185,13 @@ def test_a_step_to_accuracy_computes_the_batch_of_the_curves(tmp_path, capsys):
 
 def test_payloads_and_wires_are_rows_of_their_own(tmp_path):
     out = tmp_path / "figures.json"
-    arguments = [*SHORT, "--payload", "weights,weights+state,weights+state/4", "--out", str(out)]
+    arguments = [
+        *SHORT,
+        "--payload",
+        "weights,weights+momentum,weights+state,weights+state/4",
+        "--out",
+        str(out),
+    ]
     arguments += ["--profile", "gpt2", "--strategy", "gossip,allreduce,local"]
     assert cli.main([*arguments, "--wire", "float32,bfloat16"]) == 0
     sent = {
@@ -195,6 +201,8 @@ def test_payloads_and_wires_are_rows_of_their_own(tmp_path):
     assert gossips == {
         "gossip": 1,
         "gossip, bf16": 0.5,
+        "gossip, momentum": 2,
+        "gossip, momentum, bf16": 1,
         "gossip, state": 3,  # with the two moments of Adam
         "gossip, state, bf16": 1.5,
         "gossip, state every 4": 1.5,

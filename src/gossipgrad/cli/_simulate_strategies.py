@@ -29,9 +29,8 @@ def strategies(options: SimulateOptions) -> list[Strategy]:
     """
     given = options.strategy
     names = list(STRATEGIES) if given == "all" else list_of(given, "--strategy", "gossip,allreduce")
-    every = [
-        _state_every(text)
-        for text in list_of(options.payload, "--payload", "weights,weights+state")
+    payloads = [
+        _payload(text) for text in list_of(options.payload, "--payload", "weights,weights+state")
     ]
     widths = (
         [None]
@@ -44,13 +43,14 @@ def strategies(options: SimulateOptions) -> list[Strategy]:
             found += [
                 replace(
                     strategy,
-                    name=strategy.name + _state(rounds) + _wire(width),
+                    name=strategy.name + _state(rounds, copies) + _wire(width),
                     topology=options.topology,
                     state_every=rounds,
+                    state_copies=copies,
                     element_bytes=width,
                     seed=options.seed,
                 )
-                for rounds in dict.fromkeys(every)
+                for rounds, copies in dict.fromkeys(payloads)
                 for width in dict.fromkeys(widths)
             ]
         elif isinstance(strategy, Suda):
@@ -80,15 +80,17 @@ def curve_of(strategy: Strategy) -> str:
         sync = ", sync" * (strategy.mode == "sync")
         topology = f", {strategy.topology}" * (strategy.topology != "dissemination")
         wire = _wire(strategy.element_bytes)
-        return f"gossip{sync}{topology}{_state(strategy.state_every)}{wire}"
+        return f"gossip{sync}{topology}{_state(strategy.state_every, strategy.state_copies)}{wire}"
     if isinstance(strategy, AllReduce):  # by layers it is the same average
         return f"allreduce{_wire(strategy.element_bytes)}"
     return strategy.name
 
 
-def _state(every: int) -> str:
+def _state(every: int, copies: int | None) -> str:
     if every == 0:
         return ""
+    if copies == 1:
+        return ", momentum"
     return ", state" if every == 1 else f", state every {every}"
 
 
@@ -96,15 +98,18 @@ def _wire(width: int | None) -> str:
     return ", bf16" * (width == _NARROW_BYTES)
 
 
-def _state_every(text: str) -> int:
-    """Rounds between exchanges of state, 0 for none."""
+def _payload(text: str) -> tuple[int, int | None]:
+    """Rounds between exchanges of state, 0 for none, and how many tensors of it if not all."""
+    if text == "weights+momentum":
+        return 1, 1
     match = re.fullmatch(r"weights(?:(\+state)(?:/([1-9]\d?))?)?", text)
     if match is None:
         raise ValueError(
-            f"no payload {text!r} is modelled: choose weights, weights+state or weights+state/4, "
+            f"no payload {text!r} is modelled: choose weights, weights+momentum, "
+            "weights+state or weights+state/4, "
             "which sends state in every fourth round (1 to 99)"
         )
-    return 0 if match[1] is None else int(match[2] or 1)
+    return (0 if match[1] is None else int(match[2] or 1)), None
 
 
 def _width(text: str) -> int:
