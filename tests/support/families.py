@@ -53,6 +53,7 @@ OPTIMIZERS = {
     "SOAP, background": partial(gg.SOAP, refresh=gg.Background(3, 2, fixed_delay=True)),
     "KL-Shampoo": partial(gg.KLShampoo, refresh=gg.Staggered(3)),
     "Shampoo": partial(gg.Shampoo, refresh=gg.Staggered(3)),
+    "GossipAdamW": lambda model, **options: gg.GossipAdamW(model.parameters(), **options),
 }
 """Optimizers of the library's own, which take a model, for the families of gossip."""
 
