@@ -42,7 +42,7 @@ def test_training_goes_on_when_the_store_is_lost(caplog):
         ):
             pass
         me.train(2)
-        assert me.session.unreachable.keys() == {1}
+        assert me.session.unreachable.keys() >= {1}  # rank 2 may have left by now
         assert "its link broke, and the rendezvous store is lost" in me.session.unreachable[1]
         if me.rank == 0:
             me.train_until(lambda: me.session.unreachable.keys() == {1, 2})
