@@ -233,6 +233,7 @@ def train(task: Task, source: Images, ranks: int, way: dict[str, Any], rate: flo
         ranks,
         optimizer=maker(task, rate, rule=rule),
         loss=source.loss,
+        batching="loop" if task.model == "gpt" and "strategy" not in way else "auto",
         seed=seed if options.get("strategy") is None else 0,
         **options,
     )
