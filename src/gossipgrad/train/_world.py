@@ -29,7 +29,7 @@ from ._losses import stands_for_most
 from ._metrics import Event
 from ._outcome import Outcome, exit_code_of
 from ._progress import make_progress
-from ._result import RunFailedError
+from ._result import RunFailedError, after_checks
 from ._resume import reopen
 from ._serving import short_cause
 from ._shared_folder import leave_token, must_be_shared
@@ -265,7 +265,8 @@ def _take_part(
     with ending.turn() as mine:
         if not mine:
             return Outcome(exit_code=exit_code_of(stops.first if result.stopped else None))
-        return _put_together(config, run_dir, world, ending, stops)
+        with after_checks():
+            return _put_together(config, run_dir, world, ending, stops)
 
 
 def _put_together(
