@@ -31,6 +31,7 @@ def train(digits, tmp_path, one_thread):
     def train_alone(*, stop=None, emit=lambda event: None, name="run", rank=0, **options):
         run_dir = claim(tmp_path / name, name="", overwrite=True)
         config = TrainConfig(strategy="local", **options).resolved(nproc=1, out=run_dir.path)
+        config.write(run_dir.config, {})
         result = train_rank(
             config,
             digits,
