@@ -12,7 +12,7 @@ from gossipgrad.comm import AskedStore
 
 from ._joined import HandedIn, collect_joined, read_file, taken_for_dead
 from ._layout import RunDir
-from ._result import RankResult
+from ._result import RankResult, RunFailedError
 from ._run_lock import run_lock
 
 # Of what ranks of a given world say to each other, in its store.
@@ -21,6 +21,8 @@ _POLL_SECONDS = 0.1
 _REPORT_SECONDS = 120.0
 # Between handing in and taking the lock one that lives does nothing.
 _TURN_SECONDS = 5.0
+# For another to put the run together, since a rank has last written metrics.
+_LAST_SECONDS = 1800.0
 # A store that hangs is not waited for: what is in it is in the folder, too.
 _STORE_SECONDS = 2.0
 
@@ -74,6 +76,9 @@ class Ending:
         """Inside, it is this rank's to put the run together, if so; waits until that is known.
 
         The others get False, once it was done.
+
+        Raises:
+            RunFailedError: Nobody has done it for half an hour, though no rank trains any more.
         """
         first = min(set(range(self._world_size)) - set(self._lost), default=self._rank)
         begun_seconds = time.time()
@@ -89,6 +94,12 @@ class Ending:
                     if mine and not self._is_done():
                         yield True
                         return
+            ranks = range(self._world_size)
+            if min(self._quiet_seconds(rank, begun_seconds) for rank in ranks) > _LAST_SECONDS:
+                raise RunFailedError(
+                    f"rank {self._rank} waited {_LAST_SECONDS:g} s for another to put the run "
+                    f"together; what the ranks have learned is in {self._run_dir.partial}"
+                )
             time.sleep(_POLL_SECONDS)
         yield False
 

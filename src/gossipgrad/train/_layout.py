@@ -18,7 +18,7 @@ _FILES = re.compile(
     | errors-(rank|join)\d+\.txt
     | evicted-rank\d+(-\d+)?\.safetensors
     | tensorboard/rank\d+/events\.out\.tfevents\.[^/]+
-    | partial/(lock|opened|resumes|(result|joined|model|trace)-rank\d+\.\w+)""",
+    | partial/(lock|taken|opened|resumes|(result|joined|model|trace)-rank\d+\.\w+)""",
     re.VERBOSE,
 )
 
