@@ -1,9 +1,11 @@
 """What one rank does: the training loop and the evaluations around it."""
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -125,7 +127,12 @@ def train_rank(
                 optimizer.recorder = spans
                 unstarted.callback(optimizer.close)
         test = TestPart.of(
-            dataset, rank=rank, world_size=world_size, threads=threads, device=device
+            dataset,
+            rank=rank,
+            world_size=world_size,
+            threads=threads,
+            device=device,
+            beat=partial(_touch, run_dir.metrics(rank)),
         )
         replica = Replica(
             model=model,
@@ -285,6 +292,12 @@ def _invite(
     if session.rank != min(session.membership.living):
         return None
     return invite(session, dataset, run_dir)
+
+
+def _touch(path: Path) -> None:
+    """Show those who wait for this rank's end by its metrics that it lives."""
+    with suppress(OSError):
+        os.utime(path)
 
 
 @contextmanager
