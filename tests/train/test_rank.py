@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import threading
@@ -10,7 +11,7 @@ from safetensors.torch import load_file
 from gossipgrad import data, models
 from gossipgrad.errors import GossipError
 from gossipgrad.train import TrainConfig
-from gossipgrad.train._layout import claim
+from gossipgrad.train._layout import RunDir, claim
 from gossipgrad.train._rank import train_rank
 
 
@@ -178,3 +179,39 @@ def test_a_rank_that_evaluates_for_long_shows_that_it_lives(train, digits, tmp_p
     )
     assert len(slow.ages) >= 3
     assert all(slow.ages)
+
+
+def test_the_space_of_the_model_is_taken_at_the_start(train, tmp_path):
+    taken = []
+
+    def look(event):
+        if event["event"] == "ready":
+            taken.append(512 * RunDir(tmp_path / "run").rank_model(0).stat().st_blocks)
+
+    result, run_dir = train(epochs=1, emit=look)
+    assert taken[0] >= run_dir.rank_model(0).stat().st_size > result.gradient_bytes
+
+
+@pytest.mark.parametrize("every", [None, 7])
+def test_a_disk_that_is_full_at_the_end_is_told_in_one_line(train, tmp_path, every):
+    run_dir = RunDir(tmp_path / "run")
+
+    def fill(event):
+        if event["event"] == "ready":
+            run_dir.rank_model(0).unlink(missing_ok=True)
+            run_dir.rank_model(0).symlink_to("/dev/full")
+
+    way_out = rf"--resume {run_dir.path}$" if every else "no checkpoint"
+    with pytest.raises(GossipError, match=rf"^no space in .*{way_out}"):
+        train(epochs=1, checkpoint_every=every, emit=fill)
+    assert run_dir.holds_checkpoints == bool(every)
+
+
+def test_no_space_for_the_model_is_told_before_a_step(train, tmp_path, monkeypatch):
+    def fallocate(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", fallocate)
+    with pytest.raises(GossipError, match="no space in"):
+        train(epochs=1)
+    assert not (tmp_path / "run" / "metrics-rank0.jsonl").read_text()
