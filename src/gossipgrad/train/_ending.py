@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from gossipgrad.comm import AskedStore
 
-from ._joined import HandedIn, collect_joined, read_file, taken_for_dead
+from ._joined import HandedIn, collect_joined, folder_seconds, read_file, taken_for_dead
 from ._layout import RunDir
 from ._result import RankResult, RunFailedError
 from ._run_lock import run_lock
@@ -81,7 +81,7 @@ class Ending:
             RunFailedError: Nobody has done it for half an hour, though no rank trains any more.
         """
         first = min(set(range(self._world_size)) - set(self._lost), default=self._rank)
-        begun_seconds = time.time()
+        begun_seconds = folder_seconds(self._run_dir)
         came_seconds: float | None = None
         while not self._is_done():
             now = time.monotonic()
@@ -107,7 +107,7 @@ class Ending:
         """What the ranks handed in, and why some did not; those known to be lost do not count."""
         results: dict[int, RankResult] = {}
         lost: dict[int, str] = {}
-        begun_seconds = time.time()
+        begun_seconds = folder_seconds(self._run_dir)
         for rank in range(self._world_size):
             while (content := self._read(rank)) is None and rank not in self._lost:
                 if self._quiet_seconds(rank, begun_seconds) > _REPORT_SECONDS:
@@ -136,7 +136,7 @@ class Ending:
         """How long nothing was heard of a rank, since this one began to wait at most."""
         with contextlib.suppress(OSError):
             begun_seconds = max(begun_seconds, self._run_dir.metrics(rank).stat().st_mtime)
-        return time.time() - begun_seconds
+        return folder_seconds(self._run_dir) - begun_seconds
 
     def _read(self, rank: int) -> HandedIn | None:
         if (content := read_file(self._run_dir, rank)) is not None:
