@@ -159,6 +159,14 @@ def test_a_newer_checkpoint_is_not_passed_over_for_its_manifest(alone):
     assert resumed.steps == 23
 
 
+@pytest.mark.parametrize("resume_step", [None, 23])
+def test_a_damaged_checkpoint_is_not_taken_for_none(alone, resume_step):
+    _, run_dir = alone("run", epochs=1, keep_checkpoints=1 if resume_step is None else 2)
+    (run_dir.checkpoints / "step-000000023" / "rank-0000" / "manifest.json").write_text("")
+    with pytest.raises(ValueError, match=r"step-000000023/rank-0000/manifest.json is damaged"):
+        alone("run", resumes=True, resume_step=resume_step)
+
+
 def ended(run_dir):
     """Leaves what an end leaves."""
     run_dir.remove_partial()

@@ -69,14 +69,14 @@ def reopen(
         what = "checkpoints of another run alone" if others else "no checkpoint"
         raise ValueError(
             f"{run_dir.path} has {what} that all ranks have saved: a run saves them with "
-            "--checkpoint-every."
+            f"--checkpoint-every{_lacks(run_dir, config)}."
         )
     if step is None:
         step = _newest(run_dir, config.run_name)
     elif step not in there:
         raise ValueError(
             f"resume_step is {step}, but the checkpoints that all ranks have saved are of steps "
-            f"{', '.join(map(str, there))}."
+            f"{', '.join(map(str, there))}{_lacks(run_dir, config)}."
         )
     if not config.traits.communicates:  # whose ranks never tell each other that theirs are good
         _read_all(run_dir, step, config.run_name)
@@ -91,6 +91,16 @@ def reopen(
     except OSError as error:
         raise ValueError(f"cannot write to {error.filename}: {error.strerror}.") from error
     return dataclasses.replace(config, resume_step=step, out=run_dir.path), run_dir
+
+
+def _lacks(run_dir: RunDir, config: TrainConfig) -> str:
+    """Why the checkpoint of `resume_step`, or the newest, is not one; empty if there is none."""
+    if run_dir.holds_checkpoints:
+        try:
+            checkpoint.members(run_dir.checkpoints, step=config.resume_step, run=config.run_name)
+        except ValueError as error:
+            return f" ({error})"
+    return ""
 
 
 def _newest(run_dir: RunDir, run: str | None) -> int:
