@@ -83,6 +83,18 @@ def test_mistakes_are_one_line(monkeypatch, capsys, error, code):
     assert capsys.readouterr().err == "gossipgrad: error: no\n"
 
 
+def test_an_error_after_the_options_were_checked_keeps_its_traceback(monkeypatch, tmp_path):
+    inside = ValueError("not enough values to unpack")
+
+    def fail(*_):
+        raise inside
+
+    monkeypatch.setattr("gossipgrad.train._run.launch", fail)
+    with pytest.raises(RuntimeError) as raised:
+        cli.main(["train", "--out", str(tmp_path), "--quiet"])
+    assert raised.value.__cause__ is inside
+
+
 def test_train_refuses_before_it_starts(capsys):
     assert cli.main(["train", "--model", "lenet", "--quiet"]) == 2
     assert capsys.readouterr().err.startswith("gossipgrad: error: model 'lenet' takes inputs")

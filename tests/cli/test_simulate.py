@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from gossipgrad import cli
+from gossipgrad import cli, train
 from gossipgrad.cli._units import rate_of, rate_text, seconds_of, seconds_text
 from gossipgrad.planning import AffineCost, PiecewiseCost, Profile
-from gossipgrad.simulate import Curves, Network, Racks, predict
+from gossipgrad.simulate import STRATEGIES, Curves, Network, Racks, predict
 
 SHORT = ["simulate", "--steps", "20", "--world-size", "4,16", "--bandwidth", "1Gbit"]
 
@@ -360,3 +360,13 @@ def test_curves_of_virtual_ranks_are_read():
     assert [curves.batch_size("gossip", p) for p in (8, 128)] == [256, 16]
     assert curves.steps_to("allreduce", 128, 0.99) is None
     assert not curves.knows("gossip", 12345)
+
+
+def test_the_page_names_the_strategies_that_have_no_model(capsys):
+    page = Path(__file__).parents[2] / "docs" / "simulate_time.md"
+    (row,) = (line for line in page.read_text().splitlines() if line.startswith("| `--strategy`"))
+    missing = set(train.STRATEGIES) - set(STRATEGIES)
+    assert {name for name in missing if f"`{name}`" in row} == missing
+    for name in missing:
+        assert cli.main([*SHORT, "--strategy", name]) == 2
+        assert "gossipgrad plan" in capsys.readouterr().err

@@ -139,6 +139,7 @@ class Partners:
                 partners = self.met.setdefault(attributes["round"], {})
                 key = (attributes["send_to"], attributes["recv_from"])
                 partners.setdefault(key, []).append(attributes["bucket"])
+                assert attributes["generation"] == 0, "nobody was lost and nobody joined"
 
 
 @pytest.mark.parametrize("payload", ["weights+state", "gradients+weights"])

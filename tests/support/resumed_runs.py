@@ -35,6 +35,7 @@ def state_of(folder: Path, rank: int, step: int | None = None) -> dict[str, Any]
     batches = state["batches"] and state["batches"]["shuffle"]
     return {
         **state,
+        "options": {**state["options"], "run_name": None},
         "loop": {**loop, "metrics": metrics},
         "session": session and session_of_training(session),
         "strategy": strategy,

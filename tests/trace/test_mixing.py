@@ -84,3 +84,23 @@ def test_odd_attributes_are_left_out(write_run):
     edit_trace(directory, spoil)
     found = mixing(read_run(directory))
     assert (found.observed[4][0], found.observed[5][0]) == (-1, -1)
+
+
+def test_after_a_death_or_a_join_no_schedule_of_the_start_is_beside_it(write_run):
+    directory = write_run()
+    summary = json.loads((directory / "summary.json").read_text())
+    joined = [{"rank": 4, "from_rank": 0, "steps": 3, "end": "finished"}]
+    (directory / "summary.json").write_text(json.dumps(summary | {"joined": joined}))
+
+    def change(event):
+        if event["name"] == "exchange" and event["args"]["round"] >= 3:
+            event["args"] |= {"generation": 1}
+            event["args"] |= {"recv_from": 4} if event["pid"] == 2 else {}
+        return event
+
+    edit_trace(directory, change)
+    found = mixing(read_run(directory))
+    assert found.expected is None
+    assert found.observed[2][2] == 4, "it took the part of the rank that joined"
+    assert found.world_size == 5
+    assert "lost or joined" in found.description

@@ -65,7 +65,7 @@ def test_text_can_be_read(theme, text, back):
     [
         *(f"run-{run}" for run in range(8)),
         *("accent", "exact", "edge-strong", "heat-2", "delivered", "late", "dead"),
-        *("forward", "backward", "optimizer", "exchange", "wait", "mix", "snapshot"),
+        *("forward", "backward", "optimizer", "exchange", "wait", "mix", "snapshot", "select"),
     ],
 )
 def test_marks_stand_out_from_their_panel(theme, mark):
@@ -73,7 +73,9 @@ def test_marks_stand_out_from_their_panel(theme, mark):
 
 
 @pytest.mark.parametrize("theme", THEMES)
-@pytest.mark.parametrize("name", ["forward", "backward", "optimizer", "exchange", "wait", "mix"])
+@pytest.mark.parametrize(
+    "name", ["forward", "backward", "optimizer", "exchange", "wait", "mix", "select"]
+)
 def test_names_on_bars_can_be_read(theme, name):
     assert contrast("bar-text", name, theme) >= 3.0
 
@@ -95,3 +97,11 @@ def test_colours_side_by_side_differ_for_everyone(seen, theme, names):
 def test_lines_of_runs_differ_in_their_dashes_too():
     dashes = dict(re.findall(r"\.run-(\d) \{[^}]*?stroke-dasharray: ([^;]+);", CSS))
     assert len(dashes) == len(set(dashes.values())) == 7, "the first is a plain line"
+
+
+def test_a_span_that_the_page_knows_has_a_colour_of_its_own():
+    script = resources.files("gossipgrad.trace").joinpath("page", "timeline.js").read_text()
+    (known,) = re.findall(r"knownNames = new Set\(\[(.*?)\]\)", script, re.DOTALL)
+    names = re.findall(r'"(\w+)"', known)
+    assert "select" in names
+    assert all(f".{name} {{ fill: var(--{name}); }}" in CSS for name in names)

@@ -24,8 +24,10 @@ def train(tmp_path):
     def train_alone(dataset, name="run", **options):
         run_dir = claim(tmp_path / name, name="", overwrite=True)
         config = TrainConfig(strategy="local", trace=0, **options)
+        config = config.resolved(nproc=1, out=run_dir.path)
+        config.write(run_dir.config, {})
         result = train_rank(
-            config.resolved(nproc=1, out=run_dir.path),
+            config,
             dataset,
             run_dir,
             rank=0,

@@ -69,9 +69,10 @@ def test_a_gpu_that_is_not_used_is_told_once(gpus, capsys):
 
 def train_alone(tmp_path, **options):
     run_dir = claim(tmp_path / "run", name="", overwrite=True)
-    config = TrainConfig(strategy="local", epochs=1, **options)
+    config = TrainConfig(strategy="local", epochs=1, **options).resolved(nproc=1, out=run_dir.path)
+    config.write(run_dir.config, {})
     return train_rank(
-        config.resolved(nproc=1, out=run_dir.path),
+        config,
         data.load("digits"),
         run_dir,
         rank=0,

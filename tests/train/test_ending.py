@@ -1,5 +1,7 @@
 """The end of a run in a given world: whoever is left puts it together, once."""
 
+import errno
+import fcntl
 import os
 import threading
 import time
@@ -7,9 +9,10 @@ import time
 import pytest
 import torch.distributed as dist
 
-from gossipgrad.train import _ending
+from gossipgrad.train import RunFailedError, _ending
 from gossipgrad.train._ending import Ending
 from gossipgrad.train._layout import RunDir
+from gossipgrad.train._run_lock import run_lock
 from support.hanging_store import Hanging
 from support.results import result
 
@@ -78,6 +81,33 @@ def test_the_lowest_rank_puts_it_together_and_the_others_go(run_dir, endings):
         ending.hand_in({"result": result(rank).to_json()})
     came = run_all(run_dir, dict(enumerate(endings)))
     assert came == {0: [True, ([0, 1, 2, 3], {})], 1: [False], 2: [False], 3: [False]}
+
+
+def test_a_file_system_without_locks_is_not_taken_for_a_lock_of_another(
+    run_dir, endings, monkeypatch
+):
+    def flock(file, how):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr(_ending, "_TURN_SECONDS", 0.0)  # all try at once
+    for rank, ending in enumerate(endings):
+        ending.hand_in({"result": result(rank).to_json()})
+    came = run_all(run_dir, dict(enumerate(endings)))
+    assert sorted(map(len, came.values())) == [1, 1, 1, 2]
+
+
+def test_one_that_never_ends_over_it_is_not_awaited_for_ever(run_dir, monkeypatch):
+    monkeypatch.setattr(_ending, "_LAST_SECONDS", 0.2)
+    ending = Ending(run_dir, dist.HashStore(), 0, 2)
+    ending.hand_in({"result": result(0).to_json()})
+    with (
+        run_lock(run_dir),
+        pytest.raises(RunFailedError, match=str(run_dir.partial)),
+        ending.turn(),
+    ):
+        pass
+    assert run_dir.rank_result(0).exists()
 
 
 def test_when_rank_0_is_lost_the_lowest_of_the_living_does(run_dir, endings):

@@ -241,3 +241,18 @@ def test_the_last_one_that_is_left_does_not_leave_but_ends_the_run(departed, lea
     )
     strategy._leaver = SimpleNamespace(leaves=True, is_over=False)
     assert strategy._leaves == leaves
+
+
+@pytest.mark.parametrize("skew_seconds", [-60.0, 60.0])
+def test_the_clock_of_this_machine_need_not_agree_with_that_of_files(
+    run_dir, monkeypatch, skew_seconds
+):
+    clock = time.time
+    monkeypatch.setattr(time, "time", lambda: clock() + skew_seconds)
+    run_dir.rank_joined(4).touch()
+    let_go(run_dir)
+    assert run_dir.partial.exists(), "rank 4 goes on"
+    old_seconds = clock() - 30.0
+    os.utime(run_dir.rank_joined(4), (old_seconds, old_seconds))
+    let_go(run_dir)
+    assert not run_dir.partial.exists()

@@ -2,7 +2,40 @@ import pytest
 import torch
 
 from gossipgrad import checkpoint
-from gossipgrad.train._layout import claim
+from gossipgrad.train import TrainConfig
+from gossipgrad.train._layout import RunDir, claim
+
+
+def write_config(run_dir):
+    TrainConfig().resolved(nproc=2, out=run_dir.path).write(run_dir.config, {})
+
+
+@pytest.fixture(
+    params=["config.json", "trace.json", "partial/notes.txt", "former/metrics-rank0.jsonl"]
+)
+def users_file(request, tmp_path):
+    file = tmp_path / request.param
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("{}")
+    return file
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_folder_that_is_no_run_is_never_cleaned(users_file, tmp_path, overwrite):
+    with pytest.raises(ValueError, match=str(users_file)):
+        claim(tmp_path, name="", overwrite=overwrite)
+    assert users_file.read_text() == "{}"
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_no_run_would_replace_stays_where_it_is(tmp_path, overwrite):
+    names = ("errors-of-mine.txt", "tensorboard/events.out", "former/old.txt")
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("mine")
+    write_config(claim(tmp_path, name="", overwrite=overwrite))
+    claim(tmp_path, name="", overwrite=True)
+    assert all((tmp_path / name).read_text() == "mine" for name in names)
 
 
 def test_takes_the_next_free_name(tmp_path, monkeypatch):
@@ -13,7 +46,7 @@ def test_takes_the_next_free_name(tmp_path, monkeypatch):
 
 def test_refuses_a_folder_that_holds_a_run(tmp_path):
     under_way = claim(tmp_path, name="", overwrite=False)
-    under_way.config.write_text("{}")
+    write_config(under_way)
     with pytest.raises(ValueError, match=r"holds a run already.*--out.*--overwrite"):
         claim(tmp_path, name="", overwrite=False)
     under_way.remove_partial()
@@ -24,7 +57,7 @@ def test_refuses_a_folder_that_holds_a_run(tmp_path):
 
 def test_a_start_that_failed_leaves_its_folder_free(tmp_path):
     failed = claim(tmp_path, name="", overwrite=False)
-    failed.config.write_text("{}")
+    write_config(failed)
     failed.errors(1).write_text("Traceback")
     failed.metrics(0).write_text("")
     failed.remove_partial()
@@ -34,11 +67,11 @@ def test_a_start_that_failed_leaves_its_folder_free(tmp_path):
 
 def test_overwrite_removes_the_run_and_nothing_else(tmp_path):
     run_dir = claim(tmp_path, name="", overwrite=False)
-    for file in (run_dir.config, run_dir.summary, run_dir.metrics(7), run_dir.errors(3)):
+    write_config(run_dir)
+    for file in (run_dir.summary, run_dir.metrics(7), run_dir.errors(3), run_dir.rank_result(2)):
         file.write_text("old")
     for name in ("config.json.partial", "summary.json.partial", "invitation.partial"):
         (tmp_path / name).write_text("half")
-    (run_dir.partial / "x").write_text("old")
     (tmp_path / "notes.txt").write_text("mine")
     claim(tmp_path, name="", overwrite=True)
     assert {file.name for file in tmp_path.iterdir()} == {"notes.txt", "partial"}
@@ -50,20 +83,24 @@ def test_checkpoints_are_never_removed_unasked(tmp_path):
     state = {"model": {"w": torch.ones(2)}}
     for step in (10, 20):
         checkpoint.save(tmp_path / "checkpoints", state, rank=0, world_size=1, step=step)
-    with pytest.raises(
-        ValueError, match=r"holds a run already; go on with it by --resume .*, name"
-    ):
+    for overwrite in (False, True):
+        with pytest.raises(ValueError, match="step-0"):
+            claim(tmp_path, name="", overwrite=overwrite)
+    (tmp_path / "partial").mkdir()
+    write_config(RunDir(tmp_path))
+    with pytest.raises(ValueError, match=r"holds a run already; go on with it by --resume"):
         claim(tmp_path, name="", overwrite=False)
     assert checkpoint.steps(tmp_path / "checkpoints") == [10, 20]
     evicted = tmp_path / "other" / "evicted-rank2.safetensors"
     evicted.parent.mkdir()
     evicted.write_text("all that it had learned")
-    with pytest.raises(ValueError, match=r"holds a run already; name another folder"):
+    with pytest.raises(ValueError, match=str(evicted)):
         claim(tmp_path / "other", name="", overwrite=False)
 
 
 def test_overwrite_removes_checkpoints_and_nothing_beside_them(tmp_path):
     run_dir = claim(tmp_path, name="", overwrite=False)
+    write_config(run_dir)
     checkpoint.save(run_dir.checkpoints, {}, rank=0, world_size=1, step=10)
     mine = [
         run_dir.checkpoints / "step-000000010" / "rank-0000" / "note.txt",

@@ -22,6 +22,7 @@ from gossipgrad.train import (
     _joined,
     _living,
     _run,
+    _worker,
     _world,
     config_of_run,
     join_run,
@@ -167,6 +168,17 @@ def test_one_that_takes_over_from_an_opener_that_stands_still_is_not_kept_out(ru
     stands_still = opens(0, ours, again=False)
     with stands_still, opens(1, ours, again=True), pytest.raises(ValueError, match="a process"):
         opens(1, theirs, again=True)
+
+
+def test_a_worker_whose_launcher_is_gone_keeps_others_out(run_dir, monkeypatch):
+    told = []
+    chosen = config(run_dir, strategy="local").resolved(nproc=2, out=run_dir.path)
+    monkeypatch.setattr(_worker, "serve", lambda pipe, work, **_: work(threading.Event(), print))
+    monkeypatch.setattr(_worker, "train_rank", lambda *_, **__: told.append(refuses(run_dir)))
+    of_a_worker = {"config": chosen, "run_dir": run_dir, "rank": 0, "world_size": 2}
+    _worker.worker_main(_worker.WorkerSpec(**of_a_worker, store_port=0, members=(0, 1)), None)
+    assert told == [TAKEN]
+    assert refuses(run_dir) is None
 
 
 def test_a_process_that_was_killed_keeps_nobody_out(run_dir):

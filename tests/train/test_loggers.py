@@ -97,7 +97,8 @@ def test_tensorboard_has_the_figures_of_the_metrics_file(tmp_path):
 
 def test_every_rank_has_a_folder_of_its_own_and_overwrite_empties_it(tmp_path):
     run_dir = claim(tmp_path, name="", overwrite=False)
-    config = TrainConfig(tensorboard=True)
+    config = TrainConfig(tensorboard=True).resolved(nproc=4, out=tmp_path)
+    config.write(run_dir.config, {})
     for rank in (0, 3):
         open_loggers(config, run_dir, rank).close()
     found = [*tmp_path.glob("tensorboard/rank*/events*")]

@@ -1,5 +1,8 @@
+import errno
 import json
+import os
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +11,7 @@ from safetensors.torch import load_file
 from gossipgrad import data, models
 from gossipgrad.errors import GossipError
 from gossipgrad.train import TrainConfig
-from gossipgrad.train._layout import claim
+from gossipgrad.train._layout import RunDir, claim
 from gossipgrad.train._rank import train_rank
 
 
@@ -28,12 +31,15 @@ def one_thread():
 def train(digits, tmp_path, one_thread):
     """Train one rank alone, in this process."""
 
-    def train_alone(*, stop=None, emit=lambda event: None, name="run", rank=0, **options):
+    def train_alone(
+        *, stop=None, emit=lambda event: None, name="run", rank=0, dataset=digits, **options
+    ):
         run_dir = claim(tmp_path / name, name="", overwrite=True)
         config = TrainConfig(strategy="local", **options).resolved(nproc=1, out=run_dir.path)
+        config.write(run_dir.config, {})
         result = train_rank(
             config,
-            digits,
+            dataset,
             run_dir,
             rank=rank,
             world_size=rank + 1,
@@ -146,3 +152,66 @@ def test_no_trace_when_none_is_asked_for(train):
 def test_loss_that_is_not_finite_ends_the_run(train):
     with pytest.raises(GossipError, match=r"the loss became (nan|inf) in step \d+; lower --lr"):
         train(epochs=2, lr=1e20)
+
+
+class SlowTest:
+    """A test part that takes for ever: before each batch, a file was last written in 1970."""
+
+    def __init__(self, samples, path):
+        self.samples, self.path, self.ages = samples, path, []
+        self.labels = samples.labels
+
+    def __len__(self):
+        return 2500
+
+    def batch(self, indices, *, augment=None):
+        self.ages.append(self.path.stat().st_mtime)
+        os.utime(self.path, (0, 0))
+        return self.samples.batch(indices % len(self.samples))
+
+
+def test_a_rank_that_evaluates_for_long_shows_that_it_lives(train, digits, tmp_path):
+    """Those who put a run together await a rank for as long as it writes its metrics."""
+    slow = SlowTest(digits.test, tmp_path / "run" / "metrics-rank0.jsonl")
+    train(
+        epochs=1,
+        dataset=replace(digits, test=slow, info=replace(digits.info, test_samples=len(slow))),
+    )
+    assert len(slow.ages) >= 3
+    assert all(slow.ages)
+
+
+def test_the_space_of_the_model_is_taken_at_the_start(train, tmp_path):
+    taken = []
+
+    def look(event):
+        if event["event"] == "ready":
+            taken.append(512 * RunDir(tmp_path / "run").rank_model(0).stat().st_blocks)
+
+    result, run_dir = train(epochs=1, emit=look)
+    assert taken[0] >= run_dir.rank_model(0).stat().st_size > result.gradient_bytes
+
+
+@pytest.mark.parametrize("every", [None, 7])
+def test_a_disk_that_is_full_at_the_end_is_told_in_one_line(train, tmp_path, every):
+    run_dir = RunDir(tmp_path / "run")
+
+    def fill(event):
+        if event["event"] == "ready":
+            run_dir.rank_model(0).unlink(missing_ok=True)
+            run_dir.rank_model(0).symlink_to("/dev/full")
+
+    way_out = rf"--resume {run_dir.path}$" if every else "no checkpoint"
+    with pytest.raises(GossipError, match=rf"^no space in .*{way_out}"):
+        train(epochs=1, checkpoint_every=every, emit=fill)
+    assert run_dir.holds_checkpoints == bool(every)
+
+
+def test_no_space_for_the_model_is_told_before_a_step(train, tmp_path, monkeypatch):
+    def fallocate(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", fallocate)
+    with pytest.raises(GossipError, match="no space in"):
+        train(epochs=1)
+    assert not (tmp_path / "run" / "metrics-rank0.jsonl").read_text()

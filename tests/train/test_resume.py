@@ -1,6 +1,7 @@
 """A run that is cut short and resumed comes to what it would have, bit for bit."""
 
 import dataclasses
+import json
 import random
 import shutil
 import threading
@@ -116,6 +117,19 @@ def test_resuming_is_refused_with_the_reason(alone, tmp_path):
     reopen(dataclasses.replace(saved, epochs=2, log_every=5, keep_checkpoints=4))
 
 
+@pytest.mark.parametrize(("name", "value"), [("lr", 0.2), ("batch_size", 32), ("momentum", 0.5)])
+def test_an_edited_configuration_is_not_resumed_as_another_run(alone, tmp_path, name, value):
+    _, run_dir = alone("run", epochs=1)
+    options = json.loads(run_dir.config.read_text())
+    run_dir.config.write_text(json.dumps(options | {name: value}))
+    before = run_dir.summary.exists(), run_dir.metrics(0).read_text()
+    with pytest.raises(ValueError, match=rf"{name} is {value} .*{name}={options[name]}"):
+        alone("run", resumes=True, epochs=2)
+    assert (run_dir.summary.exists(), run_dir.metrics(0).read_text()) == before
+    run_dir.config.write_text(json.dumps(options))
+    assert alone("run", resumes=True, epochs=2)[0].epochs == 2
+
+
 def test_a_damaged_checkpoint_is_refused_and_older_ones_are_named(alone, tmp_path):
     _, run_dir = alone("run", epochs=1)
     (newest,) = (run_dir.checkpoints / "step-000000023" / "rank-0000").glob("*.safetensors")
@@ -143,6 +157,14 @@ def test_a_newer_checkpoint_is_not_passed_over_for_its_manifest(alone):
     assert files_of(run_dir) == before
     resumed, _ = alone("run", resumes=True, resume_step=21)
     assert resumed.steps == 23
+
+
+@pytest.mark.parametrize("resume_step", [None, 23])
+def test_a_damaged_checkpoint_is_not_taken_for_none(alone, resume_step):
+    _, run_dir = alone("run", epochs=1, keep_checkpoints=1 if resume_step is None else 2)
+    (run_dir.checkpoints / "step-000000023" / "rank-0000" / "manifest.json").write_text("")
+    with pytest.raises(ValueError, match=r"step-000000023/rank-0000/manifest.json is damaged"):
+        alone("run", resumes=True, resume_step=resume_step)
 
 
 def ended(run_dir):

@@ -1,15 +1,18 @@
+import errno
 import multiprocessing
 import os
 import signal
 import socket
 
 import pytest
+import torch.distributed as dist
 
 from gossipgrad.errors import GossipError
-from gossipgrad.train import TrainConfig, run
+from gossipgrad.train import RunFailedError, TrainConfig, run
 from gossipgrad.train._gathering import open_store
 from gossipgrad.train._given_world import World, find_world
-from gossipgrad.train._world import slurm_rendezvous
+from gossipgrad.train._layout import RunDir
+from gossipgrad.train._world import run_in_world, slurm_rendezvous
 from support.processes import run_processes
 from support.waiting import until
 from support.world_rank import stopped_by_signal, waits_alone
@@ -123,3 +126,20 @@ def test_ranks_in_lockstep_that_hear_of_the_stop_one_by_one_stop_together(
     assert summary["lost_ranks"] == summary["notes"] == []
     assert {path.name for path in tmp_path.iterdir()} >= {"model.safetensors", "report.html"}
     assert not (tmp_path / "partial").exists()
+
+
+def test_a_traceback_that_a_full_disk_does_not_take_is_not_referred_to(tmp_path, monkeypatch):
+    run_dir = RunDir(tmp_path)
+
+    def fail(*_, **__):
+        run_dir.errors(0).symlink_to("/dev/full")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("gossipgrad.train._world.train_with_those_who_come", fail)
+    monkeypatch.setattr("gossipgrad.train._world.open_store", lambda *_: dist.HashStore())
+    options = TrainConfig(strategy="local", out=tmp_path, quiet=True)
+    with pytest.raises(RunFailedError) as failed:
+        run_in_world(options, World(rank=0, world_size=1, launcher="torchrun"))
+    assert "No space left on device" in str(failed.value)
+    assert "traceback" not in str(failed.value)
+    assert not run_dir.errors(0).is_symlink()

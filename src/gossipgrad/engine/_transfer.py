@@ -30,6 +30,7 @@ class Transfer:
     ) -> None:
         self.flow = flow
         self.round = round
+        self.generation = channel.generation
         self.peers = peers
         self.snapshot = snapshot
         self.exchanges: dict[int, Exchange] = {}
@@ -163,6 +164,7 @@ class Transfer:
         exchange = self.exchanges[place]
         return {
             "round": self.round,
+            "generation": self.generation,
             "bucket": exchange.bucket,
             "send_to": exchange.send_to,
             "recv_from": exchange.recv_from,

@@ -48,7 +48,10 @@ def strategy_by_name(name: str) -> Strategy:
         'layer'
     """
     if name not in _STRATEGIES:
-        raise ValueError(f"no strategy {name!r} is modelled: choose among {', '.join(STRATEGIES)}")
+        raise ValueError(
+            f"no strategy {name!r} is modelled: choose among {', '.join(STRATEGIES)}; those that "
+            "merge or compress gradients are what `gossipgrad plan` computes"
+        )
     return _STRATEGIES[name]
 
 

@@ -12,6 +12,7 @@ KIND_OF_NAME = {
     "wait": "communication",
     "mix": "communication",
     "snapshot": "communication",
+    "select": "communication",
     "average": "communication",
     "root": "roots",
 }

@@ -9,7 +9,7 @@ from gossipgrad.topology import by_name
 from ._format import listed, number
 from ._runs import Run, find_key
 from ._spans import Span
-from ._values import strategy_is
+from ._values import joined_ranks, strategy_is
 
 INTRODUCTION = (
     "How often each rank took in what another had sent, and how the first values of all ranks "
@@ -28,10 +28,11 @@ class Mixing:
     """From whom each rank took a delivered exchange, round by round.
 
     Attributes:
-        world_size: The number of ranks.
+        world_size: The number of ranks, those that joined among them.
         first_round: The round of the first row.
         observed: A row a round: for each rank the one whose part it took, -1 for nobody.
-        expected: The same by the schedule; None where the schedule is not known.
+        expected: The same by the schedule; None where the schedule is not known, or ranks were
+            lost or joined.
         silent_ranks: Ranks without an exchange in the trace.
         period: Rounds of one period of the schedule, if it is known.
     """
@@ -42,6 +43,8 @@ class Mixing:
     expected: list[list[int]] | None
     silent_ranks: list[int]
     period: int | None
+    has_changed: bool = False
+    """Whether ranks were lost or joined before a round in the trace."""
 
     def payload(self) -> dict[str, Any]:
         """The rounds as the page's script takes them."""
@@ -62,6 +65,8 @@ class Mixing:
         text = f"{rounds[0].upper()}{rounds[1:]} of the trace."
         if missing:
             text += f" No exchange of rank {missing} is in it: drawn as if it had taken nothing."
+        if self.has_changed:
+            return f"{text} Ranks were lost or joined: no schedule is beside it."
         if self.expected is None:
             return f"{text} The schedule of the run is not known, so nothing is beside it."
         pairs = [
@@ -97,38 +102,47 @@ class Mixing:
 
 def mixing(run: Run) -> Mixing | None:
     """The meetings in the trace of a run; None when it has no exchange, or `too_many_ranks`."""
-    if run.world_size > _MAX_RANKS:
+    spans = run.trace.named("exchange")
+    if (world_size := _world_size(run)) > _MAX_RANKS:
         return None
     taken: dict[int, dict[int, int]] = {}
     rounds_of: dict[int, set[int]] = {}
-    for span in run.trace.named("exchange"):
+    for span in spans:
         round, other = span.attributes.get("round"), span.attributes.get("recv_from")
-        if type(round) is not int or not 0 <= span.rank < run.world_size:
+        if type(round) is not int or not 0 <= span.rank < world_size:
             continue
         rounds_of.setdefault(span.rank, set()).add(round)
-        if type(other) is int and 0 <= other < run.world_size and was_delivered(span):
+        if type(other) is int and 0 <= other < world_size and was_delivered(span):
             taken.setdefault(round, {})[span.rank] = other
     if not rounds_of:
         return None
     # At its ends a trace has rounds of some ranks alone.
     first = max(min(rounds) for rounds in rounds_of.values())
     last = min(max(rounds) for rounds in rounds_of.values())
-    last = min(last, first + max(1, _MAX_NUMBERS // run.world_size) - 1)
+    last = min(last, first + max(1, _MAX_NUMBERS // world_size) - 1)
     if last < first:
         return None
     rounds = range(first, last + 1)
-    expected, period = _expected(run, rounds)
+    has_changed = any(span.attributes.get("generation", 0) != 0 for span in spans)
+    expected, period = (None, None) if has_changed else _expected(run, rounds)
     return Mixing(
-        world_size=run.world_size,
+        world_size=world_size,
         first_round=first,
         observed=[
-            [taken.get(round, {}).get(rank, _NOBODY) for rank in range(run.world_size)]
+            [taken.get(round, {}).get(rank, _NOBODY) for rank in range(world_size)]
             for round in rounds
         ],
         expected=expected,
-        silent_ranks=[rank for rank in range(run.world_size) if rank not in rounds_of],
+        silent_ranks=[rank for rank in range(world_size) if rank not in rounds_of],
         period=period,
+        has_changed=has_changed,
     )
+
+
+def _world_size(run: Run) -> int:
+    """How many ranks there were at the start, and joined."""
+    joined = [told.get("rank") for told in joined_ranks(run)]
+    return max([run.world_size, *(rank + 1 for rank in joined if type(rank) is int)])
 
 
 def too_many_ranks(run: Run) -> str:

@@ -19,6 +19,7 @@ from ._config import TrainConfig
 from ._layout import RunDir
 from ._metrics import Event
 from ._random_state import load_random_state, random_state
+from ._resume import deciding, edited
 from .strategies import RunningStrategy
 
 # How long the write of the checkpoint before is awaited. Where the disk is slower than that, ranks
@@ -290,6 +291,7 @@ class Checkpoints:
         own = self._batches.state_dict() if isinstance(self._batches, RingBatches) else None
         return {
             **state,
+            "options": deciding(self._config),
             "strategy": self._strategy.place(),
             "batches": own,
             "random": random_state(self._device),
@@ -299,7 +301,8 @@ class Checkpoints:
     def _misfit(self, state: Mapping[str, Any]) -> str | None:
         if missing := sorted(_OF_A_RUN - state.keys()):
             return f"it was not saved by a run of the command, for it lacks {missing[0]!r}"
-        if (why := is_behind(self._config, state["loop"]["epoch"])) is not None:
+        why = edited(self._config, state) or is_behind(self._config, state["loop"]["epoch"])
+        if why is not None:
             return why
         if self._strategy.session is None:
             return misfit(self._model, self._optimizers, state)

@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from gossipgrad.comm import AskedStore
 
-from ._joined import HandedIn, collect_joined, read_file, taken_for_dead
+from ._joined import HandedIn, collect_joined, folder_seconds, read_file, taken_for_dead
 from ._layout import RunDir
-from ._result import RankResult
+from ._result import RankResult, RunFailedError
 from ._run_lock import run_lock
 
 # Of what ranks of a given world say to each other, in its store.
@@ -21,6 +21,8 @@ _POLL_SECONDS = 0.1
 _REPORT_SECONDS = 120.0
 # Between handing in and taking the lock one that lives does nothing.
 _TURN_SECONDS = 5.0
+# For another to put the run together, since a rank has last written metrics.
+_LAST_SECONDS = 1800.0
 # A store that hangs is not waited for: what is in it is in the folder, too.
 _STORE_SECONDS = 2.0
 
@@ -74,9 +76,12 @@ class Ending:
         """Inside, it is this rank's to put the run together, if so; waits until that is known.
 
         The others get False, once it was done.
+
+        Raises:
+            RunFailedError: Nobody has done it for half an hour, though no rank trains any more.
         """
         first = min(set(range(self._world_size)) - set(self._lost), default=self._rank)
-        begun_seconds = time.time()
+        begun_seconds = folder_seconds(self._run_dir)
         came_seconds: float | None = None
         while not self._is_done():
             now = time.monotonic()
@@ -89,6 +94,12 @@ class Ending:
                     if mine and not self._is_done():
                         yield True
                         return
+            ranks = range(self._world_size)
+            if min(self._quiet_seconds(rank, begun_seconds) for rank in ranks) > _LAST_SECONDS:
+                raise RunFailedError(
+                    f"rank {self._rank} waited {_LAST_SECONDS:g} s for another to put the run "
+                    f"together; what the ranks have learned is in {self._run_dir.partial}"
+                )
             time.sleep(_POLL_SECONDS)
         yield False
 
@@ -96,7 +107,7 @@ class Ending:
         """What the ranks handed in, and why some did not; those known to be lost do not count."""
         results: dict[int, RankResult] = {}
         lost: dict[int, str] = {}
-        begun_seconds = time.time()
+        begun_seconds = folder_seconds(self._run_dir)
         for rank in range(self._world_size):
             while (content := self._read(rank)) is None and rank not in self._lost:
                 if self._quiet_seconds(rank, begun_seconds) > _REPORT_SECONDS:
@@ -125,7 +136,7 @@ class Ending:
         """How long nothing was heard of a rank, since this one began to wait at most."""
         with contextlib.suppress(OSError):
             begun_seconds = max(begun_seconds, self._run_dir.metrics(rank).stat().st_mtime)
-        return time.time() - begun_seconds
+        return folder_seconds(self._run_dir) - begun_seconds
 
     def _read(self, rank: int) -> HandedIn | None:
         if (content := read_file(self._run_dir, rank)) is not None:

@@ -1,7 +1,7 @@
 """Accuracy on the test part, alone or shared out over the ranks."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,6 +52,8 @@ class TestPart:
     """How many make batches ahead."""
     device: torch.device
     """Where the model is."""
+    beat: Callable[[], None] = lambda: None
+    """Called after each batch: a rank that evaluates for long is not one that stands still."""
 
     @classmethod
     def of(
@@ -62,6 +64,7 @@ class TestPart:
         world_size: int,
         threads: int = 0,
         device: torch.device | None = None,
+        beat: Callable[[], None] = lambda: None,
     ) -> "TestPart":
         """The test part of a data set."""
         info = dataset.info
@@ -77,6 +80,7 @@ class TestPart:
             world_size=world_size,
             threads=threads,
             device=device or torch.device("cpu"),
+            beat=beat,
         )
 
     def accuracy(self, model: nn.Module) -> float:
@@ -111,6 +115,7 @@ class TestPart:
             for x, y in made_ahead(self.samples.batch, chosen, threads=self.threads):
                 found = model(x.to(self.device)).argmax(-1)
                 correct += int((found == y.to(self.device)).sum())
+                self.beat()
             return correct
         finally:
             model.train(was_training)

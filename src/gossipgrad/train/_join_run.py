@@ -13,7 +13,7 @@ from ._living import take_part
 from ._orphaned import put_together_if_orphaned
 from ._outcome import exit_code_of
 from ._progress import make_progress
-from ._result import RunFailedError
+from ._result import RunFailedError, after_checks
 
 _POLL_SECONDS = 0.1
 # For whoever puts the run together, when the last rank here has handed in.
@@ -82,7 +82,8 @@ def join_run(options: JoinConfig) -> JoinOutcome:
             progress.close()
         results, summary = joiners.results.values(), None
         if results:
-            summary = put_together_if_orphaned(config, run_dir, joiners.results)
+            with after_checks():
+                summary = put_together_if_orphaned(config, run_dir, joiners.results)
     if summary is None and not all(result.left for result in results):
         summary = _await_summary(run_dir)
     cut_short = not results or any(result.stopped for result in results)

@@ -1,6 +1,7 @@
 """Ranks that joined a run under way: awaiting them at its end, and telling of them."""
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -55,13 +56,13 @@ def collect_joined(
         read: Gives what a rank has handed in.
         hurry: Whether to wait no longer; asked in between.
     """
-    begun_seconds = time.time()
+    begun_seconds = folder_seconds(run_dir)
     found: dict[int, RankResult] = {}
     lost: dict[int, str] = {}
     dead = known_lost(results.values())
     for rank in sorted({*known_joined(results.values()), *_came(run_dir)} - {*results}):
         while (content := read(rank)) is None and rank not in dead and not hurry():
-            now = time.time()
+            now = folder_seconds(run_dir)
             if now - max(begun_seconds, _last_sign_seconds(run_dir, rank)) > _SILENT_SECONDS:
                 break
             if results and now - begun_seconds > _END_SECONDS:
@@ -80,7 +81,7 @@ def collect_joined(
 
 def let_go(run_dir: RunDir) -> None:
     """Remove what was to be put together of a run that failed, unless some who joined go on."""
-    now = time.time()
+    now = folder_seconds(run_dir)
     if any(now - _last_sign_seconds(run_dir, rank) < _SILENT_SECONDS for rank in _came(run_dir)):
         withdraw(run_dir)
     else:
@@ -89,7 +90,7 @@ def let_go(run_dir: RunDir) -> None:
 
 def some_go_on(run_dir: RunDir, results: Mapping[int, RankResult], lost: Iterable[int]) -> bool:
     """Whether ranks that joined may train on, beside those that came to their end or are lost."""
-    now = time.time()
+    now = folder_seconds(run_dir)
     return any(
         read_file(run_dir, rank) is None
         and now - _last_sign_seconds(run_dir, rank) < _SILENT_SECONDS
@@ -105,7 +106,9 @@ def living_joiner(run_dir: RunDir) -> int | None:
     seen = {rank: _last_sign_seconds(run_dir, rank) for rank in _came(run_dir)}
     newest_seconds = max(seen.values(), default=0.0)
     deadline = time.monotonic() + _SILENT_SECONDS
-    while time.time() - newest_seconds < _SILENT_SECONDS and time.monotonic() < deadline:
+    while seen and time.monotonic() < deadline:
+        if folder_seconds(run_dir) - newest_seconds >= _SILENT_SECONDS:
+            break
         for rank, sign_seconds in seen.items():
             if _last_sign_seconds(run_dir, rank) > sign_seconds:
                 return rank
@@ -155,6 +158,14 @@ def _came(run_dir: RunDir) -> list[int]:
     """Who has joined, by the files of their signs of life."""
     names = (path.stem for path in run_dir.partial.glob("joined-rank*.json"))
     return [int(name.removeprefix("joined-rank")) for name in names]
+
+
+def folder_seconds(run_dir: RunDir) -> float:
+    """Now, by the clock that dates files there: those of machines need not agree with it."""
+    with suppress(OSError):
+        os.utime(run_dir.partial)
+        return run_dir.partial.stat().st_mtime
+    return time.time()
 
 
 def _last_sign_seconds(run_dir: RunDir, rank: int) -> float:

@@ -1,8 +1,8 @@
 """Names of the files in the folder of a run."""
 
 import contextlib
+import json
 import re
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +10,17 @@ from pathlib import Path
 from gossipgrad import checkpoint
 
 _METRICS = re.compile(r"metrics-rank(\d+)\.jsonl")
+# All that a run leaves in its folder, but for its lock and its checkpoints.
+_FILES = re.compile(
+    r"""(config|summary)\.json(\.partial)?
+    | model\.safetensors | trace\.json | report\.html | invitation\.(json|partial)
+    | (former/)?metrics-rank\d+(-\d+)?\.jsonl
+    | errors-(rank|join)\d+\.txt
+    | evicted-rank\d+(-\d+)?\.safetensors
+    | tensorboard/rank\d+/events\.out\.tfevents\.[^/]+
+    | partial/(lock|taken|opened|resumes|(result|joined|model|trace)-rank\d+\.\w+)""",
+    re.VERBOSE,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,42 +139,62 @@ class RunDir:
         """Whether there are checkpoints, of a run of the command or of a loop of the user's own."""
         return any(self.checkpoints.glob("step-*"))
 
+    @property
+    def is_run(self) -> bool:
+        """Whether the folder is that of a run: `config.json` is one that the command wrote."""
+        with contextlib.suppress(OSError, ValueError):
+            content = json.loads(self.config.read_text())
+            return isinstance(content, dict) and {"strategy", "versions"} <= content.keys()
+        return False
+
+    def files(self) -> list[Path]:
+        """What is there under a name that a run gives its files."""
+        found = (
+            path
+            for pattern in ("*", "former/*", "partial/*", "tensorboard/*/*")
+            for path in self.path.glob(pattern)
+        )
+        return [path for path in found if _FILES.fullmatch(path.relative_to(self.path).as_posix())]
+
+    def check_replaceable(self) -> None:
+        """Raise `ValueError` if a run would remove or replace what no run has left there."""
+        not_a_runs = {*self.partial.glob("*")} - {*self.files()}
+        if not self.is_run:
+            not_a_runs |= {*self.files(), *self.checkpoints.glob("step-*")}
+        if not_a_runs:
+            raise ValueError(
+                f"a run in {self.path} would replace {min(not_a_runs)}, which is no file of a run "
+                f"that {self.config.name} is of: name another folder with --out, or move that file "
+                "away. Nothing was removed."
+            )
+
     def remove_partial(self) -> None:
         """Remove what ranks left for whoever put the run together, and invite nobody any more."""
         with contextlib.suppress(OSError):
             self.invitation.unlink()
-        shutil.rmtree(self.partial, ignore_errors=True)
+        for file in self.files():
+            if file.parent == self.partial:
+                with contextlib.suppress(OSError):
+                    file.unlink()
+        with contextlib.suppress(OSError):  # where somebody else keeps something there, it stays
+            self.partial.rmdir()
 
     def clear(self) -> None:
         """Remove the files of an earlier run, and those alone; not the lock of who does this."""
         self.remove_partial()
         checkpoint.remove_all(self.checkpoints)
-        with contextlib.suppress(OSError):  # where somebody else keeps something there, it stays
+        with contextlib.suppress(OSError):  # the same
             self.checkpoints.rmdir()
-        for pattern in (
-            "config.json",
-            "config.json.partial",
-            "summary.json",
-            "summary.json.partial",
-            "invitation.partial",
-            "model.safetensors",
-            "trace.json",
-            "report.html",
-            "metrics-rank*.jsonl",
-            "former/metrics-rank*.jsonl",
-            "errors-*.txt",
-            "evicted-rank*.safetensors",
-            "tensorboard/rank*/events.out.tfevents.*",
-        ):
-            for file in self.path.glob(pattern):
-                file.unlink()
+        for file in self.files():
+            file.unlink()
 
     def reopen(self) -> None:
         """Make room for a run to go on; what its last end has left stays until that is sure."""
         self.remove_partial()
-        for file in self.path.glob("errors-*.txt"):
-            file.unlink()
-        self.partial.mkdir()
+        for file in self.files():
+            if file.name.startswith("errors-"):
+                file.unlink()
+        self.partial.mkdir(exist_ok=True)
         self.resumes.touch()
 
     def remove_end(self) -> None:
@@ -184,13 +215,13 @@ def claim(
     Args:
         out: The folder.
         name: Of the run.
-        overwrite: Whether to replace the run that it holds.
+        overwrite: Whether to replace the run that it holds, if it is the folder of one.
         hold: Called before anything in the folder is removed; raises ValueError if a run in it
             lives.
 
     Raises:
-        ValueError: `out` holds a run and `overwrite` is not set, or one that lives, or it cannot be
-            written to.
+        ValueError: `out` holds a run and `overwrite` is not set, or one that lives, or files that
+            no run has left and that this one would replace, or it cannot be written to.
     """
     try:
         if out is None:
@@ -206,6 +237,7 @@ def claim(
         else:
             folder = RunDir(out)
             folder.path.mkdir(parents=True, exist_ok=True)
+            folder.check_replaceable()
             if not overwrite and folder.holds_run:
                 goes_on = f"go on with it by --resume {out}, " if folder.holds_checkpoints else ""
                 raise ValueError(
@@ -213,8 +245,9 @@ def claim(
                     "replace it with --overwrite."
                 )
             hold(folder)
-            folder.clear()
-        folder.partial.mkdir()
+            if folder.is_run:
+                folder.clear()
+        folder.partial.mkdir(exist_ok=True)
     except OSError as error:
         raise ValueError(
             f"cannot write to {error.filename}: {error.strerror}; name another folder with --out."

@@ -14,6 +14,7 @@ from gossipgrad.decentralized import average_states
 from ._checkpoints import Place, is_behind
 from ._config import TrainConfig
 from ._layout import RunDir
+from ._resume import edited
 
 
 def other_ranks(
@@ -99,7 +100,7 @@ def start_from_consensus(
     furthest = max(
         (state["loop"] for state in states), key=lambda loop: (loop["epoch"], loop["batch"])
     )
-    if (why := is_behind(config, furthest["epoch"])) is not None:
+    if why := edited(config, states[0]) or is_behind(config, furthest["epoch"]):
         raise ValueError(f"the checkpoint of step {step} cannot be resumed: {why}")
     load_replica(model, optimizers, mean)
     metrics = dict(furthest["metrics"])

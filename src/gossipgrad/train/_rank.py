@@ -1,9 +1,11 @@
 """What one rank does: the training loop and the evaluations around it."""
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,6 +28,7 @@ from ._layout import RunDir
 from ._loggers import open_loggers
 from ._loop import Loop
 from ._metrics import Event, Metrics
+from ._model_file import reserve_model, write_model
 from ._newcomer import Newcomer
 from ._optimizers import go_to_step, make_optimizers, make_schedulers, notes_on_muon
 from ._other_ranks import other_ranks, start_from_consensus
@@ -80,6 +83,7 @@ def train_rank(
         PeerLostError: An all-reduce found a rank gone.
         EvictedError: The others have given this rank up; its weights are in `run_dir`.
         DivergedError: The loss is no longer finite.
+        GossipError: There is no space for the model; without it, nothing is trained.
     """
     torch.set_num_threads(config.threads)
     device = find_device(config, rank=rank)
@@ -125,7 +129,12 @@ def train_rank(
                 optimizer.recorder = spans
                 unstarted.callback(optimizer.close)
         test = TestPart.of(
-            dataset, rank=rank, world_size=world_size, threads=threads, device=device
+            dataset,
+            rank=rank,
+            world_size=world_size,
+            threads=threads,
+            device=device,
+            beat=partial(_touch, run_dir.metrics(rank)),
         )
         replica = Replica(
             model=model,
@@ -204,6 +213,7 @@ def train_rank(
                 strategy.session.carry = loop.carried
             if (why := _invite(strategy, dataset, run_dir, config)) is not None:
                 strategy.notes.append(why)
+            reserve_model(run_dir, rank, model)
             emit({"event": "ready", "total_steps": total_steps})
             unstarted.pop_all()
             final = loop.run()
@@ -231,7 +241,7 @@ def train_rank(
         shuffle = batches.stats()
     # A run that is over, and did not wait, takes no model of one that joined any more.
     with nullcontext() if newcomer is None else suppress(FileNotFoundError):
-        run_dir.rank_model(rank).write_bytes(save(final.weights))
+        write_model(run_dir, rank, final.weights)
         spans.save(run_dir.rank_trace(rank))
     return RankResult(
         rank=rank,
@@ -285,6 +295,12 @@ def _invite(
     if session.rank != min(session.membership.living):
         return None
     return invite(session, dataset, run_dir)
+
+
+def _touch(path: Path) -> None:
+    """Show those who wait for this rank's end by its metrics that it lives."""
+    with suppress(OSError):
+        os.utime(path)
 
 
 @contextmanager

@@ -1,6 +1,8 @@
 """What one rank hands back at the end of its part."""
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +23,15 @@ class PeerLostError(GossipError):
 
 class DivergedError(GossipError):
     """The loss is no longer finite; what this rank holds spoils all others."""
+
+
+@contextmanager
+def after_checks() -> Iterator[None]:
+    """Inside, a `ValueError` is no mistake in the options: it is raised from a `RuntimeError`."""
+    try:
+        yield
+    except ValueError as error:
+        raise RuntimeError("the run failed after its options were checked") from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,14 +69,14 @@ def reopen(
         what = "checkpoints of another run alone" if others else "no checkpoint"
         raise ValueError(
             f"{run_dir.path} has {what} that all ranks have saved: a run saves them with "
-            "--checkpoint-every."
+            f"--checkpoint-every{_lacks(run_dir, config)}."
         )
     if step is None:
         step = _newest(run_dir, config.run_name)
     elif step not in there:
         raise ValueError(
             f"resume_step is {step}, but the checkpoints that all ranks have saved are of steps "
-            f"{', '.join(map(str, there))}."
+            f"{', '.join(map(str, there))}{_lacks(run_dir, config)}."
         )
     if not config.traits.communicates:  # whose ranks never tell each other that theirs are good
         _read_all(run_dir, step, config.run_name)
@@ -91,6 +91,16 @@ def reopen(
     except OSError as error:
         raise ValueError(f"cannot write to {error.filename}: {error.strerror}.") from error
     return dataclasses.replace(config, resume_step=step, out=run_dir.path), run_dir
+
+
+def _lacks(run_dir: RunDir, config: TrainConfig) -> str:
+    """Why the checkpoint of `resume_step`, or the newest, is not one; empty if there is none."""
+    if run_dir.holds_checkpoints:
+        try:
+            checkpoint.members(run_dir.checkpoints, step=config.resume_step, run=config.run_name)
+        except ValueError as error:
+            return f" ({error})"
+    return ""
 
 
 def _newest(run_dir: RunDir, run: str | None) -> int:
@@ -154,22 +164,38 @@ def _noted_versions(run_dir: RunDir) -> dict[str, Any]:
 
 
 def _check_alike(config: TrainConfig, saved: TrainConfig, folder: Path) -> None:
-    nproc = saved.nproc or 1
-    ours = _flat(config.resolved(nproc=nproc, out=folder))
-    theirs = _flat(saved.resolved(nproc=nproc, out=folder))
-    may_change = _MAY_CHANGE | {
-        f"{one.section}.{name}" for one in STRATEGIES.values() for name in one.may_change_on_resume
-    }
+    ours, theirs = (
+        deciding(one.resolved(nproc=saved.nproc or 1, out=folder)) for one in (config, saved)
+    )
     for name, value in theirs.items():
-        if name not in may_change and ours[name] != value:
+        if ours[name] != value:
             raise ValueError(
                 f"{name} is {ours[name]}, but the run in {folder} has {name}={value}: leave "
                 f"--{name.replace('_', '-')} out to resume it, or begin another run."
             )
 
 
-def _flat(config: TrainConfig) -> dict[str, Any]:
+def deciding(config: TrainConfig) -> dict[str, Any]:
+    """The options of a resolved configuration that decide figures, as plain values."""
     values = config.to_json()
+    may_change = {*_MAY_CHANGE}
     for section in config.options:
         values |= {f"{section}.{name}": value for name, value in values.pop(section).items()}
-    return values
+    for one in STRATEGIES.values():
+        may_change |= {f"{one.section}.{name}" for name in one.may_change_on_resume}
+    return {name: value for name, value in values.items() if name not in may_change}
+
+
+def edited(config: TrainConfig, state: Mapping[str, Any]) -> str | None:
+    """Which option is not what a checkpoint was saved with: `config.json` was edited; None: none.
+
+    Options that the state does not have, as of another version, are not compared.
+    """
+    saved = state.get("options", {})
+    for name, value in deciding(config).items():
+        if value != saved.get(name, value):
+            return (
+                f"{name} is {value} in config.json, but it was saved with {name}={saved[name]}: "
+                "put that back, or begin another run with --config"
+            )
+    return None

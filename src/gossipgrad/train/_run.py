@@ -13,6 +13,7 @@ from ._living import take_part
 from ._losses import stands_for_most
 from ._outcome import Outcome, exit_code_of
 from ._progress import make_progress
+from ._result import after_checks
 from ._resume import reopen
 from ._run_lock import run_lock
 from ._summary import compose, finish
@@ -45,6 +46,7 @@ def run(config: TrainConfig, *, show_config: bool = False) -> Outcome:
     Raises:
         ValueError: The options cannot work; nothing was started.
         GossipError: The run failed and nothing can be kept of it, or its data cannot be fetched.
+        RuntimeError: A `ValueError` came up after the options were checked; it is the cause.
     """
     config.warn_of_unused()
     if (world := find_world(os.environ)) is not None:
@@ -68,7 +70,8 @@ def run(config: TrainConfig, *, show_config: bool = False) -> Outcome:
         if show_config:
             print(config.text(versions()), end="", flush=True)
         held.enter_context(run_lock(run_dir))  # so that nobody who joins puts it together
-        return _run_here(config, run_dir, nproc)
+        with after_checks():
+            return _run_here(config, run_dir, nproc)
 
 
 def _run_here(config: TrainConfig, run_dir: RunDir, nproc: int) -> Outcome:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from gossipgrad.errors import GossipError
 
 from ._metrics import Event
+from ._model_file import write_errors
 from ._result import DivergedError, PeerLostError, RankResult
 
 BEAT_SECONDS = 0.5
@@ -64,8 +65,7 @@ def serve(pipe: Connection, work: Work, *, errors: Callable[[], Path], quiet: bo
         result = work(stop, emit)
         emit({"event": "result", "result": result.to_json()})
     except Exception as error:
-        with contextlib.suppress(OSError):
-            errors().write_text(traceback.format_exc())
+        write_errors(errors(), traceback.format_exc())
         started = ready.is_set()
         emit(
             {

@@ -15,6 +15,7 @@ from gossipgrad.comm import Group
 from ._batches import Groups
 from ._config import TrainConfig
 from ._layout import RunDir
+from ._living import take_part
 from ._metrics import Event
 from ._rank import train_rank
 from ._result import RankResult
@@ -45,17 +46,18 @@ def worker_main(spec: WorkerSpec, pipe: Connection) -> None:
     def work(stop: threading.Event, emit: Callable[[Event], None]) -> RankResult:
         config = spec.config
         dataset = data.load(config.data, config.data_dir, image_size=config.image_size)
-        return train_rank(
-            config,
-            dataset,
-            spec.run_dir,
-            rank=spec.rank,
-            world_size=spec.world_size,
-            stop=stop,
-            emit=emit,
-            groups=_join(spec) if config.needs_links else None,
-            members=spec.members,
-        )
+        with take_part(spec.run_dir):  # a launcher that is killed goes a moment before its workers
+            return train_rank(
+                config,
+                dataset,
+                spec.run_dir,
+                rank=spec.rank,
+                world_size=spec.world_size,
+                stop=stop,
+                emit=emit,
+                groups=_join(spec) if config.needs_links else None,
+                members=spec.members,
+            )
 
     serve(pipe, work, errors=lambda: spec.run_dir.errors(spec.rank), quiet=spec.rank != 0)
 

@@ -27,9 +27,10 @@ from ._layout import RunDir, claim
 from ._living import take_part
 from ._losses import stands_for_most
 from ._metrics import Event
+from ._model_file import write_errors
 from ._outcome import Outcome, exit_code_of
 from ._progress import make_progress
-from ._result import RunFailedError
+from ._result import RunFailedError, after_checks
 from ._resume import reopen
 from ._serving import short_cause
 from ._shared_folder import leave_token, must_be_shared
@@ -249,23 +250,23 @@ def _take_part(
         )
     except Exception as error:
         where = run_dir.errors(world.rank)
-        where.write_text(traceback.format_exc())
+        is_written = write_errors(where, traceback.format_exc())
         cause = f"failed: {short_cause(error)}"
         ending.hand_in({"cause": cause})
         if not isinstance(error, EvictedError):  # else the run, and its folder, is the others'
             if not start.ready:
                 gathering.fail(cause)
             start.free_folder()
-        raise RunFailedError(
-            f"rank {world.rank} {cause.rstrip('.')} (traceback in {where})"
-        ) from error
+        trace = f" (traceback in {where})" if is_written else ""
+        raise RunFailedError(f"rank {world.rank} {cause.rstrip('.')}{trace}") from error
     finally:
         progress.close()
     ending.hand_in({"result": result.to_json()})
     with ending.turn() as mine:
         if not mine:
             return Outcome(exit_code=exit_code_of(stops.first if result.stopped else None))
-        return _put_together(config, run_dir, world, ending, stops)
+        with after_checks():
+            return _put_together(config, run_dir, world, ending, stops)
 
 
 def _put_together(

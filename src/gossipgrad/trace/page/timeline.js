@@ -9,7 +9,7 @@ const firstRanks = 4;
 const shortestView = 50;
 const knownNames = new Set([
   "forward", "backward", "optimizer", "data", "evaluate",
-  "exchange", "wait", "mix", "snapshot", "average", "shuffle",
+  "exchange", "wait", "mix", "snapshot", "select", "average", "shuffle",
 ]);
 
 function kindClass(name) {
