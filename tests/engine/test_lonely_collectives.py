@@ -147,15 +147,15 @@ def test_a_rank_that_trains_on_while_the_others_wait_is_told_that_its_rounds_are
 ):
     monkeypatch.setattr("gossipgrad.engine._rounds._MOSTLY_VOID_SECONDS", 0.1)
 
-    def told():
+    def has_warned():
         return sum("rounds were void" in record.message for record in caplog.records)
 
     def use(me):
         me.train(60)
         if me.rank == 1 and not others_call_it:
-            me.train_until(told)
+            me.train_until(has_warned)
             me.train(100)
         me.mean()
 
     run(2, use)
-    assert told() == (not others_call_it)
+    assert has_warned() == (not others_call_it)

@@ -109,7 +109,7 @@ class Rendezvous:
         return self._missing(keys)
 
     def name_missing(self, number: int) -> Iterator[list[int]]:
-        """To be asked again and again in a collective: who has not come to it, told once.
+        """Yields the members that have not entered a collective, once; else empty lists.
 
         A rank that waits for a second says so in the store, and after a few seconds asks who else
         does; it awaits no answer. Most collectives are over before that.

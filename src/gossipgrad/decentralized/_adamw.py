@@ -12,7 +12,7 @@ __all__ = ["GossipAdamW"]
 
 
 class GossipAdamW(Optimizer):
-    r"""AdamW for gossip: its second moment is of the momentum, which partners mix.
+    """AdamW for gossip: its second moment is of the momentum, which partners mix.
 
     Plain Adam under gossip divides by the second moment of gradients of a rank's own batch, whose
     noise is p times that of the batch of all p ranks: its steps are up to `sqrt(p)` smaller than
@@ -24,8 +24,8 @@ class GossipAdamW(Optimizer):
 
     A learning rate that suits AdamW with all-reduce suits it about as well. It sends twice the
     bytes of `payload="weights"`; the second moment stays where it is. Without a session it is an
-    AdamW of its own kind. A partner that is late or dead leaves this rank's momentum as it is in
-    that round, whose noise then makes steps smaller, never larger.
+    AdamW of its own kind. A partner that is late or dead leaves this rank's momentum unmixed in
+    that round; its larger noise then makes steps smaller.
 
     In step t, with the momentum m of step t - 1 as its mixing left it:
 

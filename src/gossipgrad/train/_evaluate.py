@@ -53,7 +53,7 @@ class TestPart:
     device: torch.device
     """Where the model is."""
     beat: Callable[[], None] = lambda: None
-    """Called after each batch: a rank that evaluates for long is not one that stands still."""
+    """Called after each batch: shows that a rank that evaluates for long does not hang."""
 
     @classmethod
     def of(

@@ -29,7 +29,7 @@ def reserve_model(run_dir: RunDir, rank: int, model: nn.Module) -> None:
     tensors = [*model.parameters(), *model.buffers()]
     size_bytes = sum(tensor.nbytes + _HEADER_BYTES for tensor in tensors) + _HEADER_BYTES
     path, way_out = run_dir.rank_model(rank), "make room, or name another folder with --out"
-    with suppress(OSError), _told(run_dir, way_out), path.open("wb") as file:
+    with suppress(OSError), _explaining_full_disk(run_dir, way_out), path.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, size_bytes)
 
 
@@ -43,7 +43,10 @@ def write_model(run_dir: RunDir, rank: int, weights: Mapping[str, Tensor]) -> No
     path, way_out = run_dir.rank_model(rank), "the run has no checkpoint to go on from"
     if run_dir.holds_checkpoints:
         way_out = f"make room, and go on from the last checkpoint with --resume {run_dir.path}"
-    with _told(run_dir, way_out), path.open("r+b" if path.exists() else "wb") as file:
+    with (
+        _explaining_full_disk(run_dir, way_out),
+        path.open("r+b" if path.exists() else "wb") as file,
+    ):
         file.write(save(dict(weights)))
         file.truncate()
 
@@ -60,7 +63,7 @@ def write_errors(path: Path, text: str) -> bool:
 
 
 @contextmanager
-def _told(run_dir: RunDir, way_out: str) -> Iterator[None]:
+def _explaining_full_disk(run_dir: RunDir, way_out: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
