@@ -56,16 +56,17 @@ def collect_joined(
         read: Gives what a rank has handed in.
         hurry: Whether to wait no longer; asked in between.
     """
-    begun_seconds = folder_seconds(run_dir)
+    began = time.monotonic()
     found: dict[int, RankResult] = {}
     lost: dict[int, str] = {}
     dead = known_lost(results.values())
     for rank in sorted({*known_joined(results.values()), *_came(run_dir)} - {*results}):
         while (content := read(rank)) is None and rank not in dead and not hurry():
-            now = folder_seconds(run_dir)
-            if now - max(begun_seconds, _last_sign_seconds(run_dir, rank)) > _SILENT_SECONDS:
+            waited_seconds = time.monotonic() - began
+            silent_seconds = folder_seconds(run_dir) - _last_sign_seconds(run_dir, rank)
+            if min(waited_seconds, silent_seconds) > _SILENT_SECONDS:
                 break
-            if results and now - begun_seconds > _END_SECONDS:
+            if results and waited_seconds > _END_SECONDS:
                 break
             time.sleep(_POLL_SECONDS)
         if content is None:
