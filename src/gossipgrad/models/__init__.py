@@ -8,6 +8,7 @@ from ._gpt import GPT as GPT
 from ._heads import heads as heads
 from ._lenet import LeNet as LeNet
 from ._loss import AuxiliaryLogits as AuxiliaryLogits
+from ._loss import cross_entropy as cross_entropy
 from ._loss import training_loss as training_loss
 from ._mlp import MLP as MLP
 from ._resnet20 import ResNet20 as ResNet20

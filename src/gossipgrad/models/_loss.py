@@ -50,7 +50,17 @@ def training_loss(
     References:
         Szegedy et al., Going deeper with convolutions, 2015, section 5: the weight of 0.3.
     """
-    outputs = model(x)
+    return cross_entropy(model(x), y)
+
+
+def cross_entropy(
+    outputs: Float[Tensor, "... class"] | AuxiliaryLogits, y: Int[Tensor, "..."]
+) -> Float[Tensor, ""]:
+    """Of what a model has returned, as `training_loss`.
+
+    Raises:
+        ValueError: The logits are not one row a label.
+    """
     if not isinstance(outputs, AuxiliaryLogits):
         return _cross_entropy(outputs, y)
     loss = _cross_entropy(outputs.logits, y)
