@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from benchmarks._common import write
 from benchmarks._steps import measure, peak_memory_bytes
 from benchmarks._two_ranks import WORLD_SIZE
-from gossipgrad.models import GoogLeNet, ResNet50, training_loss
+from benchmarks._vision import googlenet, resnet50, vision_loss
 
 BATCH_SIZE = 4
 CLASSES = 1000
@@ -27,17 +27,17 @@ def images() -> tuple[Tensor, Tensor]:
     return torch.randn(BATCH_SIZE, 3, 224, 224), torch.randint(CLASSES, (BATCH_SIZE,))
 
 
-def resnet50() -> tuple[nn.Module, Callable, Callable]:
-    """25.6 million parameters."""
-    return ResNet50(CLASSES), images, training_loss
+def resnet50_task() -> tuple[nn.Module, Callable, Callable]:
+    """A ResNet-50 of torchvision's."""
+    return resnet50(CLASSES), images, vision_loss
 
 
-def googlenet() -> tuple[nn.Module, Callable, Callable]:
-    """13.0 million parameters, auxiliary heads included."""
-    return GoogLeNet(CLASSES), images, training_loss
+def googlenet_task() -> tuple[nn.Module, Callable, Callable]:
+    """A GoogLeNet of torchvision's."""
+    return googlenet(CLASSES), images, vision_loss
 
 
-TASKS = {"ResNet-50": resnet50, "GoogLeNet": googlenet}
+TASKS = {"ResNet-50": resnet50_task, "GoogLeNet": googlenet_task}
 
 
 def main() -> None:

@@ -93,7 +93,7 @@ def test_cifar10_small_has_no_address(cache, monkeypatch, tmp_path):
 
 
 def test_missing_pillow_is_told(monkeypatch):
-    monkeypatch.setattr("gossipgrad.data._image_files.find_spec", lambda _: None)
+    monkeypatch.setattr("gossipgrad.data._cifar10_small.find_spec", lambda _: None)
     with pytest.raises(ValueError, match=r"read with Pillow: pip install 'gossipgrad\[images\]'"):
         data.prepare("cifar10-small")
 

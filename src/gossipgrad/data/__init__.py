@@ -7,7 +7,6 @@ from ._elastic import ElasticBatches as ElasticBatches
 from ._elastic_pieces import Member as Member
 from ._elastic_stats import ElasticStats as ElasticStats
 from ._idx import read_idx as read_idx
-from ._image_folder import image_folder as image_folder
 from ._registry import NAMES as NAMES
 from ._registry import info as info
 from ._registry import load as load

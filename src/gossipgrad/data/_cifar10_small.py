@@ -6,6 +6,7 @@ import os
 import tempfile
 from contextlib import suppress
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,6 @@ from jaxtyping import Int64, UInt8
 from ._cifar10 import pixel_dataset
 from ._dataset import Dataset, DatasetInfo
 from ._digest import check_sha256, sha256_of
-from ._image_files import check_pillow
 from ._places import cache_dir, place_with, places
 
 INFO = DatasetInfo(
@@ -57,7 +57,10 @@ def load_cifar10_small(data_dir: Path | None = None) -> Dataset:
     Raises:
         ValueError: The archives are not there, one is not the right one, or Pillow is missing.
     """
-    check_pillow(INFO.name)
+    if find_spec("PIL") is None:
+        raise ValueError(
+            f"data {INFO.name!r} is read with Pillow: pip install 'gossipgrad[images]'."
+        )
     folder = place_with(DIGESTS, places(INFO.name, data_dir))
     if folder is None:
         raise ValueError(
