@@ -5,8 +5,7 @@ import threading
 import pytest
 import torch
 
-from gossipgrad.data import Dataset, DatasetInfo
-from gossipgrad.data._text import TextSamples
+from gossipgrad.data import Dataset, DatasetInfo, TextSamples
 from gossipgrad.train import TrainConfig
 from gossipgrad.train._layout import claim
 from gossipgrad.train._rank import train_rank

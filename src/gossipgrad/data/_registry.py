@@ -2,38 +2,19 @@
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
-from . import _cifar10, _cifar10_small, _digits, _fashion_mnist, _shakespeare
+from . import _cifar10, _cifar10_small, _digits, _fashion_mnist, _text
 from ._dataset import Dataset, DatasetInfo
 
-
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """How one data set is come by; each function takes the folder of data sets."""
-
-    info: DatasetInfo
-    prepare: Callable[[Path | None], None]
-    load: Callable[[Path | None], Dataset]
-
-
-_SOURCES = {
-    source.info.name: source
-    for source in (
-        _Source(_digits.INFO, lambda _: _digits.prepare_digits(), lambda _: _digits.load_digits()),
-        _Source(
-            _fashion_mnist.INFO,
-            _fashion_mnist.prepare_fashion_mnist,
-            _fashion_mnist.load_fashion_mnist,
-        ),
-        _Source(_cifar10.INFO, _cifar10.prepare_cifar10, _cifar10.load_cifar10),
-        _Source(
-            _cifar10_small.INFO,
-            _cifar10_small.prepare_cifar10_small,
-            _cifar10_small.load_cifar10_small,
-        ),
-        _Source(_shakespeare.INFO, _shakespeare.prepare_shakespeare, _shakespeare.load_shakespeare),
+_SOURCES: dict[str, tuple[DatasetInfo, Callable[[Path | None], Dataset]]] = {
+    info.name: (info, load)
+    for info, load in (
+        (_digits.INFO, lambda _: _digits.load_digits()),
+        (_fashion_mnist.INFO, _fashion_mnist.load_fashion_mnist),
+        (_cifar10.INFO, _cifar10.load_cifar10),
+        (_cifar10_small.INFO, _cifar10_small.load_cifar10_small),
+        (_text.INFO, _text.load_shakespeare),
     )
 }
 NAMES = tuple(_SOURCES)
@@ -52,20 +33,18 @@ def info(name: str) -> DatasetInfo:
         >>> info("digits").input_shape
         (1, 8, 8)
     """
-    return _source(name).info
+    return _source(name)[0]
 
 
 def prepare(name: str, data_dir: Path | None = None) -> None:
-    """Do what must happen once a machine before ranks load `name`: find or fetch its files.
-
-    Files are checked here as well as when they are loaded, so that a damaged one is told once.
+    """Do what must happen once a machine before ranks load `name`: find, fetch and check its files.
 
     Raises:
         ValueError: There is no data set of this name, or a package it needs is missing, or a
             file of it is damaged or missing without an address to fetch it from.
         GossipError: A file could not be fetched.
     """
-    source = _source(name)
+    _, load_it = _source(name)
     if data_dir is not None and not data_dir.is_dir():
         if data_dir.exists():
             raise ValueError(f"data_dir is {data_dir}, a file; name the folder of data sets.")
@@ -74,7 +53,7 @@ def prepare(name: str, data_dir: Path | None = None) -> None:
             "fetched into a new folder there.",
             stacklevel=2,
         )
-    source.prepare(data_dir)
+    load_it(data_dir)
 
 
 def load(name: str, data_dir: Path | None = None) -> Dataset:
@@ -89,10 +68,10 @@ def load(name: str, data_dir: Path | None = None) -> Dataset:
         ValueError: As `prepare`.
         GossipError: A file is missing and could not be fetched.
     """
-    return _source(name).load(data_dir)
+    return _source(name)[1](data_dir)
 
 
-def _source(name: str) -> _Source:
+def _source(name: str) -> tuple[DatasetInfo, Callable[[Path | None], Dataset]]:
     if name not in _SOURCES:
         raise ValueError(
             f"data {name!r} is not known; choose one of {', '.join(NAMES)}. For images in folders "
