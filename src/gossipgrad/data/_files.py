@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.error import HTTPError
 
 import torch
 from filelock import FileLock
@@ -93,6 +94,8 @@ def fetch(url: str, path: Path, check: Callable[[Path], object], *, what: str) -
             f"{str(error).removesuffix(DELETE_IT)}; {instead}"
         ) from error
     except (OSError, http.client.HTTPException) as error:
+        if isinstance(error, HTTPError):
+            error.close()  # it holds the connection
         reason = str(getattr(error, "reason", None) or error) or type(error).__name__
         raise GossipError(
             f"could not fetch {url} to {path.parent} ({reason}); {instead}"
