@@ -38,12 +38,12 @@ def check(config: TrainConfig, world_size: int) -> None:
     check_device(config)
     resolved = config.resolved(nproc=world_size, out=Path())
     if config.job is None:
-        job, info = None, data.info(config.data, config.data_dir, image_size=config.image_size)
-        name, num_samples, in_memory = config.data, info.train_samples, config.data != "imagefolder"
+        job, info = None, data.info(config.data)
+        name, num_samples = config.data, info.train_samples
         with torch.device("meta"):
             model = models.build(config.model, info)
             optimizers = make_optimizers(resolved, model)
-        in_memory, has_labels = in_memory and info.kind != "text", info.kind != "text"
+        in_memory = has_labels = info.kind != "text"
         if min(config.batch_size, num_samples // world_size) == 1:
             _check_batches_of_one(config, info, model)
     else:
@@ -78,7 +78,7 @@ def check(config: TrainConfig, world_size: int) -> None:
         raise ValueError(f"{name} has no labels to deal by; use --shards random.")
     warn_of_no_effect(config, setting)
     if config.job is None:
-        data.prepare(config.data, config.data_dir, image_size=config.image_size)
+        data.prepare(config.data, config.data_dir)
 
 
 def _check_encryption(config: TrainConfig) -> None:

@@ -68,7 +68,7 @@ def find_run(options: JoinConfig) -> tuple[TrainConfig, RunDir, Invitation]:
     check_device(config)
     _knock(invitation, run_dir)
     if config.job is None:
-        data.prepare(config.data, config.data_dir, image_size=config.image_size)
+        data.prepare(config.data, config.data_dir)
     return config, run_dir, invitation
 
 

@@ -42,7 +42,7 @@ def load_job(config: TrainConfig) -> Job:
                 "gossipgrad.train.Job."
             )
         return job
-    dataset = data.load(config.data, config.data_dir, image_size=config.image_size)
+    dataset = data.load(config.data, config.data_dir)
     _seed(config.seed)
     return Job(
         model=models.build(config.model, dataset.info),
