@@ -20,6 +20,7 @@ import tyro
 
 import gossipgrad
 from gossipgrad.cli import main
+from gossipgrad.cli._advise import AdviseOptions
 from gossipgrad.cli._export import ExportOptions
 from gossipgrad.cli._plan_options import PlanOptions
 from gossipgrad.cli._probe import ProbeOptions
@@ -177,6 +178,7 @@ COMMANDS = [
 
 
 PARSED = {
+    "advise": AdviseOptions,
     "export": ExportOptions,
     "plan": PlanOptions,
     "probe": ProbeOptions,
