@@ -39,7 +39,6 @@ from pathlib import Path
 from benchmarks import _common
 from benchmarks._alone import BusyError, alone
 from benchmarks._ends import ends_as_ctrl_c
-from benchmarks._time_to_accuracy_page import fill_page
 from benchmarks.netlab import NetlabError, Network, format_rate
 from benchmarks.network._busy import CpuBusy
 from benchmarks.network._marks import MOST_BUSY_BY_OTHERS
@@ -310,7 +309,6 @@ def report(seeds: int, folder: Path, failed: dict[str, str]) -> Path:
     lost = _runs(json.loads(path.read_text())["rows"]) if path.exists() else set()
     lost -= _runs(figures["rows"])
     if not lost:
-        fill_page(figures["rows"])
         return _common.write(path.stem, figures)
     print(
         f"{path} stays as it is: {len(lost)} of its runs are not in {folder}; remove it to publish "

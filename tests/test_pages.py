@@ -9,16 +9,15 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import fmean
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
 from torch import nn
 
+from benchmarks import tables
 from gossipgrad import data, models
 from gossipgrad.topology import analyse, by_name
 from gossipgrad.train import GossipConfig, TrainConfig
@@ -130,12 +129,11 @@ def test_topology_table_is_what_analyse_finds():
 
 def test_models_table_counts_right():
     rows = rows_below("data.md", "| `--model` | is")
-    imagenet = replace(data.info("cifar10"), input_shape=(3, 224, 224), num_classes=1000)
     assert [row[0].strip("`") for row in rows] == list(models.NAMES)
     for name, _, figure in rows:
         parameters, on = re.fullmatch(r"([\d,]+) \((.*)\)", figure).groups()
         with torch.device("meta"):
-            model = models.build(name.strip("`"), imagenet if on == "ImageNet" else data.info(on))
+            model = models.build(name.strip("`"), data.info(on))
         assert sum(p.numel() for p in model.parameters()) == int(parameters.replace(",", "")), name
 
 
@@ -172,44 +170,10 @@ def test_every_guarantee_names_tests_that_exist(page, least):
             assert f"\ndef {name}(" in there, f"{file} has no {name}"
 
 
-@pytest.mark.parametrize("page", ["docs/choosing.md", "README.md"])
-@pytest.mark.parametrize(("table", "benchmark"), [(0, "accuracy"), (1, "workloads")])
-def test_accuracy_tables_are_what_was_measured(page, table, benchmark):
-    measured = json.loads((ROOT / f"benchmarks/results/{benchmark}.json").read_text())["rows"]
-    heading = "| task | workers | all-reduce"
-    lines = (ROOT / page).read_text().split(heading)[1 + table].split("\n\n")[0].splitlines()[2:]
-    assert len(lines) == len(measured)
-    for line in lines:
-        task, workers, *figures = (cell.strip() for cell in line.strip("|").split("|"))
-        (row,) = [
-            r for r in measured if task.startswith(r["task"]) and r["world_size"] == int(workers)
-        ]
-        difference = row["difference_to_allreduce_points"]["gossip"]
-        accuracies = [fmean(row["accuracy"][name]) for name in ("allreduce", "gossip")]
-        assert figures == [
-            *(f"{100 * accuracy:.2f} %" for accuracy in accuracies),
-            f"{difference['mean']:+.2f} +- {difference['half_width_95']:.2f}",
-        ], (task, workers)
-
-
-def test_the_table_of_shaped_links_is_what_was_measured():
-    cells = json.loads((ROOT / "benchmarks/results/network.json").read_text())
-    shown = {"all-reduce layer by layer": "agd"}
-    shown |= {f"DDP{hook}": f"ddp{hook}" for hook in ("", ", fp16 hook", ", PowerSGD")}
-    places = [(p, rate) for rate in (1e8, 1e9) for p in (4, 8, 16)]
-    found = {
-        (cell["contestant"], cell["world_size"], cell["rate_bits_per_second"]): cell
-        for cell in cells
-        if cell["profile"] == "resnet50" and not cell["error"]
-    }
-    table = (ROOT / "README.md").read_text().split("| workers, links ")[1].split("\n\n")[0]
-    rows = [line.strip("|").split("|") for line in table.splitlines()[2:]]
-    assert len(rows) == 11
-    for name, *figures in rows:
-        own = [found[shown.get(name.strip(), name.strip()), *place] for place in places]
-        assert [figure.strip() for figure in figures] == [
-            f"{1e3 * cell['step_seconds_median']:.0f}{'*' * cell['marked']}" for cell in own
-        ], name
+@pytest.mark.parametrize("page", [page for page in tables.PAGES if tables.names(page.read_text())])
+def test_tables_are_what_was_measured(page):
+    text = page.read_text()
+    assert tables.filled(text) == text, "run python -m benchmarks.tables"
 
 
 def test_tables_of_staleness_are_what_was_measured():

@@ -120,7 +120,7 @@ def test_contestants_are_modelled_with_the_buckets_of_the_grid():
     network = simulate_check.from_rate(small)
     assert network.all_reduce_seconds(0, 4) == pytest.approx(6 * 9e-4)
     assert network.exchange(0) == pytest.approx(2e-4)
-    modelled = simulate_check.CONTESTANTS.keys() | {"ddp, PowerSGD"}
+    modelled = simulate_check.CONTESTANTS.keys() | {"ddp, PowerSGD", "gossip, sync, in backward"}
     assert modelled == kinds.CONTESTANTS.keys()
 
 

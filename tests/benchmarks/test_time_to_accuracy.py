@@ -8,8 +8,6 @@ import pytest
 
 from benchmarks import time_to_accuracy as bench
 from benchmarks._alone import alone
-from benchmarks._common import RESULTS
-from benchmarks._time_to_accuracy_page import PAGE, fill_page, told
 from benchmarks.netlab import NetlabError
 
 FASHION, CIFAR = bench.TASKS[:2]
@@ -19,7 +17,6 @@ FASHION, CIFAR = bench.TASKS[:2]
 def trained(tmp_path, monkeypatch):
     """Runs `main`; training is made up, and told."""
     monkeypatch.setattr("benchmarks._common.RESULTS", tmp_path / "results")
-    monkeypatch.setattr(bench, "fill_page", lambda rows: None)
     names = []
     reached = {"ddp": 0.8, "gossip": 0.7, "gossip, a quarter more epochs": 0.9}
     reached["gossip, twice the epochs"] = 0.95
@@ -168,7 +165,6 @@ def test_links_that_fail_fail_their_run_and_no_laboratory_ends_all(
     where, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr("benchmarks._common.RESULTS", tmp_path / "results")
-    monkeypatch.setattr(bench, "fill_page", lambda rows: None)
     monkeypatch.setattr(bench, "Network", lambda **options: Refused(where, **options))
     words = ["--only", "fashion", "--world-size", "4", "--seeds", "1"]
     monkeypatch.setattr("sys.argv", ["bench", *words, "--folder", str(tmp_path / "runs")])
@@ -196,51 +192,6 @@ def test_one_seed_that_never_gets_there_leaves_no_ratio():
     assert ratio(runs(5.0, None), runs(10.0, 10.0)) is None
     assert ratio([], runs(10.0)) is None
     assert bench.shares(runs(5.0, None, 7.0), runs(10.0, 10.0)) == {"0": 0.5, "1": None}
-
-
-def published():
-    return json.loads((RESULTS / "time_to_accuracy.json").read_text())["rows"]
-
-
-def test_the_page_has_the_table_of_what_is_published(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text(PAGE.read_text())
-    fill_page(published(), page)
-    assert page.read_text() == PAGE.read_text(), "run python -m benchmarks.time_to_accuracy"
-
-
-def test_readme_has_the_shares_of_time_that_are_published():
-    readme = (PAGE.parents[1] / "README.md").read_text()
-    last = [line.rsplit("|", 2)[1].strip() for line in told(published()).splitlines()[2:]]
-    fashion, cifar = (f"| {last[at]} | {last[at + 2]} |" for at in (0, 1))
-    assert f"| Fashion-MNIST, LeNet, 50 Mbit/s {fashion}" in readme
-    assert f"| CIFAR-10 small, ResNet-20, 25 Mbit/s {cifar}" in readme
-
-
-def test_the_table_tells_spreads_what_is_missing_and_what_was_disturbed():
-    def run(seed, accuracy, seconds, marked=False):
-        return {"seed": seed, "accuracy": accuracy, "train_seconds": seconds, "marked": marked}
-
-    row = {
-        "task": "Digits, MLP",
-        "world_size": 4,
-        "rate_bits_per_second": 2.5e7,
-        "runs": {
-            "ddp": [run(seed, 0.8, 40.0 + seed) for seed in range(3)],
-            "gossip": [run(0, 0.82, 30.0), run(1, 0.79, 20.0), run(2, 0.78, 10.0)],
-            "gossip, a quarter more epochs": [run(1, 0.81, 25.0, marked=True)],
-            "gossip, twice the epochs": [],
-        },
-        "shares_of_ddp_time": {"0": 0.7, "1": 0.6, "2": None},
-    }
-    *_, line = told([row]).splitlines()
-    assert line == (
-        "| Digits, MLP | 4, 25 Mbit/s | 80.0 %, 41 s (40 to 42) | 79.7 % (78.0 to 82.0), "
-        "20 s (10 to 30) | 81.0 %, 25 s*, 1 seed | not run | 0.65 (0.60 to 0.70), in 2 of 3 seeds |"
-    )
-    nothing = row | {"runs": {name: [] for name in row["runs"]}, "shares_of_ddp_time": {}}
-    assert told([nothing]).endswith("| not run " * 5 + "|")
-    assert told([row | {"shares_of_ddp_time": {"0": None}}]).endswith("| not reached |")
 
 
 def test_results_are_there_after_every_run(trained, monkeypatch):
