@@ -109,7 +109,10 @@ def trained_saved_and_resumed(rank, store, folder):
     resumed = make_module()
     again = make_trainer(folder / "on")
     again.fit(resumed, loader(), loader(), ckpt_path=folder / "step=4.ckpt")
+    over = make_trainer(folder / "over")
+    over.fit(resumed, loader(), loader(), ckpt_path=folder / "step=8.ckpt")
     return {
+        "over": over.strategy.session is None and torch.equal(flat(resumed), ends[rank]),
         "steps": trainer.global_step,
         "equal": torch.equal(*ends),
         "apart": max(float((states[0][n] - states[1][n]).abs().max()) for n in names),
@@ -187,6 +190,7 @@ def test_the_consensus_is_validated_saved_and_tested_and_each_rank_goes_on_exact
         assert found["off"] < 1e-6, "what is saved is their mean"
         assert found["equal"], "all end with one model"
         assert found["resumed"]
+        assert found["over"], "also where nothing is left to train"
         assert found["seen"][-1] == found["end"], "which is what is tested"
     assert ours["seen"] == theirs["seen"]
     assert ours["test"] == theirs["test"]

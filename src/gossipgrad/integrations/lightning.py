@@ -160,6 +160,11 @@ class GossipStrategy(DDPStrategy):
             end(self.session)
             self.session = None
 
+    def teardown(self) -> None:
+        """Closes the session of a `fit` that had nothing left to train; a collective then."""
+        self.on_train_end()
+        super().teardown()
+
     def on_exception(self, exception: BaseException) -> None:
         """Closes the session, and waits for no rank; the others go on without this one."""
         self.on_validation_end()
