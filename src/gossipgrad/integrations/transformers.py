@@ -78,6 +78,11 @@ class GossipCallback(TrainerCallback):
     ) -> None:
         """Opens the session, and goes on from a checkpoint if the trainer does; a collective."""
         trainer = self._trainer
+        if state.is_hyper_param_search:
+            raise ValueError(
+                "hyperparameter_search makes a new accelerator for each trial, which wraps the "
+                "model: make a trainer and a GossipCallback for each trial of your own"
+            )
         self.session = self._stack.enter_context(
             open_session(
                 self._open,
