@@ -7,8 +7,8 @@ on where it stopped.
     python -m benchmarks.accuracy
     python -m benchmarks.accuracy --workloads    # larger ones, three seeds
 
-CIFAR-10 is the small archive (10,000 + 2,000 images, re-encoded as JPEG): compare its rows with each
-other, not with published accuracies. The accuracy of the GPT is the share of next characters
+CIFAR-10 is the small archive (10,000 + 2,000 images, re-encoded as JPEG): compare its rows with
+each other, not with published accuracies. The accuracy of the GPT is the share of next characters
 predicted right.
 """
 
