@@ -36,7 +36,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from gossipgrad.models import GPT, GoogLeNet, ResNet50, training_loss
+from benchmarks._vision import googlenet, resnet50, vision_loss
+from gossipgrad.models import GPT, training_loss
 from gossipgrad.planning import PROFILES, Profile
 
 FOLDER = Path(__file__).parents[1] / "src" / "gossipgrad" / "planning" / "profiles"
@@ -98,6 +99,7 @@ class Network:
     make: Callable[[], nn.Module]
     batch: Callable[[int], tuple[Tensor, Tensor]]
     optimizer: Callable[[list[nn.Parameter]], Optimizer]
+    loss: Callable[[nn.Module, Tensor, Tensor], Tensor] = training_loss
     dtype: torch.dtype = torch.float32
     published_per_second: float | None = None
 
@@ -168,7 +170,8 @@ NETWORKS = {
     "resnet50": Network(
         card=P100,
         batch_size=64,
-        make=lambda: ResNet50(1000),
+        make=lambda: resnet50(1000),
+        loss=vision_loss,
         batch=_images,
         optimizer=_momentum,
         published_per_second=219.0,
@@ -176,7 +179,8 @@ NETWORKS = {
     "googlenet": Network(
         card=P100,
         batch_size=64,
-        make=lambda: GoogLeNet(1000),
+        make=lambda: googlenet(1000),
+        loss=vision_loss,
         batch=_images,
         optimizer=_momentum,
     ),
@@ -279,7 +283,7 @@ def derive(name: str) -> Profile:
             lambda _, known=parameter_name: ready.append((known, clock.seconds))
         )
     with FusedAttention(), clock:
-        loss = training_loss(model, inputs, target)
+        loss = network.loss(model, inputs, target)
         forward_seconds = clock.seconds
         loss.backward()
     update_seconds, state_copies = _update(network, list(parameters.values()))

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gossipgrad.data import ShardedBatches, TensorSamples, info, load, shard_bounds
+from gossipgrad.data import ShardedBatches, TensorSamples, shard_bounds
 
 
 def shards(num_samples, world_size, *, batch_size=3, seed=0):
@@ -121,9 +121,3 @@ def test_shard_bounds_cover_everything_once(num_samples, world_size):
     )
     sizes = [end - start for start, end in bounds]
     assert max(sizes) - min(sizes) <= 1
-
-
-def test_unknown_name_tells_the_known_ones():
-    for function in (info, load):
-        with pytest.raises(ValueError, match="data 'mnist' is not known; choose one of digits, fa"):
-            function("mnist")

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from benchmarks import derive_profiles
-from gossipgrad.models import ResNet50
 from gossipgrad.planning import PROFILES, Profile
 
 SMALL = Profile(
@@ -116,14 +115,14 @@ def test_known_profiles_have_the_networks_sizes():
         "lstm": 66_034_000,
         "gpt2": 124_439_808,
     }
-    assert set(Profile.load("resnet50").names) == {n for n, _ in ResNet50(1000).named_parameters()}
     assert [Profile.load(name).state_copies for name in PROFILES] == [1, 1, 1, 0, 2]
     # Backward ends where forward begins.
-    assert Profile.load("resnet50").names[-1].startswith(("conv.", "norm."))
+    assert Profile.load("resnet50").names[-1].startswith(("conv1.", "bn1."))
 
 
 @pytest.mark.slow
 def test_known_profiles_are_as_derived(monkeypatch, capsys):
+    pytest.importorskip("torchvision", exc_type=ImportError)
     monkeypatch.setattr(sys, "argv", ["derive_profiles", "--check"])
     code = derive_profiles.main()
     said = capsys.readouterr()

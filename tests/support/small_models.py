@@ -1,12 +1,11 @@
 """The models, made small, with batches for them."""
 
-import pytest
 import torch
 from torch import Tensor, nn
 
-from gossipgrad.models import GPT, MLP, CIFARNet, GoogLeNet, LeNet, ResNet20, ResNet50
+from gossipgrad.models import GPT, MLP, CIFARNet, LeNet, ResNet20
 
-__all__ = ["INPUTS", "LARGE_SLOW", "make_batch", "make_model"]
+__all__ = ["INPUTS", "make_batch", "make_model"]
 
 # Of each: how it is made, for ten classes, and the shape of a batch of four.
 _MAKERS = {
@@ -14,8 +13,6 @@ _MAKERS = {
     "lenet": lambda: LeNet(10),
     "cifarnet": lambda: CIFARNet(10),
     "resnet20": lambda: ResNet20(10),
-    "resnet50": lambda: ResNet50(10),
-    "googlenet": lambda: GoogLeNet(10),
     "gpt": lambda: GPT(10, context=16, layers=2, width=32),
 }
 INPUTS = {
@@ -23,15 +20,8 @@ INPUTS = {
     "lenet": (4, 1, 28, 28),
     "cifarnet": (4, 3, 32, 32),
     "resnet20": (4, 3, 16, 16),
-    "resnet50": (4, 3, 32, 32),
-    "googlenet": (4, 3, 32, 32),
     "gpt": (4, 16),
 }
-LARGE_SLOW = [
-    pytest.param(name, marks=pytest.mark.slow) if name in ("resnet50", "googlenet") else name
-    for name in INPUTS
-]
-"""All models; the large ones in `make test-slow`."""
 
 
 def make_model(name: str, seed: int = 0) -> nn.Module:

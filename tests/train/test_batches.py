@@ -107,21 +107,6 @@ def test_shards_that_cannot_be_are_refused_before_the_start(options, nproc, mess
 
 
 @pytest.mark.parametrize(
-    ("options", "nproc"),
-    [({"batch_size": 1}, 1), ({"batch_size": 4}, 10_000)],
-)
-def test_batches_of_one_are_refused_where_nothing_can_be_averaged(options, nproc):
-    config = TrainConfig(data="cifar10-small", model="googlenet", strategy="local", **options)
-    with pytest.raises(
-        ValueError,
-        match=r"googlenet cannot train on batches of a single sample of shape \(3, 32, 32\): .*"
-        r" use --batch-size 2 or more, with at least two samples for each process",
-    ):
-        check(config, nproc)
-    check(TrainConfig(model="resnet20", batch_size=1), 1)  # 2x2 pixels are left of 8x8
-
-
-@pytest.mark.parametrize(
     ("value", "message"),
     [
         (-1.0, "shuffle_deadline_seconds is -1.0, but must be at least 0"),

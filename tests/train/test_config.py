@@ -57,7 +57,6 @@ def test_learning_rate_follows_the_optimizer(tmp_path, optimizer, lr):
         ({"weight_decay": float("nan")}, "weight_decay is nan, but must be at least 0"),
         ({"momentum": 1.0}, "momentum is 1.0, but must be at least 0 and below 1"),
         ({"trace": -1}, "trace is -1, but must be at least 0"),
-        ({"image_size": 0}, "image_size is 0, but must be at least 1"),
         ({"data_threads": -1}, "data_threads is -1, but must be at least 0"),
         ({"warmup_epochs": -1}, "warmup_epochs is -1, but must be at least 0"),
         ({"warmup_epochs": 5, "epochs": 5}, "warmup_epochs is 5, but must be below epochs, 5: the"),

@@ -1,17 +1,12 @@
-"""A rank on each kind of data: image files that are decoded, and text."""
+"""A rank on text."""
 
 import threading
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
-from gossipgrad import data
-from gossipgrad.data import Dataset, DatasetInfo
-from gossipgrad.data._text import TextSamples
+from gossipgrad.data import Dataset, DatasetInfo, TextSamples
 from gossipgrad.train import TrainConfig
-from gossipgrad.train._check import check
 from gossipgrad.train._layout import claim
 from gossipgrad.train._rank import train_rank
 
@@ -39,40 +34,6 @@ def train(tmp_path):
 
     yield train_alone
     torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def shades(tmp_path):
-    """A folder of dark and bright images."""
-    rng = np.random.default_rng(0)
-    for part, count in (("train", 16), ("val", 4)):
-        for label, level in (("bright", 150), ("dark", 50)):
-            folder = tmp_path / "imagefolder" / part / label
-            folder.mkdir(parents=True)
-            for number in range(count):
-                pixels = rng.integers(level - 40, level + 40, (40, 40, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(folder / f"{number}.jpg")
-    return tmp_path
-
-
-def test_image_folder_is_learned_with_threads_as_without(train, shades):
-    options = {"data": "imagefolder", "data_dir": shades, "image_size": 16}
-    options |= {"epochs": 3, "lr": 0.02, "batch_size": 8}
-    check(TrainConfig(**options), 1)
-    dataset = data.load("imagefolder", shades, image_size=16)
-    result, model = train(dataset, **options)
-    assert result.accuracy == 1.0
-    assert result.samples == 3 * 32
-    _, without = train(dataset, "without", data_threads=0, **options)
-    assert model == without
-
-
-def test_broken_image_ends_the_rank_with_its_name(train, shades):
-    (shades / "imagefolder/train/dark/7.jpg").write_bytes(b"?")
-    dataset = data.load("imagefolder", shades, image_size=16)
-    with pytest.raises(ValueError, match=r"train/dark/7\.jpg cannot be read as an image"):
-        train(dataset, data="imagefolder", epochs=1)
-    assert not [thread for thread in threading.enumerate() if "gossipgrad-data" in thread.name]
 
 
 def test_text_is_learned_character_by_character(train):

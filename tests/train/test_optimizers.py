@@ -65,12 +65,6 @@ def test_heads_are_what_the_model_says_whatever_their_size():
     assert len(muon_parameters(models.GPT(384, layers=2))) == 2 * 4
 
 
-@pytest.mark.parametrize("classes", [10, 1000, 1024])
-def test_auxiliary_heads_are_heads_as_a_whole(classes):
-    with torch.device("meta"):
-        assert muon_parameters(models.GoogLeNet(classes)) == []
-
-
 def test_says_what_muon_trains_and_what_is_left_to_adamw(tmp_path):
     _, optimizers = made(tmp_path, models.LeNet(10), optimizer="muon")
     assert muon_share(optimizers) == (58080, 61706)

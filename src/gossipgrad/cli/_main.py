@@ -12,6 +12,7 @@ from gossipgrad.errors import GossipError
 
 _COMMANDS = {
     "train": "train a model on several workers, here or inside torchrun or Slurm",
+    "launch": "start a script of your own on several workers, of which some may die",
     "demo": "train on digits by gossip and by all-reduce, and compare the two",
     "topology": "show who meets whom in a schedule and how fast it mixes",
     "profile": "record what a step of a model costs on this device",
@@ -31,7 +32,7 @@ commands:
 
 `gossipgrad COMMAND --help` shows the options of a command.
 
-exit codes:
+exit codes (launch has one more, see its help):
   0    done; a gossip run is done even if ranks were lost on the way
   1    the run failed
   2    the command cannot work as it was given
@@ -64,6 +65,8 @@ def _run(command: str, arguments: list[str]) -> int:
     try:
         if command == "train":
             from ._train import main as run
+        elif command == "launch":
+            from ._launch import main as run
         elif command == "demo":
             from ._demo import main as run
         elif command == "profile":

@@ -1,13 +1,15 @@
 """Data sets, and how their samples are dealt to the ranks."""
 
-from ._ahead import made_ahead as made_ahead
 from ._dataset import Dataset as Dataset
 from ._dataset import DatasetInfo as DatasetInfo
+from ._dataset import Samples as Samples
+from ._dataset import TensorSamples as TensorSamples
 from ._elastic import ElasticBatches as ElasticBatches
 from ._elastic_pieces import Member as Member
 from ._elastic_stats import ElasticStats as ElasticStats
-from ._idx import read_idx as read_idx
-from ._image_folder import image_folder as image_folder
+from ._fashion_mnist import read_idx as read_idx
+from ._pixels import CropAndFlip as CropAndFlip
+from ._pixels import Standardise as Standardise
 from ._registry import NAMES as NAMES
 from ._registry import info as info
 from ._registry import load as load
@@ -15,9 +17,9 @@ from ._registry import prepare as prepare
 from ._ring_shuffle import RingShuffle as RingShuffle
 from ._ring_shuffle_stats import RingShuffleStats as RingShuffleStats
 from ._sampler import ShardedSampler as ShardedSampler
-from ._samples import Samples as Samples
-from ._samples import TensorSamples as TensorSamples
 from ._shards import ShardedBatches as ShardedBatches
+from ._shards import made_ahead as made_ahead
 from ._shards import num_batches as num_batches
 from ._shards import shard_bounds as shard_bounds
 from ._shards import split_batches as split_batches
+from ._text import TextSamples as TextSamples

@@ -17,12 +17,9 @@ from jaxtyping import UInt8
 
 from gossipgrad.errors import GossipError
 
-from ._dataset import Dataset, DatasetInfo
-from ._digest import check_sha256
-from ._fetch import fetch
+from ._dataset import Dataset, DatasetInfo, TensorSamples
+from ._files import check_sha256, data_folders, download_folder, fetch, find_folder
 from ._pixels import CropAndFlip, Standardise
-from ._places import place_to_fetch_to, place_with, places, way_out
-from ._samples import TensorSamples
 
 INFO = DatasetInfo(
     name="cifar10",
@@ -50,24 +47,12 @@ _RECORDS = 10_000
 _RECORD_BYTES = 1 + 3 * 32 * 32
 
 
-def prepare_cifar10(data_dir: Path | None = None) -> None:
-    """Make sure that the six files are there and can be read.
+def find_cifar10(data_dir: Path | None = None) -> Path:
+    """Find the six files; unpack or fetch them where no folder has them all.
 
-    Raises:
-        GossipError: They are missing and could not be fetched.
-        ValueError: A file in place is damaged; the message names it.
-    """
-    folder = find_cifar10(data_dir)
-    for name in (*TRAIN_FILES, TEST_FILE):
-        read_batch(folder / name)
-
-
-def find_cifar10(data_dir: Path | None = None, *, address: str = ADDRESS) -> Path:
-    """Find the six files; unpack or fetch them where no place has them all.
-
-    See `places` for where is looked: in the folder `cifar10`, and in the `cifar-10-batches-bin`
-    in it that the publisher's archive unpacks to. An archive found there is unpacked beside
-    itself. Else it is fetched to `data_dir`, or to the user's cache when none is given.
+    `data_folders` says where; the publisher's archive unpacks to `cifar-10-batches-bin`, which may
+    be inside. An archive found there is unpacked beside itself. Else it is fetched to `data_dir`,
+    or to the user's cache when None.
 
     Returns:
         The folder with the six files.
@@ -77,18 +62,18 @@ def find_cifar10(data_dir: Path | None = None, *, address: str = ADDRESS) -> Pat
         ValueError: An archive in place is not the right one.
     """
     names = (*TRAIN_FILES, TEST_FILE)
-    folders = places(INFO.name, data_dir)
+    folders = data_folders(INFO.name, data_dir)
     unpacked = [folder / inner for folder in folders for inner in ("", _ARCHIVED_IN)]
-    if (found := place_with(names, unpacked)) is not None:
+    if (found := find_folder(names, unpacked)) is not None:
         return found
     check = partial(check_sha256, sha256=SHA256)
-    folder = place_with([ARCHIVE], folders)
+    folder = find_folder([ARCHIVE], folders)
     if folder is not None:
         check(folder / ARCHIVE)
     else:
-        folder = place_to_fetch_to(INFO.name, data_dir)
-        instead = way_out(f"{ARCHIVE}, or the six .bin files in it,", INFO.name, folder)
-        fetch(f"{address}/{ARCHIVE}", folder / ARCHIVE, check, way_out=instead)
+        folder = download_folder(INFO.name, data_dir)
+        what = f"{ARCHIVE}, or the six .bin files in it,"
+        fetch(f"{ADDRESS}/{ARCHIVE}", folder / ARCHIVE, check, what=what)
     _unpack(folder / ARCHIVE, names)
     return folder
 

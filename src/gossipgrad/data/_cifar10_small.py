@@ -6,6 +6,7 @@ import os
 import tempfile
 from contextlib import suppress
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,7 @@ from jaxtyping import Int64, UInt8
 
 from ._cifar10 import pixel_dataset
 from ._dataset import Dataset, DatasetInfo
-from ._digest import check_sha256, sha256_of
-from ._image_files import check_pillow
-from ._places import cache_dir, place_with, places
+from ._files import cache_dir, check_sha256, data_folders, find_folder, sha256_of
 
 INFO = DatasetInfo(
     name="cifar10-small",
@@ -38,15 +37,6 @@ _WAY_OUT = (
 )
 
 
-def prepare_cifar10_small(data_dir: Path | None = None) -> None:
-    """Make sure that the two archives are there; decodes them once a machine.
-
-    Raises:
-        ValueError: They are not there, a file is not the right one, or Pillow is missing.
-    """
-    load_cifar10_small(data_dir)
-
-
 def load_cifar10_small(data_dir: Path | None = None) -> Dataset:
     """10,000 training and 2,000 test images of CIFAR-10, through JPEG at quality 75.
 
@@ -57,12 +47,15 @@ def load_cifar10_small(data_dir: Path | None = None) -> Dataset:
     Raises:
         ValueError: The archives are not there, one is not the right one, or Pillow is missing.
     """
-    check_pillow(INFO.name)
-    folder = place_with(DIGESTS, places(INFO.name, data_dir))
+    if find_spec("PIL") is None:
+        raise ValueError(
+            f"data {INFO.name!r} is read with Pillow: pip install 'gossipgrad[images]'."
+        )
+    folder = find_folder(DIGESTS, data_folders(INFO.name, data_dir))
     if folder is None:
         raise ValueError(
             f"data {INFO.name!r} has no public address to fetch it from, and is in none of "
-            f"{', '.join(map(str, places(INFO.name, data_dir)))}; name the folder that has "
+            f"{', '.join(map(str, data_folders(INFO.name, data_dir)))}; name the folder that has "
             f"{' and '.join(DIGESTS)} in its {INFO.name}/ with --data-dir or GOSSIPGRAD_DATA, or "
             "take data 'cifar10'."
         )

@@ -1,12 +1,110 @@
-"""A data set as a value: what is known of it, its training part and its test part."""
+"""A data set as a value: what is known of it, and its training and test parts, by index."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol, runtime_checkable
 
-from jaxtyping import Float
+from jaxtyping import Int, Shaped
 from torch import Tensor
 
-from ._samples import Samples
+Augmentation = Callable[
+    [Shaped[Tensor, "batch *shape"], Int[Tensor, " batch"], tuple[int, int]],
+    Shaped[Tensor, "batch *shape"],
+]
+"""Takes raw rows, their indices and `(seed, epoch)`; gives rows of the same shape."""
+Finish = Callable[[Shaped[Tensor, "batch *shape"]], Shaped[Tensor, "batch *shape"]]
+"""Makes inputs for a model out of rows as they are stored."""
+
+
+@runtime_checkable
+class Samples(Protocol):
+    """One part of a data set, the training or the test part, by index."""
+
+    def __len__(self) -> int:
+        """How many samples there are."""
+        ...
+
+    @property
+    def labels(self) -> Int[Tensor, " sample"] | None:
+        """The class of each sample; None where a sample has no single one, as in text."""
+        ...
+
+    def batch(
+        self, indices: Int[Tensor, " batch"], *, augment: tuple[int, int] | None = None
+    ) -> tuple[Shaped[Tensor, "batch ..."], Int[Tensor, "batch ..."]]:
+        """Inputs and targets of the samples at `indices`, in this order.
+
+        Args:
+            indices: Which samples, each in `0..len(self) - 1`.
+            augment: `(seed, epoch)` for training: what is drawn for a sample depends on these and
+                on its index alone, not on the batch it comes in. None gives it as it is.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSamples:
+    """Samples that lie in memory as two tensors.
+
+    Args:
+        x: Inputs as stored, one row a sample; pixels may stay bytes until a batch is made.
+        y: The class of each sample, (sample,), or of each position of it, (sample, position).
+        augmentation: Changes the rows of a training batch.
+        finish: Makes the inputs of a model out of the rows of a batch, after the augmentation;
+            None: they are ready as stored.
+
+    Raises:
+        ValueError: `x` and `y` are not equally long.
+
+    Example:
+        >>> import torch
+        >>> samples = TensorSamples(torch.eye(3), torch.arange(3))
+        >>> x, y = samples.batch(torch.tensor([2, 0]))
+        >>> x.tolist(), y.tolist()
+        ([[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]], [2, 0])
+    """
+
+    x: Shaped[Tensor, "..."]
+    y: Int[Tensor, "..."]
+    augmentation: Augmentation | None = None
+    finish: Finish | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.x) != len(self.y):
+            raise ValueError(f"{len(self.x)} inputs but {len(self.y)} labels; each needs one.")
+
+    def __len__(self) -> int:
+        """How many samples there are."""
+        return len(self.y)
+
+    @property
+    def labels(self) -> Int[Tensor, " sample"] | None:
+        """The class of each sample; None where every position has one."""
+        return self.y if self.y.ndim == 1 else None
+
+    def batch(
+        self, indices: Int[Tensor, " batch"], *, augment: tuple[int, int] | None = None
+    ) -> tuple[Shaped[Tensor, "batch ..."], Int[Tensor, "batch ..."]]:
+        """Inputs and targets of the samples at `indices`; see `Samples.batch`."""
+        return self.inputs(self.x[indices], indices, augment=augment), self.y[indices]
+
+    def inputs(
+        self,
+        rows: Shaped[Tensor, "batch ..."],
+        indices: Int[Tensor, " batch"],
+        *,
+        augment: tuple[int, int] | None = None,
+    ) -> Shaped[Tensor, "batch ..."]:
+        """Inputs of a model from rows of `x`, wherever they have been meanwhile.
+
+        Args:
+            rows: As stored in `x`.
+            indices: Of these rows in `x`; they decide what is drawn.
+            augment: See `Samples.batch`.
+        """
+        if augment is not None and self.augmentation is not None:
+            rows = self.augmentation(rows, indices, augment)
+        return rows if self.finish is None else self.finish(rows)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,20 +156,3 @@ class Dataset:
                     f"{name}: {part} labels run from {low} to {high}, but must lie in "
                     f"0..{num_classes - 1} for num_classes={num_classes}."
                 )
-
-
-def normalised(
-    train: Float[Tensor, "train channel height width"],
-    test: Float[Tensor, "test channel height width"],
-) -> tuple[Float[Tensor, "train channel height width"], Float[Tensor, "test channel height width"]]:
-    """Both parts shifted and scaled by the mean and standard deviation of the training part."""
-    std, mean = (float(value) for value in _std_mean(train))
-    return train.sub_(mean).div_(std), test.sub_(mean).div_(std)
-
-
-def _std_mean(x: Float[Tensor, "train channel height width"]) -> tuple[float, float]:
-    # One pass in float64 over row means keeps a mean of 47 million values exact to float32.
-    flat = x.flatten(1)
-    mean = float(flat.mean(1).double().mean())
-    second_moment = float(flat.square().mean(1).double().mean())
-    return (second_moment - mean * mean) ** 0.5, mean

@@ -10,13 +10,11 @@ import torch.distributed as dist
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
-from ._ahead import made_ahead
-from ._checks import check_whole
+from ._dataset import Samples
 from ._elastic_deal import Deal, Piece
 from ._elastic_pieces import Member, Pieces
 from ._elastic_stats import ElasticStats
-from ._samples import Samples
-from ._shards import epoch_order, num_batches
+from ._shards import check_whole, epoch_order, made_ahead, num_batches
 
 _CHUNKS = 16  # of a share, about, ...
 _LEAST_CHUNK, _MOST_CHUNK = 4, 32  # ... of so many batches

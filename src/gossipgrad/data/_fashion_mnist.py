@@ -1,21 +1,24 @@
-"""Fashion-MNIST from its four IDX files, fetched once where they are missing.
+"""Fashion-MNIST from its four IDX files, fetched once where they are missing; and their format.
 
 References:
     Xiao, Rasul, Vollgraf, Fashion-MNIST, arXiv:1708.07747; MIT licence.
 """
 
+import gzip
+import hashlib
+import math
+import struct
+import zlib
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
+from jaxtyping import UInt8
 
-from ._dataset import Dataset, DatasetInfo
-from ._fetch import fetch
-from ._idx import read_idx
+from ._dataset import Dataset, DatasetInfo, TensorSamples
+from ._files import DELETE_IT, data_folders, download_folder, fetch, find_folder
 from ._pixels import Standardise
-from ._places import place_to_fetch_to, place_with, places, way_out
-from ._samples import TensorSamples
 
 INFO = DatasetInfo(
     name="fashion-mnist",
@@ -26,6 +29,7 @@ INFO = DatasetInfo(
 )
 # The publisher's address. It speaks no TLS; the digests below say whether the content is right.
 ADDRESS = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com"
+_UNSIGNED_BYTE = 0x08
 # SHA-256 of each file unpacked.
 DIGESTS = {
     "train-images-idx3-ubyte.gz": (
@@ -43,23 +47,10 @@ DIGESTS = {
 }
 
 
-def prepare_fashion_mnist(data_dir: Path | None = None) -> None:
-    """Make sure that the four files are there and are the right ones; takes a second.
+def find_fashion_mnist(data_dir: Path | None = None) -> Path:
+    """Find the four files; fetch them where no folder has them all.
 
-    Raises:
-        GossipError: A file is missing and could not be fetched.
-        ValueError: A file in place is not the right one; the message names it.
-    """
-    folder = find_fashion_mnist(data_dir)
-    for name, digest in DIGESTS.items():
-        read_idx(folder / name, sha256=digest)
-
-
-def find_fashion_mnist(data_dir: Path | None = None, *, address: str = ADDRESS) -> Path:
-    """Find the four files; fetch them where no place has them all.
-
-    See `places` for where is looked. Missing files go to `data_dir`, or to the user's cache when
-    none is given.
+    `data_folders` says where. Missing files go to `data_dir`, or to the user's cache when None.
 
     Returns:
         The folder with the four files.
@@ -67,14 +58,14 @@ def find_fashion_mnist(data_dir: Path | None = None, *, address: str = ADDRESS) 
     Raises:
         GossipError: A file could not be fetched, or is not the right one.
     """
-    if (found := place_with(DIGESTS, places(INFO.name, data_dir))) is not None:
+    if (found := find_folder(DIGESTS, data_folders(INFO.name, data_dir))) is not None:
         return found
-    folder = place_to_fetch_to(INFO.name, data_dir)
-    instead = way_out(f"the four files of {INFO.name}", INFO.name, folder)
+    folder = download_folder(INFO.name, data_dir)
     for name, digest in DIGESTS.items():
         if not (folder / name).is_file():
             check = partial(read_idx, sha256=digest)
-            fetch(f"{address}/{name}", folder / name, check, way_out=instead)
+            what = f"the four files of {INFO.name}"
+            fetch(f"{ADDRESS}/{name}", folder / name, check, what=what)
     return folder
 
 
@@ -96,3 +87,43 @@ def load_fashion_mnist(data_dir: Path | None = None) -> Dataset:
     finish = Standardise.of(parts[0][0])
     train, test = (TensorSamples(pixels, labels, finish=finish) for pixels, labels in parts)
     return Dataset(info=INFO, train=train, test=test)
+
+
+def read_idx(path: Path, *, sha256: str | None = None) -> UInt8[np.ndarray, "..."]:
+    """Read a gzipped IDX file of unsigned bytes.
+
+    Args:
+        path: The `.gz` file.
+        sha256: Digest of the *unpacked* content in hexadecimal. The content and not the archive
+            is checked, since the same data set is in circulation packed by different compressors.
+
+    Returns:
+        The array, in the shape that the header gives.
+
+    Raises:
+        ValueError: The file is no gzipped IDX file of bytes, is cut short, or its digest differs.
+
+    References:
+        The IDX file format, as on the MNIST page: magic `0 0 type dims`, one 32-bit size a
+        dimension, then the values, last index fastest.
+    """
+    try:
+        content = gzip.decompress(path.read_bytes())
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{path} is damaged ({error}){DELETE_IT}") from error
+    if sha256 is not None and (found := hashlib.sha256(content).hexdigest()) != sha256:
+        raise ValueError(
+            f"{path} unpacks to content with SHA-256 {found}, expected {sha256}{DELETE_IT}"
+        )
+    if len(content) < 4 or content[:2] != b"\0\0" or content[2] != _UNSIGNED_BYTE:
+        raise ValueError(f"{path} is no IDX file of unsigned bytes: it starts {content[:4]!r}.")
+    num_dims = content[3]
+    header_bytes = 4 + 4 * num_dims
+    if len(content) < header_bytes:
+        raise ValueError(f"{path} ends inside its header of {header_bytes} bytes.")
+    shape = struct.unpack(f">{num_dims}I", content[4:header_bytes])
+    if len(content) != header_bytes + math.prod(shape):
+        raise ValueError(
+            f"{path} holds {len(content) - header_bytes} values, but its header says {shape}."
+        )
+    return np.frombuffer(content, dtype=np.uint8, offset=header_bytes).reshape(shape)

@@ -2,75 +2,49 @@
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
-from . import _cifar10, _cifar10_small, _digits, _fashion_mnist, _image_folder, _shakespeare
+from . import _cifar10, _cifar10_small, _digits, _fashion_mnist, _text
 from ._dataset import Dataset, DatasetInfo
 
-
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """How one data set is come by; each function takes the folder of data sets."""
-
-    info: DatasetInfo
-    prepare: Callable[[Path | None], None]
-    load: Callable[[Path | None], Dataset]
-
-
-_SOURCES = {
-    source.info.name: source
-    for source in (
-        _Source(_digits.INFO, lambda _: _digits.prepare_digits(), lambda _: _digits.load_digits()),
-        _Source(
-            _fashion_mnist.INFO,
-            _fashion_mnist.prepare_fashion_mnist,
-            _fashion_mnist.load_fashion_mnist,
-        ),
-        _Source(_cifar10.INFO, _cifar10.prepare_cifar10, _cifar10.load_cifar10),
-        _Source(
-            _cifar10_small.INFO,
-            _cifar10_small.prepare_cifar10_small,
-            _cifar10_small.load_cifar10_small,
-        ),
-        _Source(_shakespeare.INFO, _shakespeare.prepare_shakespeare, _shakespeare.load_shakespeare),
+_SOURCES: dict[str, tuple[DatasetInfo, Callable[[Path | None], Dataset]]] = {
+    info.name: (info, load)
+    for info, load in (
+        (_digits.INFO, lambda _: _digits.load_digits()),
+        (_fashion_mnist.INFO, _fashion_mnist.load_fashion_mnist),
+        (_cifar10.INFO, _cifar10.load_cifar10),
+        (_cifar10_small.INFO, _cifar10_small.load_cifar10_small),
+        (_text.INFO, _text.load_shakespeare),
     )
 }
-NAMES = (*_SOURCES, _image_folder.NAME)
+NAMES = tuple(_SOURCES)
 
 
-def info(name: str, data_dir: Path | None = None, *, image_size: int | None = None) -> DatasetInfo:
+def info(name: str) -> DatasetInfo:
     """Sizes and shapes of a data set, without loading it.
 
     Args:
         name: One of `NAMES`.
-        data_dir: Folder of data sets, where the image folder lies.
-        image_size: Height and width of the inputs from an image folder; None: 224.
 
     Raises:
-        ValueError: There is no data set of this name, `image_size` is not for it, or the image
-            folder is not as it should be.
+        ValueError: There is no data set of this name.
 
     Example:
         >>> info("digits").input_shape
         (1, 8, 8)
     """
-    if name == _image_folder.NAME:
-        return load(name, data_dir, image_size=image_size).info
-    return _source(name, image_size).info
+    return _source(name)[0]
 
 
-def prepare(name: str, data_dir: Path | None = None, *, image_size: int | None = None) -> None:
-    """Do what must happen once a machine before ranks load `name`: find or fetch its files.
-
-    Files are checked here as well as when they are loaded, so that a damaged one is told once.
+def prepare(name: str, data_dir: Path | None = None) -> None:
+    """Do what must happen once a machine before ranks load `name`: find, fetch and check its files.
 
     Raises:
         ValueError: There is no data set of this name, or a package it needs is missing, or a
-            file of it is damaged or missing without an address to fetch it from, or `image_size`
-            is not for it.
+            file of it is damaged or missing without an address to fetch it from.
         GossipError: A file could not be fetched.
     """
+    _, load_it = _source(name)
     if data_dir is not None and not data_dir.is_dir():
         if data_dir.exists():
             raise ValueError(f"data_dir is {data_dir}, a file; name the folder of data sets.")
@@ -79,40 +53,28 @@ def prepare(name: str, data_dir: Path | None = None, *, image_size: int | None =
             "fetched into a new folder there.",
             stacklevel=2,
         )
-    if name == _image_folder.NAME:
-        size = _image_folder.IMAGE_SIZE if image_size is None else image_size
-        _image_folder.prepare_image_folder(data_dir, image_size=size)
-    else:
-        _source(name, image_size).prepare(data_dir)
+    load_it(data_dir)
 
 
-def load(name: str, data_dir: Path | None = None, *, image_size: int | None = None) -> Dataset:
-    """Load a data set, in about a second; of an image folder, the names of its files.
+def load(name: str, data_dir: Path | None = None) -> Dataset:
+    """Load a data set, in about a second.
 
     Args:
         name: One of `NAMES`.
         data_dir: Folder of data sets; looked in before the one that `GOSSIPGRAD_DATA` names and
-            the user's cache. Missing files are fetched to it, or to the cache when None. An image
-            folder may be this folder itself.
-        image_size: Height and width of the inputs from an image folder; None: 224.
+            the user's cache. Missing files are fetched to it, or to the cache when None.
 
     Raises:
         ValueError: As `prepare`.
         GossipError: A file is missing and could not be fetched.
     """
-    if name == _image_folder.NAME:
-        size = _image_folder.IMAGE_SIZE if image_size is None else image_size
-        return _image_folder.load_image_folder(data_dir, image_size=size)
-    return _source(name, image_size).load(data_dir)
+    return _source(name)[1](data_dir)
 
 
-def _source(name: str, image_size: int | None) -> _Source:
+def _source(name: str) -> tuple[DatasetInfo, Callable[[Path | None], Dataset]]:
     if name not in _SOURCES:
-        raise ValueError(f"data {name!r} is not known; choose one of {', '.join(NAMES)}.")
-    if image_size is not None:
         raise ValueError(
-            f"image_size is {image_size}, but data {name!r} has inputs of its own shape, "
-            f"{_SOURCES[name].info.input_shape}; leave it out, or take data "
-            f"{_image_folder.NAME!r}."
+            f"data {name!r} is not known; choose one of {', '.join(NAMES)}. For images in folders "
+            "of classes see recipes/imagenet.py."
         )
     return _SOURCES[name]

@@ -15,7 +15,6 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from gossipgrad.comm import Group, resolve_group, resolve_transport
 
-from ._checks import check_whole
 from ._ring_shuffle_batch import RowBatch
 from ._ring_shuffle_order import EpochOrder
 from ._ring_shuffle_ring import Ring
@@ -24,6 +23,7 @@ from ._ring_shuffle_start import Flow, TransportFactory, agree, check_arguments,
 from ._ring_shuffle_state import check_state
 from ._ring_shuffle_stats import RingShuffleStats
 from ._ring_shuffle_worker import Worker
+from ._shards import check_whole
 
 Batch = tuple[Shaped[Tensor, "row ..."], ...]
 

@@ -11,7 +11,7 @@ from gossipgrad.comm import Group, Transport
 from gossipgrad.errors import AgreementError
 
 from . import _shards
-from ._checks import check_whole
+from ._shards import check_whole
 
 TransportFactory = Callable[[Group], Transport]
 

@@ -7,8 +7,7 @@ import numpy as np
 from jaxtyping import Int
 from torch.utils.data import Sampler
 
-from ._checks import check_whole
-from ._shards import check_place, epoch_share
+from ._shards import check_place, check_whole, epoch_share
 
 
 class ShardedSampler(Sampler[int]):

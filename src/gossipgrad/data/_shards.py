@@ -1,17 +1,22 @@
-"""How the samples of an epoch are dealt to the ranks."""
+"""How the samples of an epoch are dealt to the ranks, and made into batches ahead of training."""
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from numbers import Integral
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
-from ._ahead import made_ahead
-from ._samples import Samples
+from ._dataset import Samples
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,3 +146,39 @@ def shard_bounds(num_samples: int, rank: int, world_size: int) -> tuple[int, int
         [(0, 2), (2, 5), (5, 7), (7, 10)]
     """
     return rank * num_samples // world_size, (rank + 1) * num_samples // world_size
+
+
+def made_ahead(
+    make: Callable[[Item], Result], items: Iterable[Item], *, threads: int
+) -> Iterator[Result]:
+    """`make(item)` of every item, in their order; the same results whatever `threads` is.
+
+    Args:
+        make: Must bear being called from several threads at once.
+        items: Gone through as results are taken, up to `threads` items ahead.
+        threads: How many work ahead; 0: each result is made when it is asked for. They end with
+            the iterator, after what they are at.
+    """
+    if threads == 0:
+        yield from map(make, items)
+        return
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="gossipgrad-data")
+    pending: deque[Future[Result]] = deque()
+    try:
+        for item in items:
+            pending.append(pool.submit(make, item))
+            if len(pending) > threads:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def check_whole(least: int, **values: object) -> None:
+    """Raise `ValueError` for a value that is no whole number, or less than `least`."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
+            raise ValueError(
+                f"{name} is {value!r}, but must be a whole number of at least {least}."
+            )

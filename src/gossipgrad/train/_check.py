@@ -35,7 +35,7 @@ def check(config: TrainConfig, world_size: int) -> None:
     check_loggers(config)
     _check_who_may_speak(config)
     check_device(config)
-    info = data.info(config.data, config.data_dir, image_size=config.image_size)
+    info = data.info(config.data)
     with torch.device("meta"):
         model = models.build(config.model, info)
         optimizers = make_optimizers(config.resolved(nproc=world_size, out=Path()), model)
@@ -51,7 +51,7 @@ def check(config: TrainConfig, world_size: int) -> None:
         _check_batches_of_one(config, info, model)
     _check_shards(config, info, world_size)
     warn_of_no_effect(config, world_size, steps)
-    data.prepare(config.data, config.data_dir, image_size=config.image_size)
+    data.prepare(config.data, config.data_dir)
 
 
 def _check_who_may_speak(config: TrainConfig) -> None:
@@ -106,7 +106,7 @@ def _check_batches_of_one(config: TrainConfig, info: data.DatasetInfo, model: nn
 
 def _check_shards(config: TrainConfig, info: data.DatasetInfo, world_size: int) -> None:
     if config.shuffle == "ring":
-        if config.data == "imagefolder" or info.kind == "text":
+        if info.kind == "text":
             raise ValueError(
                 f"shuffle ring moves samples that lie in memory, each for itself, which those of "
                 f"{config.data} do not; use --shuffle local or global."

@@ -38,18 +38,12 @@ _OF_A_RUN = ("run_name",)
 class TrainConfig:
     """One training run."""
 
-    data: Literal[
-        "digits", "fashion-mnist", "cifar10", "cifar10-small", "shakespeare", "imagefolder"
-    ] = "digits"
+    data: Literal["digits", "fashion-mnist", "cifar10", "cifar10-small", "shakespeare"] = "digits"
     """Data set. digits comes with scikit-learn; fashion-mnist, cifar10 and shakespeare are fetched
-    once if missing; cifar10-small has to be there; imagefolder: JPEG files in train/CLASS and
-    val/CLASS of data_dir."""
-    model: Literal[
-        "mlp", "mlp-wide", "lenet", "cifarnet", "resnet20", "resnet50", "googlenet", "gpt"
-    ] = "mlp"
-    """Model. lenet takes 28x28 images, cifarnet 32x32; resnet50 and googlenet take 32x32 or
-    larger; gpt takes text; mlp, mlp-wide (1024 neurons a layer, for apoptosis) and resnet20 take
-    images."""
+    once if missing; cifar10-small has to be there."""
+    model: Literal["mlp", "mlp-wide", "lenet", "cifarnet", "resnet20", "gpt"] = "mlp"
+    """Model. lenet takes 28x28 images, cifarnet 32x32; gpt takes text; mlp, mlp-wide (1024 neurons
+    a layer, for apoptosis) and resnet20 take images."""
     strategy: str = "gossip"
     """How replicas are kept together, by a name of `gossipgrad.train.STRATEGIES`."""
     optimizer: Literal["sgd", "adamw", "gossip-adamw", "muon", "soap", "kl-shampoo", "shampoo"] = (
@@ -111,11 +105,8 @@ class TrainConfig:
     shuffle_deadline_seconds: float = 5.0
     """How long a batch of shuffle ring waits for rows of a slow neighbour; a run repeats as long
     as it is never reached. 0: not at all."""
-    image_size: int | None = None
-    """Height and width of the inputs from imagefolder; None: 224."""
     data_threads: int | None = None
-    """Threads of a rank that make batches ahead; None: 2 for imagefolder, whose files have to be
-    decoded, and 0 for what lies in memory."""
+    """Threads of a rank that make batches ahead; None: 0, since samples lie in memory."""
     device: Literal["cpu", "cuda", "auto"] = "cpu"
     """Where ranks train. cuda: on the GPUs of their machine, shared out in turn. auto: there, if
     there is one. Runs on a GPU have not been tried by us."""
@@ -170,7 +161,7 @@ class TrainConfig:
         check_at_least(
             self,
             1,
-            *("epochs", "batch_size", "nproc", "log_every", "image_size", "lr_step_epochs"),
+            *("epochs", "batch_size", "nproc", "log_every", "lr_step_epochs"),
             *("threads", "checkpoint_every", "keep_checkpoints", "refresh_every", "max_dim"),
         )
         check_at_least(self, 0, "seed", "weight_decay", "trace", "data_threads", "warmup_epochs")
@@ -245,10 +236,8 @@ class TrainConfig:
 
     @property
     def batch_threads(self) -> int:
-        """`data_threads`, or what it is for these data where None."""
-        if self.data_threads is None:
-            return 2 if self.data == "imagefolder" else 0
-        return self.data_threads
+        """`data_threads`, 0 where None."""
+        return self.data_threads or 0
 
     @property
     def label(self) -> str:

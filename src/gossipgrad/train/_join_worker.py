@@ -51,7 +51,7 @@ def join_main(spec: JoinSpec, pipe: Connection) -> None:
         if invitation.store is not None and invitation.store[0] == LOOPBACK:
             # As the run's own workers do, whose collectives this one takes part in.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        dataset = data.load(config.data, config.data_dir, image_size=config.image_size)
+        dataset = data.load(config.data, config.data_dir)
         if fingerprint_of(dataset) != invitation.data:
             raise ValueError(
                 f"the data set {config.data} is another here than where the run was started: put "

@@ -67,7 +67,7 @@ def find_run(options: JoinConfig) -> tuple[TrainConfig, RunDir, Invitation]:
     check_secret(None)
     check_device(config)
     _knock(invitation, run_dir)
-    data.prepare(config.data, config.data_dir, image_size=config.image_size)
+    data.prepare(config.data, config.data_dir)
     return config, run_dir, invitation
 
 

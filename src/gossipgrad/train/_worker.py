@@ -45,7 +45,7 @@ def worker_main(spec: WorkerSpec, pipe: Connection) -> None:
 
     def work(stop: threading.Event, emit: Callable[[Event], None]) -> RankResult:
         config = spec.config
-        dataset = data.load(config.data, config.data_dir, image_size=config.image_size)
+        dataset = data.load(config.data, config.data_dir)
         with take_part(spec.run_dir):  # a launcher that is killed goes a moment before its workers
             return train_rank(
                 config,

@@ -236,7 +236,7 @@ def _take_part(
     try:
         if start.token is not None and (config.checkpoint_every or config.resume):
             must_be_shared(run_dir, start.token)
-        dataset = data.load(config.data, config.data_dir, image_size=config.image_size)
+        dataset = data.load(config.data, config.data_dir)
         result = train_with_those_who_come(
             config,
             dataset,

@@ -1,20 +1,7 @@
-"""The loss that every model here is trained with."""
-
-from typing import NamedTuple
+"""What training asks of a model: its loss, and which of its layers are heads."""
 
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-
-AUXILIARY_WEIGHT = 0.3
-
-
-class AuxiliaryLogits(NamedTuple):
-    """What a model with auxiliary heads returns in training; in evaluation, the logits alone."""
-
-    logits: Float[Tensor, "*batch class"]
-    """Of the model itself."""
-    auxiliary: tuple[Float[Tensor, "*batch class"], ...]
-    """Of its auxiliary heads."""
 
 
 def training_loss(
@@ -24,11 +11,8 @@ def training_loss(
 ) -> Float[Tensor, ""]:
     """Cross entropy of `model(x)`, averaged over all labels; nothing is communicated.
 
-    Auxiliary heads count with a weight of 0.3 each. A model in `DistributedDataParallel` or
-    compiled does as well: what it returns decides, not its type.
-
     Args:
-        model: Called once; logits come in its last dimension, or as `AuxiliaryLogits`.
+        model: Called once; logits are in its last dimension.
         x: A batch, as the model takes it.
         y: The class of each sample, (batch,), or of each position, (batch, position).
 
@@ -46,23 +30,36 @@ def training_loss(
         >>> loss = training_loss(model, torch.randn(2, 4), torch.tensor([3, 7]))
         >>> round(loss.item(), 4)  # ln 10: all classes are alike to it
         2.3026
-
-    References:
-        Szegedy et al., Going deeper with convolutions, 2015, section 5: the weight of 0.3.
     """
-    outputs = model(x)
-    if not isinstance(outputs, AuxiliaryLogits):
-        return _cross_entropy(outputs, y)
-    loss = _cross_entropy(outputs.logits, y)
-    for logits in outputs.auxiliary:
-        loss = loss + AUXILIARY_WEIGHT * _cross_entropy(logits, y)
-    return loss
-
-
-def _cross_entropy(logits: Float[Tensor, "... class"], y: Int[Tensor, "..."]) -> Float[Tensor, ""]:
+    logits = model(x)
     if logits.shape[:-1] != y.shape:
         raise ValueError(
             f"labels of shape {tuple(y.shape)} need logits of shape {(*y.shape, 'classes')}, but "
             f"the model returned {tuple(logits.shape)}; is it a model for this data?"
         )
     return nn.functional.cross_entropy(logits.flatten(0, -2), y.flatten())
+
+
+def heads(model: nn.Module) -> tuple[nn.Module, ...]:
+    """The modules of a model that turn features into logits; local.
+
+    A model names them by a property, `head_modules`: auxiliary heads as a whole, since evaluation
+    has no use for them, and none that shares the weights of an embedding. A model without the
+    property is taken to have its last linear layer for a head.
+
+    Args:
+        model: Any.
+
+    Returns:
+        Its heads; empty if it has none of its own.
+
+    Example:
+        >>> import torch
+        >>> heads(torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 3)))
+        (Linear(in_features=3, out_features=3, bias=True),)
+    """
+    named = getattr(model, "head_modules", None)
+    if isinstance(named, tuple):
+        return named
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    return tuple(linear[-1:])
