@@ -53,7 +53,10 @@ def test_every_measured_cell_that_is_modelled_has_a_row(tmp_path, monkeypatch):
 
 
 def test_contestants_are_those_of_the_grid():
-    assert simulate_check.CONTESTANTS.keys() | {"ddp, PowerSGD", "gossip, sync, in backward"} == kinds.CONTESTANTS.keys()
+    assert (
+        simulate_check.CONTESTANTS.keys() | {"ddp, PowerSGD", "gossip, sync, in backward"}
+        == kinds.CONTESTANTS.keys()
+    )
 
 
 @pytest.mark.parametrize("content", ["not json", "{}", '[{"a": 1}]', "[3]"])
