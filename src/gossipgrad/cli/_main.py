@@ -18,6 +18,7 @@ _COMMANDS = {
     "profile": "record what a step of a model costs on this device",
     "probe": "measure what messages cost between live workers",
     "simulate": "predict step time and efficiency at any scale",
+    "advise": "recommend family, mode and payload for a model on a network",
     "plan": "compute which gradients to merge and which to compress",
     "report": "write report.html of a run anew, or compare several runs",
     "export": "write the consensus of a checkpoint as a safetensors file",
@@ -75,6 +76,8 @@ def _run(command: str, arguments: list[str]) -> int:
             from ._probe import main as run
         elif command == "simulate":
             from ._simulate import main as run
+        elif command == "advise":
+            from ._advise import main as run
         elif command == "plan":
             from ._plan import main as run
         elif command == "report":
