@@ -141,12 +141,10 @@ class GossipStrategy(DDPStrategy):
             with suppress(OSError):  # others have their files in it
                 folder.rmdir()
 
-    def load_checkpoint(
-        self, checkpoint_path: Any, weights_only: bool | None = None
-    ) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Reads a checkpoint, and keeps in mind which."""
         self._loaded = _folder_of(checkpoint_path)
-        return super().load_checkpoint(checkpoint_path, weights_only)
+        return super().load_checkpoint(checkpoint_path, *args, **kwargs)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Goes on from a checkpoint, exactly where each rank has kept its state; a collective."""
