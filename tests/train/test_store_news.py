@@ -1,7 +1,7 @@
 import logging
 
 from gossipgrad.comm import MemberWatch
-from gossipgrad.data._elastic_pieces import logger as shares
+from gossipgrad.data._elastic_dealer import logger as shares
 from gossipgrad.train._store_news import store_news
 
 

@@ -11,7 +11,7 @@ from gossipgrad.data import ElasticBatches
 
 from ._metrics import Event
 
-_SHARES = f"{ElasticBatches.__module__}_pieces"
+_SHARES = f"{ElasticBatches.__module__}_dealer"
 
 # Since when, until when if it came back, in seconds since 1970, and why.
 StoreLoss = dict[str, Any]
