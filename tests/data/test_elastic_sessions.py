@@ -63,7 +63,7 @@ class Shares:
         """Ends what the dead have left."""
         self._iterators.clear()
         for batches in self.batches.values():
-            batches._pieces._store.close()
+            batches.close()
 
 
 # Whoever is at the end of its last epoch trains no more, and is not awaited for long.

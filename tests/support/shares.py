@@ -95,8 +95,7 @@ class Run:
         """Ends what was made, the dead included: later their iterators would end at any time."""
         for run in cls.made:
             for one in run.ranks.values():
-                one._iterators.clear()
-                one.batches._pieces._store.close()
+                one.leave()
         cls.made.clear()
 
     def add(self, rank: int) -> One:
@@ -112,12 +111,6 @@ class Run:
             if rank not in self.ranks:
                 self.add(rank)
         self.learn(*(living if known_to is None else known_to))
-
-    def wait_for_store(self, seconds: float) -> None:
-        """From now on all ranks await an answer for so long."""
-        for one in self.ranks.values():
-            pieces = one.batches._pieces
-            pieces._patience_seconds = pieces._limit_seconds = seconds
 
     def learn(self, *ranks: int) -> None:
         """Some ranks take up the newest generation."""
@@ -161,9 +154,6 @@ class Run:
         if errors:
             raise errors[0]
         assert not any(thread.is_alive() for thread in threads), "a rank hangs"
-        for rank in ranks:
-            # Answered behind all that was asked before: a rank that dies now claims nothing later.
-            self.ranks[rank].batches.newest_epoch()
 
     def times(self, epoch: int, *ranks: int) -> Counter[int]:
         """How often each sample of an epoch was trained on, by all ranks or some."""

@@ -3,6 +3,7 @@
 from gossipgrad.comm._access import check_secret as check_secret
 from gossipgrad.comm._asked_store import AskedStore as AskedStore
 from gossipgrad.comm._asked_store import StoreSilentError as StoreSilentError
+from gossipgrad.comm._asked_store import StoreThread as StoreThread
 from gossipgrad.comm._asked_store import finalize_early as finalize_early
 from gossipgrad.comm._buckets import DEFAULT_BUCKET_BYTES as DEFAULT_BUCKET_BYTES
 from gossipgrad.comm._buckets import BucketLayout as BucketLayout

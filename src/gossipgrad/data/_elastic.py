@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -11,9 +11,8 @@ from jaxtyping import Int, Shaped
 from torch import Tensor
 
 from ._dataset import Samples
-from ._elastic_deal import Deal, Piece
-from ._elastic_pieces import Member, Pieces
-from ._elastic_stats import ElasticStats
+from ._elastic_deal import Piece
+from ._elastic_dealer import Dealer, Drawn, Member
 from ._shards import check_whole, epoch_order, made_ahead, num_batches
 
 _CHUNKS = 16  # of a share, about, ...
@@ -23,29 +22,51 @@ _ORDERS = 2  # are kept: that of this epoch, and that of one which something was
 Batch = tuple[Shaped[Tensor, "batch ..."], Int[Tensor, "batch ..."]]
 
 
-class _Item(NamedTuple):
-    piece: Piece
-    indices: Int[Tensor, " batch"]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ElasticStats:
+    """What one rank's `ElasticBatches` have done so far; no communication.
+
+    Attributes:
+        samples: That this rank was given.
+        samples_dealt_anew: Of these, those of the share of another rank.
+        samples_used_twice_at_most: That may be trained on twice: of each dead rank whose batches
+            this one dealt anew, a chunk; and what this rank had begun of batches that it gave away.
+        samples_untold: That this rank was given while the store did not answer: another may have
+            been given them, too.
+        samples_left: Of the last epochs, if ranks came or went, what nobody is known to have
+            trained on; known after `close()`, best by the rank that closes last.
+        disturbed_epochs: In which ranks came or went, or had come or gone before.
+        store_requests: Asked of the store, in the background.
+        exposed_seconds: Time that batches waited for the store.
+    """
+
+    samples: int = 0
+    samples_dealt_anew: int = 0
+    samples_used_twice_at_most: int = 0
+    samples_untold: int = 0
+    samples_left: int = 0
+    disturbed_epochs: int = 0
+    store_requests: int = 0
+    exposed_seconds: float = 0.0
 
 
 class ElasticBatches:
     """Batches of an epoch that all ranks share, whoever comes or goes meanwhile.
 
     For as long as those ranks live that began, they are those of `ShardedBatches`, bit for bit.
-    When a rank is lost, leaves or joins, what nobody has claimed yet is dealt anew among the
-    living, from the data set that each of them can read: over an epoch every sample that
-    `ShardedBatches` deals is given to one rank.
+    When a rank is lost, leaves or joins, what is left of the epoch is dealt anew among the living,
+    from the data set that each of them can read: over an epoch every sample that `ShardedBatches`
+    deals is given to a rank.
 
-    Shares are cut into chunks of a few batches. A rank claims a chunk in the rendezvous store
-    before it trains on it, in the background while it is at the chunk before, and says there how
-    far it is: at every claim, every half second, and at the end. What a lost rank had claimed goes
-    to others, less what it had told; that it may have trained on some of it since is the one way
-    for a sample to be used twice (`samples_used_twice_at_most`). At the end of its chunks, a rank
-    takes over what nobody has claimed. What is known to be left of an epoch only after its end is
-    trained on in the next.
+    The new deal follows from the generation of the membership and from what ranks have reported;
+    the first rank that makes it, in the rendezvous store, decides it for all, and nobody waits. A
+    rank reports what it has trained on in the background, at least every half chunk. Of a dead rank
+    at most one chunk is unknown, and used twice. A rank gives away the end of its part alone; what
+    it had trained on there before it heard is used twice as well (`samples_used_twice_at_most` has
+    both). What is known to be left of an epoch only after its end is trained on in the next.
 
     When the store does not answer, batches wait for it for `patience_seconds`, once; then ranks go
-    on with their chunks without claims, and claim again when it answers. Only what ranks that came
+    on with what they have been dealt, and new deals are made when it answers. What ranks that came
     or went meanwhile had to do with may then be used twice, or not at all.
 
     Ranks come to the end of an epoch with unequal numbers of batches once any came or went. Go
@@ -59,8 +80,8 @@ class ElasticBatches:
         world_size: How many ranks took part at the start, also for one that joined.
         seed: Decides the order; the same on all ranks.
         threads: How many make batches ahead; worth it where samples are decoded.
-        chunk_batches: Batches of a chunk, the same on all ranks; None: a sixteenth of a share, but
-            4 to 32.
+        chunk_batches: Batches that a rank trains on at most before the others know, the same on all
+            ranks; None: a sixteenth of a share, but 4 to 32.
         patience_seconds: How long a batch waits for the store; the first of all, which needs a
             connection, for ten seconds at least.
         name: Of these batches in the store; others of the same run need another.
@@ -95,7 +116,8 @@ class ElasticBatches:
         >>> sorted(y.item() for x, y in first.epoch(0))
         [0, 1, 2, 3, 4, 5, 6, 7]
         >>> first.stats().samples_dealt_anew, first.stats().samples_used_twice_at_most
-        (4, 2)
+        (4, 1)
+        >>> first.close()
     """
 
     def __init__(
@@ -124,20 +146,24 @@ class ElasticBatches:
         if not patience_seconds >= 0:
             raise ValueError(f"patience_seconds is {patience_seconds}, but must be at least 0.")
         batches = num_batches(len(samples) // world_size, batch_size)
-        chunk = chunk_batches or min(max(-(-batches // _CHUNKS), _LEAST_CHUNK), _MOST_CHUNK)
         self.samples, self.batch_size, self.world_size = samples, batch_size, world_size
         self.seed, self.threads = seed, threads
-        self._rank, self._deal = member.rank, Deal(shares=world_size, batches=batches, chunk=chunk)
-        self._pieces = Pieces(
-            self._deal, member, dist.PrefixStore(name, store), patience_seconds=patience_seconds
+        self._batches, self._rank = batches, member.rank
+        self._dealer = Dealer(
+            member,
+            dist.PrefixStore(name, store),
+            shares=world_size,
+            batches=batches,
+            chunk=chunk_batches or min(max(-(-batches // _CHUNKS), _LEAST_CHUNK), _MOST_CHUNK),
+            patience_seconds=patience_seconds,
         )
         self._orders: dict[int, Int[np.ndarray, " sample"]] = {}
-        self._own = self._position = self._samples = self._anew = self._left = 0
+        self._own = self._position = self._samples = self._anew = 0
         self._epoch = -1
 
     def __len__(self) -> int:
         """Batches of this rank in an epoch while nobody comes or goes."""
-        return self._deal.batches
+        return self._batches
 
     @property
     def position(self) -> int:
@@ -157,7 +183,7 @@ class ElasticBatches:
             Its number; None if nobody has begun one, or the store does not answer in
             `patience_seconds`.
         """
-        return self._pieces.newest_epoch()
+        return self._dealer.newest_epoch()
 
     def is_behind(self) -> bool:
         """Whether another rank has begun a later epoch than this one; asks the store.
@@ -169,11 +195,10 @@ class ElasticBatches:
 
     def is_disturbed(self, epoch: int) -> bool:
         """Whether others than the ranks of the start take part in an epoch, or did; local."""
-        first = tuple(range(self.world_size))
-        return epoch in self._pieces.claims.disturbed or self._pieces.living != first
+        return self._dealer.is_disturbed(epoch)
 
     def epoch(self, epoch: int, *, start_batch: int = 0) -> Iterator[Batch]:
-        """The batches of an epoch that this rank gets, as they are claimed.
+        """The batches of an epoch that this rank is dealt.
 
         A batch counts as used when the next one is asked for, or the iterator is let go.
 
@@ -192,81 +217,76 @@ class ElasticBatches:
 
     def _drawn(self, epoch: int, start_batch: int) -> Iterator[Batch]:
         before = min(start_batch, len(self)) if self._rank < self.world_size else 0
-        self._pieces.begin(epoch, before)
+        self._dealer.begin(epoch, before)
         self._own, self._position = before, max(self._position, epoch * len(self) + before)
-        drawn: deque[Piece] = deque()
+        ahead: deque[Drawn] = deque()
 
-        def items() -> Iterator[_Item]:
-            for piece in self._pieces.of(epoch):
-                for batch in piece.batches:
-                    one = piece._replace(start=batch, stop=batch + 1)
-                    drawn.append(one)
-                    yield _Item(one, torch.from_numpy(self._indices(one)))
+        def draw() -> Iterator[tuple[int, Int[Tensor, " batch"]]]:
+            while (drawn := self._dealer.draw(epoch)) is not None:
+                ahead.append(drawn)
+                yield drawn.epoch, self._indices(drawn)
 
         try:
-            for batch in made_ahead(self._make, items(), threads=self.threads):
-                piece = drawn.popleft()
-                self._count(piece, epoch, len(batch[1]))
+            for batch in made_ahead(self._make, draw(), threads=self.threads):
+                drawn = ahead.popleft()
+                self._count(drawn, epoch, len(batch[1]))
                 try:
                     yield batch
                 finally:
-                    self._pieces.use(piece)
+                    self._dealer.use(drawn)
             self._position = max(self._position, (epoch + 1) * len(self))
         finally:
-            self._pieces.end(epoch)
+            self._dealer.end(epoch)
 
     def stats(self) -> ElasticStats:
         """What was dealt anew so far, and what it took; no communication."""
-        claims = self._pieces.claims
+        dealer = self._dealer
         return ElasticStats(
             samples=self._samples,
             samples_dealt_anew=self._anew,
-            samples_used_twice_at_most=self._size(claims.begun),
-            samples_untold=self._size(self._pieces.untold),
-            samples_left=self._left,
-            disturbed_epochs=len(claims.disturbed),
-            store_requests=claims.requests,
-            exposed_seconds=self._pieces.exposed_seconds,
+            samples_used_twice_at_most=self._size(dealer.repeated),
+            samples_untold=self._size(Piece(d.share, d.batch, d.batch + 1) for d in dealer.untold),
+            samples_left=self._size(dealer.left),
+            disturbed_epochs=len(dealer.disturbed),
+            store_requests=dealer.requests,
+            exposed_seconds=dealer.exposed_seconds,
         )
 
     def close(self) -> None:
-        """Tells what was used, so that nobody uses it again; waits for the store for a second.
+        """Reports what was used, so that nobody uses it again; waits for the store for a second.
 
         Call it before the session is closed.
         """
-        self._left = self._size(self._pieces.close())
+        self._dealer.close()
 
-    def _count(self, piece: Piece, epoch: int, samples: int) -> None:
+    def _count(self, drawn: Drawn, epoch: int, samples: int) -> None:
         """Counts a batch that is handed out."""
         self._samples += samples
-        if piece.share != self._rank:
+        if drawn.share != self._rank:
             self._anew += samples
-        if piece.epoch != epoch:
-            return
-        self._own += 1
-        done = self._own
-        if (last := self._pieces.claims.done.get(epoch)) is not None:
-            # The others are taken to have gone on as this rank has since they were asked.
-            since = (self._own - last.own) * last.living
-            done = (last.others + last.own + since) // self.world_size
-        self._position = max(self._position, epoch * len(self) + min(done, len(self)))
+        if drawn.epoch == epoch:
+            self._own += 1
+            progress = self._dealer.progress(epoch)
+            done = self._own if progress is None else int(progress * len(self))
+            self._position = max(self._position, epoch * len(self) + min(done, len(self)))
 
-    def _make(self, item: _Item) -> Batch:
-        return self.samples.batch(item.indices, augment=(self.seed, item.piece.epoch))
+    def _make(self, item: tuple[int, Int[Tensor, " batch"]]) -> Batch:
+        epoch, indices = item
+        return self.samples.batch(indices, augment=(self.seed, epoch))
 
-    def _indices(self, piece: Piece) -> Int[np.ndarray, " batch"]:
+    def _indices(self, drawn: Drawn) -> Int[Tensor, " batch"]:
         """The samples of a batch, as `ShardedBatches` has them."""
-        if piece.epoch not in self._orders:
+        if drawn.epoch not in self._orders:
             while len(self._orders) >= _ORDERS:
                 self._orders.pop(next(iter(self._orders)))
-            order = epoch_order(len(self.samples), seed=self.seed, epoch=piece.epoch)
-            self._orders[piece.epoch] = order
-        start, stop = self._bounds(piece)
-        share = self._orders[piece.epoch][piece.share :: self.world_size]
-        return share[start:stop]
+            order = epoch_order(len(self.samples), seed=self.seed, epoch=drawn.epoch)
+            self._orders[drawn.epoch] = order
+        start, stop = self._bounds(Piece(drawn.share, drawn.batch, drawn.batch + 1))
+        share = self._orders[drawn.epoch][drawn.share :: self.world_size]
+        return torch.from_numpy(share[start:stop])
 
     def _bounds(self, piece: Piece) -> tuple[int, int]:
-        """Places in its share of the samples of a piece: a last batch takes what is left."""
+        """The samples of a piece in its share: a last batch takes what is left."""
         last = piece.stop == len(self)
         stop = len(self.samples) // self.world_size if last else piece.stop * self.batch_size
         return piece.start * self.batch_size, stop

@@ -9,7 +9,7 @@ from typing import Any
 from gossipgrad.comm import MemberWatch
 from gossipgrad.data import ElasticBatches
 
-_SHARES = f"{ElasticBatches.__module__}_pieces"
+_SHARES = f"{ElasticBatches.__module__}_dealer"
 
 # Since when, until when if it came back, in seconds since 1970, and why.
 StoreLoss = dict[str, Any]

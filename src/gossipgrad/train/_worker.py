@@ -76,7 +76,11 @@ def worker_main() -> int:
 
 def silence(world: World) -> None:
     """Leave to the launcher to say who was lost, and warnings to the lowest rank."""
-    logging.getLogger("gossipgrad").setLevel(logging.CRITICAL)
+    logger = logging.getLogger("gossipgrad")
+    for handler in [*logger.handlers]:
+        logger.removeHandler(handler)
+    logger.addHandler(logging.NullHandler())
+    logger.propagate = False
     if world.rank:
         warnings.simplefilter("ignore")
 
