@@ -121,7 +121,12 @@ class PostOptimizerBuild:
                 )
         options = {"mesh": parallel_dims.get_mesh(_REPLICAS), **self._options}
         self.session = open_session(
-            self._open, model, list(optimizers), scaler=None, options=options, plain="leave replicas to gossip_spec"
+            self._open,
+            model,
+            list(optimizers),
+            scaler=None,
+            options=options,
+            plain="leave replicas to gossip_spec",
         )
         self._wrap(optimizers)
         whole: Any = model
