@@ -217,7 +217,7 @@ def test_commands_can_be_given_as_they_stand(page, command, tmp_path, monkeypatc
     elif name in PARSED:
         tyro.cli(PARSED[name], args=options)
     else:
-        assert name in ("report", "demo", "export"), command
+        assert name in ("report", "watch", "demo", "export"), command
 
 
 def test_readme_is_short():

@@ -39,7 +39,7 @@ def test_unknown_command_tells_the_known_ones(capsys):
     assert cli.main(["trian"]) == 2
     assert capsys.readouterr().err == (
         "gossipgrad: error: no command 'trian'; there are train, launch, demo, topology, profile, "
-        "probe, simulate, advise, plan, report, export\n"
+        "probe, simulate, advise, plan, watch, report, export\n"
     )
 
 

@@ -20,6 +20,7 @@ _COMMANDS = {
     "simulate": "predict step time and efficiency at any scale",
     "advise": "recommend family, mode and payload for a model on a network",
     "plan": "compute which gradients to merge and which to compress",
+    "watch": "show the report of a run in a browser while the run goes on",
     "report": "write report.html of a run anew, or compare several runs",
     "export": "write the consensus of a checkpoint as a safetensors file",
 }
@@ -80,6 +81,8 @@ def _run(command: str, arguments: list[str]) -> int:
             from ._advise import main as run
         elif command == "plan":
             from ._plan import main as run
+        elif command == "watch":
+            from ._watch import main as run
         elif command == "report":
             from ._report import main as run
         elif command == "export":

@@ -252,7 +252,7 @@ class Session:
     def consensus_state_dict(self, dst: int = 0) -> dict[str, Any] | None:
         """The `state_dict()` of the consensus, on one rank: what to save.
 
-        A collective that all ranks call, without any `if`:
+        A collective that all ranks call, without any `if`::
 
             state = session.consensus_state_dict()
             if state is not None:

@@ -1,27 +1,28 @@
-"""Decentralized Muon where ranks have few classes each: which backbone is ahead, and of what?
+"""Decentralized Muon: where ranks have few classes each, and on a GPT with data dealt alike.
 
-Two tasks: Fashion-MNIST with a perceptron of two hidden layers of 32 (26,506 parameters), and
-CIFAR-10 small, its images averaged to 16x16, with a ResNet of three blocks (19,218 parameters;
-GroupNorm, since BatchNorm's statistics would be those of a rank's few classes). The classes of
-each rank are drawn from a Dirichlet distribution (0.05: mostly one or two), on a ring of virtual
-ranks. `ed`, `atc-gt`, `semi-atc-gt` and `demuon` mix with both neighbours in each exchange;
-`gossip SGD` (momentum 0.9) and `gossip AdamW` meet one neighbour a step; `all-reduce Muon` is
-`demuon` with the mean of all ranks as its exchange.
-Each has its learning rate, constant, from three that lie a factor of 3 apart, and further ones
-where the best is the first or last, by the first seed's accuracy; the other seeds run with that
-one alone. What is evaluated is the mean of all replicas.
+* `heterogeneity`: Fashion-MNIST with a perceptron of two hidden layers of 32, and CIFAR-10 small,
+  its images averaged to 16x16, with a ResNet of three blocks (GroupNorm, since BatchNorm's
+  statistics would be those of a rank's few classes). The classes of each rank are drawn from a
+  Dirichlet distribution (0.05: mostly one or two), on a ring of virtual ranks. `gossip SGD`
+  (momentum 0.9) and `gossip AdamW` meet one neighbour a step; `all-reduce Muon` is `demuon` with
+  the mean of all ranks as its exchange. What is evaluated is the mean of all replicas.
+* `gpt`: two blocks of width 64 on windows of 64 characters of tiny Shakespeare, 8 a rank and step.
+  `suda` is `gg.suda` as it comes; with all-reduce one process has the batches of all. Reported is
+  the mean loss of the test part, in nats a character.
 
-Cells that are done are kept in the results, and not run again.
+Each contestant has its learning rate from three that lie a factor of 3 apart, and further ones
+where the best is the first or last, by the first seed; the other seeds run with that one alone.
+Runs that are done are kept.
 
-    python -m benchmarks.suda_heterogeneity --ranks 10 --steps 300
-    python -m benchmarks.suda_heterogeneity --task resnet --ranks 20 --steps 100
+    python -m benchmarks.suda heterogeneity --ranks 20 --steps 300
+    python -m benchmarks.suda heterogeneity --task resnet --ranks 10 --steps 100
+    python -m benchmarks.suda gpt --ranks 4 --steps 100
 """
 
 import argparse
 import json
 import math
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -30,14 +31,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim.lr_scheduler import LambdaLR
 
+import gossipgrad as gg
 from benchmarks._common import RESULTS, write
 from gossipgrad import data
-from gossipgrad.models import MLP
+from gossipgrad.models import GPT, MLP, training_loss
 from gossipgrad.simulate import SudaRanks, VirtualRanks
 
 ALPHA = 0.05
 SEEDS = (0, 1, 2)
+RATES = (1e-3, 3e-3, 1e-2)
+CONTEXT, BATCH = 64, 8
 Make = Callable[[nn.Module, int, float], Any]
 
 
@@ -165,7 +170,6 @@ def train(
     virtual = make(task.model(), ranks, lr)
     held = shares(y, ranks, task.batch, seed)
     generator = torch.Generator().manual_seed(seed)
-    start = time.perf_counter()
     for _ in range(steps):
         chosen = torch.stack(
             [each[torch.randint(len(each), (task.batch,), generator=generator)] for each in held]
@@ -179,9 +183,8 @@ def train(
         "lr": lr,
         "seed": seed,
         "accuracy": 100 * (logits.argmax(1) == y_test).double().mean().item(),
-        "loss": torch.nn.functional.cross_entropy(logits, y_test).item(),
+        "loss": F.cross_entropy(logits, y_test).item(),
         "distance": distance if math.isfinite(distance) else None,
-        "seconds": time.perf_counter() - start,
     }
 
 
@@ -191,16 +194,11 @@ def tensors_of(samples: Any, view: Callable[[Tensor], Tensor]) -> tuple[Tensor, 
     return view(x), y
 
 
-def accuracy(one: dict) -> float:
-    """What is high in good runs."""
-    return one["accuracy"]
-
-
 def next_rate(
     done: list[dict],
     rates: tuple[float, ...],
     seed: int,
-    score: Callable[[dict], float] = accuracy,
+    score: Callable[[dict], float],
 ) -> float | None:
     """Which learning rate this seed lacks; None where it lacks none."""
     if seed != SEEDS[0]:
@@ -216,42 +214,136 @@ def next_rate(
     return None
 
 
-def best_rate(done: list[dict], score: Callable[[dict], float] = accuracy) -> float:
+def best_rate(done: list[dict], score: Callable[[dict], float]) -> float:
     """By the first seed."""
     return max((one for one in done if one["seed"] == SEEDS[0]), key=score)["lr"]
 
 
+def muon(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    """One learning rate for both of its parts."""
+    return gg.Muon(model, lr, scale="match_rms_adamw")
+
+
+def adamw(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    """With the moments that `gg.Muon` gives its own AdamW."""
+    return torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+
+
+ALL_REDUCE = {"all-reduce Muon": muon, "all-reduce AdamW": adamw}
+
+
+def windows(text: Any, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """Characters, and those that follow them."""
+    x, y = text.batch(indices.flatten())
+    return x[:, :CONTEXT], y[:, :CONTEXT]
+
+
+def stepper(name: str, model: GPT, ranks: int, lr: float) -> tuple[Any, Callable, Callable]:
+    """An optimizer, a step on the windows of all ranks, and the model that is evaluated."""
+    if name in ALL_REDUCE:
+        optimizer = ALL_REDUCE[name](model, lr)
+
+        def step(x: Tensor, y: Tensor) -> None:
+            optimizer.zero_grad()
+            training_loss(model, x, y).backward()
+            optimizer.step()
+
+        return optimizer, step, lambda: model
+    virtual = SudaRanks(
+        model,
+        ranks,
+        lr=lr,
+        scale="match_rms_adamw",
+        batching="loop",
+        loss=lambda out, y: nn.functional.cross_entropy(out.flatten(0, 1), y.flatten()),
+    )
+
+    def steps(x: Tensor, y: Tensor) -> None:
+        virtual.step(x.view(ranks, BATCH, -1), y.view(ranks, BATCH, -1))
+
+    return virtual.optimizer, steps, virtual.consensus_model
+
+
+def train_gpt(name: str, lr: float, ranks: int, steps: int, seed: int) -> dict[str, float]:
+    """One run."""
+    loaded = data.load("shakespeare")
+    torch.manual_seed(seed)
+    model = GPT(65, context=CONTEXT, layers=2, width=64)
+    optimizer, step, evaluated = stepper(name, model, ranks, lr)
+    scheduler = LambdaLR(optimizer, lambda k: min((k + 1) / (0.1 * steps), (1 - k / steps) / 0.9))
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        chosen = torch.randint(len(loaded.train), (ranks * BATCH,), generator=generator)
+        step(*windows(loaded.train, chosen))
+        scheduler.step()
+    with torch.no_grad():
+        x, y = windows(loaded.test, torch.arange(len(loaded.test)))
+        loss = training_loss(evaluated(), x, y).item()
+    return {"lr": lr, "seed": seed, "loss": loss}
+
+
+def search(
+    held: dict[str, list[dict]],
+    rates: dict[str, tuple[float, ...]],
+    run: Callable[[str, float, int], dict],
+    score: Callable[[dict], float],
+    keep: Callable[[], object],
+) -> None:
+    """Runs what is missing of all contestants, and prints what each came to."""
+    for seed in SEEDS:
+        for name, tried in rates.items():
+            done = held.setdefault(name, [])
+            while (lr := next_rate(done, tried, seed, score)) is not None:
+                done.append(run(name, lr, seed))
+                print(f"{name:16} {done[-1]}", flush=True)
+                keep()
+    for name, done in held.items():
+        best = best_rate(done, score)
+        found = [abs(score(one)) for one in done if one["lr"] == best]
+        spread = statistics.stdev(found)
+        print(f"{name:16} lr {best:g}: {statistics.mean(found):.4f} +- {spread:.4f}")
+
+
 def main() -> None:
-    """Fills the cells of one size, and writes `results/suda_heterogeneity.json`."""
+    """Fills the cells of one size, in `results/suda_heterogeneity.json` or `suda_gpt.json`."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n", 1)[0])
+    parser.add_argument("question", choices=("heterogeneity", "gpt"))
     parser.add_argument("--task", choices=TASKS, default="mlp")
     parser.add_argument("--ranks", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--steps", type=int, default=100)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    end = time.monotonic() + 60 * options.minutes
-    path = RESULTS / "suda_heterogeneity.json"
-    cells = json.loads(path.read_text())["cells"] if path.exists() else {}
-    named = f"{options.task}, {options.ranks} ranks, {options.steps} steps"
-    held = cells.setdefault(named, {})
+    ranks, steps = options.ranks, options.steps
+    name = f"suda_{options.question}"
+    path = RESULTS / f"{name}.json"
+    part = "cells" if options.question == "heterogeneity" else "loss"
+    cells = json.loads(path.read_text())[part] if path.exists() else {}
+
+    def keep() -> object:
+        about = {"alpha": ALPHA} if part == "cells" else {}
+        return write(name, {**about, part: cells}, module="suda")
+
+    if options.question == "gpt":
+        held = cells.setdefault(f"{ranks} ranks, {steps} steps", {})
+        rates = dict.fromkeys(("suda", *ALL_REDUCE), RATES)
+        search(
+            held,
+            rates,
+            lambda way, lr, seed: train_gpt(way, lr, ranks, steps, seed),
+            lambda one: -one["loss"],
+            keep,
+        )
+        return
     task = TASKS[options.task]
     loaded = data.load(task.data)
     parts = (*tensors_of(loaded.train, task.view), *tensors_of(loaded.test, task.view))
-    for seed in SEEDS:
-        for name, (make, rates) in WAYS.items():
-            done = held.setdefault(name, [])
-            while (lr := next_rate(done, rates, seed)) is not None:
-                if time.monotonic() > end:
-                    return
-                done.append(train(task, make, lr, parts, options.ranks, options.steps, seed))
-                print(f"{name:16} {done[-1]}", flush=True)
-                write("suda_heterogeneity", {"alpha": ALPHA, "cells": cells})
-    for name, done in held.items():
-        best = best_rate(done)
-        found = [one["accuracy"] for one in done if one["lr"] == best]
-        spread = statistics.stdev(found) if len(found) > 1 else 0.0
-        print(f"{name:16} lr {best:g}: {statistics.mean(found):.2f} +- {spread:.2f} %")
+    search(
+        cells.setdefault(f"{options.task}, {ranks} ranks, {steps} steps", {}),
+        {way: rates for way, (_, rates) in WAYS.items()},
+        lambda way, lr, seed: train(task, WAYS[way][0], lr, parts, ranks, steps, seed),
+        lambda one: one["accuracy"],
+        keep,
+    )
 
 
 if __name__ == "__main__":

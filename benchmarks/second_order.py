@@ -1,17 +1,18 @@
-"""Loss of second-order optimizers at equal steps and at equal time, against AdamW and gg.Muon.
+"""Second-order optimizers: loss at equal steps, and how even their steps are.
 
-A small GPT on Shakespeare (2 layers, width 64, context 64) and a perceptron on Fashion-MNIST of
-14 x 14 pixels, one thread. The learning rate of every optimizer comes from the same search: 1e-3,
-3e-3 and 1e-2 on the first seed, and the next one beyond while the best is at an edge; Muon's
-updates are scaled as AdamW's. Warm-up in 5 % of the steps, then linear decay to zero. Seeds set
-weights and batches, the same for all optimizers.
+* `loss`: a small GPT on Shakespeare (2 layers, width 64, context 64) and a perceptron on
+  Fashion-MNIST of 14 x 14 pixels, one thread. The learning rate of every optimizer is from the same
+  search: 1e-3, 3e-3 and 1e-2 on the first seed, and the next one beyond while the best is at an
+  edge. Warm-up in 5 % of the steps, then linear decay to zero. Reported are the loss on held-out
+  samples, processor milliseconds a step, the share of steps after which each is where AdamW ends,
+  and SOAP with roots that are 1, 3, 5 and 10 steps late.
+* `spikes`: gg.SOAP on a small GPT whose matrices are blocks of 512, on one thread of compute, so
+  that on two cores one is free for a worker; by turns, a window of steps at a time, from equal
+  weights on equal batches. Reported are the 99th percentile over the median of a step's wall time
+  and the wall time of all.
 
-Reported for each: loss on held-out samples at the end; processor seconds a step of the optimizer
-alone and of all; the share of steps after which it is where AdamW ends, in the same runs; the loss
-of SOAP in shorter runs with a schedule of their own; and SOAP with roots that come late by 1, 3, 5
-and 10 steps, exactly (`Deterministic`), every 10 steps.
-
-    GOSSIPGRAD_DATA=... nice python -m benchmarks.second_order_loss
+    python -m benchmarks.second_order loss
+    python -m benchmarks.second_order spikes
 """
 
 import argparse
@@ -20,6 +21,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -29,6 +31,7 @@ import gossipgrad as gg
 from benchmarks._common import write
 from gossipgrad import data, models
 
+STEPS, SEEDS = 300, 3
 RATES = (1e-3, 3e-3, 1e-2)
 CONTEXT = 64
 EVALUATIONS = 25
@@ -167,26 +170,19 @@ def reaches(run: dict[str, Any], loss: float, steps: int) -> float | None:
     return None
 
 
-def main() -> None:
+def loss() -> None:
     """Trains, and writes `results/second_order_loss.json` after each part."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n", 1)[0])
-    parser.add_argument("--tasks", default="gpt,mlp")
-    parser.add_argument("--gpt-steps", type=int, default=300)
-    parser.add_argument("--mlp-steps", type=int, default=300)
-    parser.add_argument("--seeds", type=int, default=3)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    figures: dict[str, Any] = {"setting": vars(options)}
-    for name in options.tasks.split(","):
+    figures: dict[str, Any] = {"setting": {"steps": STEPS, "seeds": SEEDS}}
+    for name in ("gpt", "mlp"):
         task = Gpt() if name == "gpt" else Perceptron()
-        steps = options.gpt_steps if name == "gpt" else options.mlp_steps
-        of: dict[str, Any] = {"optimizers": {}, "late": {}, "shorter": {}}
+        steps = STEPS
+        of: dict[str, Any] = {"optimizers": {}, "late": {}}
         figures[name] = of
         targets: list[float] = []
 
         for each, make in OPTIMIZERS.items():
             lr, tried = search(task, make, steps)
-            runs = [tried[lr], *train_all(task, make, lr, steps, range(1, options.seeds))]
+            runs = [tried[lr], *train_all(task, make, lr, steps, range(1, SEEDS))]
             finals = [one["loss"][-1] for one in runs]
             targets = targets or finals
             shares = [reaches(one, t, steps) for one, t in zip(runs, targets, strict=True)]
@@ -195,7 +191,6 @@ def main() -> None:
             of["optimizers"][each] = {
                 "lr": lr,
                 "searched": {str(k): v["loss"][-1] for k, v in sorted(tried.items())},
-                "runs": runs,
                 "final": finals,
                 "mean": statistics.mean(finals),
                 "share_of_steps": shares,
@@ -207,20 +202,98 @@ def main() -> None:
                 f"{1e3 * per_step:.1f} ms, of it {1e3 * in_step:.1f} in the optimizer",
                 flush=True,
             )
-            write("second_order_loss", figures)
+            write("second_order_loss", figures, module="second_order")
         lr = of["optimizers"]["SOAP"]["lr"]
-        for share in (0.6, 0.7):
-            runs = train_all(task, OPTIMIZERS["SOAP"], lr, int(share * steps), range(options.seeds))
-            finals = [one["loss"][-1] for one in runs]
-            of["shorter"][share] = finals
-            print(f"{name} SOAP in {share} of the steps: {finals}, AdamW {targets}", flush=True)
-            write("second_order_loss", figures)
         for steps_late in (1, 3, 5, 10):
-            runs = train_all(task, late(steps_late), lr, steps, range(options.seeds))
+            runs = train_all(task, late(steps_late), lr, steps, range(SEEDS))
             finals = [one["loss"][-1] for one in runs]
             of["late"][steps_late] = finals
             print(f"{name} late {steps_late}: {statistics.mean(finals):.4f} {finals}", flush=True)
-            write("second_order_loss", figures)
+            write("second_order_loss", figures, module="second_order")
+
+
+EVERY, STALENESS, WINDOW, ROUNDS = 10, 5, 20, 2
+POLICIES = {
+    "synchronous": gg.Synchronous(EVERY),
+    "staggered": gg.Staggered(EVERY),
+    "background": gg.Background(EVERY, STALENESS),
+    "background, fixed delay": gg.Background(EVERY, STALENESS, fixed_delay=True),
+}
+
+
+class Contestant:
+    """A model, its optimizer, and what has been measured of its steps."""
+
+    def __init__(self, policy: Any) -> None:
+        torch.manual_seed(0)
+        self.model = models.GPT(65, layers=1, width=512, heads=8)
+        self.optimizer = gg.SOAP(self.model, lr=1e-3, max_dim=512, refresh=policy)
+        self.data = torch.Generator().manual_seed(1)
+        self.walls: list[float] = []
+        self.threads: list[float] = []
+        self.total = self.cpu = 0.0
+
+    def step(self) -> None:
+        # a text to learn: each character is the sum of the two before it
+        x = torch.randint(65, (1, 130), generator=self.data)
+        for place in range(2, 130):
+            x[:, place] = (x[:, place - 1] + x[:, place - 2]) % 65
+        inputs, targets = x[:, 1:-1], x[:, 2:]
+        start, thread = time.perf_counter(), time.thread_time()
+        self.optimizer.zero_grad()
+        loss = F.cross_entropy(self.model(inputs).transpose(1, 2), targets)
+        loss.backward()
+        self.optimizer.step()
+        self.walls.append(time.perf_counter() - start)
+        self.threads.append(time.thread_time() - thread)
+
+    def window(self, *, counts: bool) -> None:
+        start, cpu = time.perf_counter(), time.process_time()
+        for _ in range(WINDOW):
+            self.step()
+        self.optimizer.refresher.drain()
+        if counts:
+            self.total += time.perf_counter() - start
+            self.cpu += time.process_time() - cpu
+        else:
+            self.walls.clear()
+            self.threads.clear()
+
+    def figures(self) -> dict[str, Any]:
+        return {
+            "median_ms": 1e3 * statistics.median(self.walls),
+            "p99_ms": 1e3 * float(np.percentile(self.walls, 99)),
+            "p99_over_median": float(np.percentile(self.walls, 99)) / statistics.median(self.walls),
+            "thread_median_ms": 1e3 * statistics.median(self.threads),
+            "thread_p99_over_median": float(np.percentile(self.threads, 99))
+            / statistics.median(self.threads),
+            "wall_seconds": self.total,
+            "cpu_seconds": self.cpu,
+            "steps": len(self.walls),
+        }
+
+
+def spikes() -> None:
+    """Measures by turns, and writes `results/second_order_spikes.json`."""
+    contestants = {policy: Contestant(value) for policy, value in POLICIES.items()}
+    for turn in range(ROUNDS + 1):
+        for contestant in contestants.values():
+            contestant.window(counts=turn > 0)
+    found = {policy: each.figures() for policy, each in contestants.items()}
+    for policy, figures in found.items():
+        print(policy, {key: round(value, 3) for key, value in figures.items()})
+    for each in contestants.values():
+        each.optimizer.close()
+    print(write("second_order_spikes", {"figures": {"SOAP": found}}, module="second_order"))
+
+
+def main() -> None:
+    """Answers one question."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n", 1)[0])
+    parser.add_argument("question", choices=("loss", "spikes"))
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    loss() if options.question == "loss" else spikes()
 
 
 if __name__ == "__main__":

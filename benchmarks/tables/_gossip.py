@@ -1,83 +1,11 @@
-"""The tables of README and docs/ that hold what was measured: the one writer of all pages.
+"""README, performance, and the pages of gossip."""
 
-A page has them between `<!-- table: NAME -->` and `<!-- end -->`.
-
-    python -m benchmarks.tables
-
-fills every page from `benchmarks/results`; a test compares them.
-"""
-
-import json
-import re
 import statistics
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
 
-ROOT = Path(__file__).parents[1]
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-RESULTS = Path(__file__).parent / "results"
-_MARKED = re.compile(r"(<!-- table: ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-
-TABLES: dict[str, Callable[[], str]] = {}
+from ._write import ended, rate, register, results, spread, table
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown, without its last newline.
-
-    Example:
-        >>> print(table(["a", "b"], [["1", "2"]]))
-        | a | b |
-        |---|---|
-        | 1 | 2 |
-    """
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |".replace("| --- ", "|---") for line in lines)
-
-
-def filled(text: str) -> str:
-    """A page with all its tables made anew.
-
-    Raises:
-        KeyError: It names a table that there is not.
-    """
-    return _MARKED.sub(lambda found: f"{found[1]}\n{TABLES[found[2]]()}\n\n{found[3]}", text)
-
-
-def names(text: str) -> list[str]:
-    """The tables that a page has."""
-    return [found[2] for found in _MARKED.finditer(text)]
-
-
-def results(name: str) -> Any:
-    """What a benchmark has written."""
-    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-
-
-def _table(name: str) -> Callable[[Callable[[], str]], Callable[[], str]]:
-    def keep(make: Callable[[], str]) -> Callable[[], str]:
-        TABLES[name] = make
-        return make
-
-    return keep
-
-
-def _spread(
-    values: Sequence[float],
-    form: str,
-    unit: str = "",
-    middle: Callable[[Sequence[float]], float] = statistics.median,
-) -> str:
-    """The middle of values, with the least and the largest."""
-    low, high = (form.format(end(values)) for end in (min, max))
-    text = form.format(middle(values)) + unit
-    return text if low == high else f"{text} ({low} to {high})"
-
-
-# -- README ----------------------------------------------------------------------------------------
-
-
-@_table("headline")
+@register("headline")
 def headline() -> str:
     (lenet,) = [
         row
@@ -115,7 +43,7 @@ def headline() -> str:
             [
                 "time to DDP's accuracy",
                 "1",
-                _spread([share for share in shares if share], "{:.2f}"),
+                spread([share for share in shares if share], "{:.2f}"),
                 "LeNet on Fashion-MNIST, 4 workers, 50 Mbit/s, 3 seeds",
             ],
             [
@@ -126,9 +54,6 @@ def headline() -> str:
             ],
         ],
     )
-
-
-# -- performance -----------------------------------------------------------------------------------
 
 
 def _accuracy(name: str) -> str:
@@ -147,12 +72,12 @@ def _accuracy(name: str) -> str:
     return table(["task", "workers", "all-reduce", "gossip", "difference, points"], rows)
 
 
-@_table("accuracy")
+@register("accuracy")
 def accuracy() -> str:
     return _accuracy("accuracy")
 
 
-@_table("workloads")
+@register("workloads")
 def workloads() -> str:
     return _accuracy("workloads")
 
@@ -174,7 +99,7 @@ def _network_cells() -> dict[tuple[str, int, float], tuple[float, bool]]:
     }
 
 
-@_table("network")
+@register("network")
 def network() -> str:
     shown = {
         name: name
@@ -200,37 +125,23 @@ def network() -> str:
     return table(["workers, links", *heads], rows)
 
 
-@_table("time to accuracy")
+@register("time to accuracy")
 def time_to_accuracy() -> str:
     rows = []
     for row in results("time_to_accuracy")["rows"]:
         shares = list(row["shares_of_ddp_time"].values())
         rows.append(
             [
-                f"{row['task']}, {row['world_size']} at {_rate(row)}",
-                *(_ended(runs) for runs in row["runs"].values()),
-                _spread([share for share in shares if share is not None], "{:.2f}"),
+                f"{row['task']}, {row['world_size']} at {rate(row)}",
+                *(ended(runs) for runs in row["runs"].values()),
+                spread([share for share in shares if share is not None], "{:.2f}"),
             ]
         )
     ways = ["DDP", "gossip, as many epochs", "a quarter more", "twice as many"]
     return table(["real training", *ways, "gossip's time, of DDP's"], rows)
 
 
-def _rate(row: dict[str, Any]) -> str:
-    return f"{row['rate_bits_per_second'] / 1e6:g} Mbit/s"
-
-
-def _ended(runs: Sequence[dict[str, Any]]) -> str:
-    if not runs:
-        return "not run"
-    marks = "*" * any(run["marked"] for run in runs)
-    reached = statistics.fmean([100 * run["accuracy"] for run in runs])
-    seconds = statistics.median(run["train_seconds"] for run in runs)
-    seeds = "" if len(runs) == 3 else f" ({len(runs)} seed{'s' * (len(runs) > 1)})"
-    return f"{reached:.1f} %, {seconds:.0f} s{marks}{seeds}"
-
-
-@_table("stall")
+@register("stall")
 def stall() -> str:
     cells = {(c["contestant"], c["scenario"]): c for c in results("stall")["cells"]}
     rows = []
@@ -264,7 +175,7 @@ def stall() -> str:
     )
 
 
-@_table("step")
+@register("step")
 def step() -> str:
     tasks = results("step")["tasks"]
     rows = []
@@ -283,12 +194,114 @@ def step() -> str:
     return table(["time of a step, share of DDP's", *tasks], rows)
 
 
-def main() -> None:
-    """Fills all pages."""
-    for page in PAGES:
-        text = page.read_text(encoding="utf-8")
-        page.write_text(filled(text), encoding="utf-8")
+@register("drift")
+def drift() -> str:
+    rows = results("reference_drift")["consensus_distance"]
+    found = {(row["strategy"], row["world_size"]): row["consensus_distance"] for row in rows}
+    rounds = ("50", "200", "2000")
+    lines = []
+    for way in dict.fromkeys(row["strategy"] for row in rows):
+        if way == "lagged, weights+state":
+            continue
+        digits = ".2f" if found[way, 4]["50"] >= 0.2 else ".3f"
+        cells = [format(found[way, size][when], digits) for size in (4, 8) for when in rounds]
+        lines.append([way.replace("local", "no communication"), *cells])
+    heads = [f"{size} ranks, {when}" for size in (4, 8) for when in rounds]
+    return table(["", *heads], lines)
 
 
-if __name__ == "__main__":
-    main()
+@register("loss at step 50")
+def loss_at_step_50() -> str:
+    found = {
+        (row["strategy"], row["world_size"]): row for row in results("reference_drift")["loss"]
+    }
+    lines = []
+    for way in ("sync", "overlap", "lagged"):
+        line = [way]
+        for size in (4, 8):
+            row = found[way, size]
+            line.append(f"{row['mean']:.3f} ({row['standard_deviation']:.3f})")
+            less = f"{row['minus_sync_mean']:+.3f} ({row['minus_sync_standard_deviation']:.3f})"
+            line.append("" if way == "sync" else less)
+        lines.append(line)
+    return table(["", "4 ranks", "minus `sync`", "8 ranks", "minus `sync`"], lines)
+
+
+@register("pace")
+def pace() -> str:
+    found: dict[tuple[str, float], dict[int, float]] = {}
+    for row in results("staleness")["pace"]:
+        by_d = found.setdefault((row["ranks"], row["message_steps"]), {})
+        by_d[row["max_staleness"]] = row["mixes_per_step_others"]
+    shown = [
+        *(("8 alike", 0.5), ("8 alike", 2.0), ("32 alike", 2.0)),
+        *(("8, one takes twice as long", 2.0), ("8, one takes half as long", 0.5)),
+    ]
+    rows = [
+        [ranks, f"{steps:g} steps", *(f"{found[ranks, steps][d]:.2f}" for d in (0, 1, 2, 4))]
+        for ranks, steps in shown
+    ]
+    return table(["ranks", "message takes", *(f"d = {d}" for d in (0, 1, 2, 4))], rows)
+
+
+@register("staleness")
+def staleness() -> str:
+    found = {(r["contestant"], r["max_staleness"]): r for r in results("staleness")["rows"]}
+    rows = []
+    for d in (0, 1, 2, 4, 8):
+        late, in_time = (found[f"stale, {when}", d] for when in ("late", "in time"))
+        rows.append(
+            [
+                str(d),
+                *(f"{100 * late['accuracy']:.2f} %", f"{late['mean_distance']:.3f}"),
+                *(f"{100 * in_time['accuracy']:.2f} %", f"{in_time['mean_distance']:.3f}"),
+            ]
+        )
+    return table(["d", "all late", "distance", "all in time", "distance"], rows)
+
+
+@register("compressed gossip")
+def compressed_gossip() -> str:
+    rows = [
+        [
+            row["contestant"],
+            row["topology"],
+            f"{row['bytes_per_step']:,.0f}",
+            *(f"{100 * row[name]:.2f} %" for name in ("accuracy", "worst_replica_accuracy")),
+            f"{row['mean_distance']:.2f}",
+        ]
+        for row in results("compressed_gossip")["rows"]
+    ]
+    return table(["sent", "topology", "bytes a step", "consensus", "worst", "distance"], rows)
+
+
+@register("local steps")
+def local_steps() -> str:
+    found = {
+        (row["contestant"], row["local_steps"], row["ranks"]): row
+        for row in results("local_steps")["rows"]
+    }
+    shown = {
+        "ours": "`sync`",
+        "ours, two exchanges": "`sync`, `exchanges=2`",
+        "ours, overlap": "`overlap`",
+        "plain gossip": "`sync`, `every=H`",
+        "DiLoCo": "DiLoCo",
+        "Streaming DiLoCo": "Streaming DiLoCo",
+        "NoLoCo": "NoLoCo",
+        "SPARTA": "SPARTA, a share of 1 / H a step",
+        "SparseLoCo": "SparseLoCo, 1/32 at 2 bits",
+    }
+    lines = []
+    for way, name in shown.items():
+        line = [name]
+        for ranks in (8, 32):
+            for steps in (8, 32):
+                row = found[way, steps, ranks]
+                line.append(
+                    f"{row['accuracy_mean']:.2f} +- {row['accuracy_interval']:.2f}, "
+                    f"{row['megabytes']:.3g} MB"
+                )
+        lines.append(line)
+    heads = [f"{ranks} ranks, H = {steps}" for ranks in (8, 32) for steps in (8, 32)]
+    return table(["", *heads], lines)
