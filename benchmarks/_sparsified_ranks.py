@@ -77,23 +77,6 @@ class SparsifiedRanks:
         self.steps += 1
         return sum(losses) / len(losses)
 
-    def state_dict(self) -> dict:
-        """All that a later run needs to go on."""
-        return {
-            "steps": self.steps,
-            "model": self._model.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
-            "residuals": self.residuals,
-            "velocities": self.velocities,
-        }
-
-    def load_state_dict(self, state: dict) -> None:
-        """Goes on where `state_dict` was taken."""
-        self.steps = state["steps"]
-        self._model.load_state_dict(state["model"])
-        self._optimizer.load_state_dict(state["optimizer"])
-        self.residuals, self.velocities = state["residuals"], state["velocities"]
-
     def _add(self, rank: int, gradient: Shaped[Tensor, " n"], total: Shaped[Tensor, " n"]) -> None:
         """Adds what a rank sends to the sum, and keeps the rest."""
         if self._density is None or self.residuals is None:

@@ -1,13 +1,11 @@
 """Contestants that take turns in the same two processes, and the figures of their steps.
 
 They take turns, block by block, so that they share whatever else the machine does. Each step is
-timed on rank 0; the ratio is taken block by block. Memory is the one thing taken apart: the peak of
-processes in which one contestant is alone.
+timed on rank 0; the ratio is taken block by block.
 """
 
 import cProfile
 import pstats
-import resource
 import statistics
 import time
 from collections.abc import Callable
@@ -60,11 +58,6 @@ def measure(tasks: dict[str, Task], blocks: int, steps: int) -> dict[str, dict]:
     return _summarise(in_two_processes(_take_turns, tasks, blocks, steps))
 
 
-def peak_memory_bytes(task: Task, steps: int) -> dict[str, int]:
-    """The peak of resident memory of rank 0, Python and torch included, by contestant."""
-    return {name: in_two_processes(_run_alone, name, task, steps) for name in CONTESTANTS}
-
-
 def _take_turns(
     group: dist.ProcessGroup, tasks: dict[str, Task], blocks: int, steps: int
 ) -> dict[str, dict]:
@@ -86,16 +79,6 @@ def _take_turns(
         figures[title] = {"times": times, "own": own}
         dist.barrier()
     return figures
-
-
-def _run_alone(group: dist.ProcessGroup, name: str, task: Task, steps: int) -> int:
-    contestant = Contestant(name, task, group)
-    for _ in range(steps):
-        contestant.step(contestant.batch())
-    contestant.close()
-    dist.barrier()
-    # Linux counts it in kibibytes.
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def _own_share(contestant: Contestant, steps: int) -> float:

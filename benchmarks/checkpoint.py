@@ -6,13 +6,10 @@ call that the training loop waits for, and for the background how much longer st
 write goes on, against steps just before. `torch.save` neither waits for the disk nor takes digests,
 nor is a file of it whole or not there; it is timed as it is used, and with fsync.
 
-Fills the table of `docs/checkpoint.md`, too.
-
     python -m benchmarks.checkpoint
 """
 
 import argparse
-import json
 import os
 import random
 import shutil
@@ -26,22 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks._common import RESULTS, write
-from benchmarks._pages import DOCS, fill, table
+from benchmarks._common import write
 from gossipgrad import checkpoint
 
 SEED = 0
 PARAMETERS = (1_000_000, 10_000_000, 25_000_000)
 TENSORS = 100
-BYTES_PER_PARAMETER = 12
-COLUMNS = {
-    "`Saver.save`": "held_seconds",
-    "and in slower steps": "slowed_seconds",
-    "written behind in": "write_seconds",
-    "`torch.save`": "torch_save_seconds",
-    "`torch.save` and fsync": "torch_save_fsync_seconds",
-    "`checkpoint.save`": "save_seconds",
-}
 LOAD = "load_average"  # of the machine just before, other work among it
 ALONE_STEPS = 20
 
@@ -173,7 +160,6 @@ def row(parameters: int, repeats: int, folder: Path, order: random.Random) -> di
         "file_bytes": stats.size_bytes,
         LOAD: load,
         "held_first_seconds": first["held"],
-        **{f"{name}_seconds": seconds for name, seconds in taken.items()},
     }
     found["quartiles_seconds"] = {name: quartiles(seconds) for name, seconds in taken.items()}
     # Turn by turn, since the machine may be another one in a minute.
@@ -181,7 +167,7 @@ def row(parameters: int, repeats: int, folder: Path, order: random.Random) -> di
     found["times_shorter_than_torch_save"] = quartiles(ratios)
     print(
         f"{found['state_bytes'] / 1e6:6.0f} MB: "
-        + ", ".join(f"{name} {cell(seconds)}" for name, seconds in taken.items()),
+        + ", ".join(f"{name} {1e3 * statistics.median(s):.3g} ms" for name, s in taken.items()),
         flush=True,
     )
     return found
@@ -192,37 +178,6 @@ def quartiles(values: list[float]) -> list[float]:
     if len(values) == 1:
         values = 2 * values
     return statistics.quantiles(values, n=4, method="inclusive")
-
-
-def cell(seconds: list[float]) -> str:
-    """Median, and in brackets the quartiles."""
-    lower, median, upper = (milliseconds(value) for value in quartiles(seconds))
-    return f"{median} ms ({lower} to {upper})"
-
-
-def milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:,.0f}" if abs(seconds) >= 0.1 else f"{1e3 * seconds:.3g}"
-
-
-def fill_page(page: Path = DOCS / "checkpoint.md", results: Path = RESULTS) -> None:
-    """Writes the table of the page anew, of what was measured last."""
-    path = results / "checkpoint.json"
-    measured = json.loads(path.read_text())["rows"] if path.exists() else []
-    lines = [
-        [
-            f"{BYTES_PER_PARAMETER * parameters / 1e6:.0f} MB",
-            *(_cell(measured, parameters, key) for key in (*COLUMNS.values(), LOAD)),
-        ]
-        for parameters in PARAMETERS
-    ]
-    page.write_text(fill(page.read_text(), table(["state", *COLUMNS, "load average"], lines)))
-
-
-def _cell(measured: list[dict], parameters: int, key: str) -> str:
-    for one in measured:
-        if one["parameters"] == parameters:
-            return f"{one[key]:.1f}" if key == LOAD else cell(one[key])
-    return "not measured"
 
 
 def main() -> None:
@@ -244,8 +199,7 @@ def main() -> None:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     figures = {"seed": SEED, "repeats": options.repeats, "threads": 1, "rows": rows}
-    write("checkpoint", figures)
-    fill_page()
+    print(write("checkpoint", figures))
 
 
 if __name__ == "__main__":

@@ -9,10 +9,8 @@ between calls.
     python -m benchmarks.compressed_gossip
 """
 
-import json
-import math
+import argparse
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,13 +19,12 @@ import torch
 from torch import Tensor
 
 import gossipgrad as gg
-from benchmarks._common import write
-from benchmarks.staleness import accuracy, begin
+from benchmarks._common import once, write
+from benchmarks._fashion import Part, accuracy, cosine, fashion
 from gossipgrad import data, models
 from gossipgrad.compression import SparseFormat, top_k
 from gossipgrad.simulate import VirtualRanks
 from gossipgrad.topology import Schedule, dissemination, ring
-from gossipgrad.train._summary import write_json
 
 WORLD_SIZE = 8
 BATCH_SIZE = 32
@@ -126,12 +123,9 @@ def contestants(seed: int, initial: Tensor) -> dict[str, tuple[str, Mix]]:
     }
 
 
-def run(name: str, seed: int, folder: Path, parts: list[tuple[Tensor, Tensor]]) -> dict:
-    """The figures of one contestant and seed; from disk if it was done before."""
-    done = folder / f"{name.replace(' ', '-')}-{seed}.json"
-    if done.exists():
-        return json.loads(done.read_text())
-    (x, y), test = parts
+def run(name: str, seed: int, train: Part, test: Part) -> dict:
+    """The figures of one contestant and seed."""
+    x, y = train
     torch.manual_seed(seed)
     ranks = VirtualRanks(
         models.build("lenet", data.info("fashion-mnist")),
@@ -142,14 +136,14 @@ def run(name: str, seed: int, folder: Path, parts: list[tuple[Tensor, Tensor]]) 
     stacked = [p.detach() for p in ranks.optimizer.param_groups[0]["params"]]
     w = torch.cat([p.view(WORLD_SIZE, -1) for p in stacked], 1)
     topology, mix = contestants(seed, w[0].clone())[name]
-    start, sent_bytes, shift = time.perf_counter(), 0, torch.zeros(w.shape[1])
+    sent_bytes, shift = 0, torch.zeros(w.shape[1])
     steps = len(y) // (WORLD_SIZE * BATCH_SIZE)
     distances: list[float] = []
     for epoch in range(EPOCHS):
         order = np.random.default_rng((seed, epoch)).permutation(len(y))
         order = order[: steps * WORLD_SIZE * BATCH_SIZE].reshape(steps, WORLD_SIZE, BATCH_SIZE)
         for chosen in torch.from_numpy(order):
-            rate = LEARNING_RATE * 0.5 * (1 + math.cos(math.pi * ranks.steps / (EPOCHS * steps)))
+            rate = cosine(LEARNING_RATE, ranks.steps, EPOCHS * steps)
             ranks.optimizer.param_groups[0]["lr"] = rate
             ranks.step(x[chosen], y[chosen])
             torch.cat([p.view(WORLD_SIZE, -1) for p in stacked], 1, out=w)
@@ -160,23 +154,17 @@ def run(name: str, seed: int, folder: Path, parts: list[tuple[Tensor, Tensor]]) 
                 p.view(WORLD_SIZE, -1).copy_(part)
             if ranks.steps % DISTANCE_EVERY == 0:
                 distances.append(ranks.consensus_distance())
-    replicas = [accuracy(ranks.replica(rank), *test) for rank in range(WORLD_SIZE)]
-    figures = {
+    replicas = [accuracy(ranks.replica(rank), test) for rank in range(WORLD_SIZE)]
+    return {
         "contestant": name,
         "seed": seed,
         "topology": topology,
         "bytes_per_step": sent_bytes / (EPOCHS * steps),
-        "accuracy": accuracy(ranks.consensus_model(), *test),
-        "replica_accuracy": statistics.fmean(replicas),
+        "accuracy": accuracy(ranks.consensus_model(), test),
         "worst_replica_accuracy": min(replicas),
         "mean_distance": statistics.fmean(distances),
-        "last_distance": ranks.consensus_distance(),
         "mean_shift": float(shift.norm()),
-        "seconds": time.perf_counter() - start,
     }
-    done.parent.mkdir(parents=True, exist_ok=True)
-    write_json(done, figures)
-    return figures
 
 
 def table(results: list[dict]) -> list[dict]:
@@ -199,13 +187,21 @@ def table(results: list[dict]) -> list[dict]:
 
 def main() -> None:
     """Runs what is missing and writes the table."""
-    options, parts = begin(__doc__.split("\n")[0], Path("runs/compressed_gossip"))
-    names = list(contestants(0, torch.zeros(1)))
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--folder", type=Path, default=Path("runs/compressed_gossip"))
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    train, test = fashion()
     results = []
     for seed in range(options.seeds):
-        for name in names:
-            results.append(run(name, seed, options.folder, parts))
-            print(json.dumps(results[-1]), flush=True)
+        for name in contestants(0, torch.zeros(1)):
+            path = options.folder / f"{name.replace(' ', '-')}-{seed}.json"
+            of = {"contestant": name, "seed": seed}
+            results.append(
+                once(path, of, lambda name=name, seed=seed: run(name, seed, train, test))
+            )
+            print(results[-1], flush=True)
     setting = {
         "data": "fashion-mnist",
         "model": "lenet",

@@ -2,20 +2,16 @@
 
 Fashion-MNIST LeNet, CIFAR-10 ResNet-20 and a character GPT, at 4 and 8 ranks in one process (see
 `_sparsified_ranks`), seeds paired. All cells of one model see the same samples in the same steps:
-global batch, epochs and learning rate are one for all. A cell that is done is kept, one that was
-interrupted goes on from its last epoch; figures of all cells that are done go into the results:
+global batch, epochs and learning rate are one for all. A cell that is done is kept.
 
     python -m benchmarks.sparse_convergence
     python -m benchmarks.sparse_convergence --only lenet/4 --seeds 1
-    python -m benchmarks.sparse_convergence --report  # publishes what is done
 """
 
 import argparse
 import inspect
-import json
 import math
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -27,14 +23,12 @@ import torch
 from torch import Tensor, nn
 
 import gossipgrad as gg
-from benchmarks._alone import BusyError, alone
-from benchmarks._common import RESULTS, write
-from benchmarks._pages import DOCS, fill, table
+from benchmarks._common import once, write
+from benchmarks._fashion import cosine
 from benchmarks._sparsified_ranks import SparsifiedRanks
 from benchmarks.accuracy import interval
 from gossipgrad import data, models
 from gossipgrad.models import training_loss
-from gossipgrad.train._summary import write_json
 
 WARMUP_DENSITIES = (0.25, 0.0625, 0.015625, 0.004)
 WARMUP_EPOCHS = {"lenet": 4, "resnet20": 4, "gpt": 1.5}  # half of a run at most
@@ -131,14 +125,6 @@ def cells(seeds: int) -> list[Cell]:
     return order
 
 
-def learning_rate(setting: Setting, step: int, steps_per_epoch: int) -> float:
-    """Linear to the peak in the first epoch, then a cosine to 0."""
-    if step < steps_per_epoch:
-        return setting.peak_lr * (step + 1) / steps_per_epoch
-    done = (step - steps_per_epoch) / ((setting.epochs - 1) * steps_per_epoch)
-    return setting.peak_lr * 0.5 * (1 + math.cos(math.pi * done))
-
-
 def make(cell: Cell, info: data.DatasetInfo, steps_per_epoch: int) -> tuple[nn.Module, tuple]:
     """The model, and with it its optimizer and the ranks; alike for one seed."""
     setting, method = SETTINGS[cell.model], cell.method
@@ -189,58 +175,21 @@ def batches_of(
     return [samples.batch(rows, augment=augment) for rows in chosen.view(-1, world_size).T]
 
 
-def run(cell: Cell, dataset: data.Dataset, folder: Path) -> dict:
-    """The figures of one cell; from disk if it was done, from its last epoch if it was begun.
-
-    Raises:
-        BusyError: Another process is at it.
-        ValueError: It was done or begun with other settings.
-    """
-    done = folder / f"{cell.name}.json"
-    if (figures := kept(cell, folder)) is not None:
-        return figures
-    with alone(folder / f"{cell.name}.lock"):
-        return kept(cell, folder) or _trained(cell, dataset, done)
-
-
-def kept(cell: Cell, folder: Path) -> dict | None:
-    """The figures of a cell that is done, None if it is not."""
-    done = folder / f"{cell.name}.json"
-    if not done.exists():
-        return None
-    figures = json.loads(done.read_text())
-    _check(figures["setting"], cell, done)
-    return figures
-
-
-def _check(found: dict, cell: Cell, path: Path) -> None:
-    if found != (wanted := asdict(SETTINGS[cell.model])):
-        raise ValueError(
-            f"{path} was trained with {found}, and now settings are {wanted}: give another "
-            "--folder, or move the file away"
-        )
-
-
-def _trained(cell: Cell, dataset: data.Dataset, done: Path) -> dict:
-    setting, begun = SETTINGS[cell.model], done.with_suffix(".pt")
+def run(cell: Cell, dataset: data.Dataset) -> dict:
+    """Accuracy and loss on the test part after each epoch."""
+    setting = SETTINGS[cell.model]
     steps = len(dataset.train) // setting.global_batch
     model, (optimizer, ranks) = make(cell, dataset.info, steps)
-    figures: dict = {"setting": asdict(setting), "accuracy": [], "test_loss": [], "loss": []}
-    figures["seconds"] = 0.0
-    if begun.exists():
-        saved = torch.load(begun, weights_only=True)
-        _check(saved["figures"]["setting"], cell, begun)
-        ranks.load_state_dict(saved["ranks"])
-        figures = saved["figures"]
-    for epoch in range(len(figures["loss"]), setting.epochs):
-        start = time.perf_counter()
-        # Whatever is drawn besides, by dropout for example, is drawn alike after an interruption.
+    figures: dict = {"accuracy": [], "test_loss": [], "loss": []}
+    for epoch in range(setting.epochs):
         torch.manual_seed(1000 * cell.seed + epoch)
         order = np.random.default_rng((cell.seed, epoch)).permutation(len(dataset.train))
         losses = []
         for chosen in torch.from_numpy(order).split(setting.global_batch)[:steps]:
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(setting, ranks.steps, steps)
+                group["lr"] = cosine(
+                    setting.peak_lr, ranks.steps, setting.epochs * steps, warm_up_steps=steps
+                )
             losses.append(
                 ranks.step(batches_of(dataset.train, chosen, cell.world_size, (cell.seed, epoch)))
             )
@@ -248,15 +197,8 @@ def _trained(cell: Cell, dataset: data.Dataset, done: Path) -> dict:
         figures["accuracy"].append(accuracy)
         figures["test_loss"].append(test_loss)
         figures["loss"].append(statistics.fmean(losses))
-        figures["seconds"] += time.perf_counter() - start
         if not math.isfinite(figures["loss"][-1]):  # nothing brings it back
             break
-        begun.parent.mkdir(parents=True, exist_ok=True)
-        partial_file = begun.with_suffix(".partial")
-        torch.save({"ranks": ranks.state_dict(), "figures": figures}, partial_file)
-        partial_file.replace(begun)
-    write_json(done, figures)
-    begun.unlink(missing_ok=True)
     return figures
 
 
@@ -295,102 +237,42 @@ def rows_of(found: Iterable[tuple[Cell, dict]]) -> list[dict]:
     return rows
 
 
-def with_published(rows: list[dict], published: list[dict]) -> list[dict]:
-    """Rows, and in place of those that are missing or have fewer seeds what was published."""
-    held = {_key(row): row for row in published}
-    held |= {
-        _key(row): row
-        for row in rows
-        if len(row["seeds"]) >= len(held.get(_key(row), {"seeds": []})["seeds"])
-    }
-    methods = list(dict.fromkeys(cell.method.name for cell in cells(1)))
-    return sorted(
-        held.values(),
-        key=lambda row: (
-            list(SETTINGS).index(row["model"]),
-            row["world_size"],
-            methods.index(row["method"]),
-        ),
-    )
-
-
-def _key(row: dict) -> tuple[str, int, str]:
-    return row["model"], row["world_size"], row["method"]
-
-
-def page_table(figures: dict) -> str:
-    """Accuracy by method, and its distance from dense on the same seeds."""
-    head = ["trained", "ranks", "gradient", "seeds", "accuracy, %", "against dense, points"]
-    rows = []
-    for row in figures["rows"]:
-        differences = row["difference_to_dense_points"]
-        against = f"{statistics.fmean(differences):+.2f}" if differences else ""
-        if "half_width_95_points" in row:
-            against += f" (within {row['half_width_95_points']:.2f})"
-        accuracy = 100 * statistics.fmean(row["accuracy"])
-        rows.append(
-            [
-                row["model"],
-                str(row["world_size"]),
-                row["method"],
-                str(len(row["seeds"])),
-                f"{accuracy:.2f}",
-                against,
-            ]
+def main() -> None:
+    """Runs what is missing, then writes the table; with `--only` into the folder."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--only", default="", help="the start of names such as lenet/4/dense")
+    parser.add_argument("--folder", type=Path, default=Path("runs/sparse_convergence"))
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    datasets: dict[str, data.Dataset] = {}
+    found = []
+    for cell in [c for c in cells(options.seeds) if c.name.startswith(options.only)]:
+        setting = SETTINGS[cell.model]
+        if setting.data not in datasets:
+            datasets[setting.data] = data.load(setting.data)
+        figures = once(
+            options.folder / f"{cell.name}.json",
+            asdict(setting),
+            lambda cell=cell, name=setting.data: run(cell, datasets[name]),
         )
-    return table(head, rows)
-
-
-def report(seeds: int, folder: Path) -> Path:
-    """Writes what is done so far; what was published with more seeds stays."""
-    chosen = cells(seeds)
-    path = RESULTS / "sparse_convergence.json"
-    published = json.loads(path.read_text())["rows"] if path.exists() else []
-    found = [(cell, figures) for cell in chosen if (figures := kept(cell, folder)) is not None]
-    rows = with_published(rows_of(found), published)
+        found.append((cell, figures))
+        print(
+            f"{cell.name:48s} accuracy {100 * figures['accuracy'][-1]:.2f} %  "
+            f"test loss {figures['test_loss'][-1]:.3f}",
+            flush=True,
+        )
     figures = {
         "rule": "accuracy on the test part after the last epoch; of the text, of the next "
         "character; differences to the dense run of the same seed, in points",
         "selection": "from the whole model as one group, or by tensor",
         "warm_up": f"densities {WARMUP_DENSITIES}, equally long, over {WARMUP_EPOCHS} epochs",
         "settings": {name: asdict(setting) for name, setting in SETTINGS.items()},
-        "cells_done": sum(len(row["seeds"]) for row in rows),
-        "cells": len(cells(SEEDS)),
-        "rows": rows,
+        "rows": rows_of(found),
     }
-    page = DOCS / "sparsify.md"
-    page.write_text(fill(page.read_text(), page_table(figures)))
-    return write("sparse_convergence", figures)
-
-
-def main() -> None:
-    """Runs what is missing, then writes the table."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--seeds", type=int, default=SEEDS)
-    parser.add_argument("--only", nargs="*", help="starts of names such as lenet/4/dense")
-    parser.add_argument("--report", action="store_true", help="publish what is done, run nothing")
-    parser.add_argument("--folder", type=Path, default=Path("runs/sparse_convergence"))
-    parser.add_argument("--threads", type=int, default=1)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    chosen = [c for c in cells(options.seeds) if c.name.startswith(tuple(options.only or ("",)))]
-    datasets: dict[str, data.Dataset] = {}
-    for cell in [] if options.report else chosen:
-        name = SETTINGS[cell.model].data
-        if name not in datasets:
-            datasets[name] = data.load(name)
-        try:
-            figures = run(cell, datasets[name], options.folder)
-        except BusyError as error:
-            print(f"{cell.name:48s} left out: {error}", flush=True)
-            continue
-        print(
-            f"{cell.name:48s} accuracy {100 * figures['accuracy'][-1]:.2f} %  "
-            f"test loss {figures['test_loss'][-1]:.3f}  {figures['seconds']:.0f} s",
-            flush=True,
-        )
-        report(options.seeds, options.folder)
-    print(report(options.seeds, options.folder))
+    is_whole = not options.only and options.seeds >= SEEDS
+    path = None if is_whole else options.folder / "sparse_convergence.json"
+    print(write("sparse_convergence", figures, path=path))
 
 
 if __name__ == "__main__":

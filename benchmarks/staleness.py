@@ -9,23 +9,19 @@ done is kept between calls. Beside it, how often ranks of unequal pace come to m
 """
 
 import argparse
-import json
-import math
 import statistics
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
 
-from benchmarks._common import write
+from benchmarks._common import once, write
+from benchmarks._fashion import Part, accuracy, cosine, fashion
 from benchmarks._stale_pace import JITTER, pace_rows
 from gossipgrad import Stale, data, models
 from gossipgrad.simulate import VirtualRanks
 from gossipgrad.topology import matching
-from gossipgrad.train._summary import write_json
 
 WORLD_SIZE = 8
 BATCH_SIZE = 64
@@ -76,17 +72,9 @@ def cells(seeds: int) -> list[Cell]:
     return [Cell(name, d, seed) for seed in range(seeds) for name, d in contestants]
 
 
-@torch.no_grad()
-def accuracy(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:
-    return int((model.eval()(x).argmax(1) == y).sum()) / len(y)
-
-
-def run(cell: Cell, folder: Path, parts: list[tuple[torch.Tensor, torch.Tensor]]) -> dict:
-    """The figures of one cell; from disk if it was done before."""
-    done = folder / f"{cell.name}.json"
-    if done.exists():
-        return json.loads(done.read_text())
-    (x, y), test = parts
+def run(cell: Cell, train: Part, test: Part) -> dict:
+    """The figures of one cell."""
+    x, y = train
     torch.manual_seed(cell.seed)
     ranks = VirtualRanks(
         models.build("mlp", data.info("fashion-mnist")),
@@ -94,7 +82,6 @@ def run(cell: Cell, folder: Path, parts: list[tuple[torch.Tensor, torch.Tensor]]
         optimizer=lambda p: torch.optim.SGD(p, lr=LEARNING_RATE, momentum=MOMENTUM),
         **cell.settings,
     )
-    start = time.perf_counter()
     step_samples = WORLD_SIZE * BATCH_SIZE
     steps = len(y) // step_samples
     distances: list[float] = []
@@ -103,67 +90,52 @@ def run(cell: Cell, folder: Path, parts: list[tuple[torch.Tensor, torch.Tensor]]
             : steps * step_samples
         ]
         for chosen in torch.from_numpy(order).view(steps, WORLD_SIZE, BATCH_SIZE):
-            rate = LEARNING_RATE * 0.5 * (1 + math.cos(math.pi * ranks.steps / (EPOCHS * steps)))
+            rate = cosine(LEARNING_RATE, ranks.steps, EPOCHS * steps)
             ranks.optimizer.param_groups[0]["lr"] = rate
             ranks.step(x[chosen], y[chosen])
             if ranks.steps % DISTANCE_EVERY == 0:
                 distances.append(ranks.consensus_distance())
-    replicas = [accuracy(ranks.replica(rank), *test) for rank in range(WORLD_SIZE)]
-    figures = {
-        **asdict(cell),
-        "accuracy": accuracy(ranks.consensus_model(), *test),
-        "replica_accuracy": statistics.fmean(replicas),
+    return {
+        "accuracy": accuracy(ranks.consensus_model(), test),
         "mean_distance": statistics.fmean(distances),
-        "largest_distance": max(distances),
-        "seconds": time.perf_counter() - start,
     }
-    done.parent.mkdir(parents=True, exist_ok=True)
-    write_json(done, figures)
-    return figures
 
 
-def table(results: list[dict]) -> list[dict]:
-    """One row a contestant and staleness: means over the seeds, and how far these are apart."""
-    groups: dict[tuple, list[dict]] = {}
-    for result in results:
-        groups.setdefault((result["contestant"], result["max_staleness"]), []).append(result)
-    rows = []
-    for (contestant, d), found in groups.items():
-        means = {
-            name: round(statistics.fmean(r[name] for r in found), 5)
-            for name in ("accuracy", "replica_accuracy", "mean_distance", "largest_distance")
+def table(results: list[tuple[Cell, dict]]) -> list[dict]:
+    """One row a contestant and staleness: means over the seeds."""
+    groups: dict[tuple, list[tuple[Cell, dict]]] = {}
+    for cell, figures in results:
+        groups.setdefault((cell.contestant, cell.max_staleness), []).append((cell, figures))
+    return [
+        {
+            "contestant": contestant,
+            "max_staleness": d,
+            "weight": None if d is None else round(Stale(max_staleness=d).weight, 4),
+            **{
+                name: round(statistics.fmean(figures[name] for _, figures in found), 5)
+                for name in ("accuracy", "mean_distance")
+            },
+            "accuracies": [figures["accuracy"] for _, figures in found],
+            "seeds": [cell.seed for cell, _ in found],
         }
-        rows.append(
-            {
-                "contestant": contestant,
-                "max_staleness": d,
-                "weight": None if d is None else round(Stale(max_staleness=d).weight, 4),
-                **means,
-                "accuracies": [r["accuracy"] for r in found],
-                "seeds": [r["seed"] for r in found],
-            }
-        )
-    return rows
-
-
-def begin(description: str, folder: Path) -> tuple[argparse.Namespace, list]:
-    """What the command line asks for, and Fashion-MNIST: all to train on, all to test with."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--folder", type=Path, default=folder)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    dataset = data.load("fashion-mnist")
-    return options, [part.batch(torch.arange(len(part))) for part in (dataset.train, dataset.test)]
+        for (contestant, d), found in groups.items()
+    ]
 
 
 def main() -> None:
     """Runs what is missing and writes the table."""
-    options, parts = begin(__doc__.split("\n")[0], Path("runs/staleness"))
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--folder", type=Path, default=Path("runs/staleness"))
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    train, test = fashion()
     results = []
     for cell in cells(options.seeds):
-        results.append(run(cell, options.folder, parts))
-        print(cell.name, {k: v for k, v in results[-1].items() if isinstance(v, float)}, flush=True)
+        path = options.folder / f"{cell.name}.json"
+        figures = once(path, asdict(cell), lambda cell=cell: run(cell, train, test))
+        results.append((cell, figures))
+        print(cell.name, figures, flush=True)
     setting = {
         "data": "fashion-mnist",
         "model": "mlp",

@@ -62,7 +62,7 @@ class Docstrings:
         """Translates, and keeps the text of fields."""
         if what == "data":
             lines[:] = constant_docs(name)
-        elif what == "attribute":
+        elif what in ("attribute", "property") and "Raises:" not in lines:
             self._fields[name] = list(lines)
         lines[:] = tables([re.sub(r"\$([^$]+)\$", r":math:`\1`", line) for line in lines])
 
@@ -70,7 +70,7 @@ class Docstrings:
         self, app: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]
     ) -> None:
         """Brings the text of fields back."""
-        if what == "attribute":
+        if name in self._fields:
             lines[:] = self._fields.pop(name)
 
 

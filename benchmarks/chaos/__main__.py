@@ -22,11 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import gossipgrad
-from benchmarks._common import RESULTS
+from benchmarks._common import RESULTS, write
 from benchmarks._ends import ends_as_ctrl_c
 from benchmarks.netlab._probe import probe
 from benchmarks.netlab._system import missing
-from gossipgrad.train._summary import machine, versions, write_json
 
 from ._draw import SCRIPTS, draw_script
 from ._pool import Runner, Workplace
@@ -44,10 +43,15 @@ def digest_of_sources() -> str:
     return digest.hexdigest()[:12]
 
 
+_QUOTED = ("seed", "world_size", "topology", "mode", "kind", "faults", "outcome", "why")
+_QUOTED += ("points_lost", "longest_survivor_step_seconds", "engine")
+
+
 class Results:
     """What is written down: a record a script by seed, and one an undisturbed setting.
 
-    Each script tells by `engine` with which state of the library it was run.
+    Each script tells by `engine` with which state of the library it was run. The file has what
+    the table shows; whole records of this run lie in `raw/` beside it.
     """
 
     def __init__(self, path: Path, *, again: bool = False, keep: bool = True) -> None:
@@ -93,16 +97,17 @@ class Results:
     def _write(self) -> None:
         if not self._keep:
             return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(
-            self._path,
+        write(
+            self._path.stem,
             {
-                "command": "python -m benchmarks.chaos",
-                "machine": machine(),
-                "versions": versions(),
                 "undisturbed": dict(sorted(self.undisturbed.items())),
-                "scripts": self.records(),
+                "scripts": [
+                    {name: record[name] for name in _QUOTED if name in record}
+                    for record in self.records()
+                ],
             },
+            raw=self.records(),
+            path=self._path,
         )
 
 

@@ -158,7 +158,7 @@ def print_table(records: Sequence[dict[str, Any]]) -> None:
         print(f"{left_out} scripts left out: faults of links need Linux, root, `ip` and `tc`")
     for record in done:
         if record["outcome"] != "as promised":
-            print(f"seed {record['seed']} failed: {'; '.join(record['why'])}")
+            print(f"seed {record['seed']} failed: {'; '.join(record.get('why', []))}")
             print(f"    {record['world_size']} ranks, {record['topology']}, {record['mode']}")
             for fault in record["faults"]:
                 print(f"    {fault}")

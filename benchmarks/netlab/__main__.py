@@ -1,8 +1,6 @@
 """A network of hosts on one machine: `python -m benchmarks.netlab run --hosts 4 -- CMD {rank}`."""
 
 import argparse
-import datetime
-import json
 import signal
 import sys
 import time
@@ -10,11 +8,8 @@ from pathlib import Path
 
 from benchmarks._ends import ends_as_ctrl_c
 
-from ._attach import change_link
-from ._envelope import envelope, store
 from ._errors import NetlabError
 from ._layout import PAYLOAD_SHARE
-from ._measure import measure_envelope, measure_table
 from ._network import Network
 from ._plan import links
 from ._probe import probe
@@ -30,11 +25,9 @@ Hosts are network namespaces behind links shaped in both directions. Needs Linux
   up       brings a network up and holds it until Ctrl-C; `ip netns exec NAME CMD` runs inside
   run      runs a command on every host, with the environment torch.distributed asks for;
            {rank}, {world_size}, {address} and {master} in its arguments are filled in
-  rate     changes a link of a network that is up, as in `rate LAB 2 100Mbit`; rack0 is an uplink
   verify   fills every link by real transfers and holds them against their rates
-  check    says what is missing here; measures what this machine carries and keeps it
+  check    says what is missing here
   clean    removes what dead laboratories have left
-  table    measures the table of results/netlab.json
 """
 
 
@@ -77,15 +70,8 @@ def _parser() -> argparse.ArgumentParser:
             )
             command.add_argument("--timeout", type=float, help="seconds until all are ended")
             command.add_argument("argv", nargs="+", metavar="-- CMD")
-    change = commands.add_parser("rate")
-    change.add_argument("name", metavar="LAB", help="as `up` tells it")
-    change.add_argument("link", metavar="HOST", help="its number, or rack0 for an uplink")
-    change.add_argument("rate", type=_rate, metavar="RATE", help="as in 100Mbit")
-    check = commands.add_parser("check")
-    check.add_argument("--no-measure", action="store_true", help="only say what is missing")
+    commands.add_parser("check")
     commands.add_parser("clean")
-    table = commands.add_parser("table")
-    table.add_argument("--again", action="store_true", help="measure what was measured, too")
     return parser
 
 
@@ -130,8 +116,7 @@ def _up(options: argparse.Namespace) -> int:
             )
         switch = network.wiring.switch
         print(f"switch  ip netns exec {switch} CMD")
-        name = switch.rpartition("-")[0]
-        print(f"up; Ctrl-C ends it; python -m benchmarks.netlab rate {name} HOST RATE", flush=True)
+        print("up; Ctrl-C ends it", flush=True)
         signal.pause()
     return 0
 
@@ -147,11 +132,6 @@ def _run(options: argparse.Namespace) -> int:
             keep_going=options.keep_going,
             timeout_seconds=options.timeout,
         )
-
-
-def _change(options: argparse.Namespace) -> int:
-    change_link(options.name, options.link, options.rate)
-    return 0
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -173,16 +153,11 @@ def _verify(options: argparse.Namespace) -> int:
     return 0
 
 
-def _check(options: argparse.Namespace) -> int:
+def _check(_options: argparse.Namespace) -> int:
     if lacks := missing() or probe():
         print("\n".join(lacks), file=sys.stderr)
         return 1
     print("nothing is missing")
-    if not options.no_measure:
-        carried = measure_envelope(lambda line: print(line, flush=True))
-        print(f"kept in {store(carried, datetime.date.today().isoformat())}")
-    limit, source = envelope()
-    print(f"this machine carries {format_rate(limit)}, all hosts together ({source})")
     return 0
 
 
@@ -200,33 +175,14 @@ def _clean(_options: argparse.Namespace) -> int:
     return 0
 
 
-def _table(options: argparse.Namespace) -> int:
-    from benchmarks._common import RESULTS, write
-    from gossipgrad.train._summary import machine
-
-    path = RESULTS / "netlab.json"
-    before = json.loads(path.read_text()) if path.exists() and not options.again else {}
-    if before.get("machine") != machine():
-        before = {}
-    measure_table(
-        lambda line: print(line, flush=True),
-        lambda table: write("netlab", table),
-        before.get("transfers", ()),
-    )
-    print(path)
-    return 0
-
-
 def main() -> int:
     options = _parser().parse_args()
     commands = {
         "up": _up,
         "run": _run,
-        "rate": _change,
         "verify": _verify,
         "check": _check,
         "clean": _clean,
-        "table": _table,
     }
     try:
         with ends_as_ctrl_c():

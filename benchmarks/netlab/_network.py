@@ -25,7 +25,7 @@ from ._errors import NetlabError
 from ._layout import INTERFACE, Layout
 from ._links import Wiring
 from ._rates import check_rate
-from ._record import Record, allocate, locked, others_load, read
+from ._record import Record, allocate, locked, others_load
 from ._sweep import dismantle, sweep_locked
 from ._system import missing
 from ._traffic import Traffic
@@ -277,7 +277,6 @@ class Network:
         Raises:
             NetlabError: If a link is off its rate by more than 5 %, three times in a row.
         """
-        self._reread()
         with self.traffic() as traffic:
             return verify(self.layout, traffic)
 
@@ -298,15 +297,9 @@ class Network:
         """Alone among all who change links; what has become of them is written down."""
         record = self._up()
         with locked():
-            self._reread()
             yield
             rates, uplinks = tuple(self.layout.rates), tuple(self.layout.uplinks)
             replace(record, rates=rates, uplinks=uplinks, load=self._load(rates)).write()
-
-    def _reread(self) -> None:
-        """The rates as they are: another process may have changed them."""
-        if (record := read(self._up().path)) is not None:
-            self.layout.rates[:], self.layout.uplinks[:] = record.rates, record.uplinks
 
     def _resize(self, slowest: float) -> None:
         if self.layout.slowest() != slowest:

@@ -21,6 +21,7 @@ _CHUNK_BYTES = (1448, 1 << 18)
 _BUFFER_BYTES = (1 << 16, 1 << 22)
 _WAITING_SECONDS = 0.1
 _HEAD_START_SECONDS = 0.03  # until the slowest worker has read when to begin
+_LOOK_SECONDS, _QUIET_SHARE = 0.3, 0.2
 
 
 class Moved(NamedTuple):
@@ -40,6 +41,17 @@ class Busy:
         """Between 0 and 1."""
         idle, total = _ticks()
         return 1 - (idle - self._idle) / max(1, total - self._total)
+
+
+def idle(patience_seconds: float = 0.0) -> float:
+    """How busy other programs keep the processors; waits for them to be quiet."""
+    deadline = time.monotonic() + patience_seconds
+    while True:
+        busy = Busy()
+        time.sleep(_LOOK_SECONDS)
+        share = busy.share()
+        if share <= _QUIET_SHARE or time.monotonic() > deadline:
+            return share
 
 
 class Traffic:

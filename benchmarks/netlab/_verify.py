@@ -87,5 +87,5 @@ def _complaint(off: list[Checked], moved: Moved) -> str:
         return said + "Something has changed the shaping, or bytes pass beside it"
     return said + (
         "Other programs, or rates this machine cannot carry: end them, take fewer hosts or lower "
-        "rates; python -m benchmarks.netlab check measures what it carries"
+        "rates"
     )

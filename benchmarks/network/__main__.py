@@ -7,7 +7,8 @@ other programs disturbed it.
     python -m benchmarks.network                 # the quick grid, some 20 minutes
     python -m benchmarks.network --minutes 20    # and no more: what is missing is for next time
     python -m benchmarks.network --grid full     # hours; goes on where it was stopped
-    python -m benchmarks.network --page          # the figures anew, nothing measured
+    python -m benchmarks.network --grid sync     # gossip beside its mode sync
+    python -m benchmarks.network --page          # the table of what is there, nothing measured
 """
 
 import argparse
@@ -26,18 +27,17 @@ from ._grid import GRIDS
 from ._group import measure_group
 from ._hosts import Shaped
 from ._laboratory import Laboratory, WorkerError
-from ._page import draw
 from ._table import print_table
 from ._verdict import shortfalls
 from ._where import where
 
 
 def main() -> int:
-    """Measures what is missing, prints the table and draws the page."""
+    """Measures what is missing, prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--grid", choices=sorted(GRIDS), default="quick")
     parser.add_argument("--again", action="store_true", help="measure anew what is there")
-    parser.add_argument("--page", action="store_true", help="only draw and print what is there")
+    parser.add_argument("--page", action="store_true", help="only print what is there")
     parser.add_argument("--minutes", type=float, help="end after so long; what is done stays")
     parser.add_argument("--out", type=Path, default=RESULTS / "network.json")
     options = parser.parse_args()
@@ -67,7 +67,7 @@ def main() -> int:
     print_table(cells.cells)
     for line in shortfalls(cells.cells):
         print(line)
-    print(options.out, draw(cells.cells, options.out.with_suffix(".png")))
+    print(options.out)
     return 0
 
 

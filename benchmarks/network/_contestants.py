@@ -88,6 +88,7 @@ class Gossip(Contestant):
         *,
         payload: gg.WeightsAndState | str = "weights",
         wire_dtype: torch.dtype | None = None,
+        update: str = "in-step",
     ) -> None:
         self._stateful = isinstance(payload, gg.WeightsAndState)
         super().__init__(surroundings)
@@ -97,6 +98,7 @@ class Gossip(Contestant):
             mode=mode,
             payload=payload,
             wire_dtype=wire_dtype,
+            update=update,
         )
 
     def _optimizer(self, profile: Profile, parameters: list[nn.Parameter]) -> ReplayOptimizer:

@@ -104,6 +104,6 @@ SYNC = replace(
     world_sizes=(4, 8),
     rates=(1e8, 3e8, 1e9),
     budgets=QUICK.budgets[:1],
-    only=(ALONE, "gossip", "gossip, sync", "ddp"),
+    only=(ALONE, "gossip", "gossip, sync", "gossip, sync, in backward", "ddp"),
 )
 GRIDS = {"quick": QUICK, "full": FULL, "sync": SYNC}

@@ -168,7 +168,6 @@ class _Blank:
             "compute_seconds": 0.0 if name in BARE else _short(self.profile.compute_seconds),
             **dict.fromkeys(_FIGURES),
             "bare": known and known.bare,
-            "clocks": {},
             "error": error,
             "marks": ["not measured"],
             "marked": True,
@@ -284,10 +283,6 @@ class _Group:
             "bytes_on_wire": round(sent),
             "bound_seconds": _short(max(compute, 8 * sent / rate)),
             "bare_seconds": bare_seconds,
-            "clocks": {
-                what: _short(statistics.median(block["clocks"][what] for block in own))
-                for what in own[0]["clocks"]
-            },
             "warm_up_steps": plan.warm_up,
             "steps_per_block": own[0]["steps_run"],
             "memory_bytes": round(self._memory_bytes[name]),

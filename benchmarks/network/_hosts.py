@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from benchmarks.netlab import NetlabError, Network
-from benchmarks.netlab._envelope import check_load, envelope
+from benchmarks.netlab._envelope import MOST_BITS_PER_SECOND, check_load
 from benchmarks.netlab._layout import Layout
 from benchmarks.netlab._record import others_load
 from benchmarks.netlab._verify import verify
@@ -61,7 +61,7 @@ class Shaped(Network):
         rate = rate_bits_per_second
         if rate is None:
             others = others_load(self._record and self._record.name)
-            rate = min(_FAST, max(_START_RATE, (envelope().bits_per_second - others) / hosts))
+            rate = min(_FAST, max(_START_RATE, (MOST_BITS_PER_SECOND - others) / hosts))
         check_load(hosts * rate, hosts, None)
         self._used = hosts
         self.set_rates(dict.fromkeys(range(self.hosts), rate))

@@ -60,6 +60,9 @@ CONTESTANTS: dict[str, Kind] = {
     ALONE: Kind(make=Alone, mixes=False, in_step=False),
     "gossip": _hidden(Gossip),
     "gossip, sync": Kind(make=lambda s: Gossip(s, "sync"), bare="exchange"),
+    "gossip, sync, in backward": Kind(
+        make=lambda s: Gossip(s, "sync", update="in-backward"), bare="exchange"
+    ),
     "gossip, bf16 wire": _hidden(
         lambda s: Gossip(s, wire_dtype=torch.bfloat16), bare="exchange, bf16"
     ),

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
-from benchmarks.netlab._measure import idle
+from benchmarks.netlab._traffic import idle
 
 from ._busy import CpuBusy
 from ._hosts import Hosts, Loopback

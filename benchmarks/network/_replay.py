@@ -207,14 +207,23 @@ class ReplayOptimizer(Optimizer):
         self._device = device
         self._seconds = seconds
         self._momentum = momentum
+        self._elements = sum(p.numel() for group in self.param_groups for p in group["params"])
 
     def step(self, closure: Callable[[], float] | None = None) -> None:
-        """Sleeps; the first time it makes its state."""
+        """Sleeps; the first time it makes its state.
+
+        A step on some of the parameters, in the middle of a backward pass, takes its share.
+        """
         assert closure is None
         if self._momentum and not self.state:
             for group in self.param_groups:
                 for parameter in group["params"]:
                     self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        self._device.begin()
-        self._device.run(self._seconds)
-        self._device.end()
+        there = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        elements = sum(p.numel() for p in there)
+        if 0 < elements < self._elements:
+            self._device.run(self._seconds * elements / self._elements)
+        elif there:
+            self._device.begin()
+            self._device.run(self._seconds)
+            self._device.end()

@@ -6,7 +6,7 @@ import subprocess
 from functools import cache
 from pathlib import Path
 
-from gossipgrad.train._summary import machine, versions
+from gossipgrad.train._summary import machine
 
 _ROOT = Path(__file__).parents[2]
 
@@ -19,15 +19,9 @@ def machine_name() -> str:
 
 
 def where() -> dict[str, str | None]:
-    """What every cell says: machine, system, date, commit and versions."""
-    known = versions()
-    return {
-        "machine": machine_name(),
-        "system": machine()["system"],
-        "date": datetime.date.today().isoformat(),
-        "commit": _commit(),
-        **{name: known[name] for name in ("gossipgrad", "torch")},
-    }
+    """What every cell says: machine, date and commit; versions stand once a file."""
+    date = datetime.date.today().isoformat()
+    return {"machine": machine_name(), "date": date, "commit": _commit()}
 
 
 @cache

@@ -7,7 +7,6 @@ and root. What is there is not measured again.
     python -m benchmarks.sparse_network                   # all grids, some 30 minutes
     python -m benchmarks.sparse_network resnet50 sweep    # some of them
     python -m benchmarks.sparse_network --minutes 4       # and no more: the rest is for next time
-    python -m benchmarks.sparse_network --page            # the page anew, nothing measured
 """
 
 import argparse
@@ -27,7 +26,6 @@ from benchmarks.network._where import machine_name
 from . import _selection
 from ._cell import SparseLaboratory, measure_place
 from ._grid import GRIDS, Place
-from ._page import fill_page
 
 _NAME = "sparse_network"
 _SEED = 0
@@ -36,29 +34,37 @@ _DENSITIES = (0.001, 0.01)
 
 
 def main() -> int:
-    """Measures what is missing and fills the page."""
+    """Measures what is missing."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("grids", nargs="*", metavar="GRID", help=f"of {', '.join(GRIDS)}")
-    parser.add_argument("--page", action="store_true", help="only fill the page with what is there")
     parser.add_argument("--minutes", type=float, help="begin no cell after so long")
     parser.add_argument("--out", type=Path, default=RESULTS / f"{_NAME}.json")
     options = parser.parse_args()
     if unknown := [name for name in options.grids if name not in GRIDS]:
         parser.error(f"no grid {unknown[0]!r}: choose among {', '.join(GRIDS)}")
     figures = _read(options.out)
-    if not options.page:
-        try:
-            with ends_as_ctrl_c():
-                _measure(options, figures)
-        except KeyboardInterrupt:
-            print("\nstopped; the same command goes on from here", file=sys.stderr)
-            return 130
-        except (NetlabError, WorkerError) as error:
-            print(f"the laboratory cannot go on: {error}", file=sys.stderr)
-            return 2
-    if options.out.resolve().parent == RESULTS.resolve():
-        fill_page(figures)
+    try:
+        with ends_as_ctrl_c():
+            _measure(options, figures)
+    except KeyboardInterrupt:
+        print("\nstopped; the same command goes on from here", file=sys.stderr)
+        return 130
+    except (NetlabError, WorkerError) as error:
+        print(f"the laboratory cannot go on: {error}", file=sys.stderr)
+        return 2
     return 0
+
+
+def _quoted(cell: dict[str, Any]) -> dict[str, Any]:
+    """What the pages quote of a cell."""
+    kept = ("groups", "sparse_groups", "predicted_seconds", "step_seconds", "error")
+    kept += ("step_seconds_median", "marks")
+    return {name: value for name, value in cell.items() if name != "measured"} | {
+        "contestants": {
+            name: {key: of[key] for key in kept if key in of}
+            for name, of in cell["contestants"].items()
+        }
+    }
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -81,7 +87,7 @@ def _measure(options: argparse.Namespace, figures: dict[str, Any]) -> None:
     todo = [place for place in places if not _there(place, figures)]
     if not todo:
         return
-    hosts = max(place.world_size for place in todo)
+    hosts, raw = max(place.world_size for place in todo), list[dict[str, Any]]()
     with Shaped(hosts) as network, SparseLaboratory(network, hosts) as laboratory:
         for place in todo:
             if options.minutes is not None and time.monotonic() - start > 60 * options.minutes:
@@ -89,8 +95,9 @@ def _measure(options: argparse.Namespace, figures: dict[str, Any]) -> None:
                 return
             begun = time.monotonic()
             cell = measure_place(laboratory, place, selection[str(place.density)])
-            figures["cells"].append(cell)
-            write(_NAME, figures, path=options.out)
+            raw.append(cell)
+            figures["cells"].append(_quoted(cell))
+            write(_NAME, figures, raw=raw, path=options.out)
             print(f"{place}: {time.monotonic() - begun:.0f} s", flush=True)
             for name, of in cell["contestants"].items():
                 print(

@@ -60,6 +60,7 @@ if _TYPE_CHECKING:
     from gossipgrad.second_order import Synchronous as Synchronous
     from gossipgrad.second_order import Tiers as Tiers
     from gossipgrad.second_order import share_roots as share_roots
+    from gossipgrad.simulate import advise as advise
     from gossipgrad.sparsification import SparseSession as SparseSession
     from gossipgrad.sparsification import SparseStats as SparseStats
     from gossipgrad.sparsification import sparsify as sparsify

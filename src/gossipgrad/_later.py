@@ -9,6 +9,7 @@ _ROOMS = {
     "SudaSession": "muon",
     "SudaStats": "muon",
     "suda": "muon",
+    "advise": "simulate",
     "apoptosis": "apoptosis",
     "Neurons": "apoptosis",
     "ShrinkPlan": "apoptosis",

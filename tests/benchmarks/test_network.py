@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.netlab import NetlabError, _envelope, _record
-from benchmarks.network import _replay
+from benchmarks.network import _hosts, _replay
 from benchmarks.network._block import run_block
 from benchmarks.network._busy import CpuBusy
 from benchmarks.network._contestants import Surroundings
@@ -113,14 +113,14 @@ def test_budgets_are_what_16_workers_can_hold():
 
 
 def test_a_place_that_is_not_carried_is_refused_by_what_is_used_of_it(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(_record, "DIRECTORY", tmp_path)
     network = Shaped(16)
     assert network.refusal(4, 4e9) is None
     assert "8 hosts at 10 Gbit/s on average can move 80 Gbit/s" in network.refusal(8, 1e10)
     changed = []
     monkeypatch.setattr(Shaped, "set_rates", lambda self, rates: changed.append(rates))
-    _envelope.store(8e9, "2026-01-02")
+    monkeypatch.setattr(_hosts, "MOST_BITS_PER_SECOND", 8e9)
+    monkeypatch.setattr(_envelope, "MOST_BITS_PER_SECOND", 8e9)
     network.shape(16, None)  # the fastest that this machine carries
     assert changed == [dict.fromkeys(range(16), 5e8)]
     with pytest.raises(NetlabError, match="16 hosts at 1 Gbit/s on average can move 16 Gbit/s"):

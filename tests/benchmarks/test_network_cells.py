@@ -18,7 +18,6 @@ from benchmarks.network._hosts import Loopback
 from benchmarks.network._kinds import ALONE, BARE, CONTESTANTS, label
 from benchmarks.network._laboratory import Laboratory, WorkerError
 from benchmarks.network._marks import marks_of
-from benchmarks.network._page import draw
 from benchmarks.network._table import print_table
 from support.laboratory import BREAKS, BUDGET, GRID, FakeLaboratory, measure
 
@@ -50,7 +49,7 @@ def test_figures_failures_and_refusals(tmp_path, capsys):
     spread = pytest.approx(0.1 * gossip["compute_seconds"], rel=1e-3)
     assert laboratory.spreads == {"exchange": 0, "no communication": spread, "gossip": spread}
     assert gossip["memory_bytes"] == 1000
-    assert set(gossip["where"]) >= {"machine", "system", "date", "commit", "torch"}
+    assert set(gossip["where"]) == {"machine", "date", "commit"}
     assert alone["exchange_bound_seconds"] == alone["compute_seconds"]
     assert alone["efficiency"] == pytest.approx(0.9863, abs=1e-3)
     bare = cells["bare exchange", 1e8]
@@ -62,12 +61,9 @@ def test_figures_failures_and_refusals(tmp_path, capsys):
     assert "20 (20..20) 73 % 0.04x*" in out
     assert "it broke" in out
     assert "What gossip sends" not in out
-    assert draw(written, tmp_path / "page.png").stat().st_size > 10_000
-    assert draw([refused], tmp_path / "none.png").exists()
 
 
-def test_nothing_is_claimed_that_no_bare_transfer_was_measured_for(tmp_path, capsys, monkeypatch):
-    pytest.importorskip("matplotlib")
+def test_nothing_is_claimed_that_no_bare_transfer_was_measured_for(tmp_path, capsys):
     names = ("exchange", "no communication", "gossip", "ddp", "ddp, PowerSGD")
     grid = replace(GRID, rates=(1e8,), contestants=(*names, "local SGD, period 8"))
     cells, _ = measure(FakeLaboratory(), tmp_path / "network.json", grid)
@@ -76,14 +72,6 @@ def test_nothing_is_claimed_that_no_bare_transfer_was_measured_for(tmp_path, cap
         assert cell["exchange_bound_seconds"] is None
         assert cell["efficiency"] == pytest.approx(cell["compute_seconds"] / 0.02, rel=1e-3)
         assert cell["exposed_seconds"] == pytest.approx(0.0052)
-    drawn = []
-    monkeypatch.setattr(
-        "matplotlib.axes.Axes.plot", lambda self, x, y, **kw: drawn.append((x, kw["color"]))
-    )
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, *args, **kw: None)
-    draw(list(cells.values()), tmp_path / "page.png")
-    bounds = [x[0] for x, colour in drawn if colour == "black"]
-    assert bounds == [cells[name, 1e8]["exchange_bound_seconds"] for name in names[1:3]]
     print_table(list(cells.values()))
     told = capsys.readouterr().out.splitlines()
     texts = {line[2:].split("  ")[0]: line.split("│")[-2].strip() for line in told if "│" in line}
@@ -364,7 +352,6 @@ def test_a_cell_of_two_processes_on_loopback(tmp_path, tmp_path_factory, monkeyp
         assert cell["step_seconds_median"] >= cell["compute_seconds"] * 0.999
         assert cell["cpu_seconds"] > 0
         assert cell["memory_bytes"] >= 0
-    assert cells["gossip"]["clocks"].keys() == {"waiting", "mixing"}
     assert cells["gossip"]["bare_seconds"] == cells["bare exchange"]["step_seconds_median"] > 0
     assert cells["gossip, state"]["bare"] == "exchange, state"
     local = cells["local SGD, period 8"]

@@ -1,14 +1,10 @@
 """The benchmark's ranks are the library's: same selection, same residuals, same update."""
 
-import json
-
 import pytest
 import torch
 from torch import nn
 
 from benchmarks import sparse_convergence
-from benchmarks._common import RESULTS
-from benchmarks._pages import DOCS
 from benchmarks._sparsified_ranks import SparsifiedRanks
 from gossipgrad.sparsification._reference import Reference
 
@@ -82,31 +78,3 @@ def test_differences_are_paired_by_seed():
     assert rows["density 0.01"]["difference_to_dense_points"] == [0.0, 25.0]
     assert rows["density 0.01"]["seeds"] == [0, 1, 2]
     assert rows["density 0.01"]["mean_difference_points"] == 12.5
-
-
-def test_the_page_shows_what_was_measured():
-    figures = json.loads((RESULTS / "sparse_convergence.json").read_text())
-    assert sparse_convergence.page_table(figures) in (DOCS / "sparsify.md").read_text()
-    assert len(figures["rows"]) > 4
-
-
-def test_what_was_published_with_more_seeds_stays():
-    def row(method, seeds, world_size=4):
-        return {"model": "lenet", "world_size": world_size, "method": method, "seeds": seeds}
-
-    published = [row("dense", [0, 1, 2]), row("density 0.01", [0])]
-    found = [row("density 0.01", [0, 1]), row("dense", [0]), row("dense", [0], world_size=8)]
-    assert sparse_convergence.with_published(found, published) == [
-        row("dense", [0, 1, 2]),
-        row("density 0.01", [0, 1]),
-        row("dense", [0], world_size=8),
-    ]
-
-
-def test_what_was_trained_with_other_settings_is_refused(tmp_path):
-    cell = sparse_convergence.cells(1)[0]
-    path = tmp_path / f"{cell.name}.json"
-    path.parent.mkdir(parents=True)
-    path.write_text(json.dumps({"setting": {"epochs": 1}}))
-    with pytest.raises(ValueError, match="was trained with"):
-        sparse_convergence.kept(cell, tmp_path)

@@ -9,12 +9,10 @@ import torch
 
 from benchmarks.network._hosts import Loopback
 from benchmarks.network._replay import Device
-from benchmarks.sparse_network import __main__ as command
 from benchmarks.sparse_network import _cell
 from benchmarks.sparse_network._cell import SparseLaboratory, measure_place
 from benchmarks.sparse_network._grid import GRIDS, Place
 from benchmarks.sparse_network._kinds import ALONE, KINDS, OPTIMAL
-from benchmarks.sparse_network._page import PAGE, best_fixed, fill_page, told
 from benchmarks.sparse_network._plans import Plans
 from benchmarks.sparse_network._selection import (
     GAMMA,
@@ -157,30 +155,3 @@ def test_a_place_on_loopback_has_all_contestants_with_plans_and_figures(cell):
     slept = cell["contestants"][f"topk, {TORCH}"]["step_seconds_median"] - cell["compute_seconds"]
     full = sum(cell["measured"]["sizes"]) / 0.0001
     assert slept >= 0.05 * float(cost_of(CURVES[TORCH])(full)) - 1e-3
-
-
-@pytest.mark.slow
-@pytest.mark.process
-def test_the_page_shows_a_cell(cell, tmp_path):
-    denser = {**cell, "density": 0.01}  # of no sweep
-    figures = {"selection": {"here": {"0.001": CURVES}}, "cells": [denser, cell]}
-    text = told(figures)
-    assert "\n### vgg16, 2 workers, 1 Gbit/s, density 0.01\n" in text
-    assert f"\n| topk, {TORCH} | 1 | " in text
-    assert "\n| 2 | " in text.split("### Bandwidth by workers")[1]
-    page = tmp_path / "page.md"
-    page.write_text("a\n<!-- benchmarks.sparse_network -->\nold\n<!-- end -->\nb\n")
-    fill_page(figures, page)
-    assert page.read_text().startswith("a\n<!-- benchmarks.sparse_network -->\n\n| selection |")
-    assert page.read_text().endswith("\n\n<!-- end -->\nb\n")
-
-
-def test_the_best_fixed_is_the_fastest_of_those():
-    took = {"DDP fp16": 2.0, "wfbp": 1.0, OPTIMAL: 0.5}
-    of = {name: {"step_seconds": [s], "step_seconds_median": s} for name, s in took.items()}
-    assert best_fixed({"contestants": of}) == ("wfbp", 1.0)
-
-
-def test_the_documentation_has_what_was_measured():
-    results = command.RESULTS / "sparse_network.json"
-    assert told(json.loads(results.read_text())) in PAGE.read_text()

@@ -1,40 +1,36 @@
-"""Which runs come first, what is kept of them, and what is written when some are missing."""
+"""Which runs are needed, and what is kept of them; training is made up."""
 
 import json
-import shutil
-from dataclasses import replace
 
 import pytest
 
 from benchmarks import time_to_accuracy as bench
 from benchmarks._alone import alone
-from benchmarks._common import RESULTS
-from benchmarks._time_to_accuracy_page import PAGE, fill_page, told
-from benchmarks.netlab import NetlabError
+from gossipgrad.cli._train import parse
 
-FASHION, CIFAR = bench.TASKS[:2]
+REACHED = {"ddp": 0.8, "gossip": 0.7, "gossip, a quarter more epochs": 0.9}
 
 
 @pytest.fixture
 def trained(tmp_path, monkeypatch):
-    """Runs `main`; training is made up, and told."""
+    """Runs `main`; the contestants that were trained, and the results."""
     monkeypatch.setattr("benchmarks._common.RESULTS", tmp_path / "results")
-    monkeypatch.setattr(bench, "fill_page", lambda rows: None)
-    names = []
-    reached = {"ddp": 0.8, "gossip": 0.7, "gossip, a quarter more epochs": 0.9}
-    reached["gossip, twice the epochs"] = 0.95
-    failing = ["CIFAR", "gossip"]
+    family, names = bench.FAMILIES["gossip"], []
 
-    def train(run, out, timeout_seconds):
-        names.append(run.name)
-        if run.name.startswith(failing[0]) and run.contestant == failing[1]:
+    def train(command, task, out, timeout_seconds):
+        known = {
+            str(family.folder(run, out.parent)): run for run in bench.order(family, family.tasks, 3)
+        }
+        run = known[str(out)]
+        names.append(run.contestant)
+        if run.task.name.startswith("CIFAR") and run.contestant == "gossip":
             raise bench.FailedRunError("its ranks ended with [0, 1, 0, 0]")
-        out.mkdir()
+        out.mkdir(parents=True)
         events = [
             {"event": "step", "step": 10, "step_seconds": 1.0, "train_seconds": 10.0},
             {"event": "epoch", "step": 10, "accuracy": 0.4},
             {"event": "step", "step": 20, "step_seconds": 1.0, "train_seconds": 20.0},
-            {"event": "epoch", "step": 20, "accuracy": reached[run.contestant]},
+            {"event": "epoch", "step": 20, "accuracy": REACHED[run.contestant]},
         ]
         lines = "".join(json.dumps(event) + "\n" for event in events)
         (out / "metrics-rank0.jsonl").write_text(lines)
@@ -42,238 +38,45 @@ def trained(tmp_path, monkeypatch):
 
     monkeypatch.setattr(bench, "train", train)
 
-    def main(*arguments, gossip=0.7, quarter=0.9, fails=("CIFAR", "gossip")):
+    def main(*arguments):
         names.clear()
-        failing[:] = fails
-        reached.update({"gossip": gossip, bench.LONGER[0]: quarter})
         monkeypatch.setattr("sys.argv", ["bench", *arguments, "--folder", str(tmp_path / "runs")])
         code = bench.main()
-        held = json.loads((tmp_path / "results" / "time_to_accuracy.json").read_text())
-        return code, list(names), held
+        path = tmp_path / "runs" / "time_to_accuracy.json"
+        return code, list(names), json.loads(path.read_text()) if path.exists() else None
 
     return main
 
 
-def test_a_seed_of_every_task_comes_before_the_next_and_longer_runs_last():
-    runs = [(r.task, r.contestant, r.seed) for r in bench.order([FASHION, CIFAR], 2)]
-    longer = [(task, name, 0) for name in bench.LONGER for task in (FASHION, CIFAR)]
-    first = [(task, name, 0) for task in (FASHION, CIFAR) for name in ("ddp", "gossip")]
-    assert runs[:8] == [*first, *longer]
-    assert {seed for *_, seed in runs[8:]} == {1}
-    assert len(runs) == 16
-
-
-def test_what_is_missing_or_failed_is_named_and_done_runs_are_kept(trained):
+def test_longer_runs_follow_where_a_shorter_one_fell_short(trained, tmp_path):
     code, names, held = trained("--only", "fashion", "--world-size", "4", "--seeds", "1")
-    assert code == 0
-    done = ["ddp", "gossip", "gossip, a quarter more epochs"]
-    assert names == [f"Fashion-MNIST, LeNet, 4 hosts, {name}, seed 0" for name in done]
-    assert len(held["rows"]) == 4
-    assert len(held["missing"]) == 22  # of 24: whatever is to be done now; longer ones may follow
-    assert "busy throughout by design" in held["processors"]
-    row = held["rows"][0]
-    assert row["ratio_of_times_to_ddp"] == 0.9
-    assert row["runs"]["gossip"][0]["seconds_to_ddp_accuracy"] is None
-    assert row["runs"][bench.LONGER[0]][0]["seconds_to_ddp_accuracy"] == pytest.approx(18.0)
-    assert row["runs"]["gossip"][0]["cpu_busy"] == 0.9
-    assert held["rows"][1]["ratio_of_times_to_ddp"] is None
-    code, names, held = trained("--world-size", "4", "--seeds", "1")
-    assert code == 1
-    assert all(name.startswith("CIFAR") for name in names)
-    failed = "CIFAR-10 small, ResNet-20, 4 hosts, gossip, seed 0"
-    assert held["failed"] == {failed: "its ranks ended with [0, 1, 0, 0]"}
-    assert failed in held["missing"]
-    assert len(held["missing"]) == 21
-    assert trained("--world-size", "4", "--seeds", "1")[1] == [failed]  # tried again
+    assert (code, names) == (0, ["ddp", "gossip", "gossip, a quarter more epochs"])
+    row, *_ = held["rows"]
+    assert not (tmp_path / "results").exists(), "other tasks are missing"
+    # 0.4 after 10 s, 0.9 after 20: 0.8 after 18 of DDP's 20.
+    assert row["shares_of_ddp_time"] == {"0": 0.9}
+    assert row["runs"]["gossip"][0]["seconds_to_target"] is None
+    assert trained("--only", "fashion", "--world-size", "4", "--seeds", "1")[1] == []
 
 
-def test_no_longer_run_where_the_shorter_reached_the_target(trained):
-    _, names, held = trained("--only", "fashion", "--seeds", "1", gossip=0.9)
-    assert names == [
-        f"Fashion-MNIST, LeNet, {hosts} hosts, {name}, seed 0"
-        for hosts in (4, 8)
-        for name in ("ddp", "gossip")
-    ]
-    assert held["rows"][0]["ratio_of_times_to_ddp"] == 0.9
-    missing = [name for name in held["missing"] if name.startswith("Fashion")]
-    assert not [name for name in missing if name.endswith("seed 0")]
+def test_a_run_that_failed_is_tried_again(trained):
+    for _ in range(2):
+        code, names, held = trained("--only", "cifar", "--world-size", "4", "--seeds", "1")
+        assert code == 1
+        assert names[-1] == "gossip"
+        assert list(held["failed"].values()) == ["its ranks ended with [0, 1, 0, 0]"]
 
 
-def test_twice_the_epochs_only_where_a_quarter_more_were_too_few(trained):
-    words = ["--only", "cifar", "--world-size", "8", "--seeds", "1"]
-    _, names, held = trained(*words, quarter=0.75, fails=("", ""))
-    done = [f"{name}, seed 0" for name in bench.CONTESTANTS]
-    assert [name.split(", ", 3)[3] for name in names] == done
-    assert held["rows"][3]["shares_of_ddp_time"] == {"0": 0.864}
-
-
-def test_gossip_has_no_target_where_ddp_failed(trained):
-    code, names, held = trained("--only", "fashion", "--seeds", "2", fails=("Fashion", "ddp"))
-    assert code == 1
-    assert len(names) == 8, "longer runs wait for a target"
-    assert len(held["failed"]) == 4
-    row = held["rows"][0]
-    assert row["runs"]["ddp"] == []
-    assert [run["target"] for run in row["runs"]["gossip"]] == [None, None]
-    assert row["ratio_of_times_to_ddp"] is None
-    # Of the seeds that are complete there is one.
-    _, names, held = trained("--only", "fashion", "--seeds", "1", gossip=0.9)
-    assert [name.split(", ")[3] for name in names] == ["ddp", "ddp", "gossip", "gossip"]
-    assert held["rows"][0]["ratio_of_times_to_ddp"] == 0.9
-
-
-def test_what_is_published_stays_where_fewer_runs_are_here(trained, tmp_path, capsys):
-    _, _, published = trained("--only", "fashion", "--world-size", "4")
-    assert len(published["rows"][0]["runs"]["ddp"]) == 3
-    assert (
-        trained("--only", "fashion", "--world-size", "4", "--seeds", "1")[2]["rows"]
-        == (published["rows"])
-    )
-    shutil.rmtree(tmp_path / "runs")
-    _, names, held = trained("--only", "fashion", "--world-size", "8", "--seeds", "1")
-    assert len(names) == 3
-    assert held["rows"] == published["rows"]
-    out = capsys.readouterr().out
-    assert "stays as it is: 9 of its runs are not in" in out
-    here = tmp_path / "runs" / "time_to_accuracy.json"
-    assert out.endswith(f"{here}\n")
-    assert len(json.loads(here.read_text())["rows"][2]["runs"]["ddp"]) == 1
-
-
-class Refused:
-    """A network that does not come up, or whose links do not hold their rates."""
-
-    def __init__(self, where, hosts, rate_bits_per_second):
-        self.where = where
-
-    def _may_fail(self, here):
-        if here == self.where:
-            raise NetlabError(f"{here}: it cannot")
-
-    def __enter__(self):
-        self._may_fail("entering")
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    hosts = 4
-
-    def verify(self):
-        self._may_fail("verify")
-
-
-@pytest.mark.parametrize("where", ["entering", "verify"])
-def test_links_that_fail_fail_their_run_and_no_laboratory_ends_all(
-    where, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setattr("benchmarks._common.RESULTS", tmp_path / "results")
-    monkeypatch.setattr(bench, "fill_page", lambda rows: None)
-    monkeypatch.setattr(bench, "Network", lambda **options: Refused(where, **options))
-    words = ["--only", "fashion", "--world-size", "4", "--seeds", "1"]
-    monkeypatch.setattr("sys.argv", ["bench", *words, "--folder", str(tmp_path / "runs")])
-    code = bench.main()
-    said = capsys.readouterr()
-    if where == "entering":
-        assert code == 2
-        assert said.err == "no laboratory here: entering: it cannot\n"
-        return
-    assert code == 1
-    held = json.loads((tmp_path / "results" / "time_to_accuracy.json").read_text())
-    assert list(held["failed"].values()) == ["verify: it cannot"] * 2
-
-
-def test_one_seed_that_never_gets_there_leaves_no_ratio():
-    def runs(*seconds):
-        return [
-            {"seed": seed, "seconds_to_ddp_accuracy": took} for seed, took in enumerate(seconds)
-        ]
-
-    def ratio(own, ddp):
-        return bench.ratio(list(bench.shares(own, ddp).values()))
-
-    assert ratio([*runs(5.0, None), *runs(None, 8.0)], runs(10.0, 10.0)) == 0.65
-    assert ratio(runs(5.0, None), runs(10.0, 10.0)) is None
-    assert ratio([], runs(10.0)) is None
-    assert bench.shares(runs(5.0, None, 7.0), runs(10.0, 10.0)) == {"0": 0.5, "1": None}
-
-
-def published():
-    return json.loads((RESULTS / "time_to_accuracy.json").read_text())["rows"]
-
-
-def test_the_page_has_the_table_of_what_is_published(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text(PAGE.read_text())
-    fill_page(published(), page)
-    assert page.read_text() == PAGE.read_text(), "run python -m benchmarks.time_to_accuracy"
-
-
-def test_readme_has_the_shares_of_time_that_are_published():
-    readme = (PAGE.parents[1] / "README.md").read_text()
-    last = [line.rsplit("|", 2)[1].strip() for line in told(published()).splitlines()[2:]]
-    fashion, cifar = (f"| {last[at]} | {last[at + 2]} |" for at in (0, 1))
-    assert f"| Fashion-MNIST, LeNet, 50 Mbit/s {fashion}" in readme
-    assert f"| CIFAR-10 small, ResNet-20, 25 Mbit/s {cifar}" in readme
-
-
-def test_the_table_tells_spreads_what_is_missing_and_what_was_disturbed():
-    def run(seed, accuracy, seconds, marked=False):
-        return {"seed": seed, "accuracy": accuracy, "train_seconds": seconds, "marked": marked}
-
-    row = {
-        "task": "Digits, MLP",
-        "world_size": 4,
-        "rate_bits_per_second": 2.5e7,
-        "runs": {
-            "ddp": [run(seed, 0.8, 40.0 + seed) for seed in range(3)],
-            "gossip": [run(0, 0.82, 30.0), run(1, 0.79, 20.0), run(2, 0.78, 10.0)],
-            "gossip, a quarter more epochs": [run(1, 0.81, 25.0, marked=True)],
-            "gossip, twice the epochs": [],
-        },
-        "shares_of_ddp_time": {"0": 0.7, "1": 0.6, "2": None},
-    }
-    *_, line = told([row]).splitlines()
-    assert line == (
-        "| Digits, MLP | 4, 25 Mbit/s | 80.0 %, 41 s (40 to 42) | 79.7 % (78.0 to 82.0), "
-        "20 s (10 to 30) | 81.0 %, 25 s*, 1 seed | not run | 0.65 (0.60 to 0.70), in 2 of 3 seeds |"
-    )
-    nothing = row | {"runs": {name: [] for name in row["runs"]}, "shares_of_ddp_time": {}}
-    assert told([nothing]).endswith("| not run " * 5 + "|")
-    assert told([row | {"shares_of_ddp_time": {"0": None}}]).endswith("| not reached |")
-
-
-def test_results_are_there_after_every_run(trained, monkeypatch):
-    done = []
-
-    def report(seeds, folder, failed):
-        done.append(len([out for out in folder.iterdir() if out.is_dir()]))
-
-    monkeypatch.setattr(bench, "report", report)
-    with pytest.raises(FileNotFoundError):
-        trained("--only", "fashion", "--world-size", "8", "--seeds", "1")
-    assert done == [1, 2, 3, 3]
-
-
-def test_other_settings_have_another_folder():
-    slug = FASHION.slug("gossip", 0)
-    assert slug == FASHION.slug("gossip", 0)
-    others = [replace(FASHION, epochs=5), replace(FASHION, options=(*FASHION.options, "--lr", "1"))]
-    assert slug not in {other.slug("gossip", 0) for other in others}
-
-
-def test_nothing_chosen_is_told(trained, capsys):
-    with pytest.raises(SystemExit):
-        trained("--only", "imagenet")
-    assert "choose among ['Fashion-MNIST, LeNet, 4 hosts'" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        trained("--minutes", "0")
-    assert "--minutes 0: leave it out for no limit" in capsys.readouterr().err
-
-
-def test_a_second_one_on_a_folder_is_refused(trained, tmp_path, capsys):
-    trained("--only", "fashion", "--world-size", "4", "--seeds", "1")
+def test_a_second_process_in_a_folder_is_refused(trained, tmp_path):
     with alone(tmp_path / "runs" / "lock"):
-        code, names, _ = trained("--only", "fashion", "--world-size", "8")
-    assert (code, names) == (2, [])
-    assert "another process holds" in capsys.readouterr().err
+        assert trained("--only", "fashion")[:2] == (2, [])
+
+
+@pytest.mark.parametrize("name", bench.FAMILIES)
+def test_every_command_is_one_of_gossipgrad(name, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    family = bench.FAMILIES[name]
+    for run in bench.order(family, family.tasks, 1):
+        command = family.command(run)
+        config = parse(command[1:])
+        assert config.strategy == command[command.index("--strategy") + 1]

@@ -38,8 +38,8 @@ def test_runs_as_a_module(monkeypatch, capsys):
 def test_unknown_command_tells_the_known_ones(capsys):
     assert cli.main(["trian"]) == 2
     assert capsys.readouterr().err == (
-        "gossipgrad: error: no command 'trian'; there are train, demo, topology, profile, "
-        "probe, simulate, plan, report, export\n"
+        "gossipgrad: error: no command 'trian'; there are train, launch, demo, topology, profile, "
+        "probe, simulate, advise, plan, watch, report, export\n"
     )
 
 

@@ -1,7 +1,5 @@
 """Rates as people write them, who is in a network, and what a machine can carry."""
 
-import json
-
 import pytest
 
 from benchmarks.netlab import (
@@ -70,25 +68,11 @@ def test_contradictions(settings, message):
         Network(**{"hosts": 4, "rate_bits_per_second": 1e8} | settings)
 
 
-def test_what_the_machine_cannot_carry(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_what_the_machine_cannot_carry():
     _envelope.check_load(16e9, 16, None)
-    with pytest.raises(
-        NetlabError,
-        match=r"32 hosts at 1 Gbit/s on average can move 32 Gbit/s together, and this machine "
-        r"carries 16 Gbit/s \(the default, .*netlab check` measures this machine\)",
-    ):
+    with pytest.raises(NetlabError, match="32 hosts at 1 Gbit/s on average can move 32 Gbit/s"):
         _envelope.check_load(32e9, 32, None)
     _envelope.check_load(32e9, 32, 32e9)
-    path = _envelope.store(4e9, "2026-01-02")
-    with pytest.raises(NetlabError, match=r"carries 4 Gbit/s \(measured here on 2026-01-02\): "):
-        _envelope.check_load(16e9, 16, None)
-    stored = json.loads(path.read_text())
-    stored["machine"]["cores"] += 1  # a home that is shared with another machine
-    path.write_text(json.dumps(stored))
-    assert _envelope.envelope().bits_per_second == _envelope.DEFAULT_BITS_PER_SECOND
-    path.write_text("{")
-    assert _envelope.envelope().bits_per_second == _envelope.DEFAULT_BITS_PER_SECOND
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,7 @@ OPTIMIZERS = {
 FAMILIES: dict[str, Callable] = {
     "gossip": gossip,
     "gossip, sync": partial(gossip, mode="sync"),
+    "gossip, sync, in backward": partial(gossip, mode="sync", update="in-backward"),
     "gossip, stale": partial(gossip, mode="stale"),
     "gossip, state": partial(gossip, payload="weights+state"),
     "gossip, data parallel": data_parallel,

@@ -14,6 +14,7 @@ from gossipgrad.train import PostLocalConfig
 from gossipgrad.train._evaluate import TestPart
 from gossipgrad.train._result import RunStopped
 from gossipgrad.train.strategies import _accord
+from support.jobs import job_on
 from support.strategies import start
 
 __all__ = ["STEPS", "evaluated", "parted", "started", "statistics"]
@@ -40,7 +41,7 @@ def evaluated(rank: int, store: object, name: str) -> tuple[float, float, float,
         bound.weight.copy_(torch.tensor([[-1.0], [1.0]]))
         bound.bias.zero_()
     norm: Any = model[1]
-    test = TestPart.of(line_dataset(), rank=rank, world_size=2)
+    test = TestPart(job_on(line_dataset()), rank=rank, world_size=2)
     strategy = start(rank, name, model, torch.optim.SGD(model.parameters(), lr=0.1))
     norm.running_mean.fill_(10.0 * rank)  # as after a step on its own samples
     evaluation = strategy.evaluate(test, final=True)
@@ -121,14 +122,14 @@ def parted(
             break
         try:
             strategy.begin_step()
-            strategy.backward(strategy.loss(x, y))
+            strategy.backward(nn.functional.cross_entropy(strategy.forward(x), y))
         except RunStopped as error:
             ended = str(error)
             break
         optimizer.step()
         optimizer.zero_grad()
     evaluation = strategy.evaluate(
-        TestPart.of(dataset, rank=rank, world_size=world_size), final=True
+        TestPart(job_on(dataset), rank=rank, world_size=world_size), final=True
     )
     seconds = time.monotonic() - start_seconds
     store.set(f"parted{rank}", "")

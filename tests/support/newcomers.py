@@ -16,6 +16,7 @@ from gossipgrad.train._newcomer import Newcomer
 from gossipgrad.train._rank import train_rank
 from gossipgrad.train._resume import reopen
 from gossipgrad.train._versions import versions
+from support.jobs import job_of
 from support.launched import count
 from support.waiting import until
 
@@ -174,7 +175,7 @@ class Run:
         )
         return train_rank(
             self.config,
-            self.dataset,
+            job_of(self.config, self.dataset),
             self.run_dir,
             rank=rank,
             world_size=2,
@@ -190,7 +191,7 @@ class Run:
         try:
             return train_rank(
                 config.resolved(nproc=2, out=self.run_dir.path),
-                self.dataset,
+                job_of(self.config, self.dataset),
                 self.run_dir,
                 rank=0,
                 world_size=2,

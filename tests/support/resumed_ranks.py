@@ -16,12 +16,13 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from gossipgrad import checkpoint, data
+from gossipgrad import checkpoint
 from gossipgrad.comm import Group
 from gossipgrad.train import TrainConfig, _checkpoints, config_of_run
 from gossipgrad.train._layout import RunDir, claim
 from gossipgrad.train._rank import train_rank
 from gossipgrad.train._resume import reopen
+from gossipgrad.train._tasks import load_job
 from gossipgrad.train.strategies import _accord, _stop_together
 
 __all__ = ["Act", "StopsAfter", "play"]
@@ -77,7 +78,6 @@ def play(rank: int, store: Any, folder: str, world_size: int, acts: list[Act]) -
     store = dist.FileStore(f"{folder}/store", world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     warnings.simplefilter("ignore")
-    digits = data.load("digits")
     came_to = {}
     for act in acts:
         members = tuple(range(world_size)) if act.members is None else act.members
@@ -87,7 +87,7 @@ def play(rank: int, store: Any, folder: str, world_size: int, acts: list[Act]) -
             if rank not in members:
                 continue
             with _patience() if act.patient else contextlib.nullcontext():
-                came_to[act.name] = _train(rank, store, act, chosen, digits, members, world_size)
+                came_to[act.name] = _train(rank, store, act, chosen, members, world_size)
         except Exception:
             came_to[act.name] = traceback.format_exc()
     return came_to
@@ -137,7 +137,6 @@ def _train(
     store: Any,
     act: Act,
     config: TrainConfig,
-    digits: data.Dataset,
     members: tuple[int, ...],
     world_size: int,
 ) -> dict[str, Any]:
@@ -152,7 +151,7 @@ def _train(
     groups: Callable[[str], Group] | None = None if config.needs_every_rank else group
     result = train_rank(
         config,
-        digits,
+        load_job(config),
         RunDir(config.out),
         rank=rank,
         world_size=world_size,

@@ -44,7 +44,7 @@ def test_shows_the_headline_of_a_run(write_run):
         "by each worker; 67% of ring all-reduce (1.5 kB)",
         "5 ms of a step's 100 ms not hidden by compute",
     ]
-    assert "mlp, digits" in page.contents["p"]
+    assert any(text.startswith("mlp, digits, 4 workers, seed 0, ") for text in page.contents["p"])
 
 
 def test_says_whose_accuracy_it_is_when_there_is_no_average(write_run):

@@ -83,7 +83,7 @@ def test_travelling_rows_are_augmented_by_their_place_in_the_data_set():
 def test_what_is_asked_for_is_made(shuffle):
     dataset = data.load("digits")
     config = TrainConfig(shuffle=shuffle, shards="by-label", batch_size=100)
-    batches = make_batches(config, dataset, rank=1, world_size=4)
+    batches = make_batches(config, dataset.train, rank=1, world_size=4)
     classes = {int(label) for _, y in batches.epoch(0) for label in y}
     assert len(batches) == 4
     assert classes == ({2, 3, 4} if shuffle == "local" else set(range(10)))
@@ -129,7 +129,7 @@ def test_the_deadline_of_the_ring_is_the_one_that_was_set(options, monkeypatch):
 
     monkeypatch.setattr(_batches, "RingShuffle", shuffle)
     config = TrainConfig(shuffle="ring", **options)
-    make_batches(config, data.load("digits"), rank=0, world_size=1).close()
+    make_batches(config, data.load("digits").train, rank=0, world_size=1).close()
     assert made["deadline_seconds"] == (0.25 if options else 5.0)
 
 

@@ -9,6 +9,7 @@ from gossipgrad.data import Dataset, DatasetInfo, TextSamples
 from gossipgrad.train import TrainConfig
 from gossipgrad.train._layout import claim
 from gossipgrad.train._rank import train_rank
+from support.jobs import job_of
 
 
 @pytest.fixture
@@ -23,7 +24,7 @@ def train(tmp_path):
         config.write(run_dir.config, {})
         result = train_rank(
             config,
-            dataset,
+            job_of(config, dataset),
             run_dir,
             rank=0,
             world_size=1,

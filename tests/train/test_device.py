@@ -12,6 +12,8 @@ from gossipgrad.train._device import check_device, find_device
 from gossipgrad.train._evaluate import TestPart
 from gossipgrad.train._layout import claim
 from gossipgrad.train._rank import train_rank
+from gossipgrad.train._tasks import load_job
+from support.jobs import job_on
 
 TORCHRUN = {"RANK": "6", "WORLD_SIZE": "8"}
 SRUN = {"SLURM_PROCID": "6", "SLURM_NTASKS": "8"}
@@ -73,7 +75,7 @@ def train_alone(tmp_path, **options):
     config.write(run_dir.config, {})
     return train_rank(
         config,
-        data.load("digits"),
+        load_job(config),
         run_dir,
         rank=0,
         world_size=1,
@@ -110,7 +112,7 @@ def test_model_batches_and_evaluation_go_to_the_device(tmp_path, monkeypatch):
     monkeypatch.setattr(models.MLP, "forward", forward)
     with pytest.raises(InterruptedError):
         train_alone(tmp_path)
-    test = TestPart.of(data.load("digits"), rank=0, world_size=1, device=torch.device("meta"))
+    test = TestPart(job_on(data.load("digits")), rank=0, world_size=1, device=torch.device("meta"))
     with pytest.raises(InterruptedError):
         test.accuracy(models.MLP(64, 10).to("meta"))
     assert seen == [("meta", "meta")] * 2

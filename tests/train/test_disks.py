@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from gossipgrad import checkpoint, data
+from gossipgrad import checkpoint
 from gossipgrad.checkpoint import _save
 from gossipgrad.comm import Group
 from gossipgrad.train import TrainConfig, _checkpoints, config_of_run
 from gossipgrad.train._layout import RunDir, claim
 from gossipgrad.train._rank import train_rank
 from gossipgrad.train._resume import reopen
+from gossipgrad.train._tasks import load_job
 from support.ranks import run_ranks
 
 RANKS = 2
@@ -31,7 +32,7 @@ def play(tmp_path):
     """
     patience = pytest.MonkeyPatch()  # a test undoes what it has patched itself
     patience.setattr(_checkpoints, "_WRITE_SECONDS", 50.0)
-    threads, digits = torch.get_num_threads(), data.load("digits")
+    threads = torch.get_num_threads()
 
     def trained(config):
         told = [[] for _ in range(RANKS)]
@@ -40,7 +41,7 @@ def play(tmp_path):
             try:
                 return train_rank(
                     config,
-                    digits,
+                    load_job(config),
                     RunDir(config.out),
                     rank=rank,
                     world_size=RANKS,

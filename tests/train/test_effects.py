@@ -14,6 +14,10 @@ def sparse(**options):
     return {"strategy": "topk", "options": {"sparse": SparseConfig(**options)}}
 
 
+def warn_about(config):
+    warn_of_no_effect(config, config.setting(2, total_steps=90))
+
+
 # 2 ranks and 90 steps.
 @pytest.mark.parametrize(
     ("options", "message"),
@@ -66,7 +70,7 @@ def sparse(**options):
 )
 def test_warns(options, message):
     with pytest.warns(UserWarning, match=message):
-        warn_of_no_effect(TrainConfig(**options), 2, 90)
+        warn_about(TrainConfig(**options))
 
 
 @pytest.mark.parametrize(
@@ -86,7 +90,7 @@ def test_warns(options, message):
     ids=str,
 )
 def test_is_silent_of_what_has_an_effect(options):
-    warn_of_no_effect(TrainConfig(**options), 2, 90)
+    warn_about(TrainConfig(**options))
 
 
 def test_one_rank_has_no_partner_and_is_told_before_the_start():

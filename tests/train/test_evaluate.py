@@ -4,6 +4,7 @@ from torch import nn
 
 from gossipgrad.data import Dataset, DatasetInfo, TensorSamples
 from gossipgrad.train._evaluate import TestPart
+from support.jobs import job_on
 
 
 class Repeat(nn.Module):
@@ -31,19 +32,18 @@ def text():
 
 
 def test_accuracy_of_text_counts_every_position(text):
-    part = TestPart.of(text, rank=0, world_size=1)
+    part = TestPart(job_on(text), rank=0, world_size=1)
     assert part.accuracy(Repeat()) == pytest.approx(3 / 7)
 
 
 def test_shares_add_up_to_the_whole(text):
-    parts = [TestPart.of(text, rank=rank, world_size=4) for rank in range(4)]
-    assert sum(int(part.count_share(Repeat())) for part in parts) == 150 * 3
-    assert parts[0].num_labels == 150 * 7
+    parts = [TestPart(job_on(text), rank=rank, world_size=4) for rank in range(4)]
+    assert sum(part.sum_share(Repeat()) for part in parts).tolist() == [150 * 3, 150 * 7]
 
 
 def test_model_is_left_in_the_mode_it_was_in(text):
     model = Repeat()
-    TestPart.of(text, rank=0, world_size=1).accuracy(model)
+    TestPart(job_on(text), rank=0, world_size=1).accuracy(model)
     assert model.training
 
 
@@ -54,7 +54,7 @@ def test_large_images_come_in_small_batches():
             name="toy", input_shape=shape, num_classes=2, train_samples=2, test_samples=2
         )
         dataset = Dataset(info=info, train=samples, test=samples)
-        return TestPart.of(dataset, rank=0, world_size=1)
+        return TestPart(job_on(dataset), rank=0, world_size=1)
 
     assert part(1, 8, 8).batch_size == 1000
     assert part(3, 224, 224).batch_size == 6

@@ -3,12 +3,10 @@
 import re
 import threading
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
-from gossipgrad import data
 from gossipgrad.comm import AskedStore, Heartbeats, MemberWatch
 from gossipgrad.errors import EvictedError, GossipError
 from gossipgrad.train import RunFailedError, TrainConfig, _gathering, _given_start, _world
@@ -195,7 +193,7 @@ def test_who_was_given_up_leaves_the_folder_to_the_others(come, tmp_path, monkey
     def fail(*_, **__):
         raise error
 
-    monkeypatch.setattr(_world, "data", SimpleNamespace(load=fail))
+    monkeypatch.setattr(_given_start, "load_job", fail)
     run_dir, world = RunDir(tmp_path), World(rank=0, world_size=3, launcher="torchrun")
     run_dir.partial.mkdir()
     start = _world._Start(world)
@@ -288,7 +286,6 @@ def test_one_that_dies_before_the_first_step_makes_the_others_start_again(
     def start(rank):
         return train_with_those_who_come(
             config,
-            data.load("digits"),
             RunDir(tmp_path),
             World(rank=rank, world_size=3, launcher="torchrun"),
             come.store,
@@ -319,8 +316,6 @@ def test_what_needs_every_rank_ends_and_names_who_was_lost(come, tmp_path):
         "met": never,
         "emit": never,
     }
-    refused, _ = together(
-        lambda: train_with_those_who_come(config, data.load("digits"), **only), ranks[1].meet
-    )
+    refused, _ = together(lambda: train_with_those_who_come(config, **only), ranks[1].meet)
     told = r"rank 1 was lost before the start \(no sign .*strategy allreduce needs every rank"
     assert re.match(told, str(refused))

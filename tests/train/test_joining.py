@@ -17,6 +17,7 @@ from gossipgrad.train import JoinConfig, TrainConfig, join_run
 from gossipgrad.train._invitation import Invitation, fingerprint_of, invite, root_of
 from gossipgrad.train._joining import find_run
 from gossipgrad.train._layout import RunDir
+from support.jobs import job_on
 
 
 @pytest.fixture
@@ -167,7 +168,7 @@ def test_a_store_that_is_slow_to_answer_ends_no_run(run_dir):
     info = DatasetInfo(
         name="toy", input_shape=(1, 2, 3), num_classes=4, train_samples=4, test_samples=4
     )
-    assert invite(Slow(), Dataset(info=info, train=samples, test=samples), run_dir) is None
+    assert invite(Slow(), job_on(Dataset(info=info, train=samples, test=samples)), run_dir) is None
     assert refused(run_dir) == (
         "the run in RUN cannot be joined: the store does not answer: it had 10 s"
     )
@@ -191,7 +192,7 @@ def dataset(x, y):
     info = DatasetInfo(
         name="made", input_shape=(3,), num_classes=4, train_samples=len(y), test_samples=len(y)
     )
-    return Dataset(info=info, train=TensorSamples(x, y), test=TensorSamples(x, y))
+    return job_on(Dataset(info=info, train=TensorSamples(x, y), test=TensorSamples(x, y)))
 
 
 @pytest.mark.parametrize("shape", [(8,), (8, 3)])

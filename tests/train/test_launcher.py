@@ -236,7 +236,7 @@ def test_one_that_is_busy_for_long_is_not_ended(workers, strategy):
 
 def test_a_worker_beats_whatever_it_is_busy_with_until_its_result(monkeypatch, tmp_path):
     monkeypatch.setattr(_serving, "BEAT_SECONDS", 0.01)
-    monkeypatch.setattr(_worker, "data", SimpleNamespace(load=lambda *_, **__: None))
+    monkeypatch.setattr(_worker, "load_job", lambda config: None)
     # Both would end this process.
     monkeypatch.setattr(_serving, "_listen", lambda pipe, stop: None)
     monkeypatch.setattr(_serving, "os", SimpleNamespace(_exit=lambda code: None))

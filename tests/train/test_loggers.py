@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from gossipgrad import data
 from gossipgrad.train import TrainConfig, _loggers
 from gossipgrad.train._check import check
 from gossipgrad.train._layout import RunDir, claim
 from gossipgrad.train._loggers import Loggers, check_loggers, open_loggers
 from gossipgrad.train._rank import train_rank
+from gossipgrad.train._tasks import load_job
 
 
 class Kept:
@@ -66,7 +66,7 @@ def train_alone(tmp_path: Path, *, rank: int = 0, **options) -> tuple:
     config = TrainConfig(strategy="local", epochs=1, batch_size=100, **options)
     result = train_rank(
         config.resolved(nproc=1, out=run_dir.path),
-        data.load("digits"),
+        load_job(config),
         run_dir,
         rank=rank,
         world_size=1 + rank,

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from gossipgrad import data
 from gossipgrad.train import TrainConfig
 from gossipgrad.train._layout import claim
 from gossipgrad.train._loggers import Loggers
 from gossipgrad.train._metrics import Metrics
 from gossipgrad.train._rank import train_rank
+from gossipgrad.train._tasks import load_job
 
 FULL = "[Errno 28] No space left on device"
 
@@ -154,7 +154,7 @@ def test_a_rank_comes_to_its_end_on_a_full_disk(disk, tmp_path):
     with pytest.warns(UserWarning, match="training goes on, and so do they as soon as there is"):
         result = train_rank(
             config.resolved(nproc=1, out=run_dir.path),
-            data.load("digits"),
+            load_job(config),
             run_dir,
             rank=0,
             world_size=1,

@@ -81,7 +81,7 @@ def test_muon_with_almost_nothing_to_do_warns(monkeypatch):
         )
 
     monkeypatch.setattr(models, "build", build)
-    warned = r"of the 9,959 parameters of model mlp Muon trains 128, .* Use --optimizer adamw"
+    warned = r"of the 9,959 parameters of the model Muon trains 128, .* Use --optimizer adamw"
     with pytest.warns(UserWarning, match=warned):
         check(TrainConfig(optimizer="muon"), 2)
 
@@ -90,7 +90,7 @@ def test_muon_with_nothing_to_do_is_refused_before_the_start(tmp_path, monkeypat
     headed = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.LazyLinear(10))
     headed(torch.ones(2, 1, 8, 8))
     monkeypatch.setattr(models, "build", lambda name, info: headed)
-    with pytest.raises(ValueError, match=r"muon, but model 'mlp' has no .*; use optimizer adamw"):
+    with pytest.raises(ValueError, match=r"muon, but the model has no .*; use optimizer adamw"):
         check(TrainConfig(optimizer="muon"), 2)
 
 

@@ -7,13 +7,14 @@ import warnings
 import pytest
 import torch
 
-from gossipgrad import cli, data
+from gossipgrad import cli
 from gossipgrad.cli._train import parse, parse_join
 from gossipgrad.train import STRATEGIES, GossipConfig, TrainConfig, config_of_run
 from gossipgrad.train._check import check
 from gossipgrad.train._layout import claim
 from gossipgrad.train._rank import train_rank
 from gossipgrad.train._resume import reopen
+from gossipgrad.train._tasks import load_job
 from gossipgrad.train.strategies import Strategy
 from gossipgrad.train.strategies._local import Local
 
@@ -89,7 +90,7 @@ def train(tmp_path):
         chosen.write(run_dir.config, {})
         return train_rank(
             chosen,
-            data.load("digits"),
+            load_job(chosen),
             run_dir,
             rank=0,
             world_size=1,

@@ -12,11 +12,11 @@ import pytest
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from gossipgrad import data
 from gossipgrad.train import GossipConfig, PostLocalConfig, RunFailedError, run
 from gossipgrad.train._launcher import launch
 from gossipgrad.train._layout import claim
 from gossipgrad.train._rank import train_rank
+from gossipgrad.train._tasks import load_job
 from support.held_workers import held_at
 from support.launched import (
     after_steps,
@@ -88,9 +88,10 @@ def test_gossip_repeats_by_seed_and_mixes(tmp_path):
     first, again = (load_file(tmp_path / name / "model.safetensors") for name in ("first", "again"))
     assert all((first[name] == again[name]).all() for name in first)
     alone = claim(tmp_path / "alone", name="", overwrite=True)
+    local = config(alone.path, epochs=1, strategy="local").resolved(nproc=2, out=alone.path)
     train_rank(
-        config(alone.path, epochs=1, strategy="local").resolved(nproc=2, out=alone.path),
-        data.load("digits"),
+        local,
+        load_job(local),
         alone,
         rank=0,
         world_size=2,

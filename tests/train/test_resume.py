@@ -10,22 +10,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from gossipgrad import checkpoint, data
+from gossipgrad import checkpoint
 from gossipgrad.train import RunFailedError, TrainConfig, _checkpoints, config_of_run, run
 from gossipgrad.train._layout import claim
 from gossipgrad.train._rank import train_rank
 from gossipgrad.train._resume import reopen
+from gossipgrad.train._tasks import load_job
 from support.launched import after_steps, config, press_ctrl_c, workers
 from support.resumed_runs import assert_same_runs, state_of
 
 
-@pytest.fixture(scope="module")
-def digits():
-    return data.load("digits")
-
-
 @pytest.fixture
-def alone(digits, tmp_path, monkeypatch):
+def alone(tmp_path, monkeypatch):
     """Trains one rank alone in this process; stops it after some steps, or resumes it.
 
     However slow the disk is, the checkpoint before is awaited, and none left out.
@@ -50,7 +46,9 @@ def alone(digits, tmp_path, monkeypatch):
         chosen = chosen.resolved(nproc=1, out=run_dir.path)
         if not resumes:
             chosen.write(run_dir.config, {})
-        result = train_rank(chosen, digits, run_dir, rank=0, world_size=1, stop=stop, emit=emit)
+        result = train_rank(
+            chosen, load_job(chosen), run_dir, rank=0, world_size=1, stop=stop, emit=emit
+        )
         return result, run_dir
 
     yield train
@@ -210,7 +208,7 @@ def test_checkpoints_of_another_run_are_refused(alone, tmp_path):
     with pytest.raises(ValueError, match=r"checkpoint of step 23 .* it is of run "):
         train_rank(
             dataclasses.replace(taken, resume_step=23),
-            data.load("digits"),
+            load_job(taken),
             one,
             rank=0,
             world_size=1,

@@ -12,12 +12,15 @@ from gossipgrad.errors import GossipError
 
 _COMMANDS = {
     "train": "train a model on several workers, here or inside torchrun or Slurm",
+    "launch": "start a script of your own on several workers, of which some may die",
     "demo": "train on digits by gossip and by all-reduce, and compare the two",
     "topology": "show who meets whom in a schedule and how fast it mixes",
     "profile": "record what a step of a model costs on this device",
     "probe": "measure what messages cost between live workers",
     "simulate": "predict step time and efficiency at any scale",
+    "advise": "recommend family, mode and payload for a model on a network",
     "plan": "compute which gradients to merge and which to compress",
+    "watch": "show the report of a run in a browser while the run goes on",
     "report": "write report.html of a run anew, or compare several runs",
     "export": "write the consensus of a checkpoint as a safetensors file",
 }
@@ -31,7 +34,7 @@ commands:
 
 `gossipgrad COMMAND --help` shows the options of a command.
 
-exit codes:
+exit codes (launch has one more, see its help):
   0    done; a gossip run is done even if ranks were lost on the way
   1    the run failed
   2    the command cannot work as it was given
@@ -64,6 +67,8 @@ def _run(command: str, arguments: list[str]) -> int:
     try:
         if command == "train":
             from ._train import main as run
+        elif command == "launch":
+            from ._launch import main as run
         elif command == "demo":
             from ._demo import main as run
         elif command == "profile":
@@ -72,8 +77,12 @@ def _run(command: str, arguments: list[str]) -> int:
             from ._probe import main as run
         elif command == "simulate":
             from ._simulate import main as run
+        elif command == "advise":
+            from ._advise import main as run
         elif command == "plan":
             from ._plan import main as run
+        elif command == "watch":
+            from ._watch import main as run
         elif command == "report":
             from ._report import main as run
         elif command == "export":

@@ -3,11 +3,9 @@
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from gossipgrad.compression import SparseFormat, top_k
@@ -19,7 +17,7 @@ from gossipgrad.planning import (
     dense_all_reduce,
     sparse_all_gather,
 )
-from gossipgrad.simulate import Network
+from gossipgrad.simulate import CountCost, Network, collective_cost
 
 from ._network_file import for_ranks
 from ._plan_methods import AS_IS, METHODS, NARROW, NARROW_BYTES
@@ -33,17 +31,6 @@ Cost = Callable[[Any], Any]
 _TYPICAL_ELEMENTS = 10_000_000  # for the bytes of a pair, which hardly depend on it
 _MEASURED_ELEMENTS = (1 << 8, 1 << 12, 1 << 16, 1 << 20, 1 << 23)
 _REPEATS = 5
-
-
-@dataclass(frozen=True, slots=True)
-class _ByCount:
-    """A start-up and a time for each element or pair."""
-
-    start_up_seconds: float
-    each_seconds: float
-
-    def __call__(self, count: Any) -> Any:
-        return self.start_up_seconds + self.each_seconds * count
 
 
 def network_of(options: PlanOptions) -> tuple[str, Network]:
@@ -90,10 +77,14 @@ def all_methods(options: PlanOptions, profile: Profile, network: Network) -> dic
     """
     p, sums = options.world_size, _sums_of(profile)
     select, decode = _select_and_decode(options, sums)
-    cast = _ByCount(0.0, seconds_of(options.cast))
+    cast = CountCost(0.0, seconds_of(options.cast))
     largest = sum(profile.elements) * sums.itemsize
-    all_reduce = _curve(partial(network.all_reduce_seconds, world_size=p), largest, network)
-    all_gather = _curve(partial(network.all_gather_seconds, world_size=p), largest, network)
+    all_reduce = collective_cost(
+        partial(network.all_reduce_seconds, world_size=p), largest, network
+    )
+    all_gather = collective_cost(
+        partial(network.all_gather_seconds, world_size=p), largest, network
+    )
     sparse = sparse_all_gather(
         all_gather,
         density=options.density,
@@ -126,20 +117,6 @@ def _values_of(options: PlanOptions, sums: torch.dtype) -> torch.dtype:
     return sums if options.values is None else getattr(torch, options.values)
 
 
-def _curve(seconds: Callable[[float], float], largest: int, network: Network) -> PiecewiseCost:
-    """What a collective takes, straight between sizes that double: asked for once, not each time.
-
-    Between measured sizes it is straight anyway, and of a plain ring everywhere.
-    """
-    sizes = {0.0, *(float(1 << power) for power in range(8, 2 * largest.bit_length()))}
-    sizes = {size for size in sizes if size <= 4 * largest} | {512.0}
-    if network.all_reduce is not None:
-        sizes |= set(network.all_reduce.sizes)
-    knots = sorted(sizes)
-    times = np.maximum.accumulate([seconds(size) for size in knots])
-    return PiecewiseCost(sizes=tuple(knots), seconds=tuple(times.tolist()))
-
-
 def _pair_bytes(options: PlanOptions, sums: torch.dtype) -> float:
     count = max(1, int(options.density * _TYPICAL_ELEMENTS))
     form = SparseFormat(_TYPICAL_ELEMENTS, count, _values_of(options, sums))
@@ -161,7 +138,7 @@ def _select_and_decode(options: PlanOptions, sums: torch.dtype) -> tuple[Cost, C
             "element, as 100us,2ns"
         )
     start_up, each = map(seconds_of, parts)
-    return _ByCount(start_up, each), _ByCount(0.0, seconds_of(options.decode or DECODE))
+    return CountCost(start_up, each), CountCost(0.0, seconds_of(options.decode or DECODE))
 
 
 def _measured(options: PlanOptions, sums: torch.dtype) -> tuple[Cost, Cost]:

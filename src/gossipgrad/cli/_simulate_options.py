@@ -21,8 +21,9 @@ class SimulateOptions:
     world_size: str = "8,64,1024"
     """Numbers of ranks, with commas."""
     strategy: str = "all"
-    """Names with commas, or all: gossip, gossip-sync, allreduce, agd, every-log-p, post-local-sgd,
-    local, suda."""
+    """Names with commas, or all: gossip, gossip-sync, gossip-stale, gossip-mask (a tenth of the
+    weights a round), local-steps (a round in 32 steps), allreduce, agd, every-log-p,
+    post-local-sgd, local, suda, and, at density 0.01, omgs, topk, lags, wfbp, mg-wfbp."""
     bandwidth: str | None = None
     """Rates of each host's link, each way, with commas; None: 100Mbit,1Gbit,10Gbit."""
     latency: str | None = None

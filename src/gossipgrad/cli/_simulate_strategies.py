@@ -44,7 +44,7 @@ def strategies(options: SimulateOptions) -> list[Strategy]:
                 replace(
                     strategy,
                     name=strategy.name + _state(rounds, copies) + _wire(width),
-                    topology=options.topology,
+                    topology=_topology_of(strategy, options),
                     state_every=rounds,
                     state_copies=copies,
                     element_bytes=width,
@@ -74,9 +74,19 @@ def strategies(options: SimulateOptions) -> list[Strategy]:
     return found
 
 
+def _topology_of(strategy: Gossip, options: SimulateOptions) -> str:
+    """The one that was asked for; mode stale needs symmetric pairs, and has its own default."""
+    if strategy.mode == "stale" and options.topology == "dissemination":
+        return strategy.topology
+    return options.topology
+
+
 def curve_of(strategy: Strategy) -> str:
     """What curves call the strategy: how its accuracy differs, not its time."""
-    if isinstance(strategy, Gossip):
+    if isinstance(strategy, Gossip) and (strategy.mode, strategy.every, strategy.density) in (
+        ("overlap", 1, 1.0),
+        ("sync", 1, 1.0),
+    ):
         sync = ", sync" * (strategy.mode == "sync")
         topology = f", {strategy.topology}" * (strategy.topology != "dissemination")
         wire = _wire(strategy.element_bytes)

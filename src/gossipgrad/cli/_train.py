@@ -22,6 +22,7 @@ from gossipgrad.train import (
     join_run,
     options_by_section,
     run,
+    show_metric,
 )
 
 # What workers that join may have otherwise than the run.
@@ -227,7 +228,7 @@ def print_joined(outcome: JoinOutcome) -> None:
     if not outcome.parts:
         print("stopped before a worker had joined; the run goes on")
     if outcome.summary is not None:
-        print(f"accuracy {outcome.summary['accuracy']:.2%}")
+        print(show_metric(outcome.summary["accuracy"], outcome.summary.get("job")))
         print(f"report {outcome.run_dir / 'report.html'}")
 
 
@@ -244,7 +245,8 @@ def print_outcome(outcome: Outcome) -> None:
         return
     summary = outcome.summary
     what = "consensus" if summary["model_is_consensus"] else f"rank {summary['model_from_rank']}"
-    print(f"accuracy {summary['accuracy']:.2%} ({what}) after {summary['steps']} steps")
+    metric = show_metric(summary["accuracy"], summary.get("job"))
+    print(f"{metric} ({what}) after {summary['steps']} steps")
     if summary["interrupted"]:
         cause = summary["stopped_by"] or "the word that another rank was given"
         print(f"stopped by {cause}; what was reached is kept")

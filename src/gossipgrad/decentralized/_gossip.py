@@ -33,6 +33,7 @@ from gossipgrad.decentralized._settings import (
     Payload,
     check_compress,
     check_exchanges,
+    check_update,
     resolve_compress,
     resolve_local_steps,
     resolve_payload,
@@ -67,6 +68,7 @@ def gossip(
     exchanges: int = 1,
     local_steps: int | None = None,
     outer: Nesterov | None = None,
+    update: str = "in-step",
     process_group: dist.ProcessGroup | Group | None = None,
     mesh: DeviceMesh | None = None,
     wire_dtype: torch.dtype | None = None,
@@ -114,6 +116,11 @@ def gossip(
             is one step of the outer optimizer, whose weights are then mixed with the partner's:
             Factored Gossip DiLoCo. On a complete average it is DiLoCo. None: none, see `every`.
         outer: The optimizer at the end of these, by default `gg.Nesterov(lr=0.7, momentum=0.9)`.
+        update: `"in-backward"`, in mode sync: during backward each bucket is stepped as soon as
+            its gradients are there, which are `None` from then on, and sent. Backward hides the
+            exchange then, too. For loops that neither clip nor scale gradients, nor read them;
+            learning rates are set before backward. Other backward passes of a step (accumulation)
+            go inside `session.no_sync()`. The weights are those of `"in-step"`, bit for bit.
         process_group: Whose ranks take part; by default all. Nothing is sent on it. A `gg.Group`
             becomes the session's own, and closes with it.
         mesh: A one-dimensional mesh whose ranks take part, in place of `process_group`. With FSDP2
@@ -176,6 +183,7 @@ def gossip(
             exchanges=exchanges,
             local_steps=local_steps,
             outer=outer,
+            update=update,
             wire_dtype=wire_dtype,
             compress=compress,
             scaler=scaler,
@@ -195,6 +203,7 @@ def gossip(
             exchanges=exchanges,
             local_steps=local_steps,
             outer=outer,
+            update=update,
             wire_dtype=wire_dtype,
             compress=compress,
             seed=seed,
@@ -226,6 +235,7 @@ def resolve_settings(
     exchanges: int = 1,
     local_steps: int | None = None,
     outer: Nesterov | None = None,
+    update: str = "in-step",
     wire_dtype: torch.dtype | None,
     compress: str | SharedMask | None,
     seed: int,
@@ -257,6 +267,7 @@ def resolve_settings(
         wire_dtype=wire_dtype,
         bucket_bytes=int(bucket_bytes),
         exchanges=int(exchanges),
+        updates_in_backward=update == "in-backward",
         compress=compressor,
         outer=optimizer,
         seed=int(seed) if masked else 0,
@@ -273,6 +284,7 @@ def check_settings(
     exchanges: Any = 1,
     local_steps: Any = None,
     outer: Any = None,
+    update: Any = "in-step",
     wire_dtype: object = None,
     compress: Any = None,
     scaler: object = None,
@@ -304,6 +316,13 @@ def check_settings(
     resolve_average_every(average_every, 1)
     check_exchanges(exchanges, resolved_mode)
     resolve_local_steps(local_steps, outer, every, resolved)
+    check_update(
+        update,
+        mode=resolved_mode,
+        exchanges=exchanges,
+        local_steps=local_steps,
+        scaler=scaler,
+    )
     topology = _named(topology, resolved_mode)
     if isinstance(topology, str):
         check_stale(

@@ -1,5 +1,6 @@
 """A gossip session: weights, optimizer state and gradients as flows of the engine."""
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from gossipgrad.decentralized._adamw import GossipAdamW
 from gossipgrad.decentralized._outer import OuterOptimizer
 from gossipgrad.decentralized._settings import (
     GossipSettings,
@@ -114,6 +116,15 @@ class GossipSession(Session):
             state = state_entries(replica.trained, replica.optimizers, travels=is_sent)
             check_moments(of.payload, kept)
             flows += Flow.deal("state", phase, state, of, behind=flows, every=of.payload.every)
+        if not travels(of.payload, "exp_avg") and any(
+            isinstance(optimizer, GossipAdamW) for optimizer in replica.optimizers
+        ):
+            warnings.warn(
+                f"GossipAdamW takes its second moment from the mixed momentum, and payload "
+                f"{of.payload} mixes none: it is no better than torch.optim.AdamW then. Pass "
+                "payload='weights+momentum'",
+                stacklevel=2,
+            )
         if isinstance(of.payload, Gradients | GradientsAndWeights):
             gradients = gradient_entries(replica.trained)
             flows += Flow.deal("gradients", Phase.BEFORE_UPDATE, gradients, of, behind=flows)

@@ -7,6 +7,7 @@ from torch.optim import Optimizer
 from gossipgrad.comm import Recorder
 from gossipgrad.engine._arrival import Arrival, Arriving
 from gossipgrad.engine._averaging import Averaging
+from gossipgrad.engine._backward_update import BackwardUpdate
 from gossipgrad.engine._flow import Flow, Phase
 from gossipgrad.engine._forward_hooks import ForwardHooks
 from gossipgrad.engine._gradients import GradientExchange
@@ -46,7 +47,8 @@ class StepDriver:
         steps_of_others: The latter.
         equal_at_step: When all replicas were last made equal.
         is_mid_step: Whether some of several optimizers have stepped.
-        sends_gradients: Whether gradients of backward passes count: not inside `no_sync()`.
+        sends_gradients: Whether gradients of backward passes are sent, or update weights: not
+            inside `no_sync()`.
         flows: What travels.
     """
 
@@ -72,6 +74,7 @@ class StepDriver:
         self._after_update, self._between_steps = after_update, between_steps
         self._gradients: GradientExchange | None = None
         self._forward: ForwardHooks | None = None
+        self._backward: BackwardUpdate | None = None
         self._read: list[tuple[Flow, int]] = []  # buckets of weights, as numbered in the hooks
         self._awaits_forward = False
         self._arriving: Arriving | None = None
@@ -80,6 +83,11 @@ class StepDriver:
     def has_sent_gradients(self) -> bool:
         """Whether gradients of this step are in flight."""
         return self._gradients is not None and self._gradients.has_begun
+
+    @property
+    def has_updated_in_backward(self) -> bool:
+        """Whether a backward pass has updated weights, and its step is still to end."""
+        return self._backward is not None and self._backward.has_begun
 
     @property
     def position(self) -> int:
@@ -93,9 +101,22 @@ class StepDriver:
         """Whether a round begins with the next step."""
         return self.steps % self._settings.every == 0
 
+    @property
+    def _ends_round(self) -> bool:
+        """Whether the next step to end is the last of its round."""
+        return (self.steps + 1) % self._settings.every == 0
+
     def in_phase(self, phase: Phase) -> list[Flow]:
         """The flows of a phase."""
         return [flow for flow in self.flows if flow.phase is phase]
+
+    def check_not_updating(self, method: str) -> None:
+        """Raises `GossipError` for a method that needs all weights to be of the same step."""
+        if self.has_updated_in_backward:
+            raise GossipError(
+                f"{method}() between backward and optimizer.step(): backward has updated some of "
+                "the weights already; call it when the optimizer has stepped"
+            )
 
     def use(self, flows: Sequence[Flow]) -> None:
         """Goes on with other flows; nothing is in flight, and all ranks do it."""
@@ -113,6 +134,9 @@ class StepDriver:
             self._forward.remove()
             self._forward = None
             self._awaits_forward = False
+        if self._backward is not None:
+            self._backward.remove()
+            self._backward = None
 
     def begin(self, *, sends: bool = True) -> None:
         """Sends the first snapshot, or arms the gradients, at the beginning of a round."""
@@ -123,6 +147,10 @@ class StepDriver:
             self._gradients = GradientExchange(flows, rounds)
         elif self._forward is None and (flows := self.in_phase(Phase.AFTER_UPDATE)):
             self._hook_forward(flows)
+            if self._settings.updates_in_backward:
+                self._backward = BackwardUpdate(
+                    self._replica, flows, rounds, prepare=self._before_backward_update
+                )
         rounds.patience.renew()
         if sends and self.in_phase(Phase.ACROSS):
             if self._arriving is not None:
@@ -148,6 +176,13 @@ class StepDriver:
             ReplicaChangedError: If weights were changed since the last step.
             GossipError: If the closure would compute gradients after they were exchanged.
         """
+        if self._backward is not None and self._backward.is_stepping:
+            return closure
+        if closure is not None and self._backward is not None:
+            raise GossipError(
+                "optimizer.step(closure) computes gradients when backward has updated the weights "
+                'already: call backward() and then step(), or leave update="in-backward" out'
+            )
         if closure is not None and self.in_phase(Phase.BEFORE_UPDATE):
             raise GossipError(
                 "optimizer.step(closure) computes gradients after they should have been exchanged: "
@@ -156,13 +191,8 @@ class StepDriver:
             )
         if self._rounds is None:
             return closure
-        if not self.is_mid_step:
-            self._replica.check(self.is_as_sent)
-            if self._forward is not None:
-                self._forward.end_step()
-            self.wait()
-            if self._between_steps is not None:
-                self._between_steps(self.steps)
+        if not self.is_mid_step and not self.has_updated_in_backward:
+            self._begin_step()
         self.mix_gradients()
         self.is_mid_step = True
         return closure
@@ -171,6 +201,8 @@ class StepDriver:
         """Ends the step if this optimizer is the last one, and the round if it is its last step."""
         if optimizer is not self._replica.optimizers[-1]:
             return
+        if self._backward is not None and self._backward.is_stepping:
+            return
         self.is_mid_step = False
         self.steps += 1
         if self._gradients is not None:
@@ -178,8 +210,11 @@ class StepDriver:
         self._after_update()
         if self._rounds is not None:
             try:
+                has_sent = self.has_updated_in_backward
+                if has_sent and self._backward is not None:
+                    self._backward.end_step()  # in the generation in which it was begun
                 self._follow(self._rounds)
-                self._end_round(self._rounds)
+                self._end_round(self._rounds, has_sent=has_sent)
             finally:  # also when Ctrl-C ends it: what was mixed so far is ours
                 self._rounds.patience.renew()
                 self.arm()
@@ -198,14 +233,15 @@ class StepDriver:
 
     def mix_gradients(self) -> None:
         """Mixes the gradients of a round that ends with this step; once."""
-        if self._gradients is not None and (self.steps + 1) % self._settings.every == 0:
+        if self._gradients is not None and self._ends_round:
             self._gradients.finish()
 
     def arm(self) -> None:
         """Says whether gradients of the next backward pass are sent."""
         if self._gradients is not None:
-            ends_round = (self.steps + 1) % self._settings.every == 0
-            self._gradients.enable(self.sends_gradients and ends_round)
+            self._gradients.enable(self.sends_gradients and self._ends_round)
+        if self._backward is not None:
+            self._backward.enable(self.sends_gradients and self._ends_round)
 
     def is_as_sent(self) -> bool:
         """Whether the weights, though written, are still those of the open round's snapshot."""
@@ -218,10 +254,22 @@ class StepDriver:
             if flow.in_consensus
         )
 
+    def _begin_step(self, *, has_gradients: bool = True) -> None:
+        """Checks the replica, and mixes what the forward pass has not read."""
+        self._replica.check(self.is_as_sent)
+        if self._forward is not None:
+            self._forward.end_step(has_gradients=has_gradients)
+        self.wait()
+        if self._between_steps is not None:
+            self._between_steps(self.steps)
+
+    def _before_backward_update(self) -> None:
+        self._begin_step(has_gradients=False)
+
     def _across(self, round: int) -> list[Flow]:
         return [flow for flow in self.in_phase(Phase.ACROSS) if flow.is_due(round)]
 
-    def _end_round(self, rounds: Rounds) -> None:
+    def _end_round(self, rounds: Rounds, *, has_sent: bool = False) -> None:
         of, steps = self._settings, self.steps
         averages = of.average_every is not None and steps % of.average_every == 0
         across, after = self.in_phase(Phase.ACROSS), self.in_phase(Phase.AFTER_UPDATE)
@@ -234,7 +282,8 @@ class StepDriver:
                 for _ in range(self._settings.exchanges - 1):
                     rounds.open([flow for flow in after if flow.is_due(rounds.next_round)])
                     rounds.close()
-                rounds.open([flow for flow in after if flow.is_due(rounds.next_round)])
+                if not has_sent:
+                    rounds.open([flow for flow in after if flow.is_due(rounds.next_round)])
                 if self._can_hide(rounds) and not averages:
                     self._await_forward()
                     return

@@ -61,17 +61,18 @@ class ForwardHooks:
         """Whether every bucket is known to have a module that reads it."""
         return self._of is not None
 
-    def end_step(self) -> list[int]:
+    def end_step(self, *, has_gradients: bool = True) -> list[int]:
         """Forward and backward pass are over; returns what was awaited in vain.
 
         Learns from the first pass. If a pass had gradients for a bucket that no module was seen to
-        read, the modules are called otherwise than they were: not ready any more.
+        read, the modules are called otherwise than they were: not ready any more. Where backward
+        is not over, and not all `has_gradients` that will, this is taken to be so.
         """
         left, self.awaited = sorted(self.awaited), set()
         self._is_first = True
         if self._of is None:
             self._learn()
-        elif any(p.grad is not None for number in left for p in self._buckets[number]):
+        elif any(not has_gradients or p.grad is not None for n in left for p in self._buckets[n]):
             self._of, self._called = None, set()
         return left
 

@@ -178,8 +178,28 @@ class Rounds:
         """Snapshots the flows and sends them to the next round's partner."""
         start = time.perf_counter()
         transfers, round = self.begin(flows, frees_late=True), self.next_round
-        self._send(transfers)
+        self.send(transfers)
         self._spent("snapshot", start, round=round)
+
+    def send(self, transfers: Sequence[Transfer]) -> None:
+        """Sends the next round: all of it or nothing, also when Ctrl-C interrupts it.
+
+        What was sent is in flight then. If that is nothing, the partner is notified.
+        """
+        try:
+            for transfer in transfers:
+                transfer.post_all()
+        except BaseException:
+            if any(transfer.exchanges for transfer in transfers):
+                for transfer in transfers:
+                    transfer.post_all()
+            else:
+                self.void(self.next_round, self.partners)
+            raise
+        finally:
+            self.next_round += 1
+            release([transfer for transfer in transfers if not transfer.exchanges])
+            self._take_on([transfer for transfer in transfers if transfer.exchanges])
 
     def close(self) -> None:
         """Mixes what the partner sent, waiting for it; a round that sat out closes all the same."""
@@ -205,7 +225,7 @@ class Rounds:
             self.drain(following=following)
             self._sent.end(self.exposed_seconds - exposed)
             start = time.perf_counter()
-            self._send(list(following.values()))
+            self.send(list(following.values()))
         except BaseException:
             release([t for t in following.values() if not t.exchanges])
             raise
@@ -438,26 +458,6 @@ class Rounds:
             return None
         transfers = self._begin(flows, 0.0)
         return None if transfers is None else {t.flow: t for t in transfers}
-
-    def _send(self, transfers: Sequence[Transfer]) -> None:
-        """Sends the next round: all of it or nothing, also when Ctrl-C interrupts it.
-
-        What was sent is in flight then. If that is nothing, the partner is notified.
-        """
-        try:
-            for transfer in transfers:
-                transfer.post_all()
-        except BaseException:
-            if any(transfer.exchanges for transfer in transfers):
-                for transfer in transfers:
-                    transfer.post_all()
-            else:
-                self.void(self.next_round, self.partners)
-            raise
-        finally:
-            self.next_round += 1
-            release([transfer for transfer in transfers if not transfer.exchanges])
-            self._take_on([transfer for transfer in transfers if transfer.exchanges])
 
     def _take_on(self, transfers: Sequence[Transfer]) -> None:
         """Looks after the transfers of the round that was just sent."""

@@ -252,7 +252,7 @@ class Session:
     def consensus_state_dict(self, dst: int = 0) -> dict[str, Any] | None:
         """The `state_dict()` of the consensus, on one rank: what to save.
 
-        A collective that all ranks call, without any `if`:
+        A collective that all ranks call, without any `if`::
 
             state = session.consensus_state_dict()
             if state is not None:
@@ -434,7 +434,8 @@ class Session:
     def no_sync(self) -> Iterator[None]:
         """Gradients of backward passes inside are not sent; for gradient accumulation.
 
-        Only payloads with gradients need it: weights travel at `optimizer.step()`.
+        Only payloads with gradients and `update="in-backward"` need it: weights are updated and
+        sent at `optimizer.step()` otherwise.
         """
         run = self._run
         before, run.sends_gradients = run.sends_gradients, False
@@ -736,6 +737,7 @@ class Session:
                 f"{method}() inside consensus(): the model is the average already, and goes back "
                 "to this rank's replica on exit. Call it after the block"
             )
+        self._run.check_not_updating(method)
         self.replica.reshard()
         self._run.wait()
 

@@ -27,6 +27,8 @@ class RoundSettings:
         bucket_bytes: Size of a message.
         exchanges: Rounds at the end of a step, each with another partner; of what is exchanged
             after the update.
+        updates_in_backward: Whether optimizers step on each bucket during the backward pass; a
+            rank's own choice, as the arithmetic is the same.
     """
 
     schedule: Schedule
@@ -36,6 +38,7 @@ class RoundSettings:
     wire_dtype: torch.dtype | None
     bucket_bytes: int
     exchanges: int = 1
+    updates_in_backward: bool = False
 
     @property
     def snapshots(self) -> int:
@@ -50,6 +53,7 @@ class RoundSettings:
     def describe(self) -> dict[str, Any]:
         """What must be equal on all ranks."""
         named = {field.name: getattr(self, field.name) for field in fields(self)}
+        del named["updates_in_backward"]
         if self.exchanges == 1:
             del named["exchanges"]
         return {"topology": named.pop("schedule").describe(), **named}

@@ -106,7 +106,7 @@ class StaleRounds(Rounds):
             if peers.send_to is not None:
                 self.void(round, peers)
             return []
-        self._send(transfers)
+        self.send(transfers)
         self._spent("snapshot", start, round=round)
         return transfers
 

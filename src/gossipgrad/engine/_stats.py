@@ -71,6 +71,22 @@ class Stats:
     replicas_given: int
     giving_seconds: float
 
+    def _repr_html_(self) -> str:
+        """A small table of the figures to look at first, for notebooks."""
+        distance = self.consensus_distance
+        if distance is None:
+            distance = self.consensus_distance_estimate
+        rows = {
+            "rounds": f"{self.rounds:,} ({self.late_rounds:,} late, {self.void_rounds:,} void)",
+            "sent": f"{self.bytes_sent:,} bytes",
+            "ring all-reduce would have sent": f"{self.all_reduce_bytes:,} bytes",
+            "blocked on communication": f"{self.exposed_seconds + self.averaging_seconds:.2f} s",
+            "consensus distance": "n/a" if distance is None else f"{distance:.4g}",
+            "memory beside the model": f"{self.extra_memory_bytes:,} bytes",
+        }
+        cells = "".join(f"<tr><th>{name}</th><td>{value}</td></tr>" for name, value in rows.items())
+        return f"<table>{cells}</table>"
+
     def __str__(self) -> str:
         """The figures to look at first, in words.
 

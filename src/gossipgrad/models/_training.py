@@ -31,7 +31,15 @@ def training_loss(
         >>> round(loss.item(), 4)  # ln 10: all classes are alike to it
         2.3026
     """
-    logits = model(x)
+    return cross_entropy(model(x), y)
+
+
+def cross_entropy(logits: Float[Tensor, "... class"], y: Int[Tensor, "..."]) -> Float[Tensor, ""]:
+    """Of the logits that a model has returned, as `training_loss`.
+
+    Raises:
+        ValueError: The logits are not one row a label.
+    """
     if logits.shape[:-1] != y.shape:
         raise ValueError(
             f"labels of shape {tuple(y.shape)} need logits of shape {(*y.shape, 'classes')}, but "

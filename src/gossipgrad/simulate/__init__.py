@@ -1,11 +1,19 @@
 """Runs that are not there: virtual ranks in one process, and how long steps take at any scale."""
 
+from ._advise import Advice as Advice
+from ._advise import Candidate as Candidate
+from ._advise import Choice as Choice
+from ._advise import advise as advise
+from ._advise import candidates as candidates
 from ._collective_steps import AllReduce as AllReduce
 from ._collective_steps import Local as Local
 from ._collective_steps import PeriodicAverage as PeriodicAverage
 from ._curves import Curves as Curves
 from ._gossip_steps import Gossip as Gossip
 from ._measuring import Measured as Measured
+from ._merged_steps import CountCost as CountCost
+from ._merged_steps import Merged as Merged
+from ._merged_steps import collective_cost as collective_cost
 from ._network import Network as Network
 from ._network import Racks as Racks
 from ._predict import STRATEGIES as STRATEGIES

@@ -29,11 +29,13 @@ class Gossip(Strategy):
     `overlap`: a snapshot is copied at the start of the step and travels while it computes; at its
     end the step waits for the partner's, and mixes message by message. `sync`: copied and sent
     after the update; the next forward pass waits for each message as it comes to its layers, and
-    the update for those of state. A rank sends one message after another, whatever rounds they
-    belong to, and copies no third snapshot before the first has left.
+    the update for those of state. `stale`: copied and sent at the start of a step, if an earlier
+    snapshot is free on both ends, and mixed whenever it comes; no step waits. A rank sends one
+    message after another, whatever rounds they belong to, and copies no third snapshot before the
+    first has left.
 
     Attributes:
-        mode: `"overlap"` or `"sync"`.
+        mode: `"overlap"`, `"sync"` or `"stale"`.
         topology: Who meets whom: a name from `gossipgrad.topology`.
         every: Steps in a round.
         average_every: Steps between exact averages, of the state as well if it is exchanged; None:
@@ -43,6 +45,8 @@ class Gossip(Strategy):
             in the profile.
         element_bytes: Of an element on the wire; None: as in the profile.
         bucket_bytes: Size of a message.
+        exchanges: Partners that a step of `sync` meets, one after the other; the last is hidden.
+        density: Share of the weights that a round exchanges, of a shared mask.
         seed: Of the rotation of partners.
     """
 
@@ -55,14 +59,26 @@ class Gossip(Strategy):
     state_copies: int | None = None
     element_bytes: int | None = None
     bucket_bytes: int = 4 << 20
+    exchanges: int = 1
+    density: float = 1.0
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.mode not in ("overlap", "sync"):
-            raise ValueError(f"mode {self.mode!r} is not modelled: choose overlap or sync")
+        if self.mode not in ("overlap", "sync", "stale"):
+            raise ValueError(f"mode {self.mode!r} is not modelled: choose overlap, sync or stale")
         check_counts(
             self, "every", "average_every", "state_copies", "element_bytes", "bucket_bytes"
         )
+        check_counts(self, "exchanges")
+        if not 0 < self.density <= 1:
+            raise ValueError(f"density is {self.density}: it is a share, above 0 and at most 1")
+        if self.exchanges > 1 and self.mode != "sync":
+            raise ValueError(f"exchanges={self.exchanges} needs mode sync, not {self.mode}")
+        if self.mode == "stale" and not by_name(self.topology, 4).symmetric:
+            raise ValueError(
+                f"mode stale needs symmetric pairs, which {self.topology} has not: take matching "
+                "or hypercube"
+            )
         check_counts(self, "state_every", "seed", least=0)
 
     def begin(self, setting: Setting) -> "GossipSteps":
@@ -104,7 +120,7 @@ class GossipSteps(Steps):
         self._state_copies = profile.state_copies if given is None else given
         width = options.element_bytes or profile.element_bytes
         sizes = [count * width for count in profile.elements]
-        self._weight_bytes = float(sum(sizes))
+        self._weight_bytes = options.density * sum(sizes)
         self._weight_messages = pieces(sizes, options.bucket_bytes)
         # Averages are not narrowed on the wire, and take in the state if it travels at all.
         averaged = 1 + (self._state_copies if options.state_every else 0)
@@ -115,12 +131,15 @@ class GossipSteps(Steps):
         self._average_bytes = setting.ring_bytes(profile.size_bytes * averaged)
         self._round = 0
         self._link_free = np.full(p, -np.inf)
-        self._left = [np.full(p, -np.inf)] * 2  # when the last two snapshots had left
+        snapshots = 3 if options.mode == "stale" else 2
+        self._left = [np.full(p, -np.inf)] * snapshots  # when the last ones had left
         self._flights: list[Flight] = []  # weights, then state
 
     def step(self, number: int, start: Times, pace: Pace) -> Times:
         """See `Steps.step`."""
         options, setting = self._options, self._setting
+        if options.mode == "stale":
+            return self._without_waiting(number, start, pace)
         overlaps = options.mode == "overlap"
         if overlaps and number % options.every == 0:
             start = self._open_round(start)
@@ -132,6 +151,9 @@ class GossipSteps(Steps):
         averages = apart is not None and self._averages and (number + 1) % apart == 0
         if (number + 1) % options.every == 0:
             if not overlaps:
+                for _ in range(options.exchanges - 1):
+                    end = self._open_round(end)
+                    end = self.close(end, self._flights)
                 end = self._open_round(end)
             if overlaps or averages:
                 end, self._flights = self.close(end, self._flights), []
@@ -148,9 +170,23 @@ class GossipSteps(Steps):
         seconds = float((together(end, self._average_seconds) - end).mean())
         return seconds / apart, self._average_bytes / apart
 
-    def _open_round(self, now: Times) -> Times:
-        """Copies and sends a round's snapshot; when each rank has copied all of it."""
+    def _without_waiting(self, number: int, start: Times, pace: Pace) -> Times:
+        """A step of mode stale: a round is void unless both ends have a free snapshot."""
+        mixing = 0.0
+        if number % self._options.every == 0:
+            peers = self._schedule.round_peers(self._round)
+            partner = np.where(peers.send_to == _NOBODY, np.arange(start.size), peers.send_to)
+            free = self._left[0] <= start
+            counts = (peers.send_to != _NOBODY) & free & free[partner]
+            start = self._open_round(start, np.where(counts, peers.send_to, _NOBODY))
+            mixing = sum(flight.mixing_seconds * flight.messages for flight in self._flights)
+        return pace.after(start, self._setting.profile.compute_seconds) + mixing
+
+    def _open_round(self, now: Times, pairs: np.ndarray | None = None) -> Times:
+        """Copies and sends a round's snapshot, all or those of `pairs`; when each has copied it."""
         options, peers = self._options, self._schedule.round_peers(self._round)
+        if pairs is not None:
+            peers = RoundPeers(pairs, pairs)
         with_state = options.state_every and self._round % options.state_every == 0
         copies = 1 + (self._state_copies if with_state else 0)
         self._round += 1
@@ -163,6 +199,7 @@ class GossipSteps(Steps):
         size, message = copies * self._weight_bytes, self._weight_bytes / self._weight_messages
         sends = peers.send_to != _NOBODY
         self.bytes_sent += size * float(sends.mean())
+        # The oldest snapshot is written again when it has left.
         now = np.where(sends, np.maximum(now, self._left[0]), now)
         copy_all, copy_first = (network.snapshot_seconds_per_byte * n for n in (size, message))
         begin = np.maximum(now + copy_first, self._link_free)
@@ -176,11 +213,8 @@ class GossipSteps(Steps):
 
         last = leaves(copies * in_each)
         self._link_free = np.where(sends, last, self._link_free)
-        earlier, latest = self._left
-        self._left = [
-            np.where(sends, latest, earlier),
-            np.where(sends, self._link_free, latest),
-        ]
+        later = [*self._left[1:], self._link_free]
+        self._left = [np.where(sends, b, a) for a, b in zip(self._left, later, strict=True)]
         source = np.where(peers.recv_from == _NOBODY, 0, peers.recv_from)
         receives = peers.recv_from != _NOBODY
         mix = np.where(receives, network.mix_seconds_per_byte, 0.0) * message

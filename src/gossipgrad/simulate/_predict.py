@@ -9,6 +9,7 @@ from gossipgrad.planning import Profile
 
 from ._collective_steps import AllReduce, Local, PeriodicAverage
 from ._gossip_steps import Gossip
+from ._merged_steps import Merged
 from ._network import Network
 from ._setting import Setting, Strategy
 from ._suda_steps import Suda
@@ -22,12 +23,20 @@ _FEWEST_STEPS, _MOST_STEPS = 48, 400
 _STRATEGIES: dict[str, Strategy] = {
     "gossip": Gossip(),
     "gossip-sync": Gossip(name="gossip-sync", mode="sync"),
+    "gossip-stale": Gossip(name="gossip-stale", mode="stale", topology="matching"),
+    "gossip-mask": Gossip(name="gossip-mask", density=0.1),
+    "local-steps": Gossip(name="local-steps", every=32),
     "allreduce": AllReduce(),
     "agd": AllReduce(name="agd", buckets="layer"),
     "every-log-p": PeriodicAverage(name="every-log-p", every="log_p", state_copies=None),
     "post-local-sgd": PeriodicAverage(),
     "local": Local(),
     "suda": Suda(),
+    "omgs": Merged(),
+    "topk": Merged(name="topk", rule="topk"),
+    "lags": Merged(name="lags", rule="lags"),
+    "wfbp": Merged(name="wfbp", rule="wfbp"),
+    "mg-wfbp": Merged(name="mg-wfbp", rule="mg-wfbp"),
 }
 
 STRATEGIES = tuple(_STRATEGIES)
@@ -37,8 +46,10 @@ STRATEGIES = tuple(_STRATEGIES)
 def strategy_by_name(name: str) -> Strategy:
     """The strategy of that name as `gossipgrad train` has it by default, for `predict`.
 
-    `gossip` overlaps, `gossip-sync` does not; `post-local-sgd` stands for its second part, local
-    steps with an average every 16.
+    `gossip` overlaps, `gossip-sync` hides behind the next forward pass, `gossip-stale` waits for
+    nobody, `gossip-mask` sends a tenth of the weights a round, `local-steps` one round in 32;
+    `post-local-sgd` stands for its second part, local steps with an average every 16. Sparse
+    gradients have density 0.01.
 
     Raises:
         ValueError: There is none of that name.
@@ -48,10 +59,7 @@ def strategy_by_name(name: str) -> Strategy:
         'layer'
     """
     if name not in _STRATEGIES:
-        raise ValueError(
-            f"no strategy {name!r} is modelled: choose among {', '.join(STRATEGIES)}; those that "
-            "merge or compress gradients are what `gossipgrad plan` computes"
-        )
+        raise ValueError(f"no strategy {name!r} is modelled: choose among {', '.join(STRATEGIES)}")
     return _STRATEGIES[name]
 
 

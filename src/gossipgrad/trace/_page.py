@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from html import escape
 from importlib import resources
 from string import Template
@@ -35,6 +36,7 @@ _Found = TypeVar("_Found")
 _SCRIPTS = ("page.js", "charts.js", "bars.js", "mixing.js", "timeline.js")
 _SUBTITLE_KEYS = ("model", "data", "optimizer")
 _MAX_SPANS = 12_000
+_LONG_VALUE = 12  # characters that fit into the width of a card
 
 
 def page(runs: list[Run]) -> str:
@@ -94,11 +96,15 @@ def _content_hash(text: str) -> str:
 
 
 def _subtitle(run: Run) -> Markup:
-    """Model, data and optimizer, as far as the run names them."""
+    """Model, data, optimizer, workers, seed and date, as far as the run names them."""
     named = (run.summary.get(key) or find_key(run.config, key) for key in _SUBTITLE_KEYS)
-    return element(
-        "p", ", ".join(name for name in named if isinstance(name, str)), class_="subtitle"
-    )
+    parts = [name for name in named if isinstance(name, str)]
+    parts.append(f"{run.world_size} worker{'s' * (run.world_size != 1)}")
+    if type(seed := find_key(run.config, "seed")) is int:
+        parts.append(f"seed {seed}")
+    if run.started_seconds is not None:
+        parts.append(f"{datetime.fromtimestamp(run.started_seconds):%Y-%m-%d %H:%M}")
+    return element("p", ", ".join(parts), class_="subtitle")
 
 
 def _run_list(runs: list[Run]) -> Markup:
@@ -139,7 +145,8 @@ def _notices(runs: list[Run]) -> Markup:
 def _cards(run: Run) -> Markup:
     cards = []
     for card in headline(run):
-        value = element("span", card.value, class_="value")
+        long = " long" * (len(card.value) > _LONG_VALUE)
+        value = element("span", card.value, class_=f"value{long}")
         note = element("span", card.note, class_="note")
         cards.append(
             element("div", element("dt", card.label), element("dd", value, note), class_="card")

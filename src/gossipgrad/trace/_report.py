@@ -53,7 +53,7 @@ def write_report(
             f"cannot write {report}: it is a folder; name a file in it, such as "
             f"{report / 'report.html'}"
         )
-    content = page(_with_names_of_their_own([read_run(each) for each in run_dirs], run_dirs))
+    content = render_report(*run_dirs)
     partial = report.with_name(report.name + ".partial")
     try:
         # A name that is no UTF-8, of a folder say, is written with escapes.
@@ -64,6 +64,15 @@ def write_report(
             partial.unlink()
         raise ValueError(f"cannot write {report}: {error.strerror}") from error
     return report
+
+
+def render_report(*run_dirs: str | os.PathLike[str]) -> str:
+    """The page that `write_report` writes, as text; writes nothing.
+
+    Raises:
+        ValueError: A directory holds nothing of a run.
+    """
+    return page(_with_names_of_their_own([read_run(each) for each in run_dirs], run_dirs))
 
 
 def _with_names_of_their_own(

@@ -30,6 +30,7 @@ class Run:
         epochs: The epoch records of each rank, in the order written; epochs count from 1.
         trace: The spans of all ranks.
         problems: A sentence for each thing that was expected and could not be read.
+        started_seconds: When its configuration was written, since the epoch; None: unknown.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Run:
     epochs: dict[int, list[Record]]
     trace: Spans
     problems: tuple[str, ...]
+    started_seconds: float | None = None
 
     @property
     def finished(self) -> bool:
@@ -97,7 +99,15 @@ def read_run(run_dir: str | os.PathLike[str]) -> Run:
         epochs=epochs,
         trace=trace,
         problems=tuple(problems),
+        started_seconds=_modified_seconds(directory / "config.json"),
     )
+
+
+def _modified_seconds(path: Path) -> float | None:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return None
 
 
 def find_key(tree: object, key: str) -> object:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from gossipgrad.comm import Group
 from gossipgrad.data import (
-    Dataset,
     ElasticBatches,
     RingShuffle,
     RingShuffleStats,
@@ -186,7 +185,7 @@ def deal_anew(config: TrainConfig, batches: AnyBatches, session: Session | None)
 
 def make_batches(
     config: TrainConfig,
-    dataset: Dataset,
+    samples: Samples,
     *,
     rank: int,
     world_size: int,
@@ -199,7 +198,7 @@ def make_batches(
     threads = config.batch_threads
     if config.shuffle == "global":
         return ShardedBatches(
-            samples=dataset.train,
+            samples=samples,
             batch_size=config.batch_size,
             rank=rank,
             world_size=world_size,
@@ -207,24 +206,24 @@ def make_batches(
             threads=threads,
         )
     shard = deal(
-        dataset.train.labels if config.shards == "by-label" else None,
-        num_samples=len(dataset.train),
+        samples.labels if config.shards == "by-label" else None,
+        num_samples=len(samples),
         rank=rank,
         world_size=world_size,
         seed=config.seed,
     )
     if config.shuffle == "local":
         return ShardBatches(
-            samples=dataset.train,
+            samples=samples,
             shard=shard,
             batch_size=config.batch_size,
             rank=rank,
             seed=config.seed,
             threads=threads,
         )
-    assert isinstance(dataset.train, TensorSamples), "refused before the start"
+    assert isinstance(samples, TensorSamples), "refused before the start"
     return RingBatches(
-        dataset.train,
+        samples,
         shard,
         batch_size=config.batch_size,
         seed=config.seed,

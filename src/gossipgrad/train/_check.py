@@ -11,13 +11,14 @@ from torch.optim import Optimizer
 
 from gossipgrad import data, models
 from gossipgrad.comm import check_secret
-from gossipgrad.data import num_batches
+from gossipgrad.data import TensorSamples, num_batches
 
-from ._config import TrainConfig
-from ._device import check_device
+from ._config import DEFAULT_LR, TrainConfig
+from ._device import check_device, find_device
 from ._loggers import check_loggers
 from ._optimizers import make_optimizers, muon_share
-from .strategies import STRATEGIES
+from ._tasks import load_job, setting_of
+from .strategies import STRATEGIES, Setting
 
 # Below it Muon is there in name alone.
 _LEAST_MUON_SHARE = 0.1
@@ -28,33 +29,59 @@ def check(config: TrainConfig, world_size: int) -> None:
 
     Raises:
         ValueError: Options do not fit each other, or a package is missing.
-        GossipError: The data set is missing and could not be fetched.
+        GossipError: The job cannot work, or the data set is missing and could not be fetched.
     """
     if find_spec("safetensors") is None:
         raise ValueError("a run exports its model: pip install 'gossipgrad[train]'.")
     check_loggers(config)
-    _check_who_may_speak(config)
+    _check_encryption(config)
     check_device(config)
-    info = data.info(config.data)
-    with torch.device("meta"):
-        model = models.build(config.model, info)
-        optimizers = make_optimizers(config.resolved(nproc=world_size, out=Path()), model)
+    resolved = config.resolved(nproc=world_size, out=Path())
+    if config.job is None:
+        job, info = None, data.info(config.data)
+        name, num_samples = config.data, info.train_samples
+        with torch.device("meta"):
+            model = models.build(config.model, info)
+            optimizers = make_optimizers(resolved, model)
+        in_memory = has_labels = info.kind != "text"
+        if min(config.batch_size, num_samples // world_size) == 1:
+            _check_batches_of_one(config, info, model)
+    else:
+        job, name = load_job(config), f"--job {config.job}"
+        train = job.train_samples()
+        num_samples, in_memory = len(train), isinstance(train, TensorSamples)
+        job.try_out(config.batch_size, find_device(config, rank=0))
+        optimizers = make_optimizers(resolved, job.model, job)
+        has_labels = config.shards != "by-label" or train.labels is not None
+        if job.optimizer is not None:
+            _warn_of_own_optimizer(config)
     _warn_of_idle_muon(config, optimizers)
-    steps = config.epochs * num_batches(info.train_samples // world_size, config.batch_size)
-    config.traits.check(config.strategy_options, config.setting(world_size, total_steps=steps))
-    if info.train_samples < world_size:
+    steps = config.epochs * num_batches(num_samples // world_size, config.batch_size)
+    setting = setting_of(config, job, world_size, total_steps=steps)
+    config.traits.check(config.strategy_options, setting)
+    if num_samples < world_size:
         raise ValueError(
-            f"{world_size} processes cannot share the {info.train_samples} samples of "
-            f"{config.data}; start fewer."
+            f"{world_size} processes cannot share the {num_samples} samples of {name}; start fewer."
         )
-    if min(config.batch_size, info.train_samples // world_size) == 1:
-        _check_batches_of_one(config, info, model)
-    _check_shards(config, info, world_size)
-    warn_of_no_effect(config, world_size, steps)
-    data.prepare(config.data, config.data_dir)
+    if config.shuffle == "ring" and not in_memory:
+        raise ValueError(
+            f"shuffle ring moves samples that lie in memory, each for itself, which those of "
+            f"{name} do not (those of a job do if Job.train is a TensorDataset of inputs and "
+            "targets); use --shuffle local or global."
+        )
+    if config.shuffle == "ring" and num_samples < 2 * world_size:
+        raise ValueError(
+            f"shuffle ring needs two samples on each of {world_size} processes, but {name} has "
+            f"{num_samples}; start fewer."
+        )
+    if config.shuffle != "global" and config.shards == "by-label" and not has_labels:
+        raise ValueError(f"{name} has no labels to deal by; use --shards random.")
+    warn_of_no_effect(config, setting)
+    if config.job is None:
+        data.prepare(config.data, config.data_dir)
 
 
-def _check_who_may_speak(config: TrainConfig) -> None:
+def _check_encryption(config: TrainConfig) -> None:
     check_secret(config.encrypt or None)
     if config.encrypt and not config.traits.can_encrypt:
         others = (one.name for one in STRATEGIES.values() if one.can_encrypt and one.communicates)
@@ -65,12 +92,12 @@ def _check_who_may_speak(config: TrainConfig) -> None:
         )
 
 
-def warn_of_no_effect(config: TrainConfig, world_size: int, total_steps: int) -> None:
+def warn_of_no_effect(config: TrainConfig, setting: Setting) -> None:
     """Warn of options that differ from their defaults and that the length of the run undoes."""
-    options, setting = config.strategy_options, config.setting(world_size, total_steps=total_steps)
+    options = config.strategy_options
     if options is None:
         return
-    if world_size == 1:
+    if setting.world_size == 1:
         for field in dataclasses.fields(options):
             if (value := getattr(options, field.name)) != field.default:
                 warnings.warn(f"{field.name}={value} is not used: there is one rank.", stacklevel=2)
@@ -83,7 +110,7 @@ def _warn_of_idle_muon(config: TrainConfig, optimizers: list[Optimizer]) -> None
     trained, total = muon_share(optimizers)
     if config.optimizer == "muon" and trained < _LEAST_MUON_SHARE * total:
         warnings.warn(
-            f"optimizer is muon, but of the {total:,} parameters of model {config.model} Muon "
+            f"optimizer is muon, but of the {total:,} parameters of the model Muon "
             f"trains {trained:,}, and AdamW the others: torch's Muon takes matrices of hidden "
             "linear layers alone. Use --optimizer adamw.",
             stacklevel=3,
@@ -104,17 +131,8 @@ def _check_batches_of_one(config: TrainConfig, info: data.DatasetInfo, model: nn
         ) from error
 
 
-def _check_shards(config: TrainConfig, info: data.DatasetInfo, world_size: int) -> None:
-    if config.shuffle == "ring":
-        if info.kind == "text":
-            raise ValueError(
-                f"shuffle ring moves samples that lie in memory, each for itself, which those of "
-                f"{config.data} do not; use --shuffle local or global."
-            )
-        if info.train_samples < 2 * world_size:
-            raise ValueError(
-                f"shuffle ring needs two samples on each of {world_size} processes, but "
-                f"{config.data} has {info.train_samples}; start fewer."
-            )
-    if config.shuffle != "global" and config.shards == "by-label" and info.kind == "text":
-        raise ValueError(f"{config.data} has no labels to deal by; use --shards random.")
+def _warn_of_own_optimizer(config: TrainConfig) -> None:
+    for name in ("optimizer", "lr", "lr_rule", "momentum", "weight_decay"):
+        usual = (TrainConfig.__dataclass_fields__[name].default, DEFAULT_LR[config.optimizer])
+        if (value := getattr(config, name)) not in usual:
+            warnings.warn(f"{name}={value} is not used: the job has an optimizer.", stacklevel=3)

@@ -38,6 +38,9 @@ _OF_A_RUN = ("run_name",)
 class TrainConfig:
     """One training run."""
 
+    job: str | None = None
+    """A model, data and loss of your own, as MODULE:FUNCTION: the function returns a
+    `gossipgrad.train.Job`. None: what data and model say."""
     data: Literal["digits", "fashion-mnist", "cifar10", "cifar10-small", "shakespeare"] = "digits"
     """Data set. digits comes with scikit-learn; fashion-mnist, cifar10 and shakespeare are fetched
     once if missing; cifar10-small has to be there."""
@@ -242,7 +245,10 @@ class TrainConfig:
     @property
     def label(self) -> str:
         """A name for the folder of the run."""
-        return f"{self.data}-{self.model}-{self.strategy}"
+        task = f"{self.data}-{self.model}"
+        if self.job is not None:
+            task = "".join(one if one.isalnum() else "-" for one in self.job)
+        return f"{task}-{self.strategy}"
 
     @property
     def traits(self) -> Strategy:
@@ -313,7 +319,10 @@ class TrainConfig:
             unused.append(("", "lr_rule", strategy))
         if not self.needs_links:
             unused.append(("", "encrypt", f"{strategy}, and shuffle is {self.shuffle}"))
-        if self.data == "digits":
+        if self.job is not None:
+            names = ("data", "model", "data_dir")
+            unused += [("", name, f"job is {self.job}") for name in names]
+        elif self.data == "digits":
             unused.append(("", "data_dir", "data is digits, which scikit-learn brings along"))
         if self.optimizer != "sgd":
             unused.append(("", "momentum", f"optimizer is {self.optimizer}"))

@@ -1,14 +1,18 @@
-"""Accuracy on the test part, alone or shared out over the ranks."""
+"""The metric of the test part, alone or shared out over the ranks."""
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from gossipgrad.data import Dataset, Samples, made_ahead, shard_bounds
+from gossipgrad.data import made_ahead, shard_bounds
+
+from ._job import Job, tensors_of, to_device
 
 # Values in a batch of inputs; activations take many times as much memory.
 _BATCH_VALUES = 1 << 20
@@ -23,7 +27,7 @@ class Evaluation:
     """What an evaluation found, and of which model."""
 
     accuracy: float
-    """Share of 1 of the whole test part."""
+    """Mean of the metric over the whole test part: of labels, the share of 1 that is right."""
     is_consensus: bool
     """Whether the model stands for all ranks, or is this rank's own replica."""
     consensus_distance: float | None
@@ -36,89 +40,91 @@ class Evaluation:
     """How far the replicas' predictions are apart, where it was measured."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class TestPart:
-    """The test part, and which share of it this rank looks at when all look together."""
+    """The test part, and which share of it this rank evaluates when all do it together.
+
+    Args:
+        job: Whose test part.
+        rank: This rank.
+        world_size: How many there are.
+        threads: How many make batches ahead.
+        device: Where the model is.
+        beat: Called after each batch: shows that a rank that evaluates for long does not hang.
+    """
 
     __test__ = False  # no test case, whatever its name
 
-    samples: Samples
-    num_labels: int
-    """Predictions to make: one a sample, or one a position of each sample."""
-    batch_size: int
-    rank: int
-    world_size: int
-    threads: int
-    """How many make batches ahead."""
-    device: torch.device
-    """Where the model is."""
-    beat: Callable[[], None] = lambda: None
-    """Called after each batch: shows that a rank that evaluates for long does not hang."""
-
-    @classmethod
-    def of(
-        cls,
-        dataset: Dataset,
+    def __init__(
+        self,
+        job: Job,
         *,
         rank: int,
         world_size: int,
         threads: int = 0,
         device: torch.device | None = None,
         beat: Callable[[], None] = lambda: None,
-    ) -> "TestPart":
-        """The test part of a data set."""
-        info = dataset.info
-        values = math.prod(info.input_shape)
-        is_text = info.kind == "text"
-        return cls(
-            samples=dataset.test,
-            num_labels=len(dataset.test) * (values if is_text else 1),
-            batch_size=_TEXT_BATCH_SIZE
-            if is_text
-            else min(_MAX_BATCH_SIZE, max(1, _BATCH_VALUES // values)),
-            rank=rank,
-            world_size=world_size,
-            threads=threads,
-            device=device or torch.device("cpu"),
-            beat=beat,
-        )
+    ) -> None:
+        self._samples, self._measure = job.test_samples(), job.measure
+        self._rank, self._world_size, self._threads = rank, world_size, threads
+        self._device, self._beat = device or torch.device("cpu"), beat
+
+    @property
+    def batch_size(self) -> int:
+        """Samples evaluated at once."""
+        return self._sizes[0]
+
+    @cached_property
+    def _sizes(self) -> tuple[int, int]:
+        """Samples evaluated at once, and samples of the probe: few of large ones, and of texts."""
+        x, y = self._samples.batch(torch.arange(1))
+        if y.numel() > 1:
+            return _TEXT_BATCH_SIZE, _PROBE_TEXTS
+        values = max((tensor.numel() for tensor in tensors_of(x)), default=1)
+        return min(_MAX_BATCH_SIZE, max(1, _BATCH_VALUES // values)), _PROBE_SAMPLES
 
     def accuracy(self, model: nn.Module) -> float:
-        """Share of all test labels that `model` gets right."""
-        return self._count_correct(model, 0, len(self.samples)) / self.num_labels
+        """Mean of the metric over the whole test part; of labels, the share that is right."""
+        return mean_of(self._sum(model, 0, len(self._samples)))
 
-    def probe(self) -> Tensor:
+    def probe(self) -> Any:
         """The inputs of the first samples, the same on every rank, where the model is."""
-        is_text = self.num_labels > len(self.samples)
-        count = min(len(self.samples), _PROBE_TEXTS if is_text else _PROBE_SAMPLES)
-        x, _ = self.samples.batch(torch.arange(count))
-        return x.to(self.device)
+        count = min(len(self._samples), self._sizes[1])
+        return to_device(self._samples.batch(torch.arange(count))[0], self._device)
 
-    def count_share(
+    def sum_share(
         self, model: nn.Module, members: Sequence[int] | None = None
-    ) -> Int[Tensor, ""]:
-        """How many labels of this rank's share `model` gets right; shares are disjoint.
+    ) -> Float[Tensor, "2"]:
+        """Sum and number of the metric's values of this rank's share; shares are disjoint.
 
-        Shared out over `members`, or over all ranks.
+        Shared out over `members`, or over all ranks. In float64, in host memory.
         """
-        ranks = range(self.world_size) if members is None else members
-        start, end = shard_bounds(len(self.samples), ranks.index(self.rank), len(ranks))
-        return torch.tensor(self._count_correct(model, start, end))
+        ranks = range(self._world_size) if members is None else members
+        start, end = shard_bounds(len(self._samples), ranks.index(self._rank), len(ranks))
+        return self._sum(model, start, end)
 
     @torch.no_grad()
-    def _count_correct(self, model: nn.Module, start: int, end: int) -> int:
+    def _sum(self, model: nn.Module, start: int, end: int) -> Float[Tensor, "2"]:
         was_training = model.training
         model.eval()
         try:
-            correct = 0
+            total = torch.zeros(2, dtype=torch.float64)
             chosen = torch.arange(start, end).split(self.batch_size)
-            for x, y in made_ahead(self.samples.batch, chosen, threads=self.threads):
-                found = model(x.to(self.device)).argmax(-1)
-                correct += int((found == y.to(self.device)).sum())
-                self.beat()
-            return correct
+            for x, y in made_ahead(self._samples.batch, chosen, threads=self._threads):
+                outputs = model(to_device(x, self._device))
+                values = self._measure(outputs, y.to(self._device))
+                total += torch.tensor(
+                    [float(values.double().sum()), values.numel()], dtype=torch.float64
+                )
+                self._beat()
+            return total
         finally:
             model.train(was_training)
+
+
+def mean_of(total: Float[Tensor, "2"]) -> float:
+    """The mean of values whose sum and number are given, NaN of none."""
+    values, count = total.tolist()
+    return values / count if count else math.nan
 
 
 def copy_of(model: nn.Module) -> dict[str, Tensor]:

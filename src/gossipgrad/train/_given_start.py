@@ -6,7 +6,6 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from gossipgrad.comm import Group, Membership
-from gossipgrad.data import Dataset
 from gossipgrad.errors import AgreementError, EvictedError, GossipError
 
 from ._config import TrainConfig
@@ -16,11 +15,11 @@ from ._layout import RunDir
 from ._metrics import Event
 from ._rank import train_rank
 from ._result import RankResult
+from ._tasks import load_job
 
 
 def train_with_those_who_come(
     config: TrainConfig,
-    dataset: Dataset,
     run_dir: RunDir,
     world: World,
     store: dist.Store,
@@ -37,7 +36,6 @@ def train_with_those_who_come(
 
     Args:
         config: The options.
-        dataset: What to learn.
         run_dir: Where files go.
         world: Which rank this is.
         store: Where private groups meet.
@@ -50,6 +48,7 @@ def train_with_those_who_come(
         GossipError: A rank is missing that is needed.
     """
     while True:
+        job = load_job(config)
         membership = gathering.meet()
         if membership.gone and config.needs_every_rank:
             rank, loss = next(iter(membership.gone.items()))
@@ -75,7 +74,7 @@ def train_with_those_who_come(
         try:
             return train_rank(
                 config,
-                dataset,
+                job,
                 run_dir,
                 rank=world.rank,
                 world_size=world.world_size,

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gossipgrad.data import Dataset, Samples
+from gossipgrad.data import Samples
 from gossipgrad.engine import Session
 from gossipgrad.errors import GossipError
 
+from ._job import Job
 from ._layout import RunDir
 
 # Targets of so many samples tell two texts apart, which have no labels.
@@ -44,8 +45,8 @@ class Invitation:
     version: str
 
     @classmethod
-    def of(cls, session: Session, dataset: Dataset) -> "Invitation":
-        """The invitation to a session that trains on a data set."""
+    def of(cls, session: Session, job: Job) -> "Invitation":
+        """The invitation to a session that trains a job."""
         address = refusal = None
         try:
             address = session.join_address()
@@ -55,7 +56,7 @@ class Invitation:
             address=address,
             refusal=refusal,
             store=place_of(session.group.store),
-            data=fingerprint_of(dataset),
+            data=fingerprint_of(job),
             version=version("gossipgrad"),
         )
 
@@ -108,10 +109,10 @@ class Invitation:
             ) from error
 
 
-def invite(session: Session, dataset: Dataset, run_dir: RunDir) -> str | None:
+def invite(session: Session, job: Job, run_dir: RunDir) -> str | None:
     """Leave an invitation in the folder of the run; why there is none, if so."""
     try:
-        Invitation.of(session, dataset).write(run_dir)
+        Invitation.of(session, job).write(run_dir)
     except OSError as error:
         return f"nobody can join: {run_dir.invitation} could not be written ({error.strerror})"
     return None
@@ -126,11 +127,13 @@ def withdraw(run_dir: RunDir) -> None:
 _NOTHING: dict[str, Any] = {"address": None, "refusal": None, "store": None, "data": ""}
 
 
-def fingerprint_of(dataset: Dataset) -> str:
-    """A digest of what a data set is and of the labels of its samples."""
-    digest = hashlib.blake2b(repr(dataset.info).encode(), digest_size=16)
-    for samples in (dataset.train, dataset.test):
-        digest.update(_targets(samples).to(torch.int64).numpy().tobytes())
+def fingerprint_of(job: Job) -> str:
+    """A digest of the shapes of a model and of the labels of its samples."""
+    shapes = [tuple(tensor.shape) for tensor in job.model.parameters()]
+    digest = hashlib.blake2b(repr(shapes).encode(), digest_size=16)
+    for samples in (job.train_samples(), job.test_samples()):
+        digest.update(str(len(samples)).encode())
+        digest.update(_targets(samples).contiguous().numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -9,8 +9,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from gossipgrad import data
-
 from ._config import TrainConfig
 from ._ending import Ending
 from ._invitation import Invitation, fingerprint_of
@@ -20,6 +18,7 @@ from ._newcomer import Newcomer
 from ._rank import train_rank
 from ._result import RankResult
 from ._serving import serve, short_cause
+from ._tasks import load_job
 from ._worker import LOOPBACK
 
 
@@ -51,11 +50,13 @@ def join_main(spec: JoinSpec, pipe: Connection) -> None:
         if invitation.store is not None and invitation.store[0] == LOOPBACK:
             # As the run's own workers do, whose collectives this one takes part in.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        dataset = data.load(config.data, config.data_dir)
-        if fingerprint_of(dataset) != invitation.data:
+        job = load_job(config)
+        if fingerprint_of(job) != invitation.data:
+            what = f"job {config.job}" if config.job else f"data set {config.data}"
             raise ValueError(
-                f"the data set {config.data} is another here than where the run was started: put "
-                "the same into the folder of data sets, or name another with --data-dir."
+                f"the {what} is another here than where the run was started: its model, or the "
+                "number or the labels of its samples. Put the same here; --data-dir names another "
+                "folder of data sets."
             )
         assert invitation.address is not None
         assert config.nproc is not None
@@ -63,7 +64,7 @@ def join_main(spec: JoinSpec, pipe: Connection) -> None:
             try:
                 result = train_rank(
                     config,
-                    dataset,
+                    job,
                     run_dir,
                     rank=spec.number,
                     world_size=config.nproc,

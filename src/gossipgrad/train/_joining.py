@@ -67,7 +67,8 @@ def find_run(options: JoinConfig) -> tuple[TrainConfig, RunDir, Invitation]:
     check_secret(None)
     check_device(config)
     _knock(invitation, run_dir)
-    data.prepare(config.data, config.data_dir)
+    if config.job is None:
+        data.prepare(config.data, config.data_dir)
     return config, run_dir, invitation
 
 

@@ -9,7 +9,6 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from jaxtyping import Int, Shaped
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -18,6 +17,7 @@ from ._batches import Batches, RingBatches
 from ._checkpoints import Checkpoints, Place
 from ._course import Course
 from ._evaluate import Evaluation, TestPart
+from ._job import to_device
 from ._metrics import Event, Metrics
 from ._result import DivergedError, RunStopped
 from ._spans import StepSpans
@@ -37,6 +37,7 @@ class Loop:
 
     Attributes:
         strategy: Keeps the replicas together.
+        criterion: The loss of what the model returns and the targets.
         optimizers: Update the replica, one after the other.
         schedulers: Set their learning rates, step by step.
         batches: Training samples of this rank.
@@ -55,6 +56,7 @@ class Loop:
     """
 
     strategy: RunningStrategy
+    criterion: Callable[[Any, Any], Tensor]
     optimizers: Sequence[Optimizer]
     schedulers: Sequence[LRScheduler]
     batches: Batches
@@ -148,12 +150,11 @@ class Loop:
         if why is not None:
             self.strategy.notes.append(f"no checkpoint at the end: {why}")
 
-    def _step(
-        self, x: Shaped[Tensor, "batch ..."], y: Int[Tensor, "batch ..."], step: int
-    ) -> float:
+    def _step(self, x: Any, y: Tensor, step: int) -> float:
         self.strategy.begin_step()
         with self.spans.measure("forward", step):
-            loss = self.strategy.loss(x.to(self.device), y.to(self.device))
+            outputs = self.strategy.forward(to_device(x, self.device))
+            loss = self.criterion(outputs, y.to(self.device))
         with self.spans.measure("backward", step):
             self.strategy.backward(loss)
         with self.spans.measure("optimizer", step):

@@ -10,20 +10,25 @@ import gossipgrad as gg
 from gossipgrad.models import heads
 
 from ._config import SECOND_ORDER, TrainConfig
+from ._job import Job
 from ._learning_rate import LearningRate
 
 
-def make_optimizers(config: TrainConfig, model: nn.Module) -> list[Optimizer]:
-    """The optimizers that together train all parameters of `model`: the strategy's, if it has any.
+def make_optimizers(
+    config: TrainConfig, model: nn.Module, job: Job | None = None
+) -> list[Optimizer]:
+    """The optimizers that together train all parameters of `model`.
 
-    Else one for `sgd`, `adamw` and `gossip-adamw`. For `muon` two: Muon for the parameters that
-    `muon_parameters` names, AdamW for the others; Muon's rate is adjusted to the size of AdamW's
-    updates, so that one learning rate and one weight decay serve both. `soap`, `kl-shampoo` and
-    `shampoo` leave what is no matrix to an AdamW of their own.
+    Those of the job, or of the strategy, if it has any. Else one for `sgd`, `adamw` and
+    `gossip-adamw`. For `muon` two: Muon for the parameters that `muon_parameters` names, AdamW for
+    the others; Muon's rate is adjusted to the size of AdamW's updates, so that one learning rate
+    and one weight decay serve both. `soap`, `kl-shampoo` and `shampoo` leave what is no matrix to
+    an AdamW of their own.
 
     Args:
         config: The options, resolved.
         model: What they train.
+        job: May have its own.
 
     Raises:
         ValueError: `optimizer` is muon, and nothing in the model is for it.
@@ -32,6 +37,8 @@ def make_optimizers(config: TrainConfig, model: nn.Module) -> list[Optimizer]:
         Jordan et al., Muon, 2024, for which parameters; Liu et al., Muon is scalable for LLM
         training, arXiv:2502.16982, section 2.2, for the adjusted rate.
     """
+    if job is not None and (made := job.make_optimizers()) is not None:
+        return made
     lr = config.learning_rate.peak
     own = config.traits.make_optimizers(
         model, config.strategy_options, lr=lr, weight_decay=config.weight_decay
@@ -50,7 +57,7 @@ def make_optimizers(config: TrainConfig, model: nn.Module) -> list[Optimizer]:
     hidden = muon_parameters(model)
     if not hidden:
         raise ValueError(
-            f"optimizer is muon, but model {config.model!r} has no matrices of hidden linear "
+            "optimizer is muon, but the model has no matrices of hidden linear "
             "layers for it: torch's Muon takes no convolutions, and embeddings and heads go to "
             "AdamW; use optimizer adamw."
         )

@@ -21,7 +21,7 @@ class Progress:
     """
 
     def __init__(self, config: TrainConfig, world_size: int) -> None:
-        self._epochs = config.epochs
+        self._epochs, self._job = config.epochs, config.job
         self._latest: dict[int, Event] = {}
         self._lost: set[int] = set()
         self._world_size = world_size
@@ -81,7 +81,7 @@ class Progress:
         parts = [
             f"epoch {event['epoch'] + 1}/{self._epochs}",
             *_loss(event),
-            f"accuracy {event['accuracy']:.2%}",
+            show_metric(event["accuracy"], self._job),
         ]
         if event["consensus_distance"] is not None:
             parts.append(f"consensus distance {event['consensus_distance']:.3g}")
@@ -132,7 +132,9 @@ class LiveProgress(Progress):
     def _show_step(self, event: Event) -> None:
         figures = _loss(event)
         if self._accuracy is not None:
-            figures.append(f"{'acc' if self._is_narrow else 'accuracy'} {self._accuracy:.1%}")
+            figures.append(
+                show_metric(self._accuracy, self._job, digits=1, is_short=self._is_narrow)
+            )
         if event["consensus_distance"] is not None:
             word = "dist" if self._is_narrow else "distance"
             figures.append(f"{word} ~{event['consensus_distance']:.3g}")
@@ -161,6 +163,13 @@ def make_progress(config: TrainConfig, world_size: int) -> Progress:
         except ModuleNotFoundError:
             pass
     return PlainProgress(config, world_size)
+
+
+def show_metric(value: float, job: str | None, *, digits: int = 2, is_short: bool = False) -> str:
+    """What an evaluation found, in words: of a user's job it may be any number."""
+    if job is not None:
+        return f"metric {value:.4g}"
+    return f"acc {value:.1%}" if is_short else f"accuracy {value:.{digits}%}"
 
 
 def _loss(event: Event) -> list[str]:

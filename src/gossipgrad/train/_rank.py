@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import save
 from torch import nn
 
-from gossipgrad import models
-from gossipgrad.data import Dataset, ElasticBatches
+from gossipgrad.data import ElasticBatches
 from gossipgrad.errors import EvictedError
 from gossipgrad.second_order import SecondOrder
 
@@ -24,6 +23,7 @@ from ._course import Course
 from ._device import find_device
 from ._evaluate import TestPart, copy_of
 from ._invitation import invite, withdraw
+from ._job import Job
 from ._layout import RunDir
 from ._loggers import open_loggers
 from ._loop import Loop
@@ -39,12 +39,13 @@ from ._shares import notes_on_shares
 from ._shrinking import shrink, tell
 from ._spans import StepSpans
 from ._store_news import store_news
+from ._tasks import setting_of
 from .strategies import Replica, RunningStrategy
 
 
 def train_rank(
     config: TrainConfig,
-    dataset: Dataset,
+    job: Job,
     run_dir: RunDir,
     *,
     rank: int,
@@ -65,7 +66,7 @@ def train_rank(
 
     Args:
         config: The options; `lr` must be filled in.
-        dataset: What to learn.
+        job: What to train; its model is.
         run_dir: Where files go.
         rank: This rank; of a newcomer its place on this machine, until it has a rank.
         world_size: How many there are, or were at the start.
@@ -89,15 +90,14 @@ def train_rank(
     device = find_device(config, rank=rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    torch.manual_seed(config.seed)
-    model = models.build(config.model, dataset.info).to(device)
-    optimizers = make_optimizers(config, model)
+    model = job.model.to(device)
+    optimizers = make_optimizers(config, model, job)
     threads = config.batch_threads
     with ExitStack() as unstarted:  # a start that comes to no step leaves, and may be tried again
         session = None
         if newcomer is not None:
             settings = config.traits.session_settings(
-                config.strategy_options, config.setting(world_size)
+                config.strategy_options, setting_of(config, job, world_size)
             )
             session = newcomer.enter(model, optimizers, settings)
             unstarted.callback(session.close)
@@ -105,7 +105,9 @@ def train_rank(
         # Equal weights at the start, but dropout masks of its own.
         seed_rank(config.seed, rank)
         share = rank if newcomer is None else 0  # no share is a newcomer's, but parts of all
-        batches = make_batches(config, dataset, rank=share, world_size=world_size, groups=groups)
+        batches = make_batches(
+            config, job.train_samples(), rank=share, world_size=world_size, groups=groups
+        )
         if isinstance(batches, RingBatches):
             unstarted.callback(batches.close)
         total_steps = config.epochs * len(batches)
@@ -128,8 +130,8 @@ def train_rank(
             if isinstance(optimizer, SecondOrder):
                 optimizer.recorder = spans
                 unstarted.callback(optimizer.close)
-        test = TestPart.of(
-            dataset,
+        test = TestPart(
+            job,
             rank=rank,
             world_size=world_size,
             threads=threads,
@@ -145,7 +147,7 @@ def train_rank(
             session=session,
             leaver=newcomer,
         )
-        setting = config.setting(world_size, total_steps=total_steps)
+        setting = setting_of(config, job, world_size, total_steps=total_steps)
         strategy = config.traits.build(replica, setting, config.strategy_options)
         unstarted.callback(strategy.close)
         batches = deal_anew(config, batches, strategy.session)
@@ -182,7 +184,7 @@ def train_rank(
         anew = resumed is not None and resumed["offset"] is None
         take_up(config, run_dir, rank=rank, anew=anew)
         shrinking = shrink(
-            config, dataset, strategy, model, optimizers, total_steps=total_steps, device=device
+            config, job, strategy, model, optimizers, total_steps=total_steps, device=device
         )
         loggers = open_loggers(config, run_dir, rank)
         with (
@@ -193,6 +195,7 @@ def train_rank(
         ):
             loop = Loop(
                 strategy=strategy,
+                criterion=job.loss,
                 optimizers=optimizers,
                 schedulers=schedulers,
                 batches=batches,
@@ -211,7 +214,7 @@ def train_rank(
             )
             if strategy.session is not None:
                 strategy.session.carry = loop.carried
-            if (why := _invite(strategy, dataset, run_dir, config)) is not None:
+            if (why := _invite(strategy, job, run_dir, config)) is not None:
                 strategy.notes.append(why)
             reserve_model(run_dir, rank, model)
             emit({"event": "ready", "total_steps": total_steps})
@@ -286,7 +289,7 @@ def train_rank(
 
 
 def _invite(
-    strategy: RunningStrategy, dataset: Dataset, run_dir: RunDir, config: TrainConfig
+    strategy: RunningStrategy, job: Job, run_dir: RunDir, config: TrainConfig
 ) -> str | None:
     """Has the lowest rank of the start invite others, where there are samples for them."""
     session = strategy.session
@@ -294,7 +297,7 @@ def _invite(
         return None
     if session.rank != min(session.membership.living):
         return None
-    return invite(session, dataset, run_dir)
+    return invite(session, job, run_dir)
 
 
 def _touch(path: Path) -> None:

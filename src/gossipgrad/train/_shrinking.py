@@ -7,9 +7,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 import gossipgrad as gg
-from gossipgrad.data import Dataset
 
 from ._config import TrainConfig
+from ._job import Job, to_device
 from .strategies import RunningStrategy
 
 _EVENTS = 10  # in the first of 24 parts of the run: what goes early saves most
@@ -19,7 +19,7 @@ _SAMPLES = 2048  # of each rank that are looked at before an event
 
 def shrink(
     config: TrainConfig,
-    dataset: Dataset,
+    job: Job,
     strategy: RunningStrategy,
     model: nn.Module,
     optimizers: Sequence[Optimizer],
@@ -37,11 +37,11 @@ def shrink(
     if events < 1:
         strategy.notes.append("apoptosis: the run is too short, or not in lockstep: widths stay")
         return None
-    x, _ = dataset.test.batch(torch.arange(2))
+    x, _ = job.test_samples().batch(torch.arange(2))
     return gg.shrink(
         model,
         optimizers,
-        example_input=x.to(device),
+        example_input=to_device(x, device),
         budget=config.apoptosis,
         every=every,
         events=events,

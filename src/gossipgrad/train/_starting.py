@@ -42,7 +42,7 @@ def start_workers(
             "gossipgrad.train._worker",
             "gossipgrad.train._join_worker",
             "torch._dynamo",  # the first optimizer of a process loads it, in a second
-            *(["sklearn.datasets"] if config.data == "digits" else []),
+            *(["sklearn.datasets"] if config.data == "digits" and config.job is None else []),
         ]
     )
     for number, spec in specs:

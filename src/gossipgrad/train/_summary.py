@@ -63,8 +63,9 @@ def compose(
     return {
         "strategy": config.strategy,
         "world_size": world_size,
-        "model": config.model,
-        "data": config.data,
+        "job": config.job,
+        "model": config.job or config.model,
+        "data": config.job or config.data,
         "optimizer": config.optimizer,
         "accuracy": exported.accuracy,
         "accuracy_per_rank": [

@@ -9,7 +9,6 @@ from multiprocessing.connection import Connection
 
 import torch.distributed as dist
 
-from gossipgrad import data
 from gossipgrad.comm import Group
 
 from ._batches import Groups
@@ -20,6 +19,7 @@ from ._metrics import Event
 from ._rank import train_rank
 from ._result import RankResult
 from ._serving import serve
+from ._tasks import load_job
 
 LOOPBACK = "127.0.0.1"
 
@@ -45,11 +45,11 @@ def worker_main(spec: WorkerSpec, pipe: Connection) -> None:
 
     def work(stop: threading.Event, emit: Callable[[Event], None]) -> RankResult:
         config = spec.config
-        dataset = data.load(config.data, config.data_dir)
+        job = load_job(config)
         with take_part(spec.run_dir):  # a launcher that is killed goes a moment before its workers
             return train_rank(
                 config,
-                dataset,
+                job,
                 spec.run_dir,
                 rank=spec.rank,
                 world_size=spec.world_size,

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gossipgrad import data
 from gossipgrad.comm import Heartbeats, Membership
 from gossipgrad.errors import EvictedError
 
@@ -236,10 +235,8 @@ def _take_part(
     try:
         if start.token is not None and (config.checkpoint_every or config.resume):
             must_be_shared(run_dir, start.token)
-        dataset = data.load(config.data, config.data_dir)
         result = train_with_those_who_come(
             config,
-            dataset,
             run_dir,
             world,
             store,

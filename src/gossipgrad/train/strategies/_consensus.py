@@ -4,7 +4,7 @@ from torch import nn
 
 from gossipgrad.engine import Session
 from gossipgrad.errors import GossipError
-from gossipgrad.train._evaluate import Evaluation, TestPart, copy_of
+from gossipgrad.train._evaluate import Evaluation, TestPart, copy_of, mean_of
 from gossipgrad.train._ring_clock import ring_bytes
 
 from ._strategy import Traffic
@@ -59,10 +59,10 @@ def consensus_evaluation(
                 )
             if any(other < latest for other, _ in came):
                 continue
-            correct = group.all_reduce_(test.count_share(model, group.members))
+            total = group.all_reduce_(test.sum_share(model, group.members))
             last = any(wanted for _, wanted in came)
             return Evaluation(
-                accuracy=int(correct) / test.num_labels,
+                accuracy=mean_of(total),
                 is_consensus=True,
                 consensus_distance=session.stats().consensus_distance,
                 final=last,

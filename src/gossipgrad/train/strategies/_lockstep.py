@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 from gossipgrad.comm import distance_to_mean, mean_buffers
 from gossipgrad.errors import GossipError
-from gossipgrad.train._evaluate import Evaluation, TestPart, copy_of
+from gossipgrad.train._evaluate import Evaluation, TestPart, copy_of, mean_of
 from gossipgrad.train._result import RunStopped
 
 from ._accord import StopAccord
@@ -70,12 +69,10 @@ class Lockstep(RunningStrategy):
         """Whether the step is the one agreed on; see `RunningStrategy.stops_before`."""
         return self._accord.stops_before(step)
 
-    def loss(
-        self, x: Shaped[Tensor, "batch ..."], y: Int[Tensor, "batch ..."]
-    ) -> Float[Tensor, ""]:
-        """Run the forward pass; see `RunningStrategy.loss`."""
+    def forward(self, x: Any) -> Any:
+        """Run the forward pass; see `RunningStrategy.forward`."""
         try:
-            return super().loss(x, y)
+            return super().forward(x)
         except RuntimeError as error:
             raise self.explained(error) from error
 
@@ -84,10 +81,10 @@ class Lockstep(RunningStrategy):
         if not self._accord.apart:
             try:
                 with mean_buffers(self._replica, self._mean):
-                    correct = test.count_share(self._replica)
-                    dist.all_reduce(correct)
+                    total = test.sum_share(self._replica)
+                    dist.all_reduce(total)
                     return Evaluation(
-                        accuracy=int(correct) / test.num_labels,
+                        accuracy=mean_of(total),
                         is_consensus=True,
                         consensus_distance=self._consensus_distance(),
                         final=final,

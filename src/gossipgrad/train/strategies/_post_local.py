@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 import gossipgrad as gg
@@ -136,11 +135,9 @@ class PostLocal(RunningStrategy):
         """As the part that made the last step decides; see `RunningStrategy.stops_before`."""
         return self._part.stops_before(step)
 
-    def loss(
-        self, x: Shaped[Tensor, "batch ..."], y: Int[Tensor, "batch ..."]
-    ) -> Float[Tensor, ""]:
-        """Run the forward pass; see `RunningStrategy.loss`."""
-        return self._part.loss(x, y)
+    def forward(self, x: Any) -> Any:
+        """Run the forward pass; see `RunningStrategy.forward`."""
+        return self._part.forward(x)
 
     def backward(self, loss: Tensor) -> None:
         """Run the backward pass; see `RunningStrategy.backward`."""

@@ -7,13 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch.distributed as dist
-from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gossipgrad.comm import Group
 from gossipgrad.engine import Session
-from gossipgrad.models import training_loss
 from gossipgrad.train._evaluate import Evaluation, TestPart, copy_of
 from gossipgrad.train._spans import StepSpans
 
@@ -303,16 +301,14 @@ class RunningStrategy(ABC):
         """
         return steps
 
-    def loss(
-        self, x: Shaped[Tensor, "batch ..."], y: Int[Tensor, "batch ..."]
-    ) -> Float[Tensor, ""]:
-        """Run the forward pass of a step.
+    def forward(self, x: Any) -> Any:
+        """Run the forward pass of a step: what the model returns for the inputs of a batch.
 
         Raises:
             RunStopped: A peer has left because the run was told to stop, and so was this rank.
             PeerLostError: A peer that this strategy needs is gone.
         """
-        return training_loss(self.model, x, y)
+        return self.model(x)
 
     def backward(self, loss: Tensor) -> None:
         """Run the backward pass of a step, and what has to come between it and the update.

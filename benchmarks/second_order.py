@@ -1,0 +1,300 @@
+"""Second-order optimizers: loss at equal steps, and how even their steps are.
+
+* `loss`: a small GPT on Shakespeare (2 layers, width 64, context 64) and a perceptron on
+  Fashion-MNIST of 14 x 14 pixels, one thread. The learning rate of every optimizer is from the same
+  search: 1e-3, 3e-3 and 1e-2 on the first seed, and the next one beyond while the best is at an
+  edge. Warm-up in 5 % of the steps, then linear decay to zero. Reported are the loss on held-out
+  samples, processor milliseconds a step, the share of steps after which each is where AdamW ends,
+  and SOAP with roots that are 1, 3, 5 and 10 steps late.
+* `spikes`: gg.SOAP on a small GPT whose matrices are blocks of 512, on one thread of compute, so
+  that on two cores one is free for a worker; by turns, a window of steps at a time, from equal
+  weights on equal batches. Reported are the 99th percentile over the median of a step's wall time
+  and the wall time of all.
+
+    python -m benchmarks.second_order loss
+    python -m benchmarks.second_order spikes
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+import gossipgrad as gg
+from benchmarks._common import write
+from gossipgrad import data, models
+
+STEPS, SEEDS = 300, 3
+RATES = (1e-3, 3e-3, 1e-2)
+CONTEXT = 64
+EVALUATIONS = 25
+Make = Callable[[nn.Module, float], Optimizer]
+
+OPTIMIZERS: dict[str, Make] = {
+    "AdamW": lambda model, lr: torch.optim.AdamW(
+        model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.01
+    ),
+    "Muon": lambda model, lr: gg.Muon(
+        model, lr=lr, scale="match_rms_adamw", weight_decay=0.01, betas=(0.9, 0.95)
+    ),
+    "SOAP": lambda model, lr: gg.SOAP(model, lr=lr),
+    "KLShampoo": lambda model, lr: gg.KLShampoo(model, lr=lr),
+    "Shampoo": lambda model, lr: gg.Shampoo(model, lr=lr),
+}
+
+
+def late(steps: int) -> Make:
+    """SOAP whose roots come so many steps late."""
+    refresh = gg.Background(10, max_staleness=steps, executor=gg.Deterministic(steps))
+    return lambda model, lr: gg.SOAP(model, lr=lr, refresh=refresh)
+
+
+class Gpt:
+    """A small GPT on Shakespeare."""
+
+    def __init__(self, batch: int = 8) -> None:
+        set_ = data.load("shakespeare")
+        self.parts = [
+            (torch.cat(list(inputs)).long(), torch.cat(list(labels)).long())
+            for inputs, labels in (
+                part.batch(torch.arange(len(part))) for part in (set_.train, set_.test)
+            )
+        ]
+        self.vocabulary, self.batch = set_.info.num_classes, batch
+
+    def model(self) -> nn.Module:
+        """A new one."""
+        return models.GPT(self.vocabulary, context=CONTEXT, layers=2, width=64, heads=4)
+
+    def sample(self, part: int, generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
+        """Random windows."""
+        inputs, labels = self.parts[part]
+        starts = torch.randint(len(inputs) - CONTEXT, (count,), generator=generator)
+        places = starts[:, None] + torch.arange(CONTEXT)
+        return inputs[places], labels[places]
+
+
+class Perceptron:
+    """A perceptron on Fashion-MNIST."""
+
+    def __init__(self, batch: int = 128) -> None:
+        set_ = data.load("fashion-mnist")
+        self.parts = [
+            (F.avg_pool2d(inputs.float(), 2), labels)
+            for inputs, labels in (
+                part.batch(torch.arange(len(part))) for part in (set_.train, set_.test)
+            )
+        ]
+        self.batch = batch
+
+    def model(self) -> nn.Module:
+        """A new one."""
+        return models.MLP(196, 10, hidden_size=64)
+
+    def sample(self, part: int, generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
+        """Random samples."""
+        inputs, labels = self.parts[part]
+        chosen = torch.randint(len(inputs), (count,), generator=generator)
+        return inputs[chosen], labels[chosen].long()
+
+
+def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Cross-entropy."""
+    return F.cross_entropy(model(batch[0]).flatten(0, -2), batch[1].flatten())
+
+
+def train(task: Any, make: Make, lr: float, steps: int, seed: int) -> dict[str, Any]:
+    """One run: losses on held-out samples, at which steps, and processor seconds."""
+    torch.manual_seed(seed)
+    model = task.model()
+    optimizer = make(model, lr)
+    generator = torch.Generator().manual_seed(seed)
+    held_out = task.sample(1, torch.Generator().manual_seed(7), 16 * task.batch)
+    warm = max(1, steps // 20)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda k: min((k + 1) / warm, (steps - k) / (steps - warm))
+    )
+    at, losses, seconds, in_step = [], [], 0.0, 0.0
+    for step in range(1, steps + 1):
+        batch = task.sample(0, generator, task.batch)
+        start = time.process_time()
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        before = time.process_time()
+        optimizer.step()
+        end = time.process_time()
+        seconds, in_step = seconds + end - start, in_step + end - before
+        schedule.step()
+        if step % max(1, steps // EVALUATIONS) == 0 or step == steps:
+            with torch.no_grad():
+                at.append(step)
+                losses.append(round(loss_of(model, held_out).item(), 5))
+    if isinstance(optimizer, gg.second_order.SecondOrder):
+        optimizer.close()
+    return {"lr": lr, "at": at, "loss": losses, "seconds": seconds, "in_step": in_step}
+
+
+def search(task: Any, make: Make, steps: int) -> tuple[float, dict[float, dict[str, Any]]]:
+    """The best learning rate on the first seed, and all runs."""
+    found = {lr: train(task, make, lr, steps, 0) for lr in RATES}
+    while True:
+        best = min(found, key=lambda lr: found[lr]["loss"][-1])
+        if best == max(found) and best < 0.1:
+            found[10 * sorted(found)[-2]] = train(task, make, 10 * sorted(found)[-2], steps, 0)
+        elif best == min(found) and best > 1e-4:
+            found[sorted(found)[1] / 10] = train(task, make, sorted(found)[1] / 10, steps, 0)
+        else:
+            return best, found
+
+
+def train_all(task: Any, make: Make, lr: float, steps: int, seeds: range) -> list[dict[str, Any]]:
+    """One run for each seed."""
+    return [train(task, make, lr, steps, seed) for seed in seeds]
+
+
+def reaches(run: dict[str, Any], loss: float, steps: int) -> float | None:
+    """The share of steps after which a run is at this loss, between evaluations by a line."""
+    before = (0, float("inf"))
+    for at, value in zip(run["at"], run["loss"], strict=True):
+        if value <= loss:
+            fall = (before[1] - loss) / (before[1] - value) if before[1] < float("inf") else 1.0
+            return (before[0] + fall * (at - before[0])) / steps
+        before = at, value
+    return None
+
+
+def loss() -> None:
+    """Trains, and writes `results/second_order_loss.json` after each part."""
+    figures: dict[str, Any] = {"setting": {"steps": STEPS, "seeds": SEEDS}}
+    for name in ("gpt", "mlp"):
+        task = Gpt() if name == "gpt" else Perceptron()
+        steps = STEPS
+        of: dict[str, Any] = {"optimizers": {}, "late": {}}
+        figures[name] = of
+        targets: list[float] = []
+
+        for each, make in OPTIMIZERS.items():
+            lr, tried = search(task, make, steps)
+            runs = [tried[lr], *train_all(task, make, lr, steps, range(1, SEEDS))]
+            finals = [one["loss"][-1] for one in runs]
+            targets = targets or finals
+            shares = [reaches(one, t, steps) for one, t in zip(runs, targets, strict=True)]
+            per_step = statistics.median(one["seconds"] / steps for one in runs)
+            in_step = statistics.median(one["in_step"] / steps for one in runs)
+            of["optimizers"][each] = {
+                "lr": lr,
+                "searched": {str(k): v["loss"][-1] for k, v in sorted(tried.items())},
+                "final": finals,
+                "mean": statistics.mean(finals),
+                "share_of_steps": shares,
+                "ms_a_step": 1e3 * per_step,
+                "ms_in_optimizer": 1e3 * in_step,
+            }
+            print(
+                f"{name} {each:10} lr {lr:g}: {statistics.mean(finals):.4f} {finals}, {shares}, "
+                f"{1e3 * per_step:.1f} ms, of it {1e3 * in_step:.1f} in the optimizer",
+                flush=True,
+            )
+            write("second_order_loss", figures, module="second_order")
+        lr = of["optimizers"]["SOAP"]["lr"]
+        for steps_late in (1, 3, 5, 10):
+            runs = train_all(task, late(steps_late), lr, steps, range(SEEDS))
+            finals = [one["loss"][-1] for one in runs]
+            of["late"][steps_late] = finals
+            print(f"{name} late {steps_late}: {statistics.mean(finals):.4f} {finals}", flush=True)
+            write("second_order_loss", figures, module="second_order")
+
+
+EVERY, STALENESS, WINDOW, ROUNDS = 10, 5, 20, 2
+POLICIES = {
+    "synchronous": gg.Synchronous(EVERY),
+    "staggered": gg.Staggered(EVERY),
+    "background": gg.Background(EVERY, STALENESS),
+    "background, fixed delay": gg.Background(EVERY, STALENESS, fixed_delay=True),
+}
+
+
+class Contestant:
+    """A model, its optimizer, and what has been measured of its steps."""
+
+    def __init__(self, policy: Any) -> None:
+        torch.manual_seed(0)
+        self.model = models.GPT(65, layers=1, width=512, heads=8)
+        self.optimizer = gg.SOAP(self.model, lr=1e-3, max_dim=512, refresh=policy)
+        self.data = torch.Generator().manual_seed(1)
+        self.walls: list[float] = []
+        self.threads: list[float] = []
+        self.total = self.cpu = 0.0
+
+    def step(self) -> None:
+        # a text to learn: each character is the sum of the two before it
+        x = torch.randint(65, (1, 130), generator=self.data)
+        for place in range(2, 130):
+            x[:, place] = (x[:, place - 1] + x[:, place - 2]) % 65
+        inputs, targets = x[:, 1:-1], x[:, 2:]
+        start, thread = time.perf_counter(), time.thread_time()
+        self.optimizer.zero_grad()
+        loss = F.cross_entropy(self.model(inputs).transpose(1, 2), targets)
+        loss.backward()
+        self.optimizer.step()
+        self.walls.append(time.perf_counter() - start)
+        self.threads.append(time.thread_time() - thread)
+
+    def window(self, *, counts: bool) -> None:
+        start, cpu = time.perf_counter(), time.process_time()
+        for _ in range(WINDOW):
+            self.step()
+        self.optimizer.refresher.drain()
+        if counts:
+            self.total += time.perf_counter() - start
+            self.cpu += time.process_time() - cpu
+        else:
+            self.walls.clear()
+            self.threads.clear()
+
+    def figures(self) -> dict[str, Any]:
+        return {
+            "median_ms": 1e3 * statistics.median(self.walls),
+            "p99_ms": 1e3 * float(np.percentile(self.walls, 99)),
+            "p99_over_median": float(np.percentile(self.walls, 99)) / statistics.median(self.walls),
+            "thread_median_ms": 1e3 * statistics.median(self.threads),
+            "thread_p99_over_median": float(np.percentile(self.threads, 99))
+            / statistics.median(self.threads),
+            "wall_seconds": self.total,
+            "cpu_seconds": self.cpu,
+            "steps": len(self.walls),
+        }
+
+
+def spikes() -> None:
+    """Measures by turns, and writes `results/second_order_spikes.json`."""
+    contestants = {policy: Contestant(value) for policy, value in POLICIES.items()}
+    for turn in range(ROUNDS + 1):
+        for contestant in contestants.values():
+            contestant.window(counts=turn > 0)
+    found = {policy: each.figures() for policy, each in contestants.items()}
+    for policy, figures in found.items():
+        print(policy, {key: round(value, 3) for key, value in figures.items()})
+    for each in contestants.values():
+        each.optimizer.close()
+    print(write("second_order_spikes", {"figures": {"SOAP": found}}, module="second_order"))
+
+
+def main() -> None:
+    """Answers one question."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n", 1)[0])
+    parser.add_argument("question", choices=("loss", "spikes"))
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    loss() if options.question == "loss" else spikes()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""`gossipgrad launch`: a user's own script on several workers, each of which may die alone."""
+
+import argparse
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from gossipgrad.launch import SOME_LOST, Rendezvous, launch
+
+_EXIT_CODES = f"""\
+exit codes, of the workers that this command started:
+  0    all came to their end
+  1    all failed
+  2    the command cannot work as it was given; nothing was started
+  {SOME_LOST}    some failed, and the others came to their end
+  130  stopped by Ctrl-C (143: by SIGTERM, 129: by SIGHUP)
+
+A worker that fails is named in one line, and the others go on. Ctrl-C or SIGTERM is passed on to
+all workers; those that still run after --grace-seconds, or at a second one, are killed.
+
+Across machines, start the same command on each, with its --node-rank:
+  gossipgrad launch --nodes 2 --node-rank 0 --rendezvous 10.0.0.1:29500 --nproc 4 script.py
+  gossipgrad launch --nodes 2 --node-rank 1 --rendezvous 10.0.0.1:29500 --nproc 4 script.py
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:  # pyrefly: ignore[bad-override]
+        raise ValueError(f"{message}; see `gossipgrad launch --help`")
+
+
+def main(arguments: list[str]) -> int:
+    """Start the workers, wait for them; returns the exit code.
+
+    Raises:
+        ValueError: An argument is wrong; nothing was started.
+        GossipError: A launcher of another node does not come, or a process cannot be started.
+    """
+    options = _parser().parse_args(arguments)
+    nodes, node_rank = options.nodes, options.node_rank
+    if not 0 <= node_rank < nodes:
+        raise ValueError(
+            f"--node-rank is {node_rank}, but must be from 0 to {nodes - 1} with --nodes {nodes}."
+        )
+    if nodes > 1 and options.rendezvous is None:
+        raise ValueError(
+            f"--nodes is {nodes}, but there is no --rendezvous: give the address of node 0 and a "
+            "free port there, such as 10.0.0.1:29500, the same on all nodes."
+        )
+    command = _command(options)
+    with Rendezvous(
+        options.nproc,
+        nodes=nodes,
+        node_rank=node_rank,
+        address=options.rendezvous,
+        timeout_seconds=options.rendezvous_seconds,
+    ) as rendezvous:
+        launched = launch(
+            command,
+            rendezvous,
+            grace_seconds=options.grace_seconds,
+        )
+        if launched.stopped_by is not None:
+            rendezvous.close(wait=False)
+    return launched.exit_code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="gossipgrad launch",
+        description="Start a script on several workers, as torchrun does, but let survivors live.",
+        epilog=_EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--nproc", "--nproc-per-node", "--nproc_per_node", type=_count, required=True, metavar="N",
+        help="workers to start on this machine")  # fmt: skip
+    add("--nodes", "--nnodes", type=_count, default=1, metavar="N",
+        help="machines, each with a launcher of its own (1)")  # fmt: skip
+    add("--node-rank", "--node_rank", type=int, default=0, metavar="R",
+        help="which of them this is, from 0")  # fmt: skip
+    add("--rendezvous", type=_address, metavar="HOST:PORT",
+        help="where the store of all nodes is, on node 0 (a free port of loopback)")  # fmt: skip
+    add("--rendezvous-seconds", type=_seconds, default=600.0, metavar="S",
+        help="how long to wait for the other nodes (600)")  # fmt: skip
+    add("--grace-seconds", type=_seconds, default=30.0, metavar="S",
+        help="from Ctrl-C to the end of workers that still run (30)")  # fmt: skip
+    add("-m", "--module", action="store_true", help="the script is a module, as python -m has it")
+    add("script", help="the script, or module, to run")
+    add("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    return parser
+
+
+def _command(options: argparse.Namespace) -> list[str]:
+    start = [sys.executable, "-u"]
+    if not options.module:
+        if not Path(options.script).is_file():
+            raise ValueError(f"there is no script {options.script}; for a module add -m.")
+        return [*start, options.script, *options.arguments]
+    sys.path.insert(0, str(Path.cwd()))  # where python -m looks first
+    try:
+        found = find_spec(options.script.partition(".")[0])
+    except ValueError:
+        found = None
+    if found is None:
+        raise ValueError(f"there is no module {options.script}; for a script leave -m out.")
+    return [*start, "-m", options.script, *options.arguments]
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, at least 1")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds, at least 0")
+    return value
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be HOST:PORT, such as 10.0.0.1:29500 or [fd00::1]:29500"
+        )
+    return host.strip("[]"), int(port)

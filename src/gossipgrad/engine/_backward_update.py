@@ -1,0 +1,141 @@
+"""Updates during the backward pass: each bucket is stepped and sent when it has its gradients."""
+
+from collections.abc import Callable, Collection, Sequence
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gossipgrad.engine._flow import Flow
+from gossipgrad.engine._gradient_hooks import GradientHooks
+from gossipgrad.engine._replica import Replica
+from gossipgrad.engine._rounds import Rounds
+from gossipgrad.engine._transfer import Transfer
+from gossipgrad.errors import GossipError
+
+__all__ = ["BackwardUpdate"]
+
+
+class BackwardUpdate:
+    """Steps the optimizers on one bucket of weights after the other while backward still runs.
+
+    A bucket whose gradients are all there is updated, its gradients are freed, and it leaves for
+    the partner, so that the rest of backward hides its exchange as well. Parameters without a
+    gradient, and buckets that lack one, are left to `optimizer.step()`, which sends the rest.
+
+    Args:
+        replica: The model and its optimizers.
+        flows: Of phase `AFTER_UPDATE`.
+        rounds: With the partners.
+        prepare: Called once before the first update of a pass.
+
+    Attributes:
+        is_stepping: Whether an optimizer's step is a part of this one's, for its hooks.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        flows: Sequence[Flow],
+        rounds: Rounds,
+        *,
+        prepare: Callable[[], None],
+    ) -> None:
+        self.is_stepping = False
+        self._replica, self._flows, self._rounds, self._prepare = replica, flows, rounds, prepare
+        self._transfers: dict[Flow, Transfer] = {}
+        self._updated: set[nn.Parameter] = set()
+        self._waiting: list[tuple[Flow, int, set[nn.Parameter]]] = []
+        buckets = [bucket for flow in flows if flow.in_consensus for bucket in flow.buckets]
+        self._groups = [[entry.parameter for entry in bucket.entries] for bucket in buckets]
+        # A large one is cut over several buckets: the first that is complete updates it whole.
+        parameters = list(dict.fromkeys(p for group in self._groups for p in group))
+        number_of = {parameter: number for number, parameter in enumerate(parameters)}
+        self._hooks = GradientHooks(
+            parameters,
+            begin=self._begin,
+            launch=self._update,
+            on_second=_refuse_second,
+            ordered=False,
+        )
+        self._hooks.regroup([sorted({number_of[p] for p in group}) for group in self._groups])
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the round was opened by a backward pass whose step is still to end."""
+        return self._hooks.began
+
+    def enable(self, enabled: bool) -> None:
+        """Whether backward passes from now on update."""
+        self._hooks.enabled = enabled
+
+    def end_step(self) -> None:
+        """The optimizers have stepped on the rest: sends what was not sent yet."""
+        transfers, self._transfers = list(self._transfers.values()), {}
+        self._hooks.finish()
+        self._rounds.send(transfers)
+
+    def remove(self) -> None:
+        """Removes the hooks and gives up what is in flight."""
+        began = self._hooks.began
+        self._hooks.remove()
+        self._hooks.finish()
+        if began and not any(transfer.exchanges for transfer in self._transfers.values()):
+            self._rounds.void(self._rounds.next_round, self._rounds.partners)
+        for transfer in self._transfers.values():
+            transfer.cancel()
+        self._transfers = {}
+
+    def _begin(self) -> None:
+        self._prepare()
+        rounds = self._rounds
+        due = [flow for flow in self._flows if flow.is_due(rounds.next_round)]
+        self._transfers = {t.flow: t for t in rounds.begin(due, frees_late=True)}
+        self._updated = set()
+        self._waiting = [
+            (flow, place, {entry.parameter for entry in bucket.entries})
+            for flow in self._transfers
+            for place, bucket in enumerate(flow.buckets)
+        ]
+
+    def _update(self, number: int) -> None:
+        parameters = self._groups[number]
+        self.is_stepping = True
+        try:
+            for optimizer in self._replica.optimizers:
+                _step(optimizer, set(parameters))
+        finally:
+            self.is_stepping = False
+        for parameter in parameters:
+            parameter.grad = None
+        self._updated.update(parameters)
+        waiting, self._waiting = self._waiting, []
+        for flow, place, needed in waiting:  # optimizer state may be cut into other buckets
+            if needed <= self._updated:
+                self._transfers[flow].post(place)
+            else:
+                self._waiting.append((flow, place, needed))
+
+
+def _step(optimizer: Optimizer, parameters: Collection[Tensor]) -> None:
+    """One step on some of the parameters; schedulers and hooks see an ordinary one."""
+    groups = list(optimizer.param_groups)
+    before = [group["params"] for group in groups]
+    chosen = [[p for p in params if p in parameters] for params in before]
+    if not any(chosen):
+        return
+    try:
+        for group, params in zip(groups, chosen, strict=True):
+            group["params"] = params
+        optimizer.step()
+    finally:
+        for group, params in zip(groups, before, strict=True):
+            group["params"] = params
+
+
+def _refuse_second(place: int) -> None:
+    raise GossipError(
+        'update="in-backward" has updated a parameter with its gradient of this step, and a second '
+        "gradient came: backward ran twice before optimizer.step(), or raised and was repeated. To "
+        "accumulate, put all but the last backward inside `with session.no_sync():`; after an "
+        "error call optimizer.step(), which ends the step with the gradients that are there"
+    )

@@ -1,0 +1,8 @@
+"""Starting the workers of a script so that one that dies does not take the others along."""
+
+from ._launch import SOME_LOST as SOME_LOST
+from ._launch import Launched as Launched
+from ._launch import launch as launch
+from ._rendezvous import Rendezvous as Rendezvous
+from ._worker import Exit as Exit
+from ._worker import Worker as Worker

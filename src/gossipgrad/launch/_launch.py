@@ -1,0 +1,170 @@
+"""Starting workers, waiting for them, and passing signals on."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+
+from gossipgrad.errors import GossipError
+
+from ._rendezvous import Rendezvous
+from ._worker import Exit, Worker
+
+SOME_LOST = 3
+"""The exit code when some workers failed and others came to their end."""
+
+_POLL_SECONDS = 0.05
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launched:
+    """How the workers of this node ended.
+
+    Attributes:
+        exits: The end of each, by rank.
+        stopped_by: The signal that stopped them, if one did.
+    """
+
+    exits: dict[int, Exit]
+    stopped_by: signal.Signals | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """For the shell: 0, 1 if all failed, `SOME_LOST` if some did, 128 + N after signal N."""
+        if self.stopped_by is not None:
+            return 128 + self.stopped_by
+        failed = [one for one in self.exits.values() if one.code]
+        if len(failed) == len(self.exits):
+            return 1
+        return SOME_LOST if failed else 0
+
+
+def launch(
+    command: Sequence[str],
+    rendezvous: Rendezvous,
+    *,
+    grace_seconds: float = 30.0,
+    environ: Mapping[str, str] | None = None,
+    supervise: Callable[[Sequence[Worker]], None] = lambda workers: None,
+    notify: Callable[[str], None] | None = None,
+) -> Launched:
+    """Run a command in this node's processes with torchrun's environment, until each has ended.
+
+    A worker that dies is named, and the others go on. The first SIGINT, SIGTERM or SIGHUP is passed
+    on to all workers, which have `grace_seconds` to end before they are killed; a second one kills
+    them at once. No worker outlives this call, nor this process.
+
+    Args:
+        command: What to run, the program first.
+        rendezvous: The store, and which ranks are here.
+        grace_seconds: From a signal to the end of what still runs.
+        environ: What workers get beside torchrun's variables; None: the environment of this
+            process.
+        supervise: Called 20 times a second with the workers, which it may signal or kill.
+        notify: Takes a line for the user; None: printed to standard error.
+
+    Returns:
+        How the workers ended.
+
+    Raises:
+        GossipError: A process could not be started; none is left then.
+    """
+    notify = notify or _print_line
+    workers: list[Worker] = []
+    caught: list[signal.Signals] = []
+    stop_seconds: float | None = None
+    with _catch_signals(caught):
+        try:
+            base = _defaults(rendezvous) | {**(os.environ if environ is None else environ)}
+            for local_rank in range(rendezvous.nproc):
+                rank = rendezvous.first_rank + local_rank
+                workers.append(Worker(command, base | _environment(rendezvous, local_rank), rank))
+            while running := [worker for worker in workers if worker.exit is None]:
+                if caught and stop_seconds is None:
+                    stop_seconds = time.monotonic()
+                    for worker in running:
+                        worker.send_signal(caught[0])
+                late = stop_seconds is not None and time.monotonic() > stop_seconds + grace_seconds
+                if late or len(caught) > 1:
+                    break
+                supervise(workers)
+                for worker in running:
+                    if (end := worker.poll()) is not None and end.code and not caught:
+                        left = sum(other.poll() is None for other in workers)
+                        notify(f"rank {end.rank} {end.cause}{_going_on(left)}")
+                time.sleep(_POLL_SECONDS)
+        except OSError as error:
+            raise GossipError(f"a worker could not be started: {error}") from error
+        finally:
+            for worker in workers:
+                worker.kill()
+    exits = {worker.rank: worker.exit for worker in workers if worker.exit is not None}
+    return Launched(exits=exits, stopped_by=caught[0] if caught else None)
+
+
+def _environment(rendezvous: Rendezvous, local_rank: int) -> dict[str, str]:
+    """What torchrun tells a worker; its store is that of the launcher."""
+    rank, world_size = rendezvous.first_rank + local_rank, rendezvous.world_size
+    told = {
+        "RANK": rank,
+        "LOCAL_RANK": local_rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": rendezvous.nproc,
+        "GROUP_RANK": rendezvous.node_rank,
+        "GROUP_WORLD_SIZE": rendezvous.nodes,
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": world_size,
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": rendezvous.host,
+        "MASTER_PORT": rendezvous.port,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+        "TORCHELASTIC_RESTART_COUNT": 0,
+        "TORCHELASTIC_MAX_RESTARTS": 0,
+        "TORCHELASTIC_RUN_ID": "gossipgrad",
+    }
+    return {name: str(value) for name, value in told.items()}
+
+
+def _defaults(rendezvous: Rendezvous) -> dict[str, str]:
+    """What the user's own environment may replace."""
+    # One thread of compute a worker, as torchrun has it. And on one machine Gloo stays on loopback,
+    # where it would listen at the address that the host name leads to.
+    threads = {"OMP_NUM_THREADS": "1"} if rendezvous.nproc > 1 else {}
+    is_local = rendezvous.nodes == 1 and sys.platform == "linux"
+    return threads | ({"GLOO_SOCKET_IFNAME": "lo"} if is_local else {})
+
+
+@contextmanager
+def _catch_signals(caught: list[signal.Signals]) -> Iterator[None]:
+    """Collect signals inside; outside the main thread Python delivers none."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def note(number: int, frame: FrameType | None) -> None:
+        caught.append(signal.Signals(number))
+
+    before = {
+        number: signal.signal(number, note)
+        for number in _SIGNALS
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN  # nohup
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _going_on(left: int) -> str:
+    return "" if not left else f"; {left} worker{'s' * (left > 1)} go{'es' * (left == 1)} on"
+
+
+def _print_line(text: str) -> None:
+    print(f"gossipgrad: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,150 @@
+"""Where the launchers of one run meet: a store that lives in the launcher of node 0."""
+
+import contextlib
+import socket
+import threading
+from datetime import timedelta
+from types import TracebackType
+
+import torch.distributed as dist
+
+from gossipgrad.errors import GossipError
+
+_LOOPBACK = "127.0.0.1"
+_BEAT_SECONDS = 1.0
+_SILENT_SECONDS = 30.0
+
+
+class Rendezvous:
+    """The store of a run, and which ranks are those of this node; a context manager.
+
+    The launcher of node 0 has the store, so that no worker is needed more than the others. It
+    leaves it open until the other launchers are done, or have been silent for 30 seconds.
+
+    Args:
+        nproc: Workers of this node; others may have another number.
+        nodes: How many launchers there are.
+        node_rank: Which one this is.
+        address: Host and port of the store, an address of node 0; None: loopback, a free port.
+        timeout_seconds: How long the other launchers are awaited.
+
+    Attributes:
+        nproc, nodes, node_rank: As given.
+        store: The store.
+        host: Its host.
+        port: Its port.
+        first_rank: The lowest rank of this node.
+        world_size: Number of ranks of all nodes.
+
+    Raises:
+        ValueError: The store cannot listen there, or another launcher has the same node rank.
+        GossipError: A launcher does not come in time; the message names it.
+    """
+
+    def __init__(
+        self,
+        nproc: int,
+        *,
+        nodes: int = 1,
+        node_rank: int = 0,
+        address: tuple[str, int] | None = None,
+        timeout_seconds: float = 600.0,
+    ) -> None:
+        self.host, self.port = address or (_LOOPBACK, 0)
+        self.nproc, self.nodes, self.node_rank = nproc, nodes, node_rank
+        self.store = self._host() if node_rank == 0 else self._connect(timeout_seconds)
+        self._launchers = dist.PrefixStore("gossipgrad/launch", self.store)
+        self._over = threading.Event()
+        self.first_rank, self.world_size = self._meet(timeout_seconds)
+        if nodes > 1:
+            threading.Thread(target=self._beat, daemon=True).start()
+
+    def __enter__(self) -> "Rendezvous":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close(wait=error is None)
+
+    def close(self, *, wait: bool = True) -> None:
+        """Leave the others; node 0 waits for them first, if asked to."""
+        if self._over.is_set():
+            return
+        self._over.set()
+        with contextlib.suppress(RuntimeError):  # the launcher of node 0 may be gone
+            self._launchers.set(f"done{self.node_rank}", "")
+        others = range(1, self.nodes) if wait and self.node_rank == 0 else ()
+        for node in others:
+            beats = None
+            while not self._launchers.check([f"done{node}"]):
+                before, beats = beats, self._launchers.add(f"beats{node}", 0)
+                if beats == before:
+                    break
+                with contextlib.suppress(RuntimeError):
+                    self._launchers.wait([f"done{node}"], timedelta(seconds=_SILENT_SECONDS))
+
+    def _host(self) -> dist.Store:
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        try:
+            listener = socket.create_server((self.host, self.port), family=family)
+        except OSError as error:
+            raise ValueError(
+                f"the store cannot listen at {self.host}:{self.port} ({error.strerror or error}): "
+                "--rendezvous must name an address of the machine of --node-rank 0 and a free port."
+            ) from error
+        self.port = listener.getsockname()[1]
+        return dist.TCPStore(
+            self.host,
+            self.port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),  # the store closes it
+        )
+
+    def _connect(self, timeout_seconds: float) -> dist.Store:
+        try:
+            return dist.TCPStore(
+                self.host,
+                self.port,
+                is_master=False,
+                timeout=timedelta(seconds=timeout_seconds),
+            )
+        except RuntimeError as error:
+            raise GossipError(
+                f"node {self.node_rank} found no store at {self.host}:{self.port} within "
+                f"{timeout_seconds:g} s: start `gossipgrad launch` with --node-rank 0 there."
+            ) from error
+
+    def _meet(self, timeout_seconds: float) -> tuple[int, int]:
+        if self._launchers.add(f"came{self.node_rank}", 1) > 1:
+            raise ValueError(
+                f"--node-rank is {self.node_rank}, but another launcher at {self.host}:"
+                f"{self.port} has the same: give each node its own, from 0."
+            )
+        self._launchers.set(f"node{self.node_rank}", f"{self.nodes} {self.nproc}")
+        sizes: list[int] = []
+        for node in range(self.nodes):
+            key = f"node{node}"
+            try:
+                self._launchers.wait([key], timedelta(seconds=timeout_seconds))
+            except RuntimeError as error:
+                raise GossipError(
+                    f"the launcher of node {node} of {self.nodes} did not come within "
+                    f"{timeout_seconds:g} s: start it with --node-rank {node}."
+                ) from error
+            nodes, size = map(int, self._launchers.get(key).split())
+            if nodes != self.nodes:
+                raise ValueError(
+                    f"--nodes is {self.nodes} here and {nodes} on node {node}: give the same."
+                )
+            sizes.append(size)
+        return sum(sizes[: self.node_rank]), sum(sizes)
+
+    def _beat(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            while not self._over.wait(_BEAT_SECONDS):
+                self._launchers.add(f"beats{self.node_rank}", 1)

@@ -1,0 +1,127 @@
+"""One worker process: started with torchrun's environment, watched, and ended with its launcher."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+_HEADER = "Traceback (most recent call last):"
+_TAIL_BYTES = 64 * 1024
+# A grandchild may keep the pipe open after its parent is gone.
+_DRAIN_SECONDS = 0.5
+# Linux ends the worker with its launcher (PR_SET_PDEATHSIG), however that one ends. It is asked for
+# in an interpreter of its own: code between fork and exec is not safe beside threads.
+_BOOT = """
+import os, sys
+if sys.platform == "linux":
+    import ctypes
+    ctypes.CDLL(None).prctl(1, 9)
+if os.getppid() != int(sys.argv[1]):
+    os._exit(1)
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exit:
+    """How a worker ended.
+
+    Attributes:
+        rank: Its rank.
+        code: Its exit code; -N if signal N ended it.
+        traceback: The last one that it wrote to its standard error, None without one.
+    """
+
+    rank: int
+    code: int
+    traceback: str | None = None
+
+    @property
+    def cause(self) -> str:
+        """In words that go on after "rank 3": "was killed by SIGKILL"."""
+        if self.code < 0:
+            try:
+                name = signal.Signals(-self.code).name
+            except ValueError:
+                name = f"signal {-self.code}"
+            return f"was killed by {name}" + " (out of memory?)" * (name == "SIGKILL")
+        error = None if self.traceback is None else _last_line(self.traceback)
+        return f"exited with code {self.code}" + ("" if error is None else f": {error}")
+
+
+class Worker:
+    """A process in a session of its own, so that Ctrl-C in a terminal reaches the launcher alone.
+
+    What it writes to its standard error goes to that of the launcher, and its end is kept.
+
+    Args:
+        command: What to run.
+        environ: Its environment.
+        rank: Its rank.
+
+    Raises:
+        OSError: The process cannot be started.
+    """
+
+    def __init__(self, command: Sequence[str], environ: Mapping[str, str], rank: int) -> None:
+        self.rank = rank
+        self.exit: Exit | None = None
+        self._tail = b""
+        boot = [sys.executable, "-I", "-S", "-c", _BOOT, str(os.getpid())]
+        self._process = subprocess.Popen(
+            [*boot, *command],
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._forward, daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        """The id of its process."""
+        return self._process.pid
+
+    def poll(self) -> Exit | None:
+        """How it ended, None if it runs."""
+        if self.exit is None and (code := self._process.poll()) is not None:
+            self._reader.join(_DRAIN_SECONDS)
+            self.exit = Exit(rank=self.rank, code=code, traceback=_last_traceback(self._tail))
+        return self.exit
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, unless it has ended."""
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """End it and all processes of its session, and wait until it is gone."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        self.poll()
+
+    def _forward(self) -> None:
+        assert self._process.stderr is not None
+        with self._process.stderr as pipe:
+            while chunk := os.read(pipe.fileno(), _TAIL_BYTES):
+                self._tail = (self._tail + chunk)[-_TAIL_BYTES:]
+                sys.stderr.write(chunk.decode(errors="replace"))
+                sys.stderr.flush()
+
+
+def _last_traceback(tail: bytes) -> str | None:
+    # torch begins each line with [rankN] where a process group is there.
+    text = re.sub(r"^\[rank\d+\]: ", "", tail.decode(errors="replace"), flags=re.MULTILINE)
+    start = text.rfind(_HEADER)
+    return None if start < 0 else text[start:].rstrip()
+
+
+def _last_line(traceback: str) -> str | None:
+    """The error of a traceback: the first line behind its frames."""
+    found = re.search(r"^(?! |Traceback )\S.*$", traceback, re.MULTILINE)
+    return None if found is None else found[0]

@@ -1,0 +1,199 @@
+"""`gossipgrad launch` with real scripts: ends, deaths, signals, several nodes."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+_DEADLINE_SECONDS = 120
+
+# Does not load torch, so that it starts at once; leaves what it sees in a file of its rank.
+_PLAIN = """
+import json, os, pathlib, signal, sys, time
+rank, folder = os.environ["RANK"], pathlib.Path(sys.argv[1])
+seen = {"argv": sys.argv[2:], "pid": os.getpid(), **os.environ}
+part = folder / f"part{rank}"
+part.write_text(json.dumps(seen))
+part.rename(folder / f"rank{rank}.json")
+what = sys.argv[2].split(",")[int(rank)]
+if what == "raise":
+    raise ValueError(f"no data on rank {rank}")
+if what == "kill":
+    os.kill(os.getpid(), signal.SIGKILL)
+if what == "wait":
+    time.sleep(100)
+if what == "deaf":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    (folder / f"deaf{rank}").touch()
+    time.sleep(100)
+(folder / f"done{rank}").touch()
+"""
+
+_GOSSIP = """
+import os, signal, sys
+import torch, torch.distributed as dist
+import gossipgrad as gg
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with gg.gossip(model, optimizer, mode="sync") as session:
+    for step in range(20):
+        if rank == 1 and step == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        model(torch.ones(3, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with session.consensus():
+        living = session.membership.living
+print(f"rank {rank} has finished with {living}", flush=True)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    """A script that ends as its arguments say."""
+    path = tmp_path / "plain.py"
+    path.write_text(_PLAIN)
+    return path
+
+
+def start(*arguments: object, **environ: str) -> subprocess.Popen[str]:
+    """Start the command."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "gossipgrad", "launch", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environ},
+    )
+
+
+def finish(launcher: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """The exit code, what was printed, and the errors."""
+    out, errors = launcher.communicate(timeout=_DEADLINE_SECONDS)
+    return launcher.returncode, out, errors
+
+
+def seen(folder: Path, rank: int) -> dict[str, str]:
+    """What a worker saw, as soon as it has left it."""
+    await_file(folder / f"rank{rank}.json")
+    return json.loads((folder / f"rank{rank}.json").read_text())
+
+
+def await_file(path: Path) -> None:
+    """Wait until it is there."""
+    deadline = time.monotonic() + _DEADLINE_SECONDS
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} did not appear"
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process runs; one that is only not reaped yet does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_workers_get_the_environment_of_torchrun(script: Path, tmp_path: Path):
+    code, _, errors = finish(start("--nproc", 2, script, tmp_path, "x,x", "--lr", 3))
+    first, second = seen(tmp_path, 0), seen(tmp_path, 1)
+    assert (code, errors) == (0, "")
+    assert second["argv"] == ["x,x", "--lr", "3"]
+    ours = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    ours |= {"GROUP_RANK": "0", "OMP_NUM_THREADS": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    assert {name: second[name] for name in ours} == ours
+    assert first["MASTER_PORT"] == second["MASTER_PORT"]
+
+
+@pytest.mark.parametrize(
+    ("ends", "code", "named"),
+    [
+        ("x,kill,x", 3, "rank 1 was killed by SIGKILL"),
+        ("raise,x,x", 3, "rank 0 exited with code 1: ValueError: no data on rank 0"),
+        ("raise,raise,raise", 1, "rank 2 exited with code 1: ValueError: no data on rank 2"),
+    ],
+)
+def test_a_worker_that_fails_is_named_and_the_others_finish(
+    script: Path, tmp_path: Path, ends: str, code: int, named: str
+):
+    ended, _, errors = finish(start("--nproc", 3, script, tmp_path, ends))
+    assert ended == code
+    assert sum(line.startswith(f"gossipgrad: {named}") for line in errors.splitlines()) == 1
+    finished = [rank for rank, what in enumerate(ends.split(",")) if what == "x"]
+    assert sorted(tmp_path.glob("done*")) == [tmp_path / f"done{rank}" for rank in finished]
+
+
+def test_a_gossip_session_survives_a_killed_worker(tmp_path: Path):
+    script = tmp_path / "gossip.py"
+    script.write_text(textwrap.dedent(_GOSSIP))
+    code, out, errors = finish(start("--nproc", 3, script))
+    assert (code, sorted(out.splitlines())) == (
+        3,
+        [f"rank {rank} has finished with (0, 2)" for rank in (0, 2)],
+    ), errors
+
+
+def test_ctrl_c_ends_all_and_kills_those_that_do_not_listen(script: Path, tmp_path: Path):
+    launcher = start("--nproc", 2, "--grace-seconds", 0.5, script, tmp_path, "wait,deaf")
+    pids = [int(seen(tmp_path, rank)["pid"]) for rank in (0, 1)]
+    await_file(tmp_path / "deaf1")
+    launcher.send_signal(signal.SIGINT)
+    assert finish(launcher)[0] == 128 + signal.SIGINT
+    assert not any(map(is_running, pids))
+
+
+def test_workers_do_not_outlive_a_launcher_that_is_killed(script: Path, tmp_path: Path):
+    launcher = start("--nproc", 2, script, tmp_path, "wait,wait")
+    pids = [int(seen(tmp_path, rank)["pid"]) for rank in (0, 1)]
+    launcher.kill()
+    launcher.communicate()
+    deadline = time.monotonic() + 10
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not any(map(is_running, pids))
+
+
+def test_two_nodes_share_one_world(script: Path, tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    shared = ("--nodes", 2, "--rendezvous", f"127.0.0.1:{port}")
+    ends = "x,x,kill"
+    nodes = [
+        start(*shared, "--node-rank", node, "--nproc", nproc, script, tmp_path, ends)
+        for node, nproc in ((0, 1), (1, 2))
+    ]
+    assert [finish(node)[0] for node in nodes] == [0, 3]
+    world = [
+        tuple(seen(tmp_path, rank)[name] for name in ("GROUP_RANK", "LOCAL_RANK", "WORLD_SIZE"))
+        for rank in range(3)
+    ]
+    assert world == [("0", "0", "3"), ("1", "0", "3"), ("1", "1", "3")]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("script.py",),
+        ("--nproc", "none", "script.py"),
+        ("--nproc", "2", "missing.py"),
+        ("--nproc", "2", "-m", "no_module_of_this_name"),
+        ("--nproc", "2", "--nodes", "2", __file__),
+        ("--nproc", "2", "--node-rank", "1", __file__),
+        ("--nproc", "2", "--rendezvous", "nowhere", __file__),
+    ],
+)
+def test_wrong_arguments_are_one_line(arguments: tuple[str, ...], capsys: pytest.CaptureFixture):
+    from gossipgrad.cli import main
+
+    assert main(["launch", *arguments]) == 2
+    assert capsys.readouterr().err.startswith("gossipgrad: error: ")

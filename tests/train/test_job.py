@@ -1,0 +1,166 @@
+"""Jobs of the user's own: `gossipgrad train --job`, in real processes."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from gossipgrad.train import Job, JobError
+
+_MODULE = """
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+from gossipgrad.train import Job
+
+class Points(Dataset):
+    def __init__(self, size, seed):
+        self.x = torch.randn(size, 8, generator=torch.Generator().manual_seed(seed))
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return {"points": self.x[index]}, self.x[index].sum()
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def forward(self, batch):
+        return self.layers(batch["points"]).squeeze(1)
+
+def regression():
+    return Job(
+        model=Net(),
+        train=Points(400, 0),
+        test=Points(100, 1),
+        loss=nn.functional.mse_loss,
+        metric=lambda output, target: (output - target).abs(),
+        optimizer=lambda model: torch.optim.Adam(model.parameters(), lr=1e-2),
+    )
+
+def no_metric():
+    job = regression()
+    return Job(model=job.model, train=job.train, test=job.test, loss=job.loss)
+
+def bad_loss():
+    job = regression()
+    return Job(model=job.model, train=job.train, test=job.test, loss=lambda output, target: output)
+
+def other():
+    return regression().model
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A folder with the user's package."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "jobs.py").write_text(textwrap.dedent(_MODULE))
+    return tmp_path
+
+
+def train(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command there."""
+    return subprocess.run(
+        [sys.executable, "-m", "gossipgrad", "train", *arguments],
+        cwd=project,
+        env={**os.environ, "PYTHONPATH": os.environ.get("PYTHONPATH", "")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def summary(run: Path) -> dict:
+    """What a run has come to."""
+    return json.loads((run / "summary.json").read_text())
+
+
+@pytest.mark.process
+def test_a_job_of_the_user_survives_a_kill_and_is_resumed(project: Path):
+    faults = ("--gossip.faults", "kill rank=1 round=20")
+    usual = ("--nproc", "2", "--epochs", "3", "--checkpoint-every", "10", "--quiet")
+    done = train(project, "--job", "mine.jobs:regression", *usual, "--out", "run", *faults)
+    assert done.returncode == 0, done.stderr
+    first = summary(project / "run")
+    assert (first["lost_ranks"], first["job"]) == ([1], "mine.jobs:regression")
+    assert first["accuracy"] < 1.0, "the mean error of a model that has learned"
+    again = train(project, "--resume", "run", "--epochs", "5", "--gossip.faults", "", "--quiet")
+    assert again.returncode == 0, again.stderr
+    second = summary(project / "run")
+    assert second["lost_ranks"] == []
+    assert second["accuracy"] < first["accuracy"]
+    assert load_file(project / "run" / "model.safetensors")["layers.0.weight"].shape == (16, 8)
+    assert (project / "run" / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("mine.jobs:no_metric", "Job.metric"),
+        ("mine.jobs:bad_loss", "Job.loss"),
+        ("mine.jobs:other", "must return a gossipgrad.train.Job"),
+        ("mine.jobs:missing", "no function missing"),
+        ("mine.nothing:missing", "no module mine.nothing"),
+        ("mine.jobs", "MODULE:FUNCTION"),
+    ],
+)
+def test_a_job_that_cannot_work_is_refused_before_anything_starts(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, name, told
+):
+    from gossipgrad.cli import main
+
+    monkeypatch.chdir(project)
+    monkeypatch.syspath_prepend(str(project))
+    for module in [one for one in sys.modules if one.partition(".")[0] == "mine"]:
+        monkeypatch.delitem(sys.modules, module)
+    assert main(["train", "--job", name, "--nproc", "2", "--out", "run", "--quiet"]) == 2
+    assert told in capsys.readouterr().err
+    assert not (project / "run").exists()
+
+
+def _good() -> dict:
+    data = TensorDataset(torch.zeros(4, 3), torch.zeros(4, dtype=torch.long))
+    return {
+        "model": nn.Linear(3, 2),
+        "train": data,
+        "test": data,
+        "loss": nn.functional.cross_entropy,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("model", "resnet"),
+        ("model", nn.ReLU()),
+        ("train", iter([1, 2])),
+        ("train", DataLoader([1, 2])),
+        ("test", []),
+        ("loss", None),
+        ("metric", 0.5),
+        ("optimizer", torch.optim.SGD([torch.zeros(1)], lr=0.1)),
+        ("collate", "stack"),
+    ],
+)
+def test_an_attribute_that_cannot_work_is_named(name: str, value: object):
+    with pytest.raises(JobError, match=rf"^Job\.{name} "):
+        Job(**_good() | {name: value})
+
+
+def test_samples_that_are_no_pairs_are_refused():
+    job = Job(**_good() | {"train": [torch.zeros(3)] * 4})
+    with pytest.raises(JobError, match=r"^Job\.train "):
+        job.try_out(2, torch.device("cpu"))
