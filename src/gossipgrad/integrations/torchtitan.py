@@ -27,7 +27,7 @@ def gossip_spec(spec: Spec, *, open: Open | None = None, **options: Any) -> Spec
         config.parallelism.data_parallel_replicate_degree = 4
         config.parallelism.spmd_backend = "partial_dtensor"
 
-    `parallelize_fn` is given one replica, so FSDP2 shards over `dp_shard` alone; and then
+    `parallelize_fn` gets the mesh of one replica, so FSDP2 shards over `dp_shard` alone; and then
     `post_optimizer_build_fn` is `PostOptimizerBuild`, after that of the specification.
 
     Args:
@@ -39,12 +39,12 @@ def gossip_spec(spec: Spec, *, open: Open | None = None, **options: Any) -> Spec
     Returns:
         Another specification of the same model.
     """
-    given: Any = spec
+    whole: Any = spec
     return replace(
-        given,
-        parallelize_fn=_of_one_replica(given.parallelize_fn),
+        whole,
+        parallelize_fn=_of_one_replica(whole.parallelize_fn),
         post_optimizer_build_fn=PostOptimizerBuild(
-            given.post_optimizer_build_fn, open=open, **options
+            whole.post_optimizer_build_fn, open=open, **options
         ),
     )
 
