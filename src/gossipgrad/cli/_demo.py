@@ -75,7 +75,7 @@ _NOTE = (
     "Both on this machine, over loopback, where a message costs next to nothing and gossip has "
     "nothing to win; on slow links it has (gossipgrad advise). Exposed is what a step waits for "
     "communication, slower ranks included. Communication on the step's thread is that and gossip's "
-    "snapshots and mixing; all-reduce works in a thread of its own, so that only its waiting counts."
+    "snapshots and mixing; all-reduce has a thread of its own, so that only its waiting counts."
 )
 _ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("accuracy", "accuracy", lambda value: f"{value:.2%}"),
