@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader
 
 import gossipgrad as gg
 from gossipgrad.data import split_batches
-from gossipgrad.data._ring_shuffle_rows import Parcel, Rows
-from gossipgrad.data._ring_shuffle_start import Flow
+from gossipgrad.data._ring_shuffle_rows import Flow, Parcel, Rows
 from support.links import make_transports
 from support.ranks import run_ranks
 

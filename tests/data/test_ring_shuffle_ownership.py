@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gossipgrad.data._ring_shuffle_ring import Ring
-from gossipgrad.data._ring_shuffle_rows import Rows
-from gossipgrad.data._ring_shuffle_start import Flow
+from gossipgrad.data._ring_shuffle_rows import Flow, Rows
 from support.wires import Wires
 
 RUN = bytes(16)

@@ -1,7 +1,5 @@
-import json
 from itertools import chain
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -78,168 +76,65 @@ def test_order_follows_seed_and_epoch():
     assert dealt(30, 2, shuffle=False)[1] == list(range(1, 30, 2))
 
 
+@pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_resumes_behind_what_was_used_whatever_workers_drew_ahead(workers):
+def test_resumes_by_epoch_and_batch_whatever_workers_drew_ahead(workers, drop_last):
     def loader(sampler):
-        return DataLoader(Numbers(41), batch_size=4, sampler=sampler, num_workers=workers)
-
-    def batches(sampler, epochs, stop_after=None):
-        """All batches of the epochs, or those before the stop and the state there."""
-        found = []
-        for epoch in epochs:
-            sampler.set_epoch(epoch)
-            for number, batch in enumerate(loader(sampler), start=1):
-                found.append(batch.tolist())
-                if len(found) == stop_after:
-                    return found, sampler.state_dict(used=4 * number)
-        return found
-
-    whole = batches(ShardedSampler(41, 1, 2, uneven="keep"), range(3))
-    assert [len(batch) for batch in whole] == [4] * 15
-    begun, state = batches(ShardedSampler(41, 1, 2, uneven="keep"), range(3), stop_after=7)
-    resumed = ShardedSampler(41, 1, 2, uneven="keep")
-    resumed.load_state_dict(json.loads(json.dumps(state)))
-    assert resumed.epoch == 1
-    assert begun + batches(resumed, range(resumed.epoch, 3)) == whole
-
-
-def test_a_second_stop_in_the_same_epoch_counts_on():
-    whole = list(ShardedSampler(30, 0, 2))
-    state = ShardedSampler(30, 0, 2).state_dict(used=4)
-    second = ShardedSampler(30, 0, 2)
-    second.load_state_dict(state)
-    assert second.state_dict(used=0)["position"] == 4
-    taken = iter(second)
-    assert [next(taken) for _ in range(5)] == whole[4:9]
-    third = ShardedSampler(30, 0, 2)
-    third.load_state_dict(second.state_dict(used=5))
-    assert list(third) == whole[9:]
-
-
-def test_end_of_an_epoch_is_the_start_of_the_next():
-    sampler = ShardedSampler(10, 0, 2)
-    for used in (5, 6):  # a last batch may be smaller than those before
-        state = sampler.state_dict(used=used)
-        assert (state["epoch"], state["position"]) == (1, 0)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_an_epoch_whose_rest_is_dropped_is_over(workers):
-    """11 samples in batches of 4: 3 are never used, and no resumed epoch is made of them."""
-
-    def epochs(sampler, first, stop_at=None):
-        """The batches by epoch; with a stop (epoch, batch) those up to it, and the state there."""
-        loader = DataLoader(
-            Numbers(22), batch_size=4, sampler=sampler, drop_last=True, num_workers=workers
+        return DataLoader(
+            Numbers(41),
+            batch_size=4,
+            sampler=sampler,
+            drop_last=drop_last,
+            num_workers=workers,
+            persistent_workers=workers > 0,
         )
-        found = {}
+
+    def batches(first_step, last_step):
+        """Those of some steps, in a process of its own as it were."""
+        sampler = ShardedSampler(41, 1, 2, uneven="keep")
+        batches, step = loader(sampler), first_step
+        first, done = divmod(first_step, len(batches))
         for epoch in range(first, 3):
-            sampler.set_epoch(epoch)
-            found[epoch] = []
-            for number, batch in enumerate(loader, start=1):
-                found[epoch].append(batch.tolist())
-                if (epoch, number) == stop_at:
-                    return found, sampler.state_dict(used=4 * number, batch_size=4)
-        return found
+            sampler.set_epoch(epoch, start=4 * done if epoch == first else 0)
+            assert sampler.epoch == epoch
+            for batch in batches:
+                if step == last_step:
+                    return
+                yield batch.tolist()
+                step += 1
 
-    whole = epochs(ShardedSampler(22, 1, 2), 0)
-    assert [len(batches) for batches in whole.values()] == [2, 2, 2]
-    for number, next_epoch in ((1, 1), (2, 2)):
-        begun, state = epochs(ShardedSampler(22, 1, 2), 0, stop_at=(1, number))
-        resumed = ShardedSampler(22, 1, 2)
-        resumed.load_state_dict(json.loads(json.dumps(state)))
-        assert resumed.epoch == next_epoch
-        for epoch, batches in epochs(resumed, resumed.epoch).items():
-            begun[epoch] = begun.get(epoch, []) + batches
-        assert begun == whole
+    whole = list(batches(0, 100))
+    assert [len(batch) for batch in whole] == [4] * 15
+    for stop in (0, 3, 5, 7, 14):
+        assert [*batches(0, stop), *batches(stop, 100)] == whole
 
 
-def test_a_whole_batch_that_is_left_is_not_dropped():
-    sampler = ShardedSampler(16, 0, 2)
-    for used, batch_size, place in ((4, 4, (0, 4)), (5, 4, (1, 0)), (5, None, (0, 5))):
-        state = sampler.state_dict(used=used, batch_size=batch_size)
-        assert (state["epoch"], state["position"]) == place
-
-
-def test_passes_after_a_resumed_one_are_whole():
-    sampler = ShardedSampler(10, 0, 2)
-    sampler.load_state_dict(ShardedSampler(10, 0, 2).state_dict(used=3))
-    assert len(list(sampler)) == 2
-    assert len(list(sampler)) == 5
-    sampler.load_state_dict(ShardedSampler(10, 0, 2).state_dict(used=3))
-    sampler.set_epoch(1)
-    assert len(list(sampler)) == 5
+def test_a_pass_begins_at_start_once():
+    sampler = ShardedSampler(30, 0, 2)
+    whole = list(sampler)
+    sampler.set_epoch(0, start=4)
+    assert list(sampler) == whole[4:]
+    assert list(sampler) == whole
+    sampler.set_epoch(0, start=99)
+    assert list(sampler) == []
+    assert len(sampler) == 15
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("options", "message"),
     [
-        (
-            {"world_size": 3},
-            r"saved with world_size=3, but this sampler has 2: make it alike, or begin .*"
-            r"set_epoch\(0\)\.",
-        ),
-        ({"rank": 1}, r"saved with rank=1, but this sampler has 0: load this rank's own, or begin"),
-        ({"epoch": -1}, "epoch is -1, but must be a whole number of at least 0"),
-        ({"position": -1}, "position is -1, but must be a whole number of at least 0"),
-        (
-            {"position": 5},
-            r"position 5, but this rank has 5 samples in an epoch: load .* set_epoch\(0\)\.",
-        ),
-        (
-            {"position": None},
-            r"no 'position', only \['epoch', 'num_samples', .*\]: load what state_dict\(\) of a",
-        ),
-        ({"rank": None}, "the state has no 'rank'"),
+        ({"rank": 2}, "rank 2"),
+        ({"rank": -1}, "rank is -1"),
+        ({"world_size": 0}, "world_size is 0"),
+        ({"num_samples": 1}, "1 samples .* 2 ranks"),
+        ({"seed": -1}, "seed is -1"),
     ],
 )
-def test_refuses_a_state_that_means_nothing_here_and_stays_as_it_was(change, message):
-    state = {**ShardedSampler(10, 0, 2).state_dict(used=3), **change}
-    state = {name: value for name, value in state.items() if value is not None}
-    sampler = ShardedSampler(10, 0, 2)
+def test_what_cannot_be_is_refused(options, message):
+    good = {"num_samples": 10, "rank": 0, "world_size": 2}
     with pytest.raises(ValueError, match=message):
-        sampler.load_state_dict(state)
-    assert sampler.state_dict(used=0) == ShardedSampler(10, 0, 2).state_dict(used=0)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: ShardedSampler(10, 2, 2), r"rank 2 is not in 0\.\.1"),
-        (lambda: ShardedSampler(1, 0, 2), "1 samples do not give one to each of 2 ranks"),
-        (
-            lambda: ShardedSampler(10, 0, 2).state_dict(used=-1),
-            "used is -1, but must be a whole number of at least 0",
-        ),
-        (
-            lambda: ShardedSampler(10, 0, 2).state_dict(used=0, batch_size=0),
-            "batch_size is 0, but must be a whole number of at least 1",
-        ),
-        (lambda: ShardedSampler(10, 0, 2, seed=-1), "seed is -1, but must be a whole number of"),
-        (lambda: ShardedSampler(10, 0, 0), "world_size is 0, but must be a whole number of at"),
-        (lambda: ShardedSampler(10, 0, 2).set_epoch(-1), "epoch is -1, but must be a whole number"),
-    ],
-)
-def test_refuses_what_cannot_be(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
-@pytest.mark.usefixtures("unchecked_types")
-def test_numbers_of_numpy_leave_a_state_that_torch_reads_back(tmp_path):
-    path = tmp_path / "state.pt"
-    sampler = ShardedSampler(np.int64(41), np.int64(1), np.int64(2), np.int64(3))
-    sampler.set_epoch(np.int64(2))
-    torch.save(sampler.state_dict(used=np.int64(5), batch_size=np.int64(4)), path)
-    state = torch.load(path)
-    assert (state["epoch"], state["position"]) == (2, 5)
-    resumed = ShardedSampler(41, 1, 2, 3)
-    resumed.load_state_dict({**state, "epoch": np.int64(2), "position": np.int64(5)})
-    torch.save(resumed.state_dict(used=0), path)
-    assert torch.load(path) == state
-
-
-@pytest.mark.usefixtures("unchecked_types")
-def test_what_is_no_state_is_refused():
-    with pytest.raises(ValueError, match="the state is None, but must be what state_dict"):
-        ShardedSampler(41, 1, 2).load_state_dict(None)
+        ShardedSampler(**{**good, **options})
+    sampler = ShardedSampler(**good)
+    for call in ({"epoch": -1}, {"epoch": 0, "start": -1}):
+        with pytest.raises(ValueError, match="is -1"):
+            sampler.set_epoch(**call)

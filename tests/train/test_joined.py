@@ -9,9 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from gossipgrad.comm import Membership
+from gossipgrad.launch import Launched
 from gossipgrad.trace import write_report
 from gossipgrad.train import JoinConfig, TrainConfig, _join_run, _joined
-from gossipgrad.train._join_launcher import Joiners
+from gossipgrad.train._invitation import Invitation
 from gossipgrad.train._joined import collect_joined, let_go, read_file
 from gossipgrad.train._layout import RunDir
 from gossipgrad.train._orphaned import put_together_if_orphaned
@@ -222,9 +223,10 @@ def test_one_of_several_that_left_does_not_keep_the_last_from_it(run_dir, monkey
         run_dir.rank_model(one.rank).write_bytes(b"")
     failures = ["rank 4 failed: no memory"]
     of = {one.rank: one for one in results}
-    joiners = Joiners(results=of, failures=failures, stopped_by=None)
-    monkeypatch.setattr(_join_run, "find_run", lambda _: (config, run_dir, None))
-    monkeypatch.setattr(_join_run, "launch_joiners", lambda *_: joiners)
+    invitation = Invitation(address="there", refusal=None, store=None, data="", version="")
+    monkeypatch.setattr(_join_run, "find_run", lambda _: (config, run_dir, invitation))
+    monkeypatch.setattr(_join_run, "launch", lambda *_, **__: Launched(exits={}))
+    monkeypatch.setattr(_join_run, "_ends", lambda *_: (of, failures))
     outcome = _join_run.join_run(JoinConfig(run=run_dir.path, nproc=2, quiet=True))
     assert outcome.summary is not None
     assert outcome.failures == failures

@@ -14,6 +14,3 @@ from ._removing import rewind as rewind
 from ._save import save as save
 from ._saver import Saver as Saver
 from ._saver import SaverStats as SaverStats
-from ._trusted import export_dcp as export_dcp
-from ._trusted import import_dcp as import_dcp
-from ._trusted import import_torch as import_torch

@@ -4,35 +4,15 @@ import errno
 import hashlib
 import json
 import os
-import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from io import BufferedReader
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ._encode import DTYPE_NAMES
-
-__all__ = [
-    "FileEntry",
-    "StoppedError",
-    "check_file",
-    "open_plain",
-    "open_tensors",
-    "read_file",
-    "sync_folder",
-    "tensor_chunks",
-    "write_file",
-]
-
-try:
-    from safetensors import SafetensorError, safe_open
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        "checkpoints need safetensors: pip install 'gossipgrad[export]'", name="safetensors"
-    ) from error
+from ._tree import DTYPE_NAMES
 
 _CHUNK_BYTES = 4 * 2**20
 
@@ -89,17 +69,17 @@ def sync_folder(folder: Path) -> None:
 
 
 def tensor_chunks(
-    tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 ) -> Iterator[bytes | memoryview]:
     """The content of a safetensors file, piece by piece.
 
-    The library would write it, too: but to its own temporary file, which a kill leaves behind,
-    without a digest, a way to stop, or the number of the error. Tensors, of types in `DTYPE_NAMES`,
-    are copied only where they are not contiguous on the CPU, one at a time.
+    The library writes it as a whole: to its own temporary file, which a kill leaves behind, without
+    a digest, a way to stop, or the number of the error. Tensors, of types in `DTYPE_NAMES`, are
+    copied only where they are not contiguous on the CPU, one at a time.
     """
     # Wide types first, so that every tensor is aligned.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
     for name in names:
         tensor = tensors[name]
@@ -119,79 +99,48 @@ def tensor_chunks(
             yield data[start : start + _CHUNK_BYTES]
 
 
-def open_plain(path: Path) -> BufferedReader:
-    """Open a file for reading, if it is one: a pipe would wait for ever, a link leads elsewhere.
+def read_plain(path: Path, most_bytes: int) -> bytes:
+    """The content of a file, if it is one: a pipe would wait for ever.
 
     Raises:
-        OSError: It is none, or cannot be opened.
+        FileNotFoundError: There is none.
+        ValueError: It is no file, cannot be read, or has more than `most_bytes`.
     """
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{path} cannot be read: it is no regular file")
+        with path.open("rb") as file:
+            content = file.read(most_bytes + 1)
+    except FileNotFoundError:
+        raise
     except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        raise OSError(error.errno, "it is a symbolic link", str(path)) from None
-    file = os.fdopen(handle, "rb")
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        file.close()
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
-    return file
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
+    if len(content) > most_bytes:
+        raise ValueError(f"{path} has more than {most_bytes:,} bytes")
+    return content
 
 
 def check_file(path: Path, entry: FileEntry) -> None:
     """Refuse a file that is not the one that was written.
 
     Raises:
-        ValueError: It is missing, has another size or another digest; its size is looked at first.
+        ValueError: It is missing, or has another size or another digest.
     """
-    with _sized(path, entry) as file:
-        try:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as error:
-            raise _unreadable(path, error) from error
-    _check_digest(path, digest, entry)
-
-
-def read_file(path: Path, entry: FileEntry) -> bytes:
-    """The content of a file, if it is the one that was written.
-
-    Raises:
-        ValueError: As by `check_file`.
-    """
-    with _sized(path, entry) as file:
-        try:
-            content = file.read(entry.size_bytes + 1)
-        except OSError as error:
-            raise _unreadable(path, error) from error
-    _check_digest(path, hashlib.sha256(content).hexdigest(), entry)
-    return content
-
-
-def _sized(path: Path, entry: FileEntry) -> BufferedReader:
     try:
-        file = open_plain(path)
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{path} cannot be read: it is no regular file")
+        found = path.stat().st_size
+        if found != entry.size_bytes:
+            what = "is truncated: it has" if found < entry.size_bytes else "has"
+            raise ValueError(f"{path} {what} {found:,} bytes, {entry.size_bytes:,} were written")
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise _unreadable(path, error) from error
-    found = os.fstat(file.fileno()).st_size
-    if found == entry.size_bytes:
-        return file
-    file.close()
-    if found < entry.size_bytes:
-        raise ValueError(
-            f"{path} is truncated: it has {found:,} bytes, {entry.size_bytes:,} were written"
-        )
-    raise ValueError(f"{path} has {found:,} bytes, {entry.size_bytes:,} were written")
-
-
-def _check_digest(path: Path, digest: str, entry: FileEntry) -> None:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
     if digest != entry.sha256:
         raise ValueError(
             f"{path} was changed or damaged: it has SHA-256 {digest}, written was {entry.sha256}"
         )
-
-
-def _unreadable(path: Path, error: OSError) -> ValueError:
-    return ValueError(f"{path} cannot be read: {error.strerror or error}")
 
 
 def open_tensors(path: Path) -> Callable[[str], Tensor]:

@@ -7,22 +7,6 @@ from pathlib import Path
 
 from ._manifest import MANIFEST, Manifest, read_manifest
 
-__all__ = [
-    "Found",
-    "all_steps",
-    "folder_of",
-    "latest",
-    "manifest",
-    "members",
-    "newest",
-    "own_folders",
-    "own_steps",
-    "rank_folders",
-    "step_folders",
-    "steps",
-    "whole_of",
-]
-
 _STEP = re.compile(r"step-(\d{9}|[1-9]\d{9,})")
 _RANK = re.compile(r"rank-(\d{4}|[1-9]\d{4,})")
 

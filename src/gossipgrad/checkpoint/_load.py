@@ -6,12 +6,10 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from ._decode import decode
-from ._files import check_file, open_tensors, read_file
+from ._files import check_file, open_tensors, read_plain
 from ._layout import folder_of, manifest, steps
-from ._manifest import Manifest
-
-__all__ = ["load", "read_state"]
+from ._manifest import TENSORS, TREE, Manifest
+from ._tree import decode
 
 
 def load(
@@ -60,16 +58,16 @@ def load(
 
 
 def read_state(folder: Path, found: Manifest, keys: Collection[str] | None = None) -> Any:
-    """The state of a manifest, once its files are what it says; of `keys` alone if told so."""
-    (tensors,) = (folder / name for name in found.files if name.endswith(".safetensors"))
-    (tree,) = (folder / name for name in found.files if name.endswith(".json"))
-    check_file(tensors, found.files[tensors.name])
-    text = read_file(tree, found.files[tree.name])
+    """The state of a manifest, once its files are what it says; of `keys` alone if given."""
+    tree = folder / TREE
+    for name, entry in found.files.items():
+        check_file(folder / name, entry)
+    text = read_plain(tree, found.files[TREE].size_bytes)
     try:
-        told = json.loads(text)
-        if keys is not None and isinstance(told, dict) and next(iter(told), "")[:1] != "$":
-            told = {key: told[key] for key in keys if key in told}
-        return decode(told, open_tensors(tensors))
+        value = json.loads(text)
+        if keys is not None and isinstance(value, dict) and next(iter(value), "")[:1] != "$":
+            value = {key: value[key] for key in keys if key in value}
+        return decode(value, open_tensors(folder / TENSORS))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{tree} cannot be read: {error}") from error
 

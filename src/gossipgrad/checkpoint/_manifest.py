@@ -4,29 +4,22 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ._files import FileEntry, open_plain
-
-__all__ = [
-    "MANIFEST",
-    "PARTIAL",
-    "Manifest",
-    "file_names",
-    "impossible_rank",
-    "is_own_file",
-    "read_manifest",
-]
+from ._files import FileEntry, read_plain
 
 MANIFEST = "manifest.json"
 PARTIAL = "manifest.json.partial"
+TENSORS = "state.safetensors"
+TREE = "state.json"
+OWN_FILES = frozenset({MANIFEST, PARTIAL, TENSORS, TREE})
+"""Names of the files of a checkpoint; any other is somebody else's."""
 _FORMAT = "gossipgrad-checkpoint"
-_VERSION = 1
+_VERSION = 2
 _MOST_BYTES = 2**24
-_FILE = re.compile(r"state(-\d+)?\.(safetensors|json)")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -67,11 +60,7 @@ class Manifest:
 
     def text(self) -> str:
         """As it is written, with a digest of itself."""
-        told = self._told()
-        return json.dumps({**told, "sha256": _digest(told)}, indent=1) + "\n"
-
-    def _told(self) -> dict[str, Any]:
-        return {
+        value: dict[str, Any] = {
             "format": _FORMAT,
             "version": _VERSION,
             "run": self.run,
@@ -85,6 +74,7 @@ class Manifest:
                 for name, entry in self.files.items()
             },
         }
+        return json.dumps({**value, "sha256": _digest(value)}, indent=1) + "\n"
 
     @property
     def whole(self) -> tuple[str, str, int, tuple[int, ...]]:
@@ -97,21 +87,6 @@ def impossible_rank(rank: int, world_size: int) -> str:
     return f"rank {rank} of world_size {world_size} cannot be: ranks count from 0 to world_size - 1"
 
 
-def file_names(taken: Collection[str]) -> tuple[str, str]:
-    """Names for the file of tensors and that of the rest, unlike those that are taken."""
-    for count in itertools.count():
-        suffix = f"-{count}" if count else ""
-        names = f"state{suffix}.safetensors", f"state{suffix}.json"
-        if not set(names) & set(taken):
-            return names
-    raise AssertionError
-
-
-def is_own_file(name: str) -> bool:
-    """Whether a name is one that files of a checkpoint have; any other is somebody else's."""
-    return name in (MANIFEST, PARTIAL) or _FILE.fullmatch(name) is not None
-
-
 def read_manifest(path: Path) -> Manifest:
     """Read a manifest, and believe none of it.
 
@@ -119,58 +94,51 @@ def read_manifest(path: Path) -> Manifest:
         FileNotFoundError: There is none.
         ValueError: It is damaged, or of another format or version.
     """
+    text = read_plain(path, _MOST_BYTES)
     try:
-        with open_plain(path) as file:
-            text = file.read(_MOST_BYTES + 1)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
-    if len(text) > _MOST_BYTES:
-        raise ValueError(f"{path} is no manifest: it has more than {_MOST_BYTES:,} bytes")
-    try:
-        told = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: it is no JSON ({error})") from error
-    if not isinstance(told, dict) or told.get("format") != _FORMAT:
+    if not isinstance(value, dict) or value.get("format") != _FORMAT:
         raise ValueError(f"{path} is foreign: it is not of the format {_FORMAT}")
-    if told.get("version") != _VERSION:
+    version = value.get("version")
+    if version != _VERSION:
+        writer = "an earlier gossipgrad 0.1" if version == 1 else "another gossipgrad"
         raise ValueError(
-            f"{path} is of version {told.get('version')!r}, this gossipgrad reads {_VERSION}: read "
-            "it with the one that wrote it"
+            f"{path} is of checkpoint format {version!r}, which {writer} writes; this one reads "
+            f"format {_VERSION}: go on with the one that wrote it, or export the model there"
         )
-    said = told.pop("sha256", None)
-    if said != _digest(told):
+    digest = value.pop("sha256", None)
+    if digest != _digest(value):
         raise ValueError(f"{path} was changed or damaged: its digest of itself does not fit")
     try:
-        return _parsed(told)
+        return _parsed(value)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{path} is no manifest: {error}") from error
 
 
-def _parsed(told: dict[str, Any]) -> Manifest:
+def _parsed(value: dict[str, Any]) -> Manifest:
     files = {
-        name: FileEntry(size_bytes=_whole(entry["bytes"]), sha256=_text(entry["sha256"]))
-        for name, entry in told["files"].items()
+        name: FileEntry(size_bytes=_count(entry["bytes"]), sha256=_text(entry["sha256"]))
+        for name, entry in value["files"].items()
     }
-    if len(files) != 2 or {Path(name).suffix for name in files} != {".safetensors", ".json"}:
-        raise ValueError(f"it names the files {sorted(files)}, not one of each kind")
-    for name, entry in files.items():
-        # Nothing outside of the folder is ever opened.
-        if not _FILE.fullmatch(name) or not _DIGEST.fullmatch(entry.sha256):
-            raise ValueError(f"it names the file {name!r}")
+    # Nothing outside of the folder is ever opened.
+    if set(files) != {TENSORS, TREE} or not all(
+        _DIGEST.fullmatch(entry.sha256) for entry in files.values()
+    ):
+        raise ValueError(f"it names the files {sorted(files)}")
     return Manifest(
-        run=_text(told["run"]),
-        attempt=_text(told["attempt"]),
-        rank=_whole(told["rank"]),
-        world_size=_whole(told["world_size"]),
-        members=tuple(map(_whole, told["members"])),
-        step=_whole(told["step"]),
+        run=_text(value["run"]),
+        attempt=_text(value["attempt"]),
+        rank=_count(value["rank"]),
+        world_size=_count(value["world_size"]),
+        members=tuple(map(_count, value["members"])),
+        step=_count(value["step"]),
         files=files,
     )
 
 
-def _whole(value: object) -> int:
+def _count(value: object) -> int:
     if type(value) is not int or value < 0:
         raise ValueError(f"{value!r} is no count")
     return value
@@ -182,6 +150,6 @@ def _text(value: object) -> str:
     return value
 
 
-def _digest(told: dict[str, Any]) -> str:
-    text = json.dumps(told, sort_keys=True, separators=(",", ":"))
+def _digest(value: dict[str, Any]) -> str:
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode("ascii")).hexdigest()

@@ -1,25 +1,13 @@
 """What a rank removes: its own files, and never the last checkpoint that is whole."""
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from os import PathLike
 from pathlib import Path
 
 from ._files import sync_folder
 from ._layout import folder_of, own_folders, own_steps, rank_folders, step_folders, steps
-from ._manifest import MANIFEST, Manifest, is_own_file, read_manifest
-
-__all__ = [
-    "clean",
-    "make_way",
-    "only",
-    "prune",
-    "refuse_foreign",
-    "remove_all",
-    "rewind",
-]
-
-_FILES = 3  # of a part that has nothing left over
+from ._manifest import MANIFEST, OWN_FILES, Manifest, read_manifest
 
 
 def rewind(directory: str | PathLike[str], *, rank: int, step: int) -> list[int]:
@@ -46,7 +34,7 @@ def rewind(directory: str | PathLike[str], *, rank: int, step: int) -> list[int]
     """
     newer = [(one, folder) for one, folder in own_folders(Path(directory), rank) if one > step]
     for _, folder in reversed(newer):
-        _remove(folder)
+        remove_part(folder)
     return [one for one, _ in reversed(newer)]
 
 
@@ -72,7 +60,7 @@ def remove_all(directory: str | PathLike[str]) -> list[int]:
     for step, folder in reversed(step_folders(Path(directory))):
         parts = [] if folder.is_symlink() else rank_folders(folder)
         for part in parts:
-            _remove(part)
+            remove_part(part)
         removed += [step] * bool(parts)
         with contextlib.suppress(OSError):
             folder.rmdir()
@@ -125,7 +113,7 @@ def make_way(directory: Path, part: Manifest, *, shared: bool) -> list[str]:
                 "directory of its own"
             )
     newer = [step for step in later[::-1] if step > part.step]
-    return _tried(_remove, [folder_of(directory, step, part.rank) for step in newer])
+    return _tried(remove_part, [folder_of(directory, step, part.rank) for step in newer])
 
 
 def clean(directory: Path, rank: int, *, before: int) -> list[str]:
@@ -141,12 +129,6 @@ def clean(directory: Path, rank: int, *, before: int) -> list[str]:
             with contextlib.suppress(OSError):
                 folder.rmdir()
     return left
-
-
-def only(folder: Path, files: Collection[str]) -> list[str]:
-    """Removes what an earlier save has left beside the files of a manifest."""
-    others = [path for path in folder.iterdir() if path.name not in (MANIFEST, *files)]
-    return _tried(_unlink, others)
 
 
 def prune(
@@ -166,38 +148,28 @@ def prune(
     if not complete:
         return own, []
     old = [step for step in own if step < complete[-1] and step not in complete[-keep:]]
-    left = _tried(_remove, [folder_of(directory, step, part.rank) for step in old])
+    left = _tried(remove_part, [folder_of(directory, step, part.rank) for step in old])
     return [step for step in own if step > complete[-1]], left
 
 
-def _clean_part(folder: Path) -> None:
-    names = [path.name for path in folder.iterdir()]
-    if MANIFEST not in names:
-        _remove(folder)
-    elif len(names) > _FILES:
-        with contextlib.suppress(FileNotFoundError, ValueError):
-            found = read_manifest(folder / MANIFEST)
-            for name in set(names) - {MANIFEST, *found.files}:
-                _unlink(folder / name)
-
-
-def _remove(folder: Path) -> None:
-    """The manifest first: what is left by a kill is no checkpoint."""
+def remove_part(folder: Path) -> None:
+    """Removes the files of a part, the manifest first: what a kill leaves is no checkpoint."""
     manifest = folder / MANIFEST
     if manifest.exists():
         manifest.unlink()
         sync_folder(folder)
     for path in folder.iterdir():
-        _unlink(path)
+        if path.name in OWN_FILES:
+            path.unlink(missing_ok=True)
     # Where somebody else keeps something, the folder stays.
     with contextlib.suppress(OSError):
         folder.rmdir()
         folder.parent.rmdir()
 
 
-def _unlink(path: Path) -> None:
-    if is_own_file(path.name):
-        path.unlink(missing_ok=True)
+def _clean_part(folder: Path) -> None:
+    if not (folder / MANIFEST).exists():
+        remove_part(folder)
 
 
 def _tried(act: Callable[[Path], None], paths: Iterable[Path]) -> list[str]:

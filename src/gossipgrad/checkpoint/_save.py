@@ -1,21 +1,18 @@
 """Saves what a rank has; the manifest, renamed last, is the commit."""
 
 import contextlib
-import errno
 import json
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 
-from ._encode import Encoded, encode
-from ._files import FileEntry, StoppedError, sync_folder, tensor_chunks, write_file
+from ._files import StoppedError, sync_folder, tensor_chunks, write_file
 from ._layout import folder_of
-from ._manifest import MANIFEST, PARTIAL, Manifest, file_names, impossible_rank, read_manifest
-from ._removing import clean, make_way, only, prune, refuse_foreign
-
-__all__ = ["Written", "check_keep", "commit", "part_of", "save", "told_of_left"]
+from ._manifest import MANIFEST, PARTIAL, TENSORS, TREE, Manifest, impossible_rank
+from ._removing import clean, make_way, prune, refuse_foreign, remove_part
+from ._tree import Encoded, encode
 
 
 def save(
@@ -162,26 +159,29 @@ def commit(
     left = make_way(directory, part, shared=shared)
     left += clean(directory, part.rank, before=part.step)
     folder = folder_of(directory, part.step, part.rank)
+    if folder.exists():
+        remove_part(folder)  # of a step that never was complete
     named = [folder, folder.parent, directory]
     named += [path.parent for path in (directory, *directory.parents) if not path.exists()]
     _make(folder)
-    taken = {path.name for path in folder.iterdir()}
-    tensors, tree = file_names(taken)
-    text = json.dumps(encoded.tree, separators=(",", ":"), allow_nan=False).encode("ascii")
-    told = {"gossipgrad": "read it by gossipgrad.checkpoint.load"}
+    text = json.dumps(encoded.tree, separators=(",", ":")).encode("ascii")
+    metadata = {"gossipgrad": "read it by gossipgrad.checkpoint.load"}
     try:
         files = {
-            tensors: write_file(folder / tensors, tensor_chunks(encoded.tensors, told), stop),
-            tree: write_file(folder / tree, [text], stop),
+            TENSORS: write_file(folder / TENSORS, tensor_chunks(encoded.tensors, metadata), stop),
+            TREE: write_file(folder / TREE, [text], stop),
         }
         done = replace(part, files=files)
         write_file(folder / PARTIAL, [done.text().encode("ascii")], stop)
-        _check_alone(folder, files)
         if may_commit is not None and not may_commit():
             raise StoppedError(f"{folder} was given up")
         (folder / PARTIAL).replace(folder / MANIFEST)
     except BaseException:
-        _remove_begun(folder, (tensors, tree, PARTIAL))
+        # An interrupt may come when the rename is done: then all of it stays.
+        if not (folder / MANIFEST).exists():
+            for name in (TENSORS, TREE, PARTIAL):
+                with contextlib.suppress(OSError):
+                    (folder / name).unlink(missing_ok=True)
         raise
     return _tidied(directory, done, named, left, keep=keep, shared=shared)
 
@@ -201,7 +201,6 @@ def _tidied(
     try:
         for path in named:
             sync_folder(path)
-        left += only(folder, done.files)
         if keep is not None:  # none before it is known that the new one is on the disk
             waiting, not_removed = prune(directory, done, keep=keep, shared=shared)
             left += not_removed
@@ -209,26 +208,6 @@ def _tidied(
         left.append(f"{error.filename or folder}: {error.strerror or error}")
     size_bytes = sum(entry.size_bytes for entry in done.files.values())
     return Written(folder=folder, waiting=waiting, left=left, size_bytes=size_bytes)
-
-
-def _check_alone(folder: Path, files: Mapping[str, FileEntry]) -> None:
-    """Another process that saves as the same rank takes what is not committed for left over."""
-    for name, entry in files.items():
-        path = folder / name
-        if not path.exists() or path.stat().st_size != entry.size_bytes:
-            raise OSError(
-                errno.EBUSY, "another process saves as the same rank, and removed it", str(path)
-            )
-
-
-def _remove_begun(folder: Path, names: Sequence[str]) -> None:
-    """What a manifest names stays: an interrupt may come when the rename is done."""
-    committed: Collection[str] = ()
-    with contextlib.suppress(FileNotFoundError, ValueError):
-        committed = read_manifest(folder / MANIFEST).files
-    for name in set(names) - set(committed):
-        with contextlib.suppress(OSError):
-            (folder / name).unlink(missing_ok=True)
 
 
 def _make(folder: Path) -> None:

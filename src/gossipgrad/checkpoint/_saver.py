@@ -1,6 +1,7 @@
 """Saves in the background: training is held up for a copy in memory, and for nothing else."""
 
 import atexit
+import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -9,18 +10,19 @@ from os import PathLike
 from pathlib import Path
 from types import TracebackType
 
+import torch
 from torch import Tensor
 
-from ._background import Write, copied
-from ._encode import Encoded, encode
+from ._files import StoppedError
 from ._manifest import Manifest
 from ._removing import refuse_foreign
-from ._save import check_keep, part_of, told_of_left
-
-__all__ = ["Saver", "SaverStats"]
+from ._save import Written, check_keep, commit, part_of, told_of_left
+from ._tree import Encoded, encode
 
 # Own steps beyond `keep` that wait for other ranks, before that is worth a word.
 _MANY_WAITING = 4
+# A saver that nobody closed holds the end of the process up for so long at most.
+_EXIT_SECONDS = 60.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,7 +109,7 @@ class Saver:
         self._named = {"run": run, "attempt": attempt}
         self._keep, self._shared, self._tell = keep, shared, tell
         self._buffers: dict[str, Tensor] = {}
-        self._write: Write | None = None
+        self._write: _Write | None = None
         self._error: Exception | None = None
         self._said: set[str] = set()
         self._closed = False
@@ -239,9 +241,11 @@ class Saver:
     def _take(self, encoded: Encoded, part: Manifest, *, copy: bool) -> bool:
         try:
             if copy:
-                self._buffers = copied(encoded.tensors, self._buffers)
+                self._buffers = _copied(encoded.tensors, self._buffers)
                 encoded = replace(encoded, tensors=self._buffers)
-            self._write = Write(self.directory, encoded, part, keep=self._keep, shared=self._shared)
+            self._write = _Write(
+                self.directory, encoded, part, keep=self._keep, shared=self._shared
+            )
         except (MemoryError, RuntimeError) as error:  # no memory, or no thread
             self._buffers = {}
             self._error = error
@@ -307,3 +311,67 @@ class Saver:
 
 def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
+
+
+class _Write:
+    """A thread that writes one state; `written` and `error` are to be read when it has ended."""
+
+    def __init__(
+        self, directory: Path, encoded: Encoded, part: Manifest, *, keep: int | None, shared: bool
+    ) -> None:
+        self.part = part
+        self.written: Written | None = None
+        self.error: Exception | None = None
+        self.seconds = 0.0
+        self.start = time.perf_counter()
+        self._stop = threading.Event()
+        self._last_word = threading.Lock()
+
+        def write() -> None:
+            try:
+                self.written = commit(
+                    directory,
+                    encoded,
+                    part,
+                    keep=keep,
+                    shared=shared,
+                    stop=self._stop.is_set,
+                    may_commit=lambda: self._last_word.acquire(blocking=False),
+                )
+            except StoppedError:
+                pass
+            except Exception as error:
+                self.error = error
+            finally:
+                self.seconds = time.perf_counter() - self.start
+
+        # A daemon: a disk that hangs must not keep a process from ending.
+        self.thread = threading.Thread(target=write, name="gossipgrad-checkpoint", daemon=True)
+        self.thread.start()
+        atexit.register(self.at_exit)
+
+    def give_up(self) -> bool:
+        """Has it end without a commit; False: too late, the commit is under way or done."""
+        self._stop.set()
+        return self._last_word.acquire(blocking=False)
+
+    def at_exit(self) -> None:
+        self.thread.join(_EXIT_SECONDS)
+
+
+def _copied(tensors: dict[str, Tensor], buffers: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies on the CPU, in the buffers of the last time where they fit."""
+    copies: dict[str, Tensor] = {}
+    devices = set()
+    for name, tensor in tensors.items():
+        copy = buffers.get(name)
+        if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
+            copy = torch.empty(
+                tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda
+            )
+        copies[name] = copy.copy_(tensor, non_blocking=tensor.is_cuda)
+        if tensor.is_cuda:
+            devices.add(tensor.device)
+    for device in devices:
+        torch.cuda.current_stream(device).synchronize()
+    return copies

@@ -19,13 +19,21 @@ from gossipgrad.planning import (
     wfbp,
 )
 
-from ._plan_methods import AS_IS, NARROW
 from ._units import percent_text
 
-__all__ = ["Alternative", "Comparison", "compare"]
+NARROW = ("fp16", "bf16")
+NARROW_BYTES = 2
+METHODS = ("sparse", "dense", *NARROW)
+"""What a plan may choose among."""
+
+
+AS_IS = "dense as is"
+"""DDP's all-reduce of gradients that a session widens before it adds them up."""
+
 
 _DDP_BYTES, _DDP_FIRST_BYTES = 25 << 20, 1 << 20
 _WORTH_TELLING = 1e-3  # of a step
+
 
 Rule = Callable[[Sequence[float], Sequence[int], Method], Plan]
 

@@ -15,7 +15,7 @@ from ._registry import info as info
 from ._registry import load as load
 from ._registry import prepare as prepare
 from ._ring_shuffle import RingShuffle as RingShuffle
-from ._ring_shuffle_stats import RingShuffleStats as RingShuffleStats
+from ._ring_shuffle import RingShuffleStats as RingShuffleStats
 from ._sampler import ShardedSampler as ShardedSampler
 from ._shards import ShardedBatches as ShardedBatches
 from ._shards import made_ahead as made_ahead

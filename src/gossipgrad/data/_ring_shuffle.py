@@ -1,37 +1,113 @@
 """GossipGraD's asynchronous distributed shuffle of shards that lie in memory."""
 
+import math
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from numbers import Real
 from types import TracebackType
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from jaxtyping import Shaped
+from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
+from torch.utils._pytree import register_pytree_node
 from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data._utils.collate import default_collate_fn_map
 
-from gossipgrad.comm import Group, resolve_group, resolve_transport
+from gossipgrad.comm import Group, Transport, resolve_group, resolve_transport
+from gossipgrad.errors import AgreementError
 
-from ._ring_shuffle_batch import RowBatch
-from ._ring_shuffle_order import EpochOrder
 from ._ring_shuffle_ring import Ring
-from ._ring_shuffle_rows import Parcel, Rows
-from ._ring_shuffle_start import Flow, TransportFactory, agree, check_arguments, num_batches
-from ._ring_shuffle_state import check_state
-from ._ring_shuffle_stats import RingShuffleStats
+from ._ring_shuffle_rows import Flow, Parcel, Rows, num_batches
 from ._ring_shuffle_worker import Worker
 from ._shards import check_whole
 
 Batch = tuple[Shaped[Tensor, "row ..."], ...]
+TransportFactory = Callable[[Group], Transport]
 
 _LINGER_SECONDS = 2.0
 _VERSION = 2
 _NO_WORKERS = (
     "a RingShuffle lives in one process, with its rows and its links to other ranks: use "
     "DataLoader(shuffle, batch_size=None, num_workers=0)"
+)
+# What a state holds beside what has to be the same.
+_POSITION = (
+    *("tensors", "held", "unplaced", "order", "order_place"),
+    *("epoch", "next_epoch", "batches_left", "flow_step"),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RingShuffleStats:
+    """What one rank's shuffle has done and holds; read without communication.
+
+    Attributes:
+        steps: Batches handed out.
+        rows_held: Rows that are this rank's.
+        rows_sent: Rows given away, less those that came back from a rank that left.
+        rows_received: Rows taken in from other ranks.
+        rows_in_flight: Rows given away that nobody has said to have taken.
+        rows_lost: Rows sent to a rank that died before it said that it had them.
+        rows_stale: Rows handed out a second time because their successors had not come.
+        late_rounds: Steps whose rows stayed because a neighbour was late.
+        bytes_sent: Bytes of rows sent to the neighbour.
+        bytes_received: Bytes of rows that came from the neighbour.
+        exposed_seconds: Time that steps were blocked on neighbours.
+        moving_seconds: Time spent on packing and placing rows.
+        extra_memory_bytes: Rows on their way or without a slot, held beside the shard.
+        refused_messages: Messages dropped because they were not of this ring, and connections
+            refused because they did not know the secret of the run.
+        ranks_gone: Ranks that left or died, as far as this rank had to do with them.
+    """
+
+    steps: int
+    rows_held: int
+    rows_sent: int
+    rows_received: int
+    rows_in_flight: int
+    rows_lost: int
+    rows_stale: int
+    late_rounds: int
+    bytes_sent: int
+    bytes_received: int
+    exposed_seconds: float
+    moving_seconds: float
+    extra_memory_bytes: int
+    refused_messages: int
+    ranks_gone: tuple[int, ...]
+
+
+class RowBatch(tuple):
+    """A batch of rows, one tensor for each of the shard's.
+
+    A `DataLoader` that was not told `batch_size=None` makes batches of what it gets. Of this it
+    makes none: with its default of one it hands the batch on as it is, with more it is refused.
+    """
+
+    __slots__ = ()
+
+
+def _handed_on(batches: Sequence[RowBatch], *, collate_fn_map: Any = None) -> RowBatch:
+    if len(batches) > 1:
+        raise ValueError(
+            f"a DataLoader would make one batch of {len(batches)} that a RingShuffle has made "
+            "already: use DataLoader(shuffle, batch_size=None), and say how large batches are in "
+            "RingShuffle(..., batch_size=...). No row is lost."
+        )
+    return batches[0]
+
+
+default_collate_fn_map[RowBatch] = _handed_on
+register_pytree_node(
+    RowBatch,
+    lambda batch: (list(batch), None),
+    lambda parts, _: RowBatch(parts),
+    serialized_type_name="gossipgrad.data.RowBatch",
 )
 
 
@@ -125,7 +201,7 @@ class RingShuffle(IterableDataset[Batch]):
         super().__init__()
         self._group = resolve_group(process_group, asks="RingShuffle(...)")
         try:
-            check_arguments(tensors, batch_size, seed, drop_last, credits, deadline_seconds)
+            _check_arguments(tensors, batch_size, seed, drop_last, credits, deadline_seconds)
             self.rank, self.world_size = self._group.rank, self._group.world_size
             batch_size, seed = int(batch_size), int(seed)
             self.batch_size, self.seed, self.drop_last = batch_size, seed, bool(drop_last)
@@ -136,7 +212,7 @@ class RingShuffle(IterableDataset[Batch]):
                 "dtypes": [str(tensor.dtype) for tensor in tensors],
                 "shapes of a row": [list(tensor.shape[1:]) for tensor in tensors],
             }
-            sizes = agree(self._group, settings, self._num_rows)
+            sizes = _agree(self._group, settings, self._num_rows)
             self._flow = Flow(sizes, batch_size=batch_size, drop_last=drop_last)
             self._rows = Rows(tensors)
             self._worker = Worker()
@@ -160,7 +236,7 @@ class RingShuffle(IterableDataset[Batch]):
         self._epoch = -1
         self._next_epoch = 0
         self._batches_left = 0
-        self._order = EpochOrder()
+        self._order = _EpochOrder()
         self._resumes = False
         self._iteration = 0
         self._steps = 0
@@ -276,7 +352,7 @@ class RingShuffle(IterableDataset[Batch]):
         slots = np.setdiff1d(np.arange(self._num_rows), self._rows.spare)
         order = np.random.default_rng((self.seed, self._epoch, self.rank)).permutation(slots)
         # As long as ever, should rows be missing.
-        self._order = EpochOrder(np.resize(order, self._num_rows))
+        self._order = _EpochOrder(np.resize(order, self._num_rows))
 
     def _next_batch(self) -> Batch:
         last = self._batches_left == 1 and not self.drop_last
@@ -366,7 +442,7 @@ class RingShuffle(IterableDataset[Batch]):
         }
 
     def _load(self, state: dict[str, Any]) -> None:
-        check_state(state, self._identity(), self._rows.tensors)
+        _check_state(state, self._identity(), self._rows.tensors)
         if self._steps:
             raise ValueError(
                 f"{self._steps} batches were handed out already: load the state before the first"
@@ -385,9 +461,145 @@ class RingShuffle(IterableDataset[Batch]):
             self._ring.rows = rows
         self._epoch, self._next_epoch = state["epoch"], state["next_epoch"]
         self._batches_left, self._flow_step = state["batches_left"], state["flow_step"]
-        self._order = EpochOrder(state["order"].numpy().copy(), state["order_place"])
+        self._order = _EpochOrder(state["order"].numpy().copy(), state["order_place"])
         self._resumes = self._batches_left > 0
 
     def _check_open(self) -> None:
         if self._closed:
             raise ValueError("the shuffle is closed: its rows are in rows()")
+
+
+class _EpochOrder:
+    """The slots of an epoch in their order, and how far it has come.
+
+    Args:
+        slots: In their order; copied where it changes.
+        place: How many of them were handed out.
+
+    Example:
+        >>> order = _EpochOrder(np.array([4, 2, 3, 0, 1]))
+        >>> order.take(2).tolist()
+        [4, 2]
+        >>> order.put_off(np.array([False, False, False, True, False]))
+        >>> order.rest.tolist()
+        [0, 1, 3]
+    """
+
+    def __init__(self, slots: Int[np.ndarray, " row"] | None = None, place: int = 0) -> None:
+        self.slots = np.empty(0, dtype=np.int64) if slots is None else slots
+        self.place = place
+
+    @property
+    def used(self) -> Int[np.ndarray, " used"]:
+        """The slots that were handed out."""
+        return self.slots[: self.place]
+
+    @property
+    def rest(self) -> Int[np.ndarray, " rest"]:
+        """The slots that were not handed out."""
+        return self.slots[self.place :]
+
+    def take(self, size: int) -> Int[np.ndarray, " batch"]:
+        """The next slots, at most `size`, which count as handed out."""
+        taken = self.rest[:size]
+        self.place += len(taken)
+        return taken
+
+    def put_off(self, late: Bool[np.ndarray, " slot"]) -> None:
+        """Brings those of the rest that are late to its end."""
+        is_late = late[self.rest]
+        self.slots = np.concatenate([self.used, self.rest[~is_late], self.rest[is_late]])
+
+
+def _agree(group: Group, settings: dict[str, Any], num_rows: int) -> list[int]:
+    """The sizes of all shards, if all ranks have the same settings; a collective.
+
+    Raises:
+        AgreementError: On every rank, with the first difference to rank 0.
+        ValueError: On every rank, if a shard is too small.
+    """
+    told = group.all_gather_object({"settings": settings, "rows": num_rows})
+    for rank, other in zip(group.members, told, strict=True):
+        for name, value in told[0]["settings"].items():
+            if other["settings"][name] != value:
+                raise AgreementError(
+                    f"rank {rank} has {name}={other['settings'][name]}, rank {group.members[0]} "
+                    f"has {value}: rows travel from one to the other, so both need the same"
+                )
+    sizes = [other["rows"] for other in told]
+    if len(sizes) > 1 and min(sizes) < 2:
+        raise ValueError(
+            f"rank {sizes.index(min(sizes))} has {min(sizes)} rows, but every rank needs two at "
+            "least: one to train on while the other travels"
+        )
+    return sizes
+
+
+def _check_arguments(
+    tensors: tuple[Tensor, ...],
+    batch_size: int,
+    seed: int,
+    drop_last: bool,
+    credits: int,
+    deadline_seconds: float,
+) -> None:
+    """Refuses what this rank can know to be wrong.
+
+    Raises:
+        ValueError: For shards or settings that cannot be.
+    """
+    if not tensors:
+        raise ValueError("no tensors: give inputs and targets, RingShuffle(x, y, batch_size=64)")
+    lengths = [len(tensor) if tensor.ndim else 0 for tensor in tensors]
+    if len(set(lengths)) > 1 or not lengths[0]:
+        raise ValueError(f"tensors have {lengths} rows, but need equally many, and at least one")
+    for tensor in tensors:
+        if tensor.device.type != "cpu":
+            raise ValueError(
+                f"a tensor lies on {tensor.device}: keep the shard in host memory, and move each "
+                "batch to the device"
+            )
+    check_whole(1, batch_size=batch_size, credits=credits)
+    check_whole(0, seed=seed)
+    if not isinstance(deadline_seconds, Real) or not 0 <= float(deadline_seconds) < math.inf:
+        raise ValueError(
+            f"deadline_seconds is {deadline_seconds!r}, but must be a number of seconds, at least "
+            "0 and finite; 0: no batch waits for a late neighbour."
+        )
+    if not num_batches(lengths[0], batch_size, drop_last=drop_last):
+        raise ValueError(
+            f"{lengths[0]} rows make no batch of {batch_size} with drop_last: use smaller batches"
+        )
+
+
+def _check_state(state: dict[str, Any], own: dict[str, Any], tensors: Sequence[Tensor]) -> None:
+    """Refuses a state that is another rank's, or of another shard.
+
+    Args:
+        state: What is to be loaded.
+        own: What has to be the same in it.
+        tensors: The shard.
+
+    Raises:
+        ValueError: With the first difference.
+    """
+    if not isinstance(state, dict):
+        raise ValueError(
+            f"the state is {state!r}, but must be what state_dict() of a RingShuffle gave"
+        )
+    if missing := sorted({*own, *_POSITION} - set(state)):
+        raise ValueError(
+            f"the state has no {missing[0]}: load what state_dict() of a RingShuffle gave"
+        )
+    for name, value in own.items():
+        if state[name] != value:
+            raise ValueError(
+                f"the state has {name}={state[name]}, this shuffle has {value}: each rank loads "
+                "its own, into a shuffle made alike"
+            )
+    for there, here in zip(state["tensors"], tensors, strict=True):
+        if there.shape != here.shape or there.dtype != here.dtype:
+            raise ValueError(
+                f"the state has rows {tuple(there.shape)} of {there.dtype}, this shuffle "
+                f"{tuple(here.shape)} of {here.dtype}: make it of a shard as large"
+            )

@@ -1,4 +1,4 @@
-"""The rows of a shard: which lie in it, which are on their way, and how they travel."""
+"""The rows of a shard: which lie in it, which are on their way, how they travel, and how many."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Int, Shaped, UInt8
 from torch import Tensor
+
+from . import _shards
 
 _ALIGNED_BYTES = 16
 
@@ -171,6 +173,45 @@ class Rows:
             views = self.format.views(parcel.payload, parcel.count)
             parts.append(tuple(view[parcel.placed :] for view in views))
         return tuple(torch.cat(part) for part in zip(*parts, strict=True))
+
+
+class Flow:
+    """How many rows travel in which step: the same number on every link.
+
+    The whole batch where all batches are equal. Else the first rows of it, as many as in the
+    smallest batch of any rank in that step; one row of a shard always stays.
+
+    Args:
+        sizes: Rows of all shards.
+        batch_size: Rows of a batch, but the last of an epoch: one more or fewer.
+        drop_last: Whether a smaller last batch is left out.
+
+    Example:
+        >>> flow = Flow([10, 7], batch_size=4, drop_last=False)
+        >>> [flow.rows(step) for step in range(6)]
+        [4, 3, 2, 3, 4, 2]
+    """
+
+    def __init__(self, sizes: Sequence[int], *, batch_size: int, drop_last: bool) -> None:
+        self._shards = [
+            (size, num_batches(size, batch_size, drop_last=drop_last)) for size in sorted({*sizes})
+        ]
+        self._batch_size = batch_size
+        self.most_rows = max(1, min(batch_size, min(sizes) - 1))
+
+    def rows(self, step: int) -> int:
+        """Rows that travel in the batch that is number `step` since the start, counted from 0."""
+        return min(
+            min(self._batch_size, size - step % batches * self._batch_size, size - 1)
+            for size, batches in self._shards
+        )
+
+
+def num_batches(num_rows: int, batch_size: int, *, drop_last: bool) -> int:
+    """Batches an epoch; see `_shards.num_batches`."""
+    if drop_last:
+        return num_rows // batch_size
+    return _shards.num_batches(num_rows, batch_size)
 
 
 def _numel(shape: tuple[int, ...]) -> int:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from gossipgrad.comm import AskedStore
+from gossipgrad.comm import AskedStore, Loss
 
 from ._joined import HandedIn, collect_joined, folder_seconds, read_file, taken_for_dead
 from ._layout import RunDir
@@ -54,9 +54,11 @@ class Ending:
         self._lost: dict[int, str] = {}
         self.when_seconds: dict[int, float] = {}
 
-    def miss(self, absent: Mapping[int, str], when_seconds: Mapping[int, float]) -> None:
-        """Take note of ranks that were lost before the start, of why, and of when if known."""
-        self._absent, self.when_seconds = dict(absent), dict(when_seconds)
+    def miss(self, losses: Mapping[int, Loss]) -> None:
+        """Take note of ranks that were lost before the start."""
+        self._absent = {rank: loss.why for rank, loss in losses.items()}
+        known = (loss for loss in losses.items() if loss[1].when_seconds)
+        self.when_seconds = {rank: loss.when_seconds or 0.0 for rank, loss in known}
 
     def hand_in(self, content: HandedIn) -> None:
         """Leave what this rank has to say for the others; the last thing that a rank does."""

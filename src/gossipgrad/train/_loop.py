@@ -196,8 +196,8 @@ class Loop:
             self._last_progress = metrics.seconds
             traffic = traffic or self.strategy.traffic()
             for text in self.strategy.news():
-                self.emit({"event": "members", "text": text})
-            self.emit(
+                self._tell({"event": "members", "text": text})
+            self._tell(
                 {
                     "event": "progress",
                     "epoch": epoch,
@@ -208,6 +208,9 @@ class Loop:
                     "exposed_share": traffic.exposed_seconds / metrics.train_seconds,
                 }
             )
+
+    def _tell(self, event: Event) -> None:
+        self.emit({**event, "living": self.strategy.living})
 
     def _evaluate(self, epoch: int, *, final: bool) -> Evaluation | None:
         metrics = self.metrics
@@ -228,5 +231,5 @@ class Loop:
             ),
             samples_per_second=metrics.samples_per_second,
         )
-        self.emit({**event, "step": self.course.position(metrics.steps)})
+        self._tell({**event, "step": self.course.position(metrics.steps)})
         return evaluation

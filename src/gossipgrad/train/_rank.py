@@ -72,7 +72,7 @@ def train_rank(
         world_size: How many there are, or were at the start.
         stop: Set from outside to end the run at the next step boundary.
         emit: Takes events for whoever watches: "ready", "progress", "members", "epoch",
-            "checkpoint"; "store" from another thread.
+            "checkpoint".
         groups: Private groups of the ranks that came to the start, by name.
         members: These ranks, rising; None: all.
         newcomer: Joins the run, which trains already; None: takes part from its start.
@@ -191,7 +191,7 @@ def train_rank(
             Metrics(run_dir.metrics(rank), resumed=resumed, loggers=loggers) as metrics,
             closing(checkpoints),
             _saved_if_evicted(model, run_dir.evicted_model(rank)),
-            store_news(emit) as store_losses,
+            store_news() as store_losses,
         ):
             loop = Loop(
                 strategy=strategy,
@@ -217,7 +217,7 @@ def train_rank(
             if (why := _invite(strategy, job, run_dir, config)) is not None:
                 strategy.notes.append(why)
             reserve_model(run_dir, rank, model)
-            emit({"event": "ready", "total_steps": total_steps})
+            emit({"event": "ready", "total_steps": total_steps, "living": strategy.living})
             unstarted.pop_all()
             final = loop.run()
             seconds = metrics.seconds

@@ -34,6 +34,14 @@ def after_checks() -> Iterator[None]:
         raise RuntimeError("the run failed after its options were checked") from error
 
 
+def short_cause(error: BaseException) -> str:
+    """An exception in one line; its type is left out where the message is meant for the user."""
+    lines = str(error).strip().splitlines() or ["no message"]
+    if isinstance(error, (ValueError, GossipError)):
+        return " ".join(lines)
+    return f"{type(error).__name__}: {lines[0]}"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankResult:
     """Figures of one rank, plain values that travel as JSON."""

@@ -2,14 +2,12 @@
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from gossipgrad.comm import MemberWatch
 from gossipgrad.data import ElasticBatches
-
-from ._metrics import Event
 
 _SHARES = f"{ElasticBatches.__module__}_dealer"
 
@@ -18,8 +16,8 @@ StoreLoss = dict[str, Any]
 
 
 @contextmanager
-def store_news(emit: Callable[[Event], None]) -> Iterator[list[StoreLoss]]:
-    """Hears, inside, when the store was lost; each time is noted, and told as a "store" event.
+def store_news() -> Iterator[list[StoreLoss]]:
+    """Hears, inside, when the store was lost, and notes each time.
 
     That samples are dealt without it is not told beside that: the summary says what came of it.
     """
@@ -32,8 +30,6 @@ def store_news(emit: Callable[[Event], None]) -> Iterator[list[StoreLoss]]:
                 losses.append({"since_seconds": record.created, "until_seconds": None, "why": why})
             elif losses:
                 losses[-1]["until_seconds"] = record.created
-            text = _tell(losses[-1]) if losses else "the rendezvous store answers again"
-            emit({"event": "store", "lost": why is not None, "text": text})
         return True
 
     def told_already(record: logging.LogRecord) -> bool:
