@@ -18,13 +18,13 @@ import gossipgrad
 SOURCE = Path(gossipgrad.__file__).parent
 ROOT = Path(__file__).parents[1]
 FLOORS = (
-    ("errors", "_claims", "_said", "_unknown_scaler"),
+    ("errors", "_claims", "_messages", "_unknown_scaler"),
     ("topology", "planning"),
     ("comm", "compression"),
     ("engine",),
     ("decentralized", "sparsification", "apoptosis", "muon", "second_order"),
     ("trace", "simulate", "checkpoint", "data", "models"),
-    ("_later",),
+    ("_lazy",),
     ("__init__",),  # `import gossipgrad`: whatever is above uses the library as users do
     ("launch",),
     ("train",),
@@ -104,7 +104,7 @@ def test_imports_go_down_and_through_the_front_of_a_room():
             "imports decentralized",
         ),
         ("errors.py", "from gossipgrad.topology import ring", "imports topology"),
-        ("_said.py", "from .comm import Group", "imports comm"),
+        ("_messages.py", "from .comm import Group", "imports comm"),
         ("comm/_link.py", "from gossipgrad.topology._ring import Ring", "private topology._ring"),
         ("comm/_link.py", "from gossipgrad.topology import _ring", "private topology._ring"),
         ("comm/_link.py", "import gossipgrad.topology._ring", "private topology._ring"),
@@ -113,13 +113,13 @@ def test_imports_go_down_and_through_the_front_of_a_room():
         ("attic/_box.py", "import torch", "attic has no floor"),
         ("attic.py", "import torch", "attic has no floor"),
         ("comm/_link.py", "from gossipgrad.topology import ring", None),
-        ("comm/_link.py", "from gossipgrad._said import first_line", None),
+        ("comm/_link.py", "from gossipgrad._messages import first_line", None),
         ("comm/_link.py", "from ..errors import GossipError", None),
         ("comm/_link.py", "from ._wire import Wire", None),
         ("comm/deeper/_link.py", "from .._wire import Wire", None),
         ("comm/_link.py", "from torch._C import Node", None),
         ("__init__.py", "from gossipgrad import topology as topology", None),
-        ("__init__.py", "from gossipgrad._later import __getattr__", None),
+        ("__init__.py", "from gossipgrad._lazy import __getattr__", None),
     ],
 )
 def test_every_kind_of_violation_is_found(tmp_path, path, line, found):

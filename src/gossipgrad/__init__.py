@@ -4,7 +4,7 @@ from importlib.metadata import version as _version
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from gossipgrad import topology as topology
-from gossipgrad._said import show_warnings as _show_warnings
+from gossipgrad._messages import show_warnings as _show_warnings
 from gossipgrad.comm import Group as Group
 from gossipgrad.comm import Heartbeats as Heartbeats
 from gossipgrad.comm import Joining as Joining
@@ -65,7 +65,7 @@ if _TYPE_CHECKING:
     from gossipgrad.sparsification import SparseStats as SparseStats
     from gossipgrad.sparsification import sparsify as sparsify
 else:
-    from gossipgrad._later import __getattr__ as __getattr__
+    from gossipgrad._lazy import __getattr__ as __getattr__
 
 _show_warnings()
 

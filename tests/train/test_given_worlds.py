@@ -18,13 +18,13 @@ from support.processes import run_processes
 from support.waiting import until
 
 pytestmark = pytest.mark.process
-GUIDE = Path(__file__).parents[2] / "docs" / "getting_started.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "guarantees.md"
 LOST_STORE = "the rendezvous store is lost"
 
 
 def guide_command(program: str, having: str) -> str:
     """The one command of the section on several machines that has such an option."""
-    section = GUIDE.read_text().split("### Across machines")[1]
+    section = GUIDE.read_text().split("## Who lets the others live")[1]
     (command,) = re.findall(rf"^{program} .*{having}.*$", section, re.MULTILINE)
     return command
 

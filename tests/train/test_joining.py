@@ -106,10 +106,9 @@ def test_a_run_that_is_over_is_refused(run_dir):
 def test_a_run_that_does_not_train_is_refused(run_dir):
     run_dir.invitation.unlink()
     again = "begin another like it by `gossipgrad train --config RUN/config.json`."
-    assert refused(run_dir) == (
-        "the run in RUN is not training: it starts or ends just now, or was killed. If it starts, "
-        f"try again when it has told of its first epoch; after a kill {again}"
-    )
+    why = refused(run_dir)
+    assert why.startswith("the run in RUN is not training")
+    assert why.endswith(f"after a kill {again}")
     run_dir.partial.rmdir()
     assert refused(run_dir) == f"the run in RUN has failed, or was stopped before it began: {again}"
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gossipgrad._said import first_line
+from gossipgrad._messages import first_line
 from gossipgrad.comm._asked_store import Deadline, StoreThread
 from gossipgrad.comm._heartbeats import Heartbeats
 from gossipgrad.comm._liveness import Liveness

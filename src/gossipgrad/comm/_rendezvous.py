@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gossipgrad._said import first_line
+from gossipgrad._messages import first_line
 from gossipgrad.comm._asked_store import AskedStore, Deadline, StoreSilentError
 from gossipgrad.errors import GossipError
 

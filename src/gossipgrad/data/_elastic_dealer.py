@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch.distributed as dist
 
-from gossipgrad._said import first_line
+from gossipgrad._messages import first_line
 from gossipgrad.comm import Membership, StoreThread
 from gossipgrad.errors import EvictedError
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gossipgrad._said import first_line
+from gossipgrad._messages import first_line
 from gossipgrad.comm import (
     Group,
     Heartbeats,

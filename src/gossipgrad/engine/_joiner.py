@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from gossipgrad._said import first_line
+from gossipgrad._messages import first_line
 from gossipgrad.comm import Arrival as Message
 from gossipgrad.comm import (
     AskedStore,

@@ -6,7 +6,7 @@ from weakref import finalize
 
 import torch.distributed as dist
 
-from gossipgrad._said import first_line
+from gossipgrad._messages import first_line
 from gossipgrad.comm import (
     LEFT,
     Channel,

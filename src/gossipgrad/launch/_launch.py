@@ -16,7 +16,7 @@ from ._rendezvous import Rendezvous
 from ._worker import Command, Exit, Worker
 
 SOME_LOST = 3
-"""The exit code when some workers failed and others came to their end."""
+"""The exit code when some workers failed and others reached their end."""
 
 _POLL_SECONDS = 0.05
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -117,9 +117,9 @@ def launch(
 
 
 def _environment(rendezvous: Rendezvous, local_rank: int) -> dict[str, str]:
-    """What torchrun tells a worker; its store is that of the launcher."""
+    """What torchrun gives to a worker; its store is that of the launcher."""
     rank, world_size = rendezvous.first_rank + local_rank, rendezvous.world_size
-    told = {
+    variables = {
         "RANK": rank,
         "LOCAL_RANK": local_rank,
         "WORLD_SIZE": world_size,
@@ -136,7 +136,7 @@ def _environment(rendezvous: Rendezvous, local_rank: int) -> dict[str, str]:
         "TORCHELASTIC_MAX_RESTARTS": 0,
         "TORCHELASTIC_RUN_ID": "gossipgrad",
     }
-    return {name: str(value) for name, value in told.items()}
+    return {name: str(value) for name, value in variables.items()}
 
 
 def _defaults(rendezvous: Rendezvous) -> dict[str, str]:

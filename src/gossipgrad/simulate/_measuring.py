@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from gossipgrad._said import first_line
+from gossipgrad._messages import first_line
 from gossipgrad.comm import Channel, Group, Outcome
 from gossipgrad.errors import GossipError
 from gossipgrad.topology import complete

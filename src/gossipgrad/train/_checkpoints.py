@@ -48,7 +48,7 @@ class LoopState:
 class Checkpoints:
     """The checkpoints of one rank: each rank saves its own state.
 
-    In mode stale all come together for that, each as its position comes to the next checkpoint.
+    In mode stale all come together for that, each as its position reaches the next checkpoint.
 
     Args:
         config: The options, resolved.
@@ -60,7 +60,7 @@ class Checkpoints:
         strategy: Keeps replicas together.
         batches: Have a state of their own with a ring shuffle.
         device: Where the model is.
-        emit: Takes "checkpoint" events, each with a text that whoever watches should see: what
+        emit: Takes "checkpoint" events, each with a text for the user: what
             could not be saved, or was left out.
     """
 
@@ -145,15 +145,15 @@ class Checkpoints:
             return
         strategy = self._strategy
         label = 0 if loop_state is None else strategy.checkpoint_label(loop_state.metrics["steps"])
-        told = strategy.agree([secrets.token_hex(8), label])
+        all_labels = strategy.agree([secrets.token_hex(8), label])
         if loop_state is not None:
             # Labels rise, also where ranks of another number make fewer steps, and are the same on
-            # all: none is due before the furthest rank comes to a new one.
-            highest = max(label for _, label in told)
+            # all: none is due before the furthest rank reaches a new one.
+            highest = max(label for _, label in all_labels)
             self._base = max(0, self._last - highest)
             self._last = highest + self._base
         # Who never meets has nothing that would belong to another start.
-        self._open(told[0][0] if strategy.meets else "")
+        self._open(all_labels[0][0] if strategy.meets else "")
 
     def carried(self) -> dict[str, Any]:
         """What one who joins has to know to save parts of the same checkpoints."""
@@ -241,13 +241,13 @@ class Checkpoints:
     def _end_together(self, steps: int, loop_state: LoopState) -> str | None:
         label = self._strategy.checkpoint_label(steps) + self._base
         own = [steps, label, self._last, self._is_kept(self._last)]
-        told = self._strategy.agree_at_end(own)
-        alike = len({one[0] for one in told}) == 1 and not self._strategy.is_stale
-        if not any(one[0] for one in told):
+        ends = self._strategy.agree_at_end(own)
+        alike = len({one[0] for one in ends}) == 1 and not self._strategy.is_stale
+        if not any(one[0] for one in ends):
             return None
-        if alike and all(last == label and kept for _, _, last, kept in told):
+        if alike and all(last == label and kept for _, _, last, kept in ends):
             return None
-        label = max(max(label, last + 1) for _, label, last, _ in told)
+        label = max(max(label, last + 1) for _, label, last, _ in ends)
         if not self._settle_rows():
             return "rows of the ring shuffle did not arrive"
         return self._save_last(self._state(loop_state, drain=not alike), label)

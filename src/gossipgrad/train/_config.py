@@ -1,4 +1,4 @@
-"""What a training run is told: frozen dataclasses, checked when made, written as JSON."""
+"""The options of a training run: frozen dataclasses, checked when made, written as JSON."""
 
 import dataclasses
 import json
@@ -414,8 +414,8 @@ class TrainConfig:
         """What `config.json` holds: options, which of them are not used, the rate, versions."""
         unused = [f"{section}.{name}".lstrip(".") for section, name, _ in self._unused()]
         strategy_is = self.traits.describe(self.strategy_options)
-        told = self.learning_rate.formula, strategy_is, unused, versions
-        notes = dict(zip(_NOTES, told, strict=True))
+        values = self.learning_rate.formula, strategy_is, unused, versions
+        notes = dict(zip(_NOTES, values, strict=True))
         return json.dumps({**self.to_json(), **notes}, indent=2) + "\n"
 
     def write(self, path: Path, versions: dict[str, str]) -> None:

@@ -24,7 +24,7 @@ from ._summary import compose, finish
 
 # As `Ending.hand_in` leaves it: a "result", or the "cause" why there is none.
 HandedIn = Mapping[str, Any]
-# Of what ranks of a given world say to each other, in its store.
+# Prefix of what the ranks of a run write into the store.
 MAILBOX = "gossipgrad/train"
 _POLL_SECONDS = 0.1
 _REPORT_SECONDS = 120.0
@@ -250,7 +250,7 @@ def clean_up(run_dir: RunDir) -> None:
 def has_living_joiners(
     run_dir: RunDir, results: Mapping[int, RankResult], lost: Iterable[int]
 ) -> bool:
-    """Whether ranks that joined may train on, beside those that came to their end or are lost."""
+    """Whether ranks that joined may train on, beside those that have ended or are lost."""
     now = folder_seconds(run_dir)
     return any(
         read_file(run_dir, rank) is None
@@ -345,7 +345,7 @@ def put_together_orphan(
     Args:
         config: The options, resolved.
         run_dir: The folder of the run.
-        results: Of the ranks that joined here and came to their end.
+        results: Of the ranks that joined here and reached their end.
     """
     assert config.nproc is not None, "resolve the configuration first"
     lost = known_lost(results.values())

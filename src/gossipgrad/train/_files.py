@@ -109,7 +109,7 @@ def reserve_model(run_dir: RunDir, rank: int, model: nn.Module) -> None:
 
 
 def write_model(run_dir: RunDir, rank: int, weights: Mapping[str, Tensor]) -> None:
-    """Leave the model of a rank for whoever puts the run together.
+    """Leave the model of a rank for the rank that puts the run together.
 
     Raises:
         GossipError: There is no space for it; the last checkpoint stays.

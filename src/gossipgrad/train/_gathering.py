@@ -1,4 +1,4 @@
-"""How the ranks of a given world come together, and do not wait for those who do not come."""
+"""The start of a run: ranks wait for each other, but not for those that are lost."""
 
 import contextlib
 import json
@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from gossipgrad._said import first_line
+from gossipgrad._messages import first_line
 from gossipgrad.comm import AskedStore, Heartbeats, Loss, Membership, MemberWatch
 from gossipgrad.errors import EvictedError, GossipError
 
@@ -26,10 +26,10 @@ class StartAgainError(GossipError):
 
 
 class Gathering:
-    """The start of a run: who comes, who opens it, and who is not awaited any more.
+    """The start of a run: which ranks are there, which one opens it, which are given up.
 
     From when it is made until the first step this rank shows signs of life, and watches the others.
-    One that has shown some and falls silent is dead, or stands still, and is given up after
+    One that has shown some and falls silent is dead or hangs, and is given up after
     `heartbeats.silent_seconds`; one that never has may be late, and is awaited for `start_seconds`
     first. All learn of it from one record in the store, so that those who are left start with the
     same members: a generation of them. One that is lost between that and the first step makes the
@@ -69,14 +69,14 @@ class Gathering:
                 heartbeats,
                 reconnect=coming.connect,
             )
-            made.beat()  # one who comes late knows from the outset who has been given up
+            made.beat()  # a late rank knows from the outset which were given up
             return made
 
         self._watch: MemberWatch = self._ask(watch)
         self._watch.start()
 
     def close(self) -> None:
-        """Show no more signs of life here; whoever still waits for this rank gives it up."""
+        """Show no more signs of life here; ranks that still wait for this one give it up."""
         self._over = True
         self._watch.stop()
 
@@ -168,7 +168,7 @@ class Gathering:
         return self._settle(generation, "again") == "again"
 
     def _settle(self, generation: int, word: str) -> str:
-        """How the start of a generation has ended: whoever says it first decides."""
+        """How the start of a generation has ended: the first rank that writes it decides."""
         key = f"start{generation}"
         return self._ask(lambda store: store.compare_set(key, "", word)).decode()
 

@@ -85,16 +85,16 @@ class Invitation:
             ValueError: It cannot be read, or is none.
         """
         try:
-            told: dict[str, Any] = json.loads(run_dir.invitation.read_text())
-            if told["version"] != version("gossipgrad"):  # another one may hold other things
-                told = {**_NOTHING, "version": str(told["version"])}
-            place = told["store"]
+            content: dict[str, Any] = json.loads(run_dir.invitation.read_text())
+            if content["version"] != version("gossipgrad"):  # another one may hold other things
+                content = {**_NOTHING, "version": str(content["version"])}
+            place = content["store"]
             return cls(
-                address=told["address"],
-                refusal=told["refusal"],
+                address=content["address"],
+                refusal=content["refusal"],
                 store=None if place is None else (str(place[0]), int(place[1])),
-                data=told["data"],
-                version=told["version"],
+                data=content["data"],
+                version=content["version"],
             )
         except FileNotFoundError:
             return None

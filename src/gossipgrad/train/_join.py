@@ -125,7 +125,7 @@ def _why_not_invited(run_dir: RunDir) -> str:
     if run_dir.partial.exists():
         return (
             "is not training: it starts or ends just now, or was killed. If it starts, try again "
-            f"when it has told of its first epoch; after a kill {_begin_again(run_dir)}"
+            f"when it has shown its first epoch; after a kill {_begin_again(run_dir)}"
         )
     if run_dir.summary.exists():
         return f"is over: {_begin_again(run_dir)}"
@@ -154,9 +154,9 @@ def _knock(invitation: Invitation, run_dir: RunDir) -> None:
 
 
 _POLL_SECONDS = 0.1
-# For whoever puts the run together, when the last rank here has handed in.
+# For the run to be put together, when the last rank here has handed in.
 _SUMMARY_SECONDS = 60.0
-# For a worker to end after the run, or after a signal: one that still runs stands still.
+# For a worker to end after the run, or after a signal: one that still runs hangs.
 _OVER_SECONDS = 10.0
 
 
@@ -165,11 +165,11 @@ class JoinOutcome:
     """How joining a run ended.
 
     Attributes:
-        exit_code: For the shell: 0 when all workers came to the end of the run; 130 if they left it
-            after Ctrl-C, and 143 after SIGTERM; else 1 when one has failed, though others came to
+        exit_code: For the shell: 0 when all workers reached the end of the run; 130 if they left it
+            after Ctrl-C, and 143 after SIGTERM; else 1 when one has failed, though others reached
             the end.
         run_dir: The folder of the run.
-        parts: Of each worker that joined and came to its end: its "rank", its "steps" and
+        parts: Of each worker that joined and reached its end: its "rank", its "steps" and
             "samples", whether it "left" before the others stopped, and whether it is "late": the
             run was put together without it, for it had ended as this worker came.
         summary: The content of the run's `summary.json`; None if it goes on, or was not put
@@ -209,8 +209,8 @@ def join_run(options: JoinConfig) -> JoinOutcome:
     """
     config, run_dir, invitation = find_run(options)
     with hold_lock(run_dir), Rendezvous(options.nproc) as rendezvous:
-        told = {"config": config.to_json(), "invitation": asdict(invitation)}
-        rendezvous.store.set("join", json.dumps(told))
+        shared = {"config": config.to_json(), "invitation": asdict(invitation)}
+        rendezvous.store.set("join", json.dumps(shared))
         start_fork_server(config)
         launched = launch(
             join_main,
@@ -223,9 +223,7 @@ def join_run(options: JoinConfig) -> JoinOutcome:
         if failures and not results and launched.stopped_by is None:
             if run_dir.invitation.exists():
                 raise RunFailedError(failures[0])
-            raise RunFailedError(
-                f"the run in {run_dir.path} came to its end meanwhile ({failures[0]})"
-            )
+            raise RunFailedError(f"the run in {run_dir.path} ended meanwhile ({failures[0]})")
         summary = None
         if results:
             with after_checks():
@@ -272,7 +270,7 @@ def _end_of(store: dist.Store, number: int) -> dict[str, Any]:
 def _ends(
     store: dist.Store, launched: Launched, run_dir: RunDir
 ) -> tuple[dict[int, RankResult], list[str]]:
-    """What those who came to their end handed in, by rank, and why others did not."""
+    """What the workers that reached their end handed in, by rank, and why others did not."""
     results, failures = {}, []
     for number, process in launched.exits.items():
         end = _end_of(store, number)

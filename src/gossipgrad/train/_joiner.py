@@ -43,10 +43,10 @@ _ASK_SECONDS = 0.1
 
 
 class RunJoiner:
-    """Joins a run, and is told to stop with it, or to leave it before.
+    """Joins a run, and stops with it, or leaves it before.
 
-    While it trains it shows signs of life in the folder of the run, for whoever puts the run
-    together, and looks whether the run stops.
+    While it trains it shows signs of life in the folder of the run, for the rank that puts the
+    run together, and polls whether the run stops.
 
     Args:
         address: Of the run, for `gg.join`.
@@ -55,9 +55,9 @@ class RunJoiner:
         emit: Takes a "joined" event.
 
     Attributes:
-        carried: What the donor's loop told of itself.
+        carried: The state of the donor's loop.
         begun_step: The step of the run after which this worker begins.
-        mailbox: Where ranks of a given world hand in; None before it has joined.
+        mailbox: Where ranks hand in; None before it has joined.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class RunJoiner:
 
     @property
     def leaves(self) -> bool:
-        """Whether this worker was told to stop, and the run was not."""
+        """Whether this worker is to stop, and the run is not."""
         return self._stop.is_set() and not self._called
 
     @property
@@ -114,7 +114,7 @@ class RunJoiner:
         assert session.joined_with is not None
         self.mailbox = dist.PrefixStore(MAILBOX, root_of(session.group.store))
         self.carried = session.joined_with
-        told = session.membership.joined[session.rank]
+        how = session.membership.joined[session.rank]
         marker = self._run_dir.rank_joined(session.rank)
         with contextlib.suppress(OSError):
             if not self._run_dir.summary.exists():
@@ -128,15 +128,15 @@ class RunJoiner:
             daemon=True,
         )
         self._thread.start()
-        self._emit({"event": "joined", "rank": session.rank, "from_rank": told.donor})
+        self._emit({"event": "joined", "rank": session.rank, "from_rank": how.donor})
         return session
 
     def make_loop_state(self, strategy: RunningStrategy, batches: ElasticBatches) -> LoopState:
-        """Where the run is, by what the donor told and who has gone on since; local.
+        """Where the run is, by the donor's state and the newest epoch in the store; local.
 
         Args:
             strategy: Goes on from the donor's.
-            batches: Know the newest epoch, and are told of by `clean_up`.
+            batches: Know the newest epoch, and are flushed by `flush`.
         """
         self._batches = batches
         carried, strategy_state = self.carried, dict(self.carried["strategy"])
@@ -196,10 +196,12 @@ def join_main() -> int:
     assert world is not None, "the launcher sets RANK and WORLD_SIZE"
     silence(world)
     store = open_store(world.rank, world.world_size)
-    told = json.loads(store.get("join"))
-    place = told["invitation"].pop("store")
-    invitation = Invitation(**told["invitation"], store=None if place is None else tuple(place))
-    joiner = _JoinWorker(TrainConfig.from_json(told["config"]), invitation, number=world.rank)
+    options = json.loads(store.get("join"))
+    address = options["invitation"].pop("store")
+    invitation = Invitation(
+        **options["invitation"], store=None if address is None else tuple(address)
+    )
+    joiner = _JoinWorker(TrainConfig.from_json(options["config"]), invitation, number=world.rank)
     with hear_stops(joiner.on_stop):
         end = joiner.run()
     store.set(f"end{world.rank}", json.dumps(end))

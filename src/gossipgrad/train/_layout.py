@@ -93,7 +93,7 @@ class RunDir:
         return self.path / f"errors-rank{rank}.txt"
 
     def evicted_model(self, rank: int) -> Path:
-        """Free for the weights of a rank that the others had given up while it stood still."""
+        """Free for the weights of a rank that the others had given up while it hung."""
         return free(self.path / f"evicted-rank{rank}.safetensors")
 
     def former_metrics(self, rank: int) -> Path:
@@ -174,7 +174,7 @@ class RunDir:
             )
 
     def remove_partial(self) -> None:
-        """Remove what ranks left for whoever put the run together, and invite nobody any more."""
+        """Remove what ranks left to be put together, and invite nobody any more."""
         with contextlib.suppress(OSError):
             self.invitation.unlink()
         for file in self.files():

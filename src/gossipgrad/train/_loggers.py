@@ -72,7 +72,7 @@ class WandB:
 
 
 class Loggers:
-    """Passes figures on to several loggers; one that raises is let go, with one warning.
+    """Passes figures on to several loggers; one that raises is dropped, with one warning.
 
     Args:
         openers: What makes each logger, by its name. One that cannot be made is left out, with a

@@ -115,7 +115,7 @@ class Loop:
         metrics: Where figures are counted and written.
         spans: Where spans of time go.
         stop: Set from outside to end at the next step boundary, or the one that ranks agree on.
-        emit: Takes "progress", "members" and "epoch" events for whoever watches.
+        emit: Takes "progress", "members" and "epoch" events for the user.
         checkpoints: Saves what it takes to go on.
         loop_state: Where the run goes on, if it is resumed.
         widths: By layer, of those that may shrink; None: the run has no apoptosis.
@@ -160,7 +160,7 @@ class Loop:
             if evaluation is not None and evaluation.final:
                 self._save_last(loop_state, evaluation)
                 return evaluation
-        # It was at its end when it was resumed, and has told of its last epoch.
+        # It was at its end when it was resumed, and has shown its last epoch.
         self.metrics.begin_epoch()
         evaluation = self._evaluate(self.epochs - 1, final=True)
         assert evaluation is not None, "nobody trains on behind the last epoch"

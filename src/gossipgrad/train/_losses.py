@@ -25,14 +25,14 @@ def summarize_losses(
     """For each lost rank how far it came, and which samples nobody trained on because of it.
 
     How far it came is read from its metrics, and known to the last line that it wrote. When it was
-    lost is told by the others, by whose membership it was, or by `when_seconds`, of who saw it go.
+    lost is known from the membership of the others, or from `when_seconds`.
     Where samples are dealt anew, those that nobody trained on are of all lost ranks together.
     """
     steps = max((result.steps for result in results.values()), default=0)
     ranks = list(results.values())
     each = max((r.samples / r.steps for r in ranks if r.steps), default=0.0)
     shares = summarize_shares(ranks)
-    told: dict[str, dict[str, Any]] = {}
+    losses: dict[str, dict[str, Any]] = {}
     for rank in sorted(lost):
         last = {} if run_dir is None else last_step(run_dir, rank)
         known = [r.lost[str(rank)] for r in ranks if str(rank) in r.lost]
@@ -41,7 +41,7 @@ def summarize_losses(
             if shares is None
             else shares["samples_left"]
         )
-        told[str(rank)] = {
+        losses[str(rank)] = {
             "because": lost[rank],
             "step": last.get("step", 0),
             "epoch": last.get("epoch", 0),
@@ -51,7 +51,7 @@ def summarize_losses(
             "samples_not_seen": unseen,
             "data": _data(config, ranks, unseen, lost, shares),
         }
-    return told
+    return losses
 
 
 def _data(
@@ -100,8 +100,8 @@ def last_step(run_dir: RunDir, rank: int) -> dict[str, Any]:
 
 def known_joined(results: Iterable[RankResult]) -> dict[int, dict[str, Any]]:
     """Who has joined, by what the ranks know."""
-    told = {int(rank): how for result in results for rank, how in result.joined.items()}
-    return dict(sorted(told.items()))
+    joined = {int(rank): how for result in results for rank, how in result.joined.items()}
+    return dict(sorted(joined.items()))
 
 
 def summarize_joined(
@@ -151,12 +151,12 @@ _SEEN_BY_ALL = ("samples_left", "disturbed_epochs")
 
 def summarize_shares(ranks: Sequence[RankResult]) -> dict[str, Any] | None:
     """Figures of all ranks together, for the summary; None where nothing is dealt anew."""
-    told = [rank.shares for rank in ranks if rank.shares is not None]
-    if not told:
+    shares = [rank.shares for rank in ranks if rank.shares is not None]
+    if not shares:
         return None
     return {
-        **{name: sum(one[name] for one in told) for name in _SUMMED},
-        **{name: max(one[name] for one in told) for name in _SEEN_BY_ALL},
+        **{name: sum(one[name] for one in shares) for name in _SUMMED},
+        **{name: max(one[name] for one in shares) for name in _SEEN_BY_ALL},
     }
 
 
@@ -192,7 +192,7 @@ StoreLoss = dict[str, Any]
 def record_store_losses() -> Iterator[list[StoreLoss]]:
     """Hears, inside, when the store was lost, and notes each time.
 
-    That samples are dealt without it is not told beside that: the summary says what came of it.
+    What it meant for the samples is in the summary alone.
     """
     losses: list[StoreLoss] = []
 
@@ -220,15 +220,15 @@ def record_store_losses() -> Iterator[list[StoreLoss]]:
 
 def notes_on_store(losses: Collection[StoreLoss]) -> tuple[str, ...]:
     """A note on each time that the store was lost."""
-    return tuple(_tell(loss) for loss in losses)
+    return tuple(_describe_store_loss(loss) for loss in losses)
 
 
-def _tell(loss: StoreLoss) -> str:
-    told = f"{loss['why']}, at {_clock(loss['since_seconds'])}"
+def _describe_store_loss(loss: StoreLoss) -> str:
+    text = f"{loss['why']}, at {_clock(loss['since_seconds'])}"
     if loss["until_seconds"] is None:
-        return f"{told}: nobody can be given up from then on"
+        return f"{text}: nobody can be given up from then on"
     until = _clock(loss["until_seconds"])
-    return f"{told}; until it answered again, at {until}, nobody could be given up"
+    return f"{text}; until it answered again, at {until}, nobody could be given up"
 
 
 def _clock(seconds: float) -> str:

@@ -27,7 +27,7 @@ def other_ranks(
     Args:
         config: The options.
         run_dir: Where the checkpoints lie.
-        members: The ranks that came to the start.
+        members: The ranks that begin.
         world_size: How many there should be.
 
     Raises:
@@ -66,8 +66,8 @@ def start_from_consensus(
 ) -> tuple[LoopState, str, list[Mapping[str, Any]]]:
     """Begins on other ranks with the mean of the saved replicas; local.
 
-    Each rank reads the states of all. What it comes to is not bit for bit what those would have
-    come to: samples are dealt otherwise. Hyper-parameters are those of this start, among them the
+    Each rank reads the states of all. The result is not bit for bit what those would have
+    reached: samples are dealt otherwise. Hyper-parameters are those of this start, among them the
     learning rate, which may go by the number of ranks.
 
     Args:
@@ -77,7 +77,7 @@ def start_from_consensus(
         model: Gets the mean.
         optimizers: Get the mean of the moments.
         rank: This rank.
-        members: The ranks that came to the start.
+        members: The ranks that begin.
         epoch_batches: Batches of an epoch of this start.
 
     Returns:

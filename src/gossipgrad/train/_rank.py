@@ -72,9 +72,9 @@ def train_rank(
         rank: This rank; of a joiner its number on this machine, until it has a rank.
         world_size: How many there are, or were at the start.
         stop: Set from outside to end the run at the next step boundary.
-        emit: Takes events for whoever watches: "ready", "progress", "members", "epoch",
+        emit: Takes events for the user: "ready", "progress", "members", "epoch",
             "checkpoint".
-        groups: Private groups of the ranks that came to the start, by name.
+        groups: Private groups of the ranks that begin, by name.
         members: These ranks, rising; None: all.
         joiner: Joins the run, which trains already; None: takes part from its start.
 

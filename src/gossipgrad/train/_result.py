@@ -16,7 +16,7 @@ class RunFailedError(GossipError):
 
 
 class RunStopped(GossipError):  # noqa: N818  (a stop is no error)
-    """This rank was in a collective when the others left, all having been told to stop."""
+    """This rank was in a collective when the others stopped, as it was to do itself."""
 
 
 class PeerLostError(GossipError):
@@ -65,7 +65,7 @@ class RankResult:
     """Whether the model for export stands for all ranks."""
     consensus_distance: float | None
     stopped: bool
-    """Whether the rank was told to stop before its last step."""
+    """Whether the rank stopped before its last step."""
     parameters: int
     gradient_bytes: int
     bytes_sent: int
@@ -115,8 +115,8 @@ class Outcome:
     """What `run` gives back.
 
     Attributes:
-        exit_code: For the shell: 0 when the run came to its end, also when ranks were lost on the
-            way, and when only others were told to stop; 130 after Ctrl-C and 143 after SIGTERM.
+        exit_code: For the shell: 0 when the run reached its end, also when ranks were lost on the
+            way, and when only others got the signal; 130 after Ctrl-C and 143 after SIGTERM.
         begun: Whether a rank has begun to train.
         run_dir: The folder of the run; None on ranks that did not put it together.
         summary: The content of `summary.json`; None when nothing was reached.

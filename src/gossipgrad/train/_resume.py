@@ -15,7 +15,7 @@ from ._versions import other_versions, versions
 from .strategies import STRATEGIES
 
 # What a run may be resumed with another value of: how far it goes, where things lie, how long ranks
-# wait, what befalls them by a script, and what is told of it. All else decides figures.
+# wait, which faults are injected, and what is shown. All else decides figures.
 _MAY_CHANGE = frozenset(
     {
         *("epochs", "nproc", "out", "overwrite", "resume", "resume_step", "data_dir"),
@@ -82,7 +82,7 @@ def reopen(
         _read_all(run_dir, step, config.run_name)
     if others := other_versions(_noted_versions(run_dir)):
         warnings.warn(
-            f"the run in {run_dir.path} was made with {others}: what it comes to may differ in the "
+            f"the run in {run_dir.path} was made with {others}: the result may differ in the "
             "last bits from what it would have come to",
             stacklevel=3,
         )

@@ -1,4 +1,4 @@
-"""The front door: one call, one run, in workers started here or as one rank of a given world."""
+"""The front door: one call, one run, in workers started here or by torchrun or Slurm."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ from ._world import find_world
 _DEFAULT_NPROC = 4
 # For the others to end by themselves, of a run that needs every rank.
 _DOOMED_SECONDS = 5.0
-# For workers to end after the run was put together: one that still runs stands still.
+# For workers to end after the run was put together: one that still runs hangs.
 _OVER_SECONDS = 10.0
 # For those who joined to put a run together whose other ranks are gone.
 _SUMMARY_SECONDS = 20.0

@@ -43,18 +43,18 @@ def hear_stops(on_stop: Callable[[Stops], None]) -> Iterator[Stops]:
     if threading.current_thread() is not threading.main_thread():
         yield stops
         return
-    heard, told = socket.socketpair()
-    told.setblocking(False)
+    read_end, wakeup_end = socket.socketpair()
+    wakeup_end.setblocking(False)
 
     def listen() -> None:
-        while number := heard.recv(1):
+        while number := read_end.recv(1):
             if number[0] in _SIGNALS:
                 stops.caught.append(signal.Signals(number[0]))
                 on_stop(stops)
 
     listener = threading.Thread(target=listen, daemon=True)
     before = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
-    wakeup = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
+    wakeup = signal.set_wakeup_fd(wakeup_end.fileno(), warn_on_full_buffer=False)
     listener.start()
     try:
         yield stops
@@ -62,9 +62,9 @@ def hear_stops(on_stop: Callable[[Stops], None]) -> Iterator[Stops]:
         signal.set_wakeup_fd(wakeup)
         for number, handler in before.items():
             signal.signal(number, handler)
-        told.close()
+        wakeup_end.close()
         listener.join()
-        heard.close()
+        read_end.close()
 
 
 def end_at_once(stops: Stops) -> None:

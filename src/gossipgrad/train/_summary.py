@@ -37,12 +37,12 @@ def compose(
 ) -> dict[str, Any]:
     """The content of `summary.json`.
 
-    Figures a step are means over the ranks that came to their end. `accuracy` is that of the
+    Figures a step are means over the ranks that reached their end. `accuracy` is that of the
     exported model, whichever the strategy.
 
     Args:
         config: The resolved options.
-        results: Of the ranks that came to their end, those that joined among them.
+        results: Of the ranks that reached their end, those that joined among them.
         lost: Why each of the others did not.
         world_size: How many ranks there were at the start.
         exported: The rank whose model is exported.
@@ -134,18 +134,18 @@ def _notes(ranks: list[RankResult], exported: RankResult) -> list[str]:
 
 
 def _shuffle(config: TrainConfig, ranks: list[RankResult]) -> dict[str, Any]:
-    told: dict[str, Any] = {"shuffle": config.shuffle}
+    figures: dict[str, Any] = {"shuffle": config.shuffle}
     if config.shuffle != "global":
-        told["shards"] = config.shards
+        figures["shards"] = config.shards
     if config.shuffle == "ring":
-        told |= {
+        figures |= {
             "shuffle_bytes_sent_per_step": _mean_ratio(ranks, "shuffle_bytes_sent", "steps"),
             "shuffle_exposed_seconds_per_step": _mean_ratio(
                 ranks, "shuffle_exposed_seconds", "steps"
             ),
             "shuffle_late_rounds": sum(rank.shuffle_late_rounds for rank in ranks),
         }
-    return told
+    return figures
 
 
 def finish(run_dir: RunDir, summary: dict[str, Any], exported: RankResult) -> Path:

@@ -91,8 +91,8 @@ def run_in_world(config: TrainConfig | None, world: World, *, show_config: bool 
     together.
 
     SIGINT and SIGTERM end it at once as long as no step was made, then stop it at the next step, or
-    at the one that ranks in lockstep agree on; a later one ends it at once. Whoever started the
-    processes also ends those that hang. The folder of the run should be the same on all nodes;
+    at the one that ranks in lockstep agree on; a later one ends it at once. The launcher also
+    ends processes that hang. The folder of the run should be the same on all nodes;
     where it is not, each keeps its own files, and the trace has the ranks of rank 0's node alone.
     A run with checkpoints is refused there.
 
@@ -102,7 +102,7 @@ def run_in_world(config: TrainConfig | None, world: World, *, show_config: bool 
         show_config: Print `config.json` before the start.
 
     Raises:
-        ValueError, GossipError: As by `run`; a mistake in the options is told by one rank alone.
+        ValueError, GossipError: As by `run`; one rank alone raises for a mistake in the options.
         RunFailedError: This rank failed.
         GossipError: The store cannot be reached.
     """
@@ -189,7 +189,7 @@ class _Worker:
         claimed = again and mailbox.check(["claimed"])
 
         def hold(run_dir: RunDir) -> None:
-            # One that stands still over this may hold the lock, of this very run.
+            # One that hangs over this may hold the lock, of this very run.
             first = not (again and mailbox.check(["held"]))
             held.enter_context(hold_lock(run_dir, first=first, own_store=place_of(mailbox)))
             mailbox.set("held", "")

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from gossipgrad._said import first_line
+from gossipgrad._messages import first_line
 from gossipgrad.errors import GossipError
 
 _LEAST_SECONDS = 0.2  # to reach a store that is there

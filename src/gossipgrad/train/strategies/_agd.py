@@ -31,7 +31,7 @@ class LayerwiseAllReduce(Lockstep):
 
     Args:
         model: The replica.
-        stop: Set when the run is told to stop.
+        stop: Set when the run is to stop.
         spans: Gets a span "exchange" a layer and "wait".
 
     References:

@@ -33,7 +33,7 @@ class Averaged(RunningStrategy):
         every: Steps between two averages.
         payload: What is averaged: weights, or the optimizers' moments, too.
         group: The ranks, in a group that becomes this object's.
-        stops_together: Whether ranks that are told to stop do so after as many steps, for states
+        stops_together: Whether ranks that have the signal stop after as many steps, for states
             that belong together; else at once.
     """
 
@@ -56,7 +56,7 @@ class Averaged(RunningStrategy):
             replica.model,
             replica.optimizers,
             mode="sync",
-            every=sys.maxsize,  # no round of gossip ever comes to its end
+            every=sys.maxsize,  # no round of gossip ever ends
             average_every=every,
             payload=payload,
             process_group=group,

@@ -33,7 +33,7 @@ def consensus_evaluation(
     """Evaluate the consensus, shared out over the living ranks; a collective of these.
 
     Ranks may come here after unequal steps, some for the last time and some not: all then take it
-    for the last. A rank that comes for an earlier evaluation than others is told so, and these wait
+    for the last. A rank at an earlier evaluation than others gets a `MissedError`, and these wait
     until it comes for theirs.
 
     Args:

@@ -24,7 +24,7 @@ class Gossip(RunningStrategy):
     When a rank dies the others train on, and the consensus is theirs. One that dies in the middle
     of a consensus makes the others try again; if that fails, each evaluates its own replica, as
     does one whose evaluation came about on the others alone. A rank that joins while the others
-    evaluate waits until they train on, and goes on with them. A rank that stood still for so long
+    evaluate waits until they train on, and goes on with them. A rank that hung for so long
     that the others gave it up ends with an `EvictedError`.
     """
 
@@ -47,7 +47,7 @@ class Gossip(RunningStrategy):
         self._has_left = False
         self._measures_disagreement = measures_disagreement
         self._has_met = self._joiner is None
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._every = every
         self._stopper: RoundStop | None = None
         self._checkpoint_every = checkpoint_every
@@ -75,7 +75,7 @@ class Gossip(RunningStrategy):
             self._session.close()  # or the others' steps would wait
             return alone(self.model, test, final=True, is_consensus=False)
         self._evaluations += 1
-        told = ""
+        problem = ""
         for _ in range(_TRIES):
             try:
                 if not self._has_met and not final:
@@ -88,17 +88,17 @@ class Gossip(RunningStrategy):
             except EvictedError:
                 raise
             except MissedError as error:
-                told = str(error)
+                problem = str(error)
                 if self._has_met:
                     break
                 if not final:
                     return None
                 self._evaluations = error.latest
             except GossipError as error:
-                told = str(error)
+                problem = str(error)
             finally:
                 self._session.group.unless = lambda: None
-        self.notes.append(f"no consensus: {told}")
+        self.notes.append(f"no consensus: {problem}")
         return alone(self.model, test, final=final, is_consensus=False)
 
     def _disagreement(self, test: TestPart) -> float | None:
@@ -211,39 +211,39 @@ class Gossip(RunningStrategy):
     def lost_ranks(self) -> dict[str, dict[str, Any]]:
         """Who was lost, by the membership, or by this rank's own links if no store answers."""
         generation = self._session.membership.generation
-        told = {
+        unreachable = {
             str(rank): {"why": why, "generation": generation, "when_seconds": None}
             for rank, why in self._session.unreachable.items()
             if why != "left"
         }
         lost = self._session.membership.lost
-        return told | {str(rank): asdict(loss) for rank, loss in lost.items()}
+        return unreachable | {str(rank): asdict(loss) for rank, loss in lost.items()}
 
     def joined_ranks(self) -> dict[str, dict[str, Any]]:
         """Who has joined, by the membership."""
         return {
             str(rank): {
-                "from_rank": told.donor,
-                "generation": told.generation,
-                "when_seconds": told.when_seconds,
+                "from_rank": how.donor,
+                "generation": how.generation,
+                "when_seconds": how.when_seconds,
             }
-            for rank, told in self._session.membership.joined.items()
+            for rank, how in self._session.membership.joined.items()
         }
 
     def membership_changes(self) -> list[str]:
         """Who has joined since this was last asked, and who of these has left or was lost."""
         of = self._session.membership
         said = [
-            f"rank {rank} has joined, with the weights of rank {told.donor}"
-            for rank, told in of.joined.items()
+            f"rank {rank} has joined, with the weights of rank {how.donor}"
+            for rank, how in of.joined.items()
         ]
         for rank, loss in of.gone.items():
             if rank in of.joined:
                 said.append(
                     f"rank {rank} " + ("has left" if loss.left else f"is lost ({loss.why})")
                 )
-        fresh = [text for text in said if text not in self._told]
-        self._told |= {*fresh}
+        fresh = [text for text in said if text not in self._reported]
+        self._reported |= {*fresh}
         return fresh
 
     def traffic(self) -> Traffic:

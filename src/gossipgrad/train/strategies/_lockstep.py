@@ -27,15 +27,14 @@ class Lockstep(RunningStrategy):
     their mean over the ranks, as with gossip; training goes on with each rank's own.
 
     When a peer dies, the step it is missed in raises, and so the run ends. When the run is stopped,
-    ranks agree on the step before which all stop, one or two steps after the last was told, and the
-    last evaluation is that of a run that came to its end. A rank whose peers are not told within
-    two seconds leaves them, and they, who find it gone, take that for their stop: all evaluate and
-    export their own replica, whose weights are those of all ranks, or one step behind, and whose
-    statistics are its own.
+    ranks agree on the step before which all stop, one or two steps after the last has the signal,
+    and evaluate together. A rank whose peers lack it for five seconds leaves them, and they take
+    the broken connection for their stop: all evaluate and export their own replica, whose weights
+    are those of all ranks, or one step behind, and whose statistics are its own.
 
     Args:
         model: The replica.
-        stop: Set when the run is told to stop.
+        stop: Set when the run is to stop.
     """
 
     def __init__(self, model: nn.Module, stop: threading.Event) -> None:
@@ -62,9 +61,9 @@ class Lockstep(RunningStrategy):
         """What every rank has; see `RunningStrategy.agree`."""
         if self._stopper.is_disconnected:
             raise GossipError("the ranks stopped apart")
-        told: list[Any] = [None] * self._world_size
-        dist.all_gather_object(told, value)
-        return told
+        values: list[Any] = [None] * self._world_size
+        dist.all_gather_object(values, value)
+        return values
 
     def should_stop(self, step: int) -> bool:
         """Whether the step is the one agreed on; see `RunningStrategy.should_stop`."""

@@ -170,30 +170,32 @@ class Sparse(Lockstep):
         if not stats.groups:
             return []
         sparse = sum(group.method == "sparse" for group in stats.groups)
-        told = [f"gradients travelled in {len(stats.groups)} groups, {sparse} of them sparse"]
+        notes = [f"gradients travelled in {len(stats.groups)} groups, {sparse} of them sparse"]
         warmup = self._warmup
         if sparse and warmup is not None and warmup(0) > warmup.then:
             steps, last = len(_STAGES) * warmup.steps, warmup(stats.rounds - 1)
             if stats.rounds > steps:
-                told.append(f"the density fell to {last:g} over the first {steps:,} steps")
+                notes.append(f"the density fell to {last:g} over the first {steps:,} steps")
             else:
-                told.append(f"the density was {last:g} at the end, in a warm-up of {steps:,} steps")
+                notes.append(
+                    f"the density was {last:g} at the end, in a warm-up of {steps:,} steps"
+                )
         if stats.predicted_seconds is not None and stats.measured_seconds is not None:
-            told.append(
+            notes.append(
                 f"from the first gradient to the last message: {1e3 * stats.measured_seconds:.3g} "
                 f"ms, predicted were {1e3 * stats.predicted_seconds:.3g}"
             )
         if len(stats.compared_seconds) > 1:
             took = (f"{name} {1e3 * s:.3g} ms" for name, s in stats.compared_seconds.items())
-            told.append(f"a step took, when compared: {', '.join(took)}")
+            notes.append(f"a step took, when compared: {', '.join(took)}")
         if stats.refused is not None:
-            told.append(stats.refused)
+            notes.append(stats.refused)
         if stats.starved_tensors:
-            told.append(
+            notes.append(
                 f"tensors of which nothing was sent for {stats.starved_after} steps: "
                 f"{stats.starved_tensors}, {stats.starved_share:.1%} of all elements"
             )
-        return told
+        return notes
 
 
 class SparseStrategy(Strategy):

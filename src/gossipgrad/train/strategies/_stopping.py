@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch.distributed as dist
 
-from gossipgrad._said import first_line
+from gossipgrad._messages import first_line
 from gossipgrad.comm import AskedStore, Group
 from gossipgrad.errors import GossipError
 from gossipgrad.topology import Schedule
@@ -168,7 +168,7 @@ class RoundStop:
 def first_beyond(schedule: Schedule, living: Sequence[int], here: int) -> int:
     """The first round that no rank can be in as long as any is in round `here`.
 
-    A rank comes to the round after the next only when its partner of the next has come to that.
+    A rank is in the round after the next only when its partner of the next has reached that.
 
     Args:
         schedule: Who meets whom.

@@ -84,7 +84,7 @@ class Replica:
     Attributes:
         model: The replica.
         optimizers: Train it.
-        stop: Set when the run is told to stop.
+        stop: Set when the run is to stop.
         spans: Records times.
         groups: Makes private groups of the ranks by name, where there is no process group.
         session: That of a rank that joined the run: it has one already.
@@ -264,7 +264,7 @@ class RunningStrategy(ABC):
         return {}
 
     def membership_changes(self) -> list[str]:
-        """What became of the members since this was last asked, for whoever watches; local."""
+        """Changes of the membership since the last call, in words; local."""
         return []
 
     @abstractmethod
@@ -286,12 +286,12 @@ class RunningStrategy(ABC):
         """Get ready for a step; called before its forward pass.
 
         Raises:
-            RunStopped: A peer has left because the run was told to stop, and so was this rank.
+            RunStopped: A peer has left because the run stops, and this rank is to stop, too.
             PeerLostError: A peer that this strategy needs is gone.
         """
 
     def should_stop(self, step: int) -> bool:
-        """Whether a rank that has been told to stop does so before `step`; asked before each."""
+        """Whether a rank that has the signal to stop does so before `step`; asked before each."""
         return True
 
     def position(self, steps: int) -> int:
@@ -305,7 +305,7 @@ class RunningStrategy(ABC):
         """Run the forward pass of a step: what the model returns for the inputs of a batch.
 
         Raises:
-            RunStopped: A peer has left because the run was told to stop, and so was this rank.
+            RunStopped: A peer has left because the run stops, and this rank is to stop, too.
             PeerLostError: A peer that this strategy needs is gone.
         """
         return self.model(x)
@@ -314,7 +314,7 @@ class RunningStrategy(ABC):
         """Run the backward pass of a step, and what has to come between it and the update.
 
         Raises:
-            RunStopped: A peer has left because the run was told to stop, and so was this rank.
+            RunStopped: A peer has left because the run stops, and this rank is to stop, too.
             PeerLostError: A peer that this strategy needs is gone.
         """
         loss.backward()
