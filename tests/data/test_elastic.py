@@ -1,10 +1,12 @@
 """Samples that are dealt anew when ranks come or go: none is lost, and repeats are bounded."""
 
+import gc
 import logging
 import random
 import threading
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -353,6 +355,19 @@ def test_deals_are_made_again_when_the_store_answers_again():
     run.in_turn(0, 1, 2, epoch=0)
     check_whole(run, 0, 240)
     assert run.times(0, 2)
+
+
+def test_batches_that_nobody_closes_leave_no_thread():
+    run = Run(60, 1)
+    member = SimpleNamespace(rank=0, membership=run.membership)
+    before = {*threading.enumerate()}
+    batches = ElasticBatches(samples=run.samples, member=member, store=run.store, **run.settings)
+    next(batches.epoch(0))
+    (thread,) = {*threading.enumerate()} - before
+    del batches
+    gc.collect()
+    thread.join(30)
+    assert not thread.is_alive()
 
 
 def test_what_others_keep_in_the_store_is_named():
