@@ -1,17 +1,13 @@
 """Neuron apoptosis: parameters, processor time of the training, and accuracy, by seed.
 
-`exactness` runs Torch-Pruning, too, where it is there (`pip install --no-deps torch-pruning`).
 One thread; "seconds" are processor time of training steps with all that `gg.shrink` does in them,
 without evaluation. Controls: the same network without it ("whole"), and one that has the final
 widths from the beginning ("control"): cheaper still, if one knew them.
 
-    python -m benchmarks.apoptosis [--cases fashion_mlp fashion_lenet cifar_resnet shakespeare_gpt
-                                    higgs exactness] [--seeds 3] [--part 1.0]
+    python -m benchmarks.apoptosis [--cases fashion_mlp higgs] [--seeds 3] [--part 1.0]
 """
 
 import argparse
-import importlib
-import importlib.metadata
 import json
 import os
 import statistics
@@ -331,66 +327,21 @@ def tell(name: str, variant: str, runs: dict[str, list[dict[str, Any]]]) -> None
     )
 
 
-def exactness() -> dict[str, Any]:
-    """A duplicate and a constant neuron go: by how much logits change, and who still trains.
-
-    "Torch-Pruning" removes the same neurons where it can be imported.
-    """
-    found = {}
-    for kind in ("gossipgrad", "Torch-Pruning"):
-        torch.manual_seed(0)
-        model = mlp(784, 10, (256, 256))
-        with torch.no_grad():
-            model[1].weight[7], model[1].bias[7] = model[1].weight[3], model[1].bias[3]
-            model[3].weight[9], model[3].bias[9] = 0.0, 1.0
-        optimizer = momentum(model.parameters(), 0.01)
-        x = torch.randn(2048, 784)
-        before = model(x).detach()
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        version = gg.__version__
-        if kind == "gossipgrad":
-            with gg.shrink(model, optimizer, example_input=x[:2], merge="pairs") as session:
-                session.look()
-                model(x)
-                session.apply(session.plan(1e-9))
-        else:
-            try:
-                pruning = importlib.import_module("torch_pruning")
-            except ImportError as error:
-                print(f"{kind}: {error}", flush=True)
-                continue
-            version = importlib.metadata.version("torch_pruning")
-            graph = pruning.DependencyGraph().build_dependency(model, example_inputs=x[:2])
-            for layer, neuron in ((1, 7), (3, 9)):
-                prune = pruning.prune_linear_out_channels
-                graph.get_pruning_group(model[layer], prune, idxs=[neuron]).prune()
-        found[kind] = {
-            "version": version,
-            "removed": 512 - len(model[1].weight) - len(model[3].weight),
-            "largest_change_of_a_logit": float((model(x).detach() - before).abs().max()),
-            "parameters_that_the_optimizer_trains": sum(
-                any(p is each for each in held) for p in model.parameters()
-            ),
-            "parameters": len(list(model.parameters())),
-        }
-        print(kind, found[kind], flush=True)
-    return found
-
-
 def main() -> None:
     """Runs what is asked for, and keeps what was found of the rest."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cases", nargs="+", default=[*TASKS, "exactness"])
+    parser.add_argument("--cases", nargs="+", choices=TASKS, default=[*TASKS])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--part", type=float, default=1.0, help="of the steps, for a try")
     parser.add_argument("--out", type=Path, default=RESULTS / "apoptosis.json")
     options = parser.parse_args()
     torch.set_num_threads(1)
     for name in options.cases:
-        found = exactness() if name == "exactness" else compare(name, options.seeds, options.part)
+        found = compare(name, options.seeds, options.part)
+        raw = found.pop("runs")
         before = json.loads(options.out.read_text()) if options.out.exists() else {}
         cases = {**before.get("cases", {}), name: {**made_by("apoptosis"), **found}}
-        write("apoptosis", {"cases": cases}, path=options.out)
+        write("apoptosis", {"cases": cases}, raw=raw, path=options.out)
 
 
 if __name__ == "__main__":

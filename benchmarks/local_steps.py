@@ -289,26 +289,6 @@ class OursTwice(Ours):
         self.sends(NUMEL, all_reduce=False)
 
 
-class OursMomentum(Ours):
-    """For study: as `Ours`, and the outer momentum mixed with the same partner."""
-
-    def exchange(self) -> None:
-        super().exchange()
-        self.m = [self.mix(m) for m in self.m]
-        self.sends(NUMEL, all_reduce=False)
-
-
-class OursTwo(Ours):
-    """For study: weights and pseudo-gradients mixed before the outer step, as two messages."""
-
-    most_ranks = 8
-
-    def exchange(self) -> None:
-        d = [self.mix(each) for each in self.pseudo_gradients()]
-        self.restart([self.nesterov(i, self.mix(y), d[i]) for i, y in enumerate(self.y)])
-        self.sends(2 * NUMEL, all_reduce=False)
-
-
 class PlainGossip(Ours):
     """`gg.gossip(mode="sync", every=H)`: no outer optimizer."""
 
@@ -316,28 +296,6 @@ class PlainGossip(Ours):
 
     def exchange(self) -> None:
         self.restart([self.mix(x) for x in self.ranks.x])
-        self.sends(NUMEL, all_reduce=False)
-
-
-class Gasloc(Contestant):
-    """arXiv:2606.11081 as published on its page: momentum of the iterates, with random pairs."""
-
-    topology, most_ranks = "matching", 8
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.before: list[Tensor] | None = None
-
-    def exchange(self) -> None:
-        u = [y - self.lr * d for y, d in zip(self.y, self.pseudo_gradients(), strict=True)]
-        before = u if self.before is None else self.before
-        self.restart(
-            [
-                self.mix(now) + self.momentum * (now - was)
-                for now, was in zip(u, before, strict=True)
-            ]
-        )
-        self.before = u
         self.sends(NUMEL, all_reduce=False)
 
 
@@ -351,10 +309,7 @@ CONTESTANTS: dict[str, type[Contestant]] = {
     "NoLoCo": NoLoCo,
     "SPARTA": Sparta,
     "SparseLoCo": SparseLoCo,
-    "GASLoC": Gasloc,
     "ours, two exchanges": OursTwice,
-    "ours, momentum mixed": OursMomentum,
-    "ours, two messages": OursTwo,
 }
 
 

@@ -18,8 +18,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks._common import write
-from gossipgrad.cli._plan_costs import all_methods, network_of
-from gossipgrad.cli._plan_options import PlanOptions
+from gossipgrad.cli._plan import PlanOptions, all_methods, network_of
 from gossipgrad.cli._plan_report import compare
 from gossipgrad.planning import (
     PROFILES,

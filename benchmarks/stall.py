@@ -12,14 +12,12 @@ every scenario something happens to the last rank:
 """
 
 import argparse
-import json
 import multiprocessing
 import os
 import re
-import shlex
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
@@ -32,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gossipgrad as gg
-from benchmarks._common import RESULTS, write
+from benchmarks._common import write
 
 WORLD_SIZE = 4
 VICTIM = 3
@@ -248,33 +246,20 @@ def _samples_by_then(repeat: dict[int, Ran]) -> int | None:
     return BATCH_SIZE * sum(end <= done for end in repeat[VICTIM].begins[1:])
 
 
-def command_of(cells: Sequence[dict[str, Any]]) -> str:
-    """What measures all these cells anew, whether or not they were measured in one go."""
-    repeats = {cell["contestant"]: len(cell["longest_step_seconds"]) for cell in cells}
-    command = "python -m benchmarks.stall --repeats"
-    if repeats.keys() == CONTESTANTS.keys() and len(set(repeats.values())) == 1:
-        return f"{command} {next(iter(repeats.values()))}"
-    return "; ".join(
-        f"{command} {number} --only {shlex.quote(name)}" for name, number in repeats.items()
-    )
-
-
 def main() -> None:
-    """Measures, prints and writes; cells that were not asked for stay as they are."""
+    """Measures, prints and writes."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--only", choices=sorted(CONTESTANTS), help="this contestant alone")
     options = parser.parse_args()
-    path = RESULTS / "stall.json"
-    kept = json.loads(path.read_text())["cells"] if path.exists() else []
-    cells = {(cell["contestant"], cell["scenario"]): cell for cell in kept}
-    for contestant in [options.only] if options.only else CONTESTANTS:
+    cells = []
+    for contestant in CONTESTANTS:
         if contestant.startswith("Decent") and find_spec("decent_dp") is None:
             print(f"{contestant} is not installed: make .venv/.decent-dp")
             continue
         for scenario in SCENARIOS:
             repeats = [run(contestant, scenario) for _ in range(options.repeats)]
-            cell = cells[contestant, scenario] = row_of(contestant, scenario, repeats)
+            cell = row_of(contestant, scenario, repeats)
+            cells.append(cell)
             print(
                 f"{contestant:32} {scenario:8} median {1e3 * cell['median_step_seconds']:6.1f} ms, "
                 f"longest {1e3 * max(cell['longest_step_seconds']):7.1f} ms, "
@@ -282,7 +267,6 @@ def main() -> None:
                 f"{max(cell['seconds_of_others']):.1f} s; {'; '.join(cell['ended'])}",
                 flush=True,
             )
-    order = [(c, s) for c in CONTESTANTS for s in SCENARIOS]
     about = {
         "world_size": WORLD_SIZE,
         "steps": STEPS,
@@ -291,8 +275,7 @@ def main() -> None:
         "slower": SLOWER,
         "batch_size": BATCH_SIZE,
     }
-    found = [cells[key] for key in order if key in cells]
-    print(write("stall", {"command": command_of(found)} | about | {"cells": found}))
+    print(write("stall", about | {"cells": cells}))
 
 
 if __name__ == "__main__":

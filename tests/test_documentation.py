@@ -22,7 +22,7 @@ import gossipgrad
 from gossipgrad.cli import main
 from gossipgrad.cli._advise import AdviseOptions
 from gossipgrad.cli._export import ExportOptions
-from gossipgrad.cli._plan_options import PlanOptions
+from gossipgrad.cli._plan import PlanOptions
 from gossipgrad.cli._probe import ProbeOptions
 from gossipgrad.cli._profile import ProfileOptions
 from gossipgrad.cli._simulate import SimulateOptions

@@ -19,9 +19,9 @@ from typing import Any
 from gossipgrad import data
 from gossipgrad.comm import Channel
 from gossipgrad.decentralized import GossipSession
-from gossipgrad.train import _given_start, _worker
+from gossipgrad.train import _worker
 from gossipgrad.train._loop import Loop
-from gossipgrad.train._worker import WorkerSpec, worker_main
+from gossipgrad.train._worker import worker_main
 
 from ._script import Fault, Script
 from ._training import load_subset
@@ -83,12 +83,10 @@ class _Trigger:
         timer.start()
 
 
-def worker(
-    script: dict[str, Any], start: int, folder: Path, subset: Path, spec: WorkerSpec, pipe: Any
-) -> None:
+def worker(script: dict[str, Any], start: int, folder: Path, subset: Path) -> int:
     """A worker of the launcher, with the faults of this start of the run armed."""
-    arm(Script.from_json(script), folder, subset, spec.rank, start=start)
-    worker_main(spec, pipe)
+    arm(Script.from_json(script), folder, subset, int(os.environ["RANK"]), start=start)
+    return worker_main()
 
 
 def arm(script: Script, folder: Path, subset: Path, rank: int, *, start: int = 1) -> None:
@@ -96,8 +94,7 @@ def arm(script: Script, folder: Path, subset: Path, rank: int, *, start: int = 1
     faulthandler.register(signal.SIGUSR1, (folder / f"stacks-rank{rank}.txt").open("w"))
     events = Events(folder)
     events.tell("begins", rank=rank, pid=os.getpid())
-    for module in (_worker, _given_start):
-        module.train_rank = _keeping_result(module.train_rank, folder, rank)
+    _worker.train_rank = _keeping_result(_worker.train_rank, folder, rank)
     data.load = functools.partial(load_subset, subset)
     triggers = [
         _Trigger(fault, number, rank, events)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from benchmarks.netlab import Network
 from gossipgrad import data
 from gossipgrad.errors import GossipError
-from gossipgrad.train import RunFailedError, _launcher, config_of_run, run
+from gossipgrad.train import RunFailedError, _run, config_of_run, run
 
 from ._inside import Events, arm, worker
 from ._script import Script
@@ -41,7 +41,7 @@ def run_by_launcher(script: Script, folder: Path, subset: Path) -> dict[str, Any
     data.prepare = lambda *_, **__: None  # the subset is there
     out = folder / "run"
     for start in range(1, script.resumes + 2):
-        _launcher.worker_main = functools.partial(worker, script.to_json(), start, folder, subset)
+        _run.worker_main = functools.partial(worker, script.to_json(), start, folder, subset)
         try:
             outcome = run(config_for(script, out) if start == 1 else config_of_run(out))
         except (GossipError, ValueError) as error:

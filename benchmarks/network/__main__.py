@@ -28,7 +28,6 @@ from ._group import measure_group
 from ._hosts import Shaped
 from ._laboratory import Laboratory, WorkerError
 from ._table import print_table
-from ._verdict import shortfalls
 from ._where import where
 
 
@@ -65,8 +64,6 @@ def main() -> int:
         print(f"{options.out} has no cells: measure some first", file=sys.stderr)
         return 2
     print_table(cells.cells)
-    for line in shortfalls(cells.cells):
-        print(line)
     print(options.out)
     return 0
 

@@ -16,7 +16,6 @@ from benchmarks.network._grid import FULL, QUICK
 from benchmarks.network._hosts import Shaped
 from benchmarks.network._kinds import BARE, CONTESTANTS, PAYLOADS
 from benchmarks.network._replay import Device, ReplayModel, ReplayOptimizer, shape_of
-from benchmarks.network._verdict import shortfalls
 from gossipgrad.planning import Profile
 
 PROFILE = Profile(
@@ -176,52 +175,6 @@ def test_state_is_measured_where_the_grid_says():
     assert set(PAYLOADS) <= set(QUICK.names(8, 1e8, first))
     assert not set(PAYLOADS) & {*QUICK.names(8, 1e9, first), *QUICK.names(8, 1e8, gpt2)}
     assert set(FULL.names(4, 3e8, gpt2)) == {*BARE, *CONTESTANTS}
-
-
-def test_goals_that_are_missed_are_told():
-    place = {
-        "profile": "resnet50",
-        "time_factor": 1.0,
-        "size_factor": 0.1,
-        "world_size": 4,
-        "rate_bits_per_second": 1e8,
-        "compute_seconds": 0.4,
-        "marked": False,
-    }
-
-    def cell(name, step, bare=0.1, **more):
-        return place | {
-            "contestant": name,
-            "step_seconds_median": step,
-            "bare_seconds": bare,
-            "exchange_bound_seconds": max(0.4, bare),
-            "efficiency": 0.4 / step,
-            "mixes_every_step": name != "local SGD, period 8",
-            **more,
-        }
-
-    fine = [cell("gossip", 0.405), cell("ddp", 0.5), cell("local SGD, period 8", 0.402)]
-    assert shortfalls(fine) == ["3 of 3 goals met in 3 cells that are not marked"]
-    assert shortfalls([cell("gossip", 9.0, marked=True)])[0].startswith("0 of 0 goals")
-    slow = [cell("gossip", 0.43), cell("ddp", 0.42), cell("agd", 0.41, marked=True)]
-    assert shortfalls(slow) == [
-        "0 of 3 goals met in 2 cells that are not marked",
-        "missed: gossip, resnet50, p = 4, 100 Mbit/s: 1.075 of the bound",
-        "missed: gossip, resnet50, p = 4, 100 Mbit/s: efficiency 0.930",
-        "missed: gossip, resnet50, p = 4, 100 Mbit/s: 430.0 ms, ddp 420.0 ms",
-    ]
-    exposed = [cell("gossip, bf16 wire", 0.62, bare=0.6)]  # no efficiency is asked for
-    assert shortfalls(exposed)[0].startswith("1 of 1")
-    for name in ("gossip, state", "gossip, state every 4"):
-        assert name in CONTESTANTS
-        found = shortfalls([cell(name, 0.43), cell("ddp", 0.42)])
-        assert found[0].startswith("0 of 2 goals"), "held against no others"
-        assert [line.split(": ")[2] for line in found[1:]] == [
-            "1.075 of the bound",
-            "efficiency 0.930",
-        ]
-    unknown = cell("gossip", 0.5) | {"bare_seconds": None, "exchange_bound_seconds": None}
-    assert shortfalls([unknown, cell("ddp", 0.6)])[0].startswith("1 of 1 goals")
 
 
 def test_every_bound_has_a_bare_transfer():

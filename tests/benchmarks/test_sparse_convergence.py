@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from benchmarks import sparse_convergence
-from benchmarks._sparsified_ranks import SparsifiedRanks
+from benchmarks.sparse_convergence import SparsifiedRanks
 from gossipgrad.sparsification._reference import Reference
 
 RANKS = 3

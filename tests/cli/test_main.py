@@ -86,7 +86,7 @@ def test_mistakes_are_one_line(monkeypatch, capsys, error, code):
 def test_an_error_after_the_options_were_checked_keeps_its_traceback(monkeypatch, tmp_path):
     inside = ValueError("not enough values to unpack")
 
-    def fail(*_):
+    def fail(*_, **__):
         raise inside
 
     monkeypatch.setattr("gossipgrad.train._run.launch", fail)

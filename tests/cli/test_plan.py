@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from gossipgrad import cli
-from gossipgrad.cli import _plan, _plan_costs
-from gossipgrad.cli._plan_costs import all_methods, network_of
-from gossipgrad.cli._plan_options import PlanOptions
+from gossipgrad.cli import _plan
+from gossipgrad.cli._plan import PlanOptions, all_methods, network_of
 from gossipgrad.cli._plan_report import compare
 from gossipgrad.cli._units import percent_text
 from gossipgrad.compression import SparseFormat
@@ -218,9 +217,9 @@ def test_selection_is_measured_here(monkeypatch, density):
         def add_to(self, message, total):
             clock.now += 5e-4 + 6e-8 * self.count
 
-    monkeypatch.setattr(_plan_costs, "time", clock)
-    monkeypatch.setattr(_plan_costs, "top_k", select)
-    monkeypatch.setattr(_plan_costs, "SparseFormat", Format)
+    monkeypatch.setattr(_plan, "time", clock)
+    monkeypatch.setattr(_plan, "top_k", select)
+    monkeypatch.setattr(_plan, "SparseFormat", Format)
     hop = Network(exchange=AffineCost(0.0, 0.0))
     options = PlanOptions(world_size=4, density=density, select="here")
     torch.set_num_threads(2)
@@ -238,7 +237,7 @@ def test_selection_is_measured_here(monkeypatch, density):
 
 def test_selection_that_is_measured_here_is_in_the_plan(profile, capsys, monkeypatch):
     measured = AffineCost(7e-3, 0.0), AffineCost(0.0, 0.0)
-    monkeypatch.setattr(_plan_costs, "_measured", lambda *options: measured)
+    monkeypatch.setattr(_plan, "_measured", lambda *options: measured)
     told = found(capsys, profile, "--select", "here", "--methods", "sparse")
     selected = [end - begin for what, _, begin, end in told["spans"] if what == "select"]
     assert selected == pytest.approx([7e-3] * len(told["groups"]))

@@ -7,9 +7,8 @@ import torch
 import tyro
 from torch import nn
 
-from gossipgrad.cli._plan_costs import all_methods, network_of
-from gossipgrad.cli._plan_methods import METHODS
-from gossipgrad.cli._plan_options import PlanOptions
+from gossipgrad.cli._plan import PlanOptions, all_methods, network_of
+from gossipgrad.cli._plan_report import METHODS
 from gossipgrad.compression import VALUE_DTYPES, SparseFormat
 from gossipgrad.sparsification._merged import MergedGroup
 from support.plan_command import SMALL, found, written

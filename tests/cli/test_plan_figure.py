@@ -6,9 +6,8 @@ from dataclasses import replace
 import pytest
 
 from gossipgrad.cli import _plan
-from gossipgrad.cli._plan_costs import all_methods, network_of
-from gossipgrad.cli._plan_figure import text_lanes
-from gossipgrad.cli._plan_options import PlanOptions
+from gossipgrad.cli._figures import text_lanes
+from gossipgrad.cli._plan import PlanOptions, all_methods, network_of
 from gossipgrad.cli._plan_report import compare
 from gossipgrad.planning import Merge, Plan
 from support.plan_command import SMALL, run, written

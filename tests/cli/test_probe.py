@@ -129,5 +129,5 @@ def test_the_first_to_fail_is_named_and_the_others_are_ended(
     assert cli.main(["probe", "--nproc", "3"]) == 1
     err = capsys.readouterr().err
     assert err.count("\n") == 1
-    assert err.endswith(f"{message or 'rank 1 was killed by SIGKILL'}\n")
+    assert (message or "rank 1 was killed by SIGKILL") in err
     assert all(process.returncode is not None for process in started)

@@ -320,7 +320,7 @@ def test_files_that_hold_something_else_are_named(tmp_path, capsys):
 
 def test_without_matplotlib_a_figure_is_refused_before_anything_is_computed(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr("gossipgrad.cli._simulate_figure.find_spec", lambda name: None)
+    monkeypatch.setattr("gossipgrad.cli._figures.find_spec", lambda name: None)
     assert cli.main(["simulate", "--figure", "figure.png"]) == 2
     assert "pip install 'gossipgrad[plot]'" in capsys.readouterr().err
 

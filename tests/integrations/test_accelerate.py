@@ -24,13 +24,13 @@ def make(accelerator, optimizer=None, lr=0.1):
     return model, accelerator.prepare(made)
 
 
-def step(accelerator, model, optimizer, number):
+def step(accelerator, model, optimizer, number, scale=1.0):
     draw = torch.Generator().manual_seed(10 * number + accelerator.process_index)
     for _ in range(2):
         x = torch.randn(8, 6, generator=draw)
         with accelerator.accumulate(model):
             loss = nn.functional.cross_entropy(model(x), x[:, :3].argmax(1))
-            accelerator.backward(loss)
+            accelerator.backward(scale * loss)
             optimizer.step()
             optimizer.zero_grad()
 
@@ -112,6 +112,23 @@ def other_families_and_exceptions(rank, store, accelerator, folder):
     return ends
 
 
+def steps_that_a_scaler_skips(rank, store, accelerator, folder):
+    from gossipgrad.integrations.accelerate import GossipSGD
+
+    accelerator.free_memory()
+    kept, accelerator.scaler = accelerator.scaler, torch.amp.GradScaler("cpu", init_scale=256.0)
+    model, optimizer = make(accelerator)
+    skipped = []
+    with GossipSGD(accelerator, model, optimizer) as gossip:
+        for number in range(5):
+            scale = torch.inf if (rank, number) == (0, 2) else 1.0
+            step(accelerator, model, optimizer, number, scale)
+            skipped.append(optimizer.step_was_skipped)
+        outcomes = gossip.session.stats().outcomes
+    accelerator.scaler = kept
+    return skipped, outcomes["delivered"], flat(model).tolist()
+
+
 def refused(rank, store, accelerator, folder):
     from accelerate import DistributedType
 
@@ -142,6 +159,7 @@ def all_on_one_rank_each(rank, store, port, folder):
         goes_on_from_another_run,
         other_families_and_exceptions,
         refused,
+        steps_that_a_scaler_skips,
     )
     page = run_page, "accelerate.md", folder / "page"
     return one_by_one(rank, store, *((part, accelerator, folder) for part in parts), page)
@@ -171,6 +189,13 @@ def test_a_checkpoint_without_gossip_is_gone_on_with_from_its_model(ranks):
 
 def test_other_families_train_and_an_exception_ends_the_session(ranks):
     assert ranks[0][2] == ranks[1][2], "all end with one model"
+
+
+def test_a_step_that_the_scaler_skips_on_one_rank_is_a_round_all_the_same(ranks):
+    (skipped, delivered, end), (other_skipped, other_delivered, other_end) = (r[4] for r in ranks)
+    assert (skipped, any(other_skipped)) == ([False, False, True, False, False], False)
+    assert (delivered, other_delivered) == (5, 5)
+    assert end == other_end
 
 
 def test_what_does_not_fit_is_refused_by_name(ranks):

@@ -134,6 +134,27 @@ def best_at_end(rank, store, folder):
     return all(torch.equal(best[n], p) for n, p in trainer.model.state_dict().items())
 
 
+def what_is_evaluated(rank, store, folder):
+    """Whether ranks evaluate one model: the consensus, or else each its own replica."""
+    from transformers import TrainerCallback
+
+    from gossipgrad.integrations.transformers import GossipCallback
+
+    class Looks(TrainerCallback):
+        def on_prediction_step(self, args, state, control, **kwargs):
+            equal.append(torch.equal(*gathered(flat(kwargs["model"]))))
+
+    found = []
+    for consensus in (True, False):
+        equal = []
+        options = {"eval_strategy": "steps", "eval_steps": 6, "save_strategy": "no"}
+        trainer = make_trainer(folder, max_steps=7, callbacks=[Looks()], **options)
+        trainer.add_callback(GossipCallback(trainer, consensus=consensus))
+        trainer.train()
+        found.append((all(equal), any(equal)))
+    return found
+
+
 def with_other_families(rank, store, folder):
     from gossipgrad.integrations.transformers import GossipCallback
 
@@ -199,6 +220,7 @@ def all_on_one_rank_each(rank, store, port, folder):
         (best_at_end, folder / "best"),
         (with_other_families, folder / "families"),
         (refused, folder / "refused"),
+        (what_is_evaluated, folder / "evaluated"),
         (run_page, "transformers.md", folder / "page"),
     )
 
@@ -219,6 +241,10 @@ def test_the_trainer_evaluates_and_saves_the_consensus_and_resumes_exactly(ranks
         assert found["resumed"]
         assert (found["closed"], found["wrapped"], found["rows"]) == (True, "Net", 30)
     assert ranks[0][0]["losses"] == ranks[1][0]["losses"]
+
+
+def test_each_rank_evaluates_its_own_replica_by_option(ranks):
+    assert [found[4] for found in ranks] == 2 * [[(True, True), (False, False)]]
 
 
 def test_the_best_model_is_loaded_at_the_end(ranks):

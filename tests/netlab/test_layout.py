@@ -121,7 +121,7 @@ def test_the_command_reads_its_arguments(capsys):
         ("--rack a,b", "write the numbers of hosts, as in 0,1"),
     ):
         with pytest.raises(SystemExit):
-            _parser().parse_args(["verify", *wrong.split()])
+            _parser().parse_args(["run", *wrong.split(), "--", "true"])
         assert said in capsys.readouterr().err
 
 

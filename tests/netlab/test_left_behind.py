@@ -104,17 +104,3 @@ def test_the_command_runs_everywhere_and_tells_who_failed():
     network = master.rpartition(".")[0]
     assert lines == [f"{i}| {i} of 3 at {network}.{i + 1}, {master}" for i in range(3)]
     assert sorted(err.splitlines()) == ["host 1: exit status 1", "host 2: exit status 2"]
-
-
-def test_the_command_holds_a_network_until_it_is_ended():
-    held = command(*["up", "--no-verify", "--hosts", "2", "--rate", "10Mbit"])
-    try:
-        namespaces = [held.stdout.readline().split()[-2] for _ in range(3)]
-        assert held.stdout.readline().startswith("up; Ctrl-C ends it")
-        assert _system.namespaces().issuperset(namespaces)
-        held.terminate()
-        assert held.wait(30) == 130
-    finally:
-        held.kill()
-        held.communicate()
-    assert not _system.namespaces().intersection(namespaces)

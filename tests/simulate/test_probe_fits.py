@@ -12,7 +12,7 @@ from gossipgrad.simulate import SIZES_BYTES, Measured, Network, predict
 from gossipgrad.simulate import _measuring as measuring
 from gossipgrad.simulate._probe import _fitted
 
-PUBLISHED = Path(__file__).parent / "probes.json"
+PUBLISHED = Path(__file__).parents[2] / "benchmarks/results/network_probes.json"
 PAYLOAD_SHARE = 1448 / 1514
 MEMORY = {"snapshot_seconds_per_byte": 0.0, "mix_seconds_per_byte": 0.0}
 

@@ -6,13 +6,12 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from unittest import mock
 
-from gossipgrad.train import _checkpoints, _launcher
+from gossipgrad.train import _checkpoints, _run
 from gossipgrad.train._metrics import Event, Metrics
-from gossipgrad.train._worker import WorkerSpec, worker_main
+from gossipgrad.train._worker import worker_main
 from support.waiting import until
 
 __all__ = ["held_at", "struck_at_start"]
@@ -27,7 +26,7 @@ def held_at(steps: int) -> Iterator[Callable[[], None]]:
     with tempfile.TemporaryDirectory() as folder:
         gate = Path(folder) / "open"
         body = partial(_held, gate=gate, steps=steps)
-        with mock.patch.object(_launcher, "worker_main", body):
+        with mock.patch.object(_run, "worker_main", body):
             yield gate.touch
 
 
@@ -35,11 +34,11 @@ def held_at(steps: int) -> Iterator[Callable[[], None]]:
 def struck_at_start(rank: int, number: signal.Signals) -> Iterator[None]:
     """Has a worker of runs in the block send itself a signal before it does anything."""
     body = partial(_struck, rank=rank, number=number)
-    with mock.patch.object(_launcher, "worker_main", body):
+    with mock.patch.object(_run, "worker_main", body):
         yield
 
 
-def _held(spec: WorkerSpec, pipe: Connection, *, gate: Path, steps: int) -> None:
+def _held(*, gate: Path, steps: int) -> int:
     _checkpoints._WRITE_SECONDS = 50.0
     write = Metrics.write
 
@@ -50,10 +49,10 @@ def _held(spec: WorkerSpec, pipe: Connection, *, gate: Path, steps: int) -> None
         return record
 
     with mock.patch.object(Metrics, "write", held):
-        worker_main(spec, pipe)
+        return worker_main()
 
 
-def _struck(spec: WorkerSpec, pipe: Connection, *, rank: int, number: signal.Signals) -> None:
-    if spec.rank == rank:
+def _struck(*, rank: int, number: signal.Signals) -> int:
+    if os.environ["RANK"] == str(rank):
         os.kill(os.getpid(), number)
-    worker_main(spec, pipe)
+    return worker_main()

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gossipgrad.train._starting import ensure_fork_server
+from gossipgrad.launch import ensure_fork_server
 
 __all__ = ["one_by_one", "run_processes", "start_fork_server"]
 
@@ -16,8 +16,7 @@ _PRELOAD = [
     "torch.distributed.fsdp",
     "torch.distributed.run",
     "torch._dynamo",
-    "gossipgrad.train._worker",
-    "gossipgrad.train._join_worker",
+    "gossipgrad.train",
     "sklearn.datasets",
 ]
 

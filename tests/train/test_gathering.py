@@ -3,18 +3,17 @@
 import re
 import threading
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
 from gossipgrad.comm import AskedStore, Heartbeats, MemberWatch
 from gossipgrad.errors import EvictedError, GossipError
-from gossipgrad.train import RunFailedError, TrainConfig, _gathering, _given_start, _world
+from gossipgrad.train import RunFailedError, TrainConfig, World, _gathering, _worker
+from gossipgrad.train._files import check_shared, leave_token
 from gossipgrad.train._gathering import Gathering, StartAgainError
-from gossipgrad.train._given_start import train_with_those_who_come
-from gossipgrad.train._given_world import World
 from gossipgrad.train._layout import RunDir, claim
-from gossipgrad.train._shared_folder import leave_token, must_be_shared
 from gossipgrad.train._signals import Stops
 from support.hanging_store import Hanging
 from support.results import result
@@ -188,35 +187,40 @@ def test_an_opener_that_was_given_up_does_not_undo_what_its_successor_opened(com
     assert ranks[2].open(never) == {"out": "second"}
 
 
+def worker_of(come, gathering, rank):
+    worker = _worker._Worker(World(rank=rank, world_size=3, launcher="torchrun"))
+    worker.store = worker.mailbox = come.store
+    worker.gathering = gathering
+    return worker
+
+
 @pytest.mark.parametrize("error", [EvictedError("given up"), GossipError("no such data")])
 def test_who_was_given_up_leaves_the_folder_to_the_others(come, tmp_path, monkeypatch, error):
     def fail(*_, **__):
         raise error
 
-    monkeypatch.setattr(_given_start, "load_job", fail)
-    run_dir, world = RunDir(tmp_path), World(rank=0, world_size=3, launcher="torchrun")
+    monkeypatch.setattr(_worker, "load_job", fail)
+    run_dir = RunDir(tmp_path)
     run_dir.partial.mkdir()
-    start = _world._Start(world)
-    start.run_dir = run_dir
+    worker = worker_of(come, come(0), 0)
+    worker.run_dir = run_dir
     config = TrainConfig(nproc=3, quiet=True)
     with pytest.raises(RunFailedError, match=f"rank 0 failed: {error}"):
-        _world._take_part(config, run_dir, world, come.store, come.store, come(0), start, Stops())
+        worker.run(config, run_dir, None, Stops())
     assert run_dir.partial.exists() == isinstance(error, EvictedError)
 
 
 def test_checkpoints_in_a_folder_that_ranks_do_not_share_are_refused(come, tmp_path, monkeypatch):
     """They would never be complete. Whoever sees another folder ends the start for all."""
     token = leave_token(claim(tmp_path / "here", name="", overwrite=False))
-    must_be_shared(RunDir(tmp_path / "here"), token, wait_seconds=0.0)
+    check_shared(RunDir(tmp_path / "here"), token, wait_seconds=0.0)
     there = claim(tmp_path / "there", name="", overwrite=False)
     leave_token(there)  # of an earlier start
-    monkeypatch.setattr(_world, "must_be_shared", partial(must_be_shared, wait_seconds=0.0))
-    world, ranks = World(rank=1, world_size=3, launcher="torchrun"), [come(rank) for rank in (0, 1)]
-    start = _world._Start(world)
-    start.token = token
+    monkeypatch.setattr(_worker, "check_shared", partial(check_shared, wait_seconds=0.0))
+    ranks = [come(rank) for rank in (0, 1)]
     config = TrainConfig(nproc=3, quiet=True, checkpoint_every=5)
     with pytest.raises(RunFailedError, match="there is not the same folder as on the machine that"):
-        _world._take_part(config, there, world, come.store, come.store, ranks[1], start, Stops())
+        worker_of(come, ranks[1], 1).run(config, there, token, Stops())
     with pytest.raises(
         GossipError, match=r"rank 1 failed: .* name a folder that all machines share"
     ):
@@ -280,42 +284,29 @@ def test_one_that_dies_before_the_first_step_makes_the_others_start_again(
         group.close()
         return result(rank, notes=tuple(map(str, group.members)))
 
-    monkeypatch.setattr(_given_start, "train_rank", train)
-    told = {rank: [] for rank in range(3)}
+    monkeypatch.setattr(_worker, "train_rank", train)
+    missed = {rank: [] for rank in range(3)}
 
     def start(rank):
-        return train_with_those_who_come(
-            config,
-            RunDir(tmp_path),
-            World(rank=rank, world_size=3, launcher="torchrun"),
-            come.store,
-            ranks[rank],
-            stop=threading.Event(),
-            met=told[rank].append,
-            emit=lambda event: None,
-        )
+        ending = SimpleNamespace(miss=missed[rank].append)
+        events = SimpleNamespace(take=lambda event: None)
+        worker = worker_of(come, ranks[rank], rank)
+        return worker._train(config, RunDir(tmp_path), ending, events)
 
     answers = together(*(lambda rank=rank: start(rank) for rank in range(3)))
     assert [answer.notes for answer in answers[:2]] == [("0", "1")] * 2, answers
     assert sorted(ready) == [0, 1]
     for rank in (0, 1):
-        assert [m.living for m in told[rank]] == [(0, 1, 2), (0, 1)]
-        assert told[rank][1].gone[2].why == "no sign of life for 0.3 s"
+        assert [[*losses] for losses in missed[rank]] == [[], [2]]
+        assert missed[rank][1][2].why == "no sign of life for 0.3 s"
     until(lambda: not ranks[0].gone())
 
 
 def test_what_needs_every_rank_ends_and_names_who_was_lost(come, tmp_path):
     ranks = [come(0, 0.1), come(2, 0.1)]
     config = TrainConfig(strategy="allreduce", nproc=3)
-    only = {
-        "run_dir": RunDir(tmp_path),
-        "world": World(rank=0, world_size=3, launcher="torchrun"),
-        "store": come.store,
-        "gathering": ranks[0],
-        "stop": threading.Event(),
-        "met": never,
-        "emit": never,
-    }
-    refused, _ = together(lambda: train_with_those_who_come(config, **only), ranks[1].meet)
+    ending, events = SimpleNamespace(miss=lambda losses: None), SimpleNamespace(take=never)
+    train = partial(worker_of(come, ranks[0], 0)._train, config, RunDir(tmp_path), ending, events)
+    refused, _ = together(train, ranks[1].meet)
     told = r"rank 1 was lost before the start \(no sign .*strategy allreduce needs every rank"
     assert re.match(told, str(refused))

@@ -1,14 +1,15 @@
 """Workers that join a run under way, in real processes."""
 
+import os
 import signal
+import subprocess
+import sys
 import threading
-from contextlib import nullcontext
 
 import pytest
 import torch.distributed as dist
 
-from gossipgrad.train import JoinConfig, _join_launcher, join_run, run
-from gossipgrad.train._signals import Stops
+from gossipgrad.train import JoinConfig, join_run, run
 from support.joined_world import train_until_joined
 from support.launched import (
     after_steps,
@@ -27,31 +28,36 @@ pytestmark = pytest.mark.process
 ENDLESS = 10_000
 
 
-@pytest.mark.slow
-def test_a_run_grows_from_three_to_six_and_shrinks_to_two(tmp_path, capfd, monkeypatch):
-    """Three join, and leave as by Ctrl-C; then a rank of the start is killed."""
-    stops, told = Stops(), {}
-    monkeypatch.setattr(_join_launcher, "catch_stops", lambda: nullcontext(stops))
+def start_join(folder, nproc):
+    """The command in a process of its own, which takes signals."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "gossipgrad", "train", "--join", str(folder), "--nproc", nproc],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
-    def join():
-        told["joined"] = join_run(JoinConfig(run=tmp_path, nproc=3, quiet=True))
+
+@pytest.mark.slow
+def test_a_run_grows_from_three_to_six_and_shrinks_to_two(tmp_path, capfd):
+    """Three join, and leave as by Ctrl-C; then a rank of the start is killed."""
+    told = {}
 
     def grow_and_shrink():
-        joining = threading.Thread(target=join)
-        joining.start()
+        joining = start_join(tmp_path, "3")
         until(lambda: all(count(tmp_path, rank) > 10 for rank in (3, 4, 5)), 100)
         told["mode"] = (tmp_path / "invitation.json").stat().st_mode & 0o777
-        stops.caught.append(signal.SIGINT)
-        joining.join(100)
+        joining.send_signal(signal.SIGINT)
+        told["said"], told["errors"] = joining.communicate(timeout=100)
+        told["code"] = joining.returncode
         kill(0)()
         wait_for_more(tmp_path, 1, "epoch", 2)
         press_ctrl_c()
 
     with after_steps(tmp_path, 20, grow_and_shrink):
         outcome = run(config(tmp_path, nproc=3, epochs=ENDLESS, trace=0))
-    assert told["joined"].exit_code == 130
-    assert told["joined"].summary is None, "it goes on"
-    assert [part["left"] for part in told["joined"].parts] == [True] * 3
+    assert told["code"] == 130, told["errors"]
+    assert told["said"].count("and left the run, which goes on") == 3
     assert told["mode"] == 0o600
     summary = outcome.summary
     assert outcome.exit_code == 130
@@ -66,7 +72,7 @@ def test_a_run_grows_from_three_to_six_and_shrinks_to_two(tmp_path, capfd, monke
     assert summary["model_from_rank"] == 1
     assert summary["accuracy"] > 0.8
     said = capfd.readouterr().err
-    assert "gossipgrad: leaving the run, which goes on; once more to end at once" in said
+    assert "gossipgrad: leaving the run, which goes on; once more to end at once" in told["errors"]
     for rank in (3, 4, 5):
         assert f"gossipgrad: rank {rank} has joined, with the weights of rank" in said
         assert f"gossipgrad: rank {rank} has left" in said
@@ -75,31 +81,28 @@ def test_a_run_grows_from_three_to_six_and_shrinks_to_two(tmp_path, capfd, monke
 
 
 def test_a_run_goes_on_with_those_who_joined_when_all_others_are_killed(tmp_path):
-    """And stops with them at a Ctrl-C; who comes after that is too late."""
+    """They put it together, and who comes after that is too late."""
     joined = []
 
     def join():
         options = JoinConfig(run=tmp_path, nproc=2, quiet=True)
+        pids = [process.pid for process in workers().values()]
         thread = threading.Thread(target=lambda: joined.append(join_run(options)))
         thread.start()
         until(lambda: all(count(tmp_path, rank) > 5 for rank in (2, 3)), 100)
-        for rank in (0, 1):
-            kill(rank)()
-        until(lambda: not {"gossipgrad-rank0", "gossipgrad-rank1"} & {*workers()}, 60)
-        wait_for_more(tmp_path, 2, "epoch", 2)
-        press_ctrl_c()
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
         thread.join(100)
 
     with after_steps(tmp_path, 20, join):
-        outcome = run(config(tmp_path, nproc=2, epochs=ENDLESS, trace=0))
+        outcome = run(config(tmp_path, nproc=2, epochs=150, trace=0))
     assert [part["rank"] for part in joined[0].parts] == [2, 3]
     assert not any(part["left"] for part in joined[0].parts)
     assert joined[0].summary == outcome.summary
-    assert joined[0].exit_code == 0, "here nobody stopped it"
-    assert outcome.exit_code == 130
+    assert joined[0].exit_code == outcome.exit_code == 0
     summary = outcome.summary
     assert summary["lost_ranks"] == [0, 1]
-    assert summary["interrupted"]
+    assert not summary["interrupted"]
     assert summary["model_is_consensus"]
     assert summary["model_from_rank"] == 2
     assert summary["accuracy"] > 0.9

@@ -18,20 +18,19 @@ from gossipgrad.train import (
     Outcome,
     RunFailedError,
     TrainConfig,
+    World,
+    _ending,
     _join_run,
-    _joined,
-    _living,
+    _lock,
     _run,
     _worker,
-    _world,
     config_of_run,
     join_run,
     run,
 )
-from gossipgrad.train._given_world import World
 from gossipgrad.train._invitation import Invitation
 from gossipgrad.train._layout import RunDir
-from gossipgrad.train._living import take_part
+from gossipgrad.train._lock import hold_lock
 
 HOLDS_ITS_LOCK = """
 import fcntl, sys, time
@@ -45,7 +44,7 @@ time.sleep(600)
 @pytest.fixture
 def run_dir(tmp_path, monkeypatch):
     """The folder of a run with a checkpoint."""
-    monkeypatch.setattr(_living, "_PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(_lock, "_PATIENCE_SECONDS", 0.1)
     made = RunDir(tmp_path)
     made.partial.mkdir()
     config(made).resolved(nproc=2, out=made.path).write(made.config, {})
@@ -80,7 +79,7 @@ def content(run_dir):
 def refuses(run_dir, **options):
     """Why it is refused; None if it is not."""
     try:
-        with take_part(run_dir, first=True, **options):
+        with hold_lock(run_dir, first=True, **options):
             return None
     except ValueError as error:
         return str(error).replace(str(run_dir.path), "RUN")
@@ -96,7 +95,7 @@ TAKEN = (
 def test_a_run_that_trains_is_neither_replaced_nor_resumed(again, run_dir, monkeypatch):
     before = []
 
-    def launch(*_):
+    def launch(*_, **__):
         before.append(content(run_dir))
         with pytest.raises(ValueError, match=r"the run in .* trains: a process .* Stop it first"):
             run(again(run_dir))
@@ -113,13 +112,14 @@ def test_a_run_that_trains_is_neither_replaced_nor_resumed(again, run_dir, monke
 def test_nor_is_one_that_ranks_train_in_which_joined_it(run_dir, monkeypatch):
     told = []
 
-    def launch(*_):
+    def launch(*_, **__):
         told.append(refuses(run_dir))
         raise RunFailedError("enough")
 
-    found = going_on(run_dir), run_dir, None
+    invitation = Invitation(address="there", refusal=None, store=None, data="", version="")
+    found = going_on(run_dir), run_dir, invitation
     monkeypatch.setattr(_join_run, "find_run", lambda options: found)
-    monkeypatch.setattr(_join_run, "launch_joiners", launch)
+    monkeypatch.setattr(_join_run, "launch", launch)
     with pytest.raises(RunFailedError):
         join_run(JoinConfig(run=run_dir.path, quiet=True))
     assert told == [TAKEN]
@@ -129,23 +129,23 @@ def test_nor_is_one_that_ranks_train_in_which_joined_it(run_dir, monkeypatch):
 def test_nor_is_one_of_a_given_world_any_of_whose_ranks_lives(run_dir, monkeypatch):
     left, told = threading.Event(), []
 
-    def take_part_in_turn(config, run_dir, world, *_):
-        if world.rank == 1:
+    def take_part_in_turn(worker, *_):
+        if worker._world.rank == 1:
             assert left.wait(30)
             told.append(refuses(run_dir))
         return Outcome(exit_code=0)
 
     def rank(number):
         world = World(rank=number, world_size=2, launcher="torchrun")
-        _world.run_in_world(config(run_dir, overwrite=True), world, show_config=False)
+        _worker.run_in_world(config(run_dir, overwrite=True), world)
 
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
-    monkeypatch.setattr(_world, "_take_part", take_part_in_turn)
-    store = _world.open_store(0, 2)
-    monkeypatch.setattr(_world, "open_store", lambda *_: store)
+    monkeypatch.setattr(_worker._Worker, "run", take_part_in_turn)
+    store = _worker.open_store(0, 2)
+    monkeypatch.setattr(_worker, "open_store", lambda *_: store)
     other = threading.Thread(target=rank, args=(1,))
     other.start()
     opener = threading.Thread(target=rank, args=(0,))
@@ -160,25 +160,15 @@ def test_nor_is_one_of_a_given_world_any_of_whose_ranks_lives(run_dir, monkeypat
 def test_one_that_takes_over_from_an_opener_that_stands_still_is_not_kept_out(run_dir):
     def opens(rank, mailbox, *, again):
         world = World(rank=rank, world_size=2, launcher="torchrun")
-        held, start = ExitStack(), _world._Start(world)
-        _world._open(replacing(run_dir), world, mailbox, start, held, again, show_config=False)
+        held, worker = ExitStack(), _worker._Worker(world)
+        worker.mailbox = mailbox
+        worker.open(replacing(run_dir), held, again=again, show_config=False)
         return held
 
     ours, theirs = dist.HashStore(), dist.HashStore()
     stands_still = opens(0, ours, again=False)
     with stands_still, opens(1, ours, again=True), pytest.raises(ValueError, match="a process"):
         opens(1, theirs, again=True)
-
-
-def test_a_worker_whose_launcher_is_gone_keeps_others_out(run_dir, monkeypatch):
-    told = []
-    chosen = config(run_dir, strategy="local").resolved(nproc=2, out=run_dir.path)
-    monkeypatch.setattr(_worker, "serve", lambda pipe, work, **_: work(threading.Event(), print))
-    monkeypatch.setattr(_worker, "train_rank", lambda *_, **__: told.append(refuses(run_dir)))
-    of_a_worker = {"config": chosen, "run_dir": run_dir, "rank": 0, "world_size": 2}
-    _worker.worker_main(_worker.WorkerSpec(**of_a_worker, store_port=0, members=(0, 1)), None)
-    assert told == [TAKEN]
-    assert refuses(run_dir) is None
 
 
 def test_a_process_that_was_killed_keeps_nobody_out(run_dir):
@@ -195,8 +185,8 @@ def test_a_process_that_was_killed_keeps_nobody_out(run_dir):
 
 def test_the_last_to_leave_removes_the_lock(run_dir):
     with ExitStack() as first, ExitStack() as last:
-        first.enter_context(take_part(run_dir, first=True))
-        last.enter_context(take_part(run_dir))
+        first.enter_context(hold_lock(run_dir, first=True))
+        last.enter_context(hold_lock(run_dir))
         first.close()
         assert run_dir.lock.exists()
         assert refuses(run_dir) == TAKEN
@@ -215,7 +205,7 @@ def test_a_lock_that_was_removed_meanwhile_is_taken_anew(run_dir, monkeypatch):
 
     lock = fcntl.flock
     monkeypatch.setattr(fcntl, "flock", flock)
-    with take_part(run_dir, first=True):
+    with hold_lock(run_dir, first=True):
         assert run_dir.lock.exists()
         assert refuses(run_dir) == TAKEN
 
@@ -258,7 +248,7 @@ def test_on_one_machine_the_lock_tells_all_where_there_are_locks(run_dir, monkey
         told = refuses(run_dir)
         assert told is not None
         assert "its store answers" in told
-    with take_part(run_dir, first=True):
+    with hold_lock(run_dir, first=True):
         assert refuses(run_dir) is None, "nothing tells"
 
 
@@ -278,6 +268,6 @@ def test_a_rank_that_joined_from_another_machine_and_trains_on_is_seen(run_dir, 
     assert told == (
         "the run in RUN trains: rank 5, which joined it, shows signs of life. Stop it first."
     )
-    monkeypatch.setattr(_joined, "_SILENT_SECONDS", 0.3)
+    monkeypatch.setattr(_ending, "_SILENT_SECONDS", 0.3)
     os.utime(marker)
     assert refuses(run_dir) is None, "no other sign came"

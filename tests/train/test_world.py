@@ -9,10 +9,9 @@ import torch.distributed as dist
 
 from gossipgrad.errors import GossipError
 from gossipgrad.train import RunFailedError, TrainConfig, run
-from gossipgrad.train._gathering import open_store
-from gossipgrad.train._given_world import World, find_world
 from gossipgrad.train._layout import RunDir
-from gossipgrad.train._world import run_in_world, slurm_rendezvous
+from gossipgrad.train._worker import run_in_world
+from gossipgrad.train._world import World, find_world, open_store, slurm_rendezvous
 from support.processes import run_processes
 from support.waiting import until
 from support.world_rank import stopped_by_signal, waits_alone
@@ -135,8 +134,8 @@ def test_a_traceback_that_a_full_disk_does_not_take_is_not_referred_to(tmp_path,
         run_dir.errors(0).symlink_to("/dev/full")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("gossipgrad.train._world.train_with_those_who_come", fail)
-    monkeypatch.setattr("gossipgrad.train._world.open_store", lambda *_: dist.HashStore())
+    monkeypatch.setattr("gossipgrad.train._worker.load_job", fail)
+    monkeypatch.setattr("gossipgrad.train._worker.open_store", lambda *_: dist.HashStore())
     options = TrainConfig(strategy="local", out=tmp_path, quiet=True)
     with pytest.raises(RunFailedError) as failed:
         run_in_world(options, World(rank=0, world_size=1, launcher="torchrun"))

@@ -1,20 +1,275 @@
 """`gossipgrad plan`: which gradients to merge, which to compress, and what that gains."""
 
 import json
+import statistics
 import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
+import torch
 import tyro
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gossipgrad.planning import Profile
+from gossipgrad.compression import SparseFormat, top_k
+from gossipgrad.planning import (
+    AffineCost,
+    Method,
+    PiecewiseCost,
+    Profile,
+    dense_all_reduce,
+    sparse_all_gather,
+)
+from gossipgrad.simulate import CountCost, Network, collective_cost
 
-from ._plan_costs import all_methods, chosen, network_of
-from ._plan_figure import draw, text_lanes
-from ._plan_options import PlanOptions, check, check_given
-from ._plan_report import Comparison, compare
-from ._units import percent_text, seconds_text
+from ._figures import PLAN_FORMATS, check_figure, draw_plan, text_lanes
+from ._network_file import for_ranks
+from ._plan_report import AS_IS, METHODS, NARROW, NARROW_BYTES, Comparison, compare
+from ._units import list_of, percent_text, rate_of, rate_text, seconds_of, seconds_text
+
+DECODE = "5ns"
+_SAME = (("--bandwidth", "--rate"), ("--world-size", "--workers"))
+"""What each of these options is called."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanOptions:
+    """Compute which gradients to merge and which to compress, and what that gains.
+
+    Nothing is trained and nothing sent: the plan is the one that finishes first under a model of
+    time, with proof. A session of sparse gradients measures costs alike on its own ranks.
+    """
+
+    profile: str = "resnet50"
+    """What a step computes: a profile that comes along (resnet50, googlenet, vgg16, lstm, gpt2), or
+    a file that `gossipgrad profile` wrote."""
+    world_size: Annotated[int, tyro.conf.arg(aliases=["--workers"])] = 16
+    """The number of ranks, 2 or more."""
+    bandwidth: Annotated[str | None, tyro.conf.arg(aliases=["--rate"])] = None
+    """Rate of each host's link, each way; None: 1Gbit."""
+    latency: str | None = None
+    """What an empty hop of a ring takes; None: 50us."""
+    network: Path | None = None
+    """A file that `gossipgrad probe` wrote, in place of --bandwidth and --latency."""
+    density: float = 0.001
+    """The share of a group that is sent where it is compressed."""
+    methods: str = "sparse,dense"
+    """What the plan may choose among, with commas: sparse (the largest elements, gathered), dense
+    (all-reduce), fp16 and bf16 (all-reduce of rounded gradients)."""
+    values: Literal["float32", "bfloat16", "float16", "float64"] | None = None
+    """What the values of sparse messages travel as; None: float32, float64 for such gradients."""
+    select: str = "100us,2ns"
+    """What selection takes, of a group and of each of its elements; `here`: measured on one thread
+    of this machine, and --decode, too."""
+    decode: str | None = None
+    """What adding up takes, for each pair of value and index that comes in; None: 5ns, or as
+    --select here measures it."""
+    cast: str = "0.5ns"
+    """What rounding an element for fp16 and bf16 takes; widening it again takes as long."""
+    out: Path | None = None
+    """Write the plan, with the names of the profile's tensors, to this JSON file, for
+    gossipgrad.planning.Plan.from_json."""
+    figure: Path | None = None
+    """Draw the timeline into this file (svg, png, pdf or html)."""
+    json: bool = False
+    """Print JSON instead of tables."""
+
+
+def check(options: PlanOptions) -> None:
+    """Raise unless the options fit each other and what is to be written can be.
+
+    Raises:
+        ValueError: They do not.
+    """
+    if options.world_size < 2:
+        raise ValueError(
+            f"world size {options.world_size}: a plan is for 2 ranks or more, one alone sends "
+            "nothing"
+        )
+    if options.network is not None and (options.bandwidth, options.latency) != (None, None):
+        raise ValueError(
+            "--network says what links cost: leave out --bandwidth and --latency, or --network"
+        )
+    if not 0 < options.density <= 1:
+        raise ValueError(
+            f"density is {options.density}: it is a share, above 0 and at most 1 (0.001 sends one "
+            "element in a thousand)"
+        )
+    if options.select == "here" and options.decode is not None:
+        raise ValueError(
+            f"--select here measures what adding up takes: leave out --decode {options.decode}, or "
+            "give --select times, as 100us,2ns"
+        )
+    if options.out is not None and not options.out.absolute().parent.is_dir():
+        raise ValueError(f"--out {options.out}: there is no folder {options.out.parent}")
+    if options.figure is not None:
+        check_figure(options.figure, PLAN_FORMATS)
+
+
+def check_given(arguments: Sequence[str]) -> None:
+    """Raise if an option is given by both its names, and with two values.
+
+    Raises:
+        ValueError: It is: the last would hold, and the other be ignored.
+    """
+    for names in _SAME:
+        given = {}
+        for place, argument in enumerate(arguments):
+            word, equals, value = argument.partition("=")
+            if (name := word.replace("_", "-")) in names:
+                given[name] = value if equals else arguments[place + 1]
+        if len(set(given.values())) > 1:
+            both = " and ".join(f"{name} {value}" for name, value in given.items())
+            raise ValueError(f"{both} are two values of one option: leave out one")
+
+
+Cost = Callable[[Any], Any]
+
+
+_TYPICAL_ELEMENTS = 10_000_000  # for the bytes of a pair, which hardly depend on it
+_MEASURED_ELEMENTS = (1 << 8, 1 << 12, 1 << 16, 1 << 20, 1 << 23)
+_REPEATS = 5
+
+
+def network_of(options: PlanOptions) -> tuple[str, Network]:
+    """The network that the options name, and what to call it.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if options.network is not None:
+        network = Network.load(options.network)
+        p = options.world_size
+        network = for_ranks(network, options.network, [p], what="the plan")[p]
+        network.check(p)
+        return str(options.network), network
+    rate = rate_of(options.bandwidth or "1Gbit")
+    latency = options.latency or "50us"
+    hop = AffineCost.from_rate(rate_bits_per_second=rate, latency_seconds=seconds_of(latency))
+    return f"{rate_text(rate)}, {latency}", Network(exchange=hop)
+
+
+def chosen(options: PlanOptions) -> list[str]:
+    """The methods that the plan may choose among.
+
+    Raises:
+        ValueError: One is unknown, or named twice.
+    """
+    names = list_of(options.methods, "--methods", "sparse,dense")
+    for name in names:
+        if name not in METHODS:
+            raise ValueError(f"no method {name!r}: choose among {', '.join(METHODS)}")
+        if names.count(name) > 1:
+            raise ValueError(f"--methods {options.methods!r} names {name} twice: name each once")
+    return names
+
+
+def all_methods(options: PlanOptions, profile: Profile, network: Network) -> dict[str, Method]:
+    """Every method by its name, also those that the plan may not choose.
+
+    Their bytes are those of a session, which adds gradients up in float32 at least. Where gradients
+    are narrower there is `AS_IS`, too.
+
+    Raises:
+        ValueError: A time is none.
+    """
+    p, sums = options.world_size, _sums_of(profile)
+    select, decode = _select_and_decode(options, sums)
+    cast = CountCost(0.0, seconds_of(options.cast))
+    largest = sum(profile.elements) * sums.itemsize
+    all_reduce = collective_cost(
+        partial(network.all_reduce_seconds, world_size=p), largest, network
+    )
+    all_gather = collective_cost(
+        partial(network.all_gather_seconds, world_size=p), largest, network
+    )
+    sparse = sparse_all_gather(
+        all_gather,
+        density=options.density,
+        world_size=p,
+        select=select,
+        pair_bytes=_pair_bytes(options, sums),
+        scatter=decode,
+    )
+    widths = {"dense": sums.itemsize}
+    if profile.element_bytes < sums.itemsize:
+        widths[AS_IS] = profile.element_bytes
+    whole = [
+        dense_all_reduce(all_reduce, name=name, element_bytes=width)
+        for name, width in widths.items()
+    ]
+    narrow = [
+        dense_all_reduce(all_reduce, name=name, element_bytes=NARROW_BYTES, cast=cast)
+        for name in NARROW
+    ]
+    return {method.name: method for method in (sparse, *whole, *narrow)}
+
+
+def _sums_of(profile: Profile) -> torch.dtype:
+    """The type in which a session adds these gradients up, and keeps what it has not sent."""
+    return torch.float64 if profile.element_bytes > torch.float32.itemsize else torch.float32
+
+
+def _values_of(options: PlanOptions, sums: torch.dtype) -> torch.dtype:
+    """What values of sparse messages travel as."""
+    return sums if options.values is None else getattr(torch, options.values)
+
+
+def _pair_bytes(options: PlanOptions, sums: torch.dtype) -> float:
+    count = max(1, int(options.density * _TYPICAL_ELEMENTS))
+    form = SparseFormat(_TYPICAL_ELEMENTS, count, _values_of(options, sums))
+    return form.size_bytes / count
+
+
+def _select_and_decode(options: PlanOptions, sums: torch.dtype) -> tuple[Cost, Cost]:
+    if options.select == "here":
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return _measured(options, sums)
+        finally:
+            torch.set_num_threads(threads)
+    parts = list_of(options.select, "--select", "100us,2ns")
+    if len(parts) != 2:
+        raise ValueError(
+            f"--select {options.select!r} is neither `here` nor a time for a group and one for an "
+            "element, as 100us,2ns"
+        )
+    start_up, each = map(seconds_of, parts)
+    return CountCost(start_up, each), CountCost(0.0, seconds_of(options.decode or DECODE))
+
+
+def _measured(options: PlanOptions, sums: torch.dtype) -> tuple[Cost, Cost]:
+    """Residual, selection and packing by elements; adding up by pairs: on this machine."""
+    generator = torch.Generator().manual_seed(0)
+    selects, decodes, pairs = [], [], []
+    for place, elements in enumerate(_MEASURED_ELEMENTS):
+        # However small the density, counts differ: start-up and time a pair follow from them.
+        count = max(4**place, int(options.density * elements))
+        form = SparseFormat(elements, count, _values_of(options, sums))
+        gradient = torch.randn(elements, generator=generator, dtype=sums)
+        residual, total = torch.zeros_like(gradient), torch.zeros_like(gradient)
+        message = torch.empty(form.size_bytes, dtype=torch.uint8)
+        times = []
+        for _ in range(_REPEATS):
+            begun = time.perf_counter()
+            places = top_k(residual.add_(gradient), count)
+            form.pack(places, residual[places], message)
+            residual[places] = 0.0
+            packed = time.perf_counter()
+            form.add_to(message, total)
+            times.append((packed - begun, time.perf_counter() - packed))
+        select, decode = (statistics.median(column) for column in zip(*times, strict=True))
+        selects.append(select)
+        decodes.append(decode)
+        pairs.append(count)
+    return PiecewiseCost.fit(_MEASURED_ELEMENTS, selects), PiecewiseCost.fit(pairs, decodes)
+
 
 _GROUPS_SHOWN = 24
 _MANY_TENSORS = 1000  # that are planned for within some seconds
@@ -47,7 +302,7 @@ def main(arguments: list[str]) -> int:
     if options.out is not None:
         _write(options, found)
     if options.figure is not None:
-        draw(found, title, options.figure)
+        draw_plan(found, title, options.figure)
     if options.json:
         print(json.dumps({"title": title, **found.to_json()}, indent=2))
         return 0

@@ -19,13 +19,21 @@ from gossipgrad.planning import (
     wfbp,
 )
 
-from ._plan_methods import AS_IS, NARROW
 from ._units import percent_text
 
-__all__ = ["Alternative", "Comparison", "compare"]
+NARROW = ("fp16", "bf16")
+NARROW_BYTES = 2
+METHODS = ("sparse", "dense", *NARROW)
+"""What a plan may choose among."""
+
+
+AS_IS = "dense as is"
+"""DDP's all-reduce of gradients that a session widens before it adds them up."""
+
 
 _DDP_BYTES, _DDP_FIRST_BYTES = 25 << 20, 1 << 20
 _WORTH_TELLING = 1e-3  # of a step
+
 
 Rule = Callable[[Sequence[float], Sequence[int], Method], Plan]
 
@@ -111,16 +119,16 @@ class Comparison:
         gain = -self.longer(shortest.plan)
         if gain < _WORTH_TELLING:
             return None
-        told = f"{shortest.name} by {shortest.method} would take {percent_text(gain)} less"
+        saving = f"{shortest.name} by {shortest.method} would take {percent_text(gain)} less"
         allowed = [method.name for method in self.methods]
         if shortest.method != AS_IS:
-            return f"{told}: allow that here by --methods {','.join([*allowed, shortest.method])}"
+            return f"{saving}: allow that here by --methods {','.join([*allowed, shortest.method])}"
         if set(allowed).isdisjoint(NARROW):
             return (
-                f"{told}: a session widens gradients before it adds them up, and narrows them "
+                f"{saving}: a session widens gradients before it adds them up, and narrows them "
                 f"again for the wire by --methods {','.join([*allowed, 'bf16'])}"
             )
-        return f"{told}: a session widens gradients before it adds them up, and that does not"
+        return f"{saving}: a session widens gradients before it adds them up, and that does not"
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""

@@ -3,19 +3,15 @@
 import json
 import math
 import os
-import signal
 import socket
-import subprocess
 import sys
 import time
 import warnings
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryFile
-from typing import TextIO
 
 import torch
 import torch.distributed as dist
@@ -24,13 +20,13 @@ from rich.console import Console
 from rich.table import Table
 
 from gossipgrad.comm import Group, ZeroMQTransport, check_secret
+from gossipgrad.launch import Exit, Rendezvous, Worker, launch
 from gossipgrad.planning import AffineCost
 from gossipgrad.simulate import SIZES_BYTES, Probe, check_sizes, probe
 from gossipgrad.train import (
     RunFailedError,
     World,
     find_world,
-    hosted_store,
     open_store,
     slurm_rendezvous,
 )
@@ -39,10 +35,8 @@ from ._units import list_of, rate_text, seconds_text
 
 _DEFAULT_NPROC = 4
 _PAIRS_SHOWN = 16
-_POLL_SECONDS = 0.05
 _GRACE_SECONDS = 3.0  # for the others to end when one has failed
 _CONSEQUENCE = "died or left"  # what the others say of the rank that failed first
-_KILLED = "was killed by"
 _START_SECONDS = 120.0  # for processes to start and to find each other
 
 
@@ -211,79 +205,47 @@ def _row(cost: AffineCost, points: list[tuple[int, float]]) -> tuple[str, str, s
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Worker:
-    """A process, and the file that holds what it said on stderr."""
-
-    process: subprocess.Popen[str]
-    said: TextIO
-
-
 def _start_workers(arguments: list[str], options: ProbeOptions) -> int:
-    """Start workers that are told their world as torchrun tells it; all end when one fails."""
-    nproc = options.nproc or _DEFAULT_NPROC
-    with ExitStack() as stack:
-        # One that a worker hosts would listen on every interface.
-        port = stack.enter_context(hosted_store())
-        workers = []
-        for rank in range(nproc):
-            environ = os.environ | {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(nproc),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "TORCHELASTIC_USE_AGENT_STORE": "True",
-                "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
-            }
-            command = [sys.executable, "-m", "gossipgrad", "probe", *arguments]
-            # A file: a pipe that nobody reads would stop a worker that says much.
-            said = stack.enter_context(TemporaryFile("w+", encoding="utf-8", errors="replace"))
-            process = subprocess.Popen(command, env=environ, stderr=said, text=True)
-            stack.callback(_end, process)
-            workers.append(_Worker(process, said))
-        return _await(workers, options)
+    """Start workers, which all end when one fails.
 
-
-def _end(process: subprocess.Popen[str]) -> None:
-    if process.poll() is None:
-        process.kill()
-    process.wait()
-
-
-def _await(workers: list[_Worker], options: ProbeOptions) -> int:
-    """The exit code; the first failure is raised with what that worker said last."""
+    Raises:
+        RunFailedError: One failed; the message says the last that it wrote.
+    """
     limit = _START_SECONDS + 2 * options.seconds + 4 * options.timeout
     deadline = time.monotonic() + limit
-    while any(worker.process.poll() is None for worker in workers):
-        failed = any(worker.process.poll() not in (None, 0) for worker in workers)
-        if failed:
-            deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
-            if time.monotonic() > deadline:
-                break
-        if time.monotonic() > deadline:
-            late = [str(rank) for rank, one in enumerate(workers) if one.process.poll() is None]
-            raise RunFailedError(
-                f"rank {', '.join(late)} was not done after {limit:.0f} s; a shorter --seconds "
-                "measures less"
-            )
-        time.sleep(_POLL_SECONDS)
-    failures = [
-        _cause(rank, worker)
-        for rank, worker in enumerate(workers)
-        if worker.process.poll() not in (None, 0)
-    ]
+    late: list[int] = []
+
+    def supervise(workers: Sequence[Worker]) -> None:
+        nonlocal deadline
+        now = time.monotonic()
+        if any(worker.exit is not None and worker.exit.code for worker in workers):
+            deadline = min(deadline, now + _GRACE_SECONDS)
+        if now > deadline:
+            late.extend(worker.rank for worker in workers if worker.exit is None)
+            for worker in workers:
+                worker.kill()
+
+    with Rendezvous(options.nproc or _DEFAULT_NPROC) as rendezvous:
+        command = [sys.executable, "-m", "gossipgrad", "probe", *arguments]
+        launched = launch(command, rendezvous, show=False, supervise=supervise)
+    if launched.stopped_by is not None:
+        return launched.exit_code
+    failures = [end for rank, end in launched.exits.items() if end.code and rank not in late]
     if failures:
         # Who was killed said nothing; what the others say then is its consequence.
-        failures.sort(key=lambda text: (_CONSEQUENCE in text, _KILLED not in text))
-        raise RunFailedError(failures[0])
+        failures.sort(key=lambda end: (_CONSEQUENCE in _cause(end), end.code > 0))
+        raise RunFailedError(_cause(failures[0]))
+    if late:
+        raise RunFailedError(
+            f"rank {', '.join(map(str, late))} was not done after {limit:.0f} s; a shorter "
+            "--seconds measures less"
+        )
     return 0
 
 
-def _cause(rank: int, worker: _Worker) -> str:
-    code = worker.process.returncode
-    if code < 0:
-        return f"rank {rank} {_KILLED} {signal.Signals(-code).name}"
-    worker.said.seek(0)
-    said = worker.said.read().strip().splitlines()
+def _cause(end: Exit) -> str:
+    if end.code < 0:
+        return f"rank {end.rank} {end.cause}"
+    said = end.errors.strip().splitlines()
     last = said[-1].removeprefix("gossipgrad: error: ") if said else "without a word"
-    return f"rank {rank} failed: {last}"
+    return f"rank {end.rank} failed: {last}"

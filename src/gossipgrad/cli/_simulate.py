@@ -1,19 +1,397 @@
 """`gossipgrad simulate`: step time and efficiency at any scale, before anything is rented."""
 
 import json
-from dataclasses import asdict
+import math
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tyro
 from rich.console import Console
 from rich.table import Table
 
-from gossipgrad.planning import Profile
+from gossipgrad.planning import AffineCost, Profile
+from gossipgrad.simulate import (
+    STRATEGIES,
+    AllReduce,
+    Curves,
+    Gossip,
+    Network,
+    Prediction,
+    Racks,
+    Strategy,
+    Suda,
+    Workers,
+    predict,
+    strategy_by_name,
+)
 
-from ._simulate_cases import Case, simulate
-from ._simulate_options import SimulateOptions, check
-from ._units import seconds_text
+from ._figures import SIMULATION_FORMATS, check_figure, draw_simulation
+from ._network_file import for_ranks
+from ._units import list_of, rate_of, rate_text, seconds_of, seconds_text
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SimulateOptions:
+    """Predict step time and efficiency by strategy, number of ranks and bandwidth.
+
+    Nothing is trained and nothing sent: all ranks are stepped through their schedule of computing,
+    sending and waiting.
+    """
+
+    profile: str = "resnet50"
+    """What a step computes: a profile that comes along (resnet50, googlenet, vgg16, lstm, gpt2), or
+    a file that `gossipgrad profile` wrote."""
+    world_size: str = "8,64,1024"
+    """Numbers of ranks, with commas."""
+    strategy: str = "all"
+    """Names with commas, or all: gossip, gossip-sync, gossip-stale, gossip-mask (a tenth of the
+    weights a round), local-steps (a round in 32 steps), allreduce, agd, every-log-p,
+    post-local-sgd, local, suda, and, at density 0.01, omgs, topk, lags, wfbp, mg-wfbp."""
+    bandwidth: str | None = None
+    """Rates of each host's link, each way, with commas; None: 100Mbit,1Gbit,10Gbit."""
+    latency: str | None = None
+    """What an empty message takes; None: 50us."""
+    hop_latency: str | None = None
+    """What an empty hop of a ring all-reduce takes, which wakes more threads; None: as
+    --latency."""
+    network: Path | None = None
+    """A file that `gossipgrad probe` wrote, in place of --bandwidth and the latencies."""
+    collective: Literal["ring", "halving"] | None = None
+    """How all-reduce goes: ring as Gloo does it, halving (recursive halving and doubling) as good
+    MPI libraries do it for many ranks; None: as --network says, else ring."""
+    rack_size: int | None = None
+    """Ranks behind one uplink; None: no links are shared."""
+    uplink: str | None = None
+    """Rate of an uplink, each way."""
+    topology: Literal["dissemination", "hypercube", "matching", "ring", "complete"] = (
+        "dissemination"
+    )
+    """Who meets whom in gossip and suda."""
+    payload: str = "weights"
+    """What gossip sends, with commas: weights, weights+state, or weights+state/4 for state in every
+    fourth round (1 to 99)."""
+    wire: str | None = None
+    """Number types on the wire of gossip, suda, allreduce and agd, with commas: float32, bfloat16;
+    None: that of the parameters."""
+    jitter: float = 0.1
+    """Spread of a step's compute from step to step, relative to itself."""
+    straggler: float = 1.0
+    """How many times longer the stragglers compute."""
+    stragglers: int | None = None
+    """How many there are; None: 1 if --straggler is given."""
+    stall_probability: float = 0.0
+    """Of a rank to stall in a step."""
+    stall: str | None = None
+    """How long a stall is, for example 1s."""
+    seed: int = 0
+    """Of jitter, stragglers, stalls and partners."""
+    steps: int | None = None
+    """Steps to go through; None: as many as take a second or so."""
+    curves: Path | None = None
+    """Accuracy by epoch of virtual ranks (the JSON of `python -m benchmarks.virtual_ranks`): gives
+    the time to accuracy, in steps of as many samples a rank as the curves were made with."""
+    curves_model: str | None = None
+    """Which model's curves; needed where there are several."""
+    accuracy: float | None = None
+    """The accuracy to reach, from 0 to 1; None: half a point below what allreduce ends with at as
+    many ranks."""
+    out: Path | None = None
+    """Write the figures to this JSON file."""
+    figure: Path | None = None
+    """Draw efficiency over the number of ranks into this file (png, svg or pdf)."""
+
+
+def check(options: SimulateOptions) -> None:
+    """Raise unless the options fit each other and what is to be written can be.
+
+    Raises:
+        ValueError: They do not.
+    """
+    links = (options.bandwidth, options.latency, options.hop_latency)
+    if options.network is not None and links != (None, None, None):
+        raise ValueError(
+            "--network says what links cost: leave out --bandwidth, --latency and --hop-latency, "
+            "or --network"
+        )
+    if (options.rack_size is None) != (options.uplink is None):
+        raise ValueError("racks need both --rack-size and --uplink")
+    if options.stragglers is not None and options.straggler == 1.0:
+        raise ValueError(
+            "--stragglers says how many, --straggler how much slower: give --straggler 2 for "
+            "twice the time"
+        )
+    if (options.stall is None) != (options.stall_probability == 0.0):
+        raise ValueError("stalls need both --stall and --stall-probability")
+    if options.curves is None and (options.curves_model, options.accuracy) != (None, None):
+        raise ValueError("--accuracy and --curves-model need --curves")
+    if options.accuracy is not None and not 0 < options.accuracy <= 1:
+        raise ValueError(
+            f"accuracy is {options.accuracy}: it is a share, above 0 and at most 1 (0.87 is 87 %)"
+        )
+    if options.out is not None and not options.out.absolute().parent.is_dir():
+        raise ValueError(f"--out {options.out}: there is no folder {options.out.parent}")
+    if options.figure is not None:
+        check_figure(options.figure, SIMULATION_FORMATS)
+
+
+_NARROW_BYTES = 2
+_WIDTHS = {"float32": 4, "bfloat16": _NARROW_BYTES}
+
+
+def strategies(options: SimulateOptions) -> list[Strategy]:
+    """One for each strategy, and of some for each payload and wire that fits.
+
+    Raises:
+        ValueError: There is none of such a name, payload or wire.
+    """
+    given = options.strategy
+    names = list(STRATEGIES) if given == "all" else list_of(given, "--strategy", "gossip,allreduce")
+    payloads = [
+        _payload(text) for text in list_of(options.payload, "--payload", "weights,weights+state")
+    ]
+    widths = (
+        [None]
+        if options.wire is None
+        else [_width(w) for w in list_of(options.wire, "--wire", "float32,bfloat16")]
+    )
+    found: list[Strategy] = []
+    for strategy in map(strategy_by_name, dict.fromkeys(names)):
+        if isinstance(strategy, Gossip):
+            found += [
+                replace(
+                    strategy,
+                    name=strategy.name + _state(rounds, copies) + _wire(width),
+                    topology=_topology_of(strategy, options),
+                    state_every=rounds,
+                    state_copies=copies,
+                    element_bytes=width,
+                    seed=options.seed,
+                )
+                for rounds, copies in dict.fromkeys(payloads)
+                for width in dict.fromkeys(widths)
+            ]
+        elif isinstance(strategy, Suda):
+            found += [
+                replace(
+                    strategy,
+                    name=strategy.name + _wire(width),
+                    topology=options.topology,
+                    element_bytes=width,
+                    seed=options.seed,
+                )
+                for width in dict.fromkeys(widths)
+            ]
+        elif isinstance(strategy, AllReduce):
+            found += [
+                replace(strategy, name=strategy.name + _wire(width), element_bytes=width)
+                for width in dict.fromkeys(widths)
+            ]
+        else:
+            found.append(strategy)
+    return found
+
+
+def _topology_of(strategy: Gossip, options: SimulateOptions) -> str:
+    """The one that was asked for; mode stale needs symmetric pairs, and has its own default."""
+    if strategy.mode == "stale" and options.topology == "dissemination":
+        return strategy.topology
+    return options.topology
+
+
+def curve_of(strategy: Strategy) -> str:
+    """What curves call the strategy: how its accuracy differs, not its time."""
+    if isinstance(strategy, Gossip) and (strategy.mode, strategy.every, strategy.density) in (
+        ("overlap", 1, 1.0),
+        ("sync", 1, 1.0),
+    ):
+        sync = ", sync" * (strategy.mode == "sync")
+        topology = f", {strategy.topology}" * (strategy.topology != "dissemination")
+        wire = _wire(strategy.element_bytes)
+        return f"gossip{sync}{topology}{_state(strategy.state_every, strategy.state_copies)}{wire}"
+    if isinstance(strategy, AllReduce):  # by layers it is the same average
+        return f"allreduce{_wire(strategy.element_bytes)}"
+    return strategy.name
+
+
+def _state(every: int, copies: int | None) -> str:
+    if every == 0:
+        return ""
+    if copies == 1:
+        return ", momentum"
+    return ", state" if every == 1 else f", state every {every}"
+
+
+def _wire(width: int | None) -> str:
+    return ", bf16" * (width == _NARROW_BYTES)
+
+
+def _payload(text: str) -> tuple[int, int | None]:
+    """Rounds between exchanges of state, 0 for none, and how many tensors of it if not all."""
+    if text == "weights+momentum":
+        return 1, 1
+    match = re.fullmatch(r"weights(?:(\+state)(?:/([1-9]\d?))?)?", text)
+    if match is None:
+        raise ValueError(
+            f"no payload {text!r} is modelled: choose weights, weights+momentum, "
+            "weights+state or weights+state/4, "
+            "which sends state in every fourth round (1 to 99)"
+        )
+    return (0 if match[1] is None else int(match[2] or 1)), None
+
+
+def _width(text: str) -> int:
+    if text not in _WIDTHS:
+        raise ValueError(f"no wire {text!r}: choose {' or '.join(_WIDTHS)}")
+    return _WIDTHS[text]
+
+
+_WITHIN = 0.005  # curves of few seeds tell no smaller difference
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A prediction, the network it is for, and what it means for accuracy.
+
+    `batch_to_accuracy` is what a rank computes in each of the steps to `target_accuracy`: as many
+    samples as the curves were made with, whatever the profile's own batch. `missing` says
+    what curves that were given lack.
+    """
+
+    network: str
+    rate_bits_per_second: float | None
+    prediction: Prediction
+    seconds_to_accuracy: float | None = None
+    target_accuracy: float | None = None
+    batch_to_accuracy: int | None = None
+    missing: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; the time to accuracy is None where it is not reached or not known."""
+        found = self.prediction
+        return {
+            "network": self.network,
+            "rate_bits_per_second": self.rate_bits_per_second,
+            **asdict(found),
+            "efficiency": found.efficiency,
+            "exposed_seconds": found.exposed_seconds,
+            "target_accuracy": self.target_accuracy,
+            "seconds_to_accuracy": self.seconds_to_accuracy,
+            "batch_to_accuracy": self.batch_to_accuracy,
+        }
+
+
+def simulate(options: SimulateOptions, profile: Profile) -> list[Case]:
+    """All cases that the options name.
+
+    Raises:
+        ValueError: One of the options does not fit.
+    """
+    worlds = _world_sizes(options.world_size)
+    chosen = strategies(options)
+    stragglers = int(options.straggler != 1.0) if options.stragglers is None else options.stragglers
+    workers = Workers(
+        jitter=options.jitter,
+        stragglers=stragglers,
+        straggler_factor=options.straggler,
+        stall_probability=options.stall_probability,
+        stall_seconds=0.0 if options.stall is None else seconds_of(options.stall),
+        seed=options.seed,
+    )
+    curves = None
+    if options.curves is not None:
+        curves = Curves.load(options.curves, model=options.curves_model)
+    cases = []
+    for name, rate, network in _networks(options):
+        here = dict.fromkeys(worlds, network)
+        if options.network is not None:
+            here = for_ranks(network, options.network, worlds, what="the prediction")
+        for p in worlds:
+            for strategy in chosen:
+                found = partial(
+                    predict,
+                    network=here[p],
+                    strategy=strategy,
+                    world_size=p,
+                    workers=workers,
+                    steps=options.steps,
+                )
+                case = Case(name, rate, found(profile))
+                if curves is not None:
+                    curve = curve_of(strategy)
+                    case = _with_accuracy(case, curves, curve, options.accuracy, profile, found)
+                cases.append(case)
+    return cases
+
+
+def _with_accuracy(
+    case: Case,
+    curves: Curves,
+    curve: str,
+    accuracy: float | None,
+    profile: Profile,
+    found: Callable[[Profile], Prediction],
+) -> Case:
+    p = case.prediction.world_size
+    target, final = accuracy, curves.final("allreduce", p)
+    if target is None and final is not None:
+        target = final - _WITHIN
+    if not curves.knows(curve, p):
+        return replace(case, missing=f"no curve of {curve}")
+    if target is None:
+        lacks = "no curve of allreduce, whose end would be the accuracy to reach: give --accuracy"
+        return replace(case, missing=lacks)
+    batch, seconds = curves.batch_size(curve, p), None
+    steps = curves.steps_to(curve, p, target)
+    if steps is not None:
+        # Steps of the curves are no steps of the profile: a rank's share of their batch is another.
+        same = batch == profile.batch_size
+        alike = case.prediction if same else found(profile.with_batch(batch))
+        seconds = steps * alike.step_seconds
+    return replace(
+        case, target_accuracy=target, seconds_to_accuracy=seconds, batch_to_accuracy=batch
+    )
+
+
+def _world_sizes(text: str) -> list[int]:
+    worlds = []
+    for part in list_of(text, "--world-size", "8,64"):
+        try:
+            worlds.append(int(part.replace("_", "")))
+        except ValueError:
+            raise ValueError(
+                f"{part!r} is no number of ranks: give whole numbers with commas, as 8,64"
+            ) from None
+    return list(dict.fromkeys(worlds))
+
+
+def _networks(options: SimulateOptions) -> list[tuple[str, float | None, Network]]:
+    racks, behind = None, ""
+    if options.rack_size is not None and options.uplink is not None:
+        rate = rate_of(options.uplink)
+        racks = Racks(size=options.rack_size, uplink_bits_per_second=rate)
+        behind = f", racks of {options.rack_size} behind {rate_text(rate)}"
+    if options.network is not None:
+        network = Network.load(options.network)
+        collective = options.collective or network.collective
+        network = replace(network, racks=racks or network.racks, collective=collective)
+        rate = None if math.isinf(network.bytes_per_second) else 8 * network.bytes_per_second
+        return [(f"{options.network}{behind}", rate, network)]
+    latency, collective = options.latency or "50us", options.collective or "ring"
+    networks: list[tuple[str, float | None, Network]] = []
+    for text in list_of(options.bandwidth or "100Mbit,1Gbit,10Gbit", "--bandwidth", "1Gbit,10Gbit"):
+        rate = rate_of(text)
+        cost, hop = (
+            AffineCost.from_rate(rate_bits_per_second=rate, latency_seconds=seconds_of(each))
+            for each in (latency, options.hop_latency or latency)
+        )
+        network = Network(exchange=cost, hop=hop, racks=racks, collective=collective)
+        hops = "" if options.hop_latency is None else f", hops {options.hop_latency}"
+        networks.append((f"{rate_text(rate)}, {latency}{hops}{behind}", rate, network))
+    return networks
 
 
 def main(arguments: list[str]) -> int:
@@ -34,10 +412,10 @@ def main(arguments: list[str]) -> int:
     console.print(_NOTE, soft_wrap=True, highlight=False)
     batches = {c.prediction.world_size: c.batch_to_accuracy for c in cases if c.batch_to_accuracy}
     if batches:
-        told = ", ".join(f"{batch} at {p:,} ranks" for p, batch in batches.items())
+        listed = ", ".join(f"{batch} at {p:,} ranks" for p, batch in batches.items())
         console.print(
-            f"Times to accuracy are of steps of the curves' batch a rank ({told}) in place of the "
-            f"profile's {profile.batch_size}, compute in proportion.",
+            f"Times to accuracy are of steps of the curves' batch a rank ({listed}) in place of "
+            f"the profile's {profile.batch_size}, compute in proportion.",
             soft_wrap=True,
             highlight=False,
         )
@@ -56,9 +434,7 @@ def main(arguments: list[str]) -> int:
             raise ValueError(f"cannot write --out {options.out}: {error.strerror}") from error
         console.print(f"figures {options.out}", soft_wrap=True, highlight=False)
     if options.figure is not None:
-        from ._simulate_figure import draw
-
-        draw(cases, profile, options.figure)
+        draw_simulation(cases, profile, options.figure)
         console.print(f"figure {options.figure}", soft_wrap=True, highlight=False)
     return 0
 

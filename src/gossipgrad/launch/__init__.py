@@ -1,5 +1,6 @@
 """Starting the workers of a script so that one that dies does not take the others along."""
 
+from ._fork_server import ensure_fork_server as ensure_fork_server
 from ._launch import SOME_LOST as SOME_LOST
 from ._launch import Launched as Launched
 from ._launch import launch as launch

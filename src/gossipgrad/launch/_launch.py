@@ -13,7 +13,7 @@ from types import FrameType
 from gossipgrad.errors import GossipError
 
 from ._rendezvous import Rendezvous
-from ._worker import Exit, Worker
+from ._worker import Command, Exit, Worker
 
 SOME_LOST = 3
 """The exit code when some workers failed and others came to their end."""
@@ -46,13 +46,14 @@ class Launched:
 
 
 def launch(
-    command: Sequence[str],
+    command: Command,
     rendezvous: Rendezvous,
     *,
     grace_seconds: float = 30.0,
     environ: Mapping[str, str] | None = None,
     supervise: Callable[[Sequence[Worker]], None] = lambda workers: None,
-    notify: Callable[[str], None] | None = None,
+    show: bool = True,
+    describe: Callable[[Exit], str | None] = lambda end: end.cause,
 ) -> Launched:
     """Run a command in this node's processes with torchrun's environment, until each has ended.
 
@@ -61,13 +62,16 @@ def launch(
     them at once. No worker outlives this call, nor this process.
 
     Args:
-        command: What to run, the program first.
+        command: What to run: a program and its arguments, or a function, which starts at once if
+            the fork server has its module loaded.
         rendezvous: The store, and which ranks are here.
         grace_seconds: From a signal to the end of what still runs.
         environ: What workers get beside torchrun's variables; None: the environment of this
             process.
         supervise: Called 20 times a second with the workers, which it may signal or kill.
-        notify: Takes a line for the user; None: printed to standard error.
+        show: Whether to show what workers write to their standard error, and who failed.
+        describe: What to say of a worker that failed, in words that go on after "rank 3"; None:
+            nothing.
 
     Returns:
         How the workers ended.
@@ -75,7 +79,6 @@ def launch(
     Raises:
         GossipError: A process could not be started; none is left then.
     """
-    notify = notify or _print_line
     workers: list[Worker] = []
     caught: list[signal.Signals] = []
     stop_seconds: float | None = None
@@ -83,8 +86,12 @@ def launch(
         try:
             base = _defaults(rendezvous) | {**(os.environ if environ is None else environ)}
             for local_rank in range(rendezvous.nproc):
+                if caught:
+                    break
                 rank = rendezvous.first_rank + local_rank
-                workers.append(Worker(command, base | _environment(rendezvous, local_rank), rank))
+                workers.append(
+                    Worker(command, base | _environment(rendezvous, local_rank), rank, show=show)
+                )
             while running := [worker for worker in workers if worker.exit is None]:
                 if caught and stop_seconds is None:
                     stop_seconds = time.monotonic()
@@ -95,9 +102,10 @@ def launch(
                     break
                 supervise(workers)
                 for worker in running:
-                    if (end := worker.poll()) is not None and end.code and not caught:
+                    if (end := worker.poll()) is not None and end.code and not caught and show:
                         left = sum(other.poll() is None for other in workers)
-                        notify(f"rank {end.rank} {end.cause}{_going_on(left)}")
+                        if (what := describe(end)) is not None:
+                            _print(f"rank {end.rank} {what}{_going_on(left)}")
                 time.sleep(_POLL_SECONDS)
         except OSError as error:
             raise GossipError(f"a worker could not be started: {error}") from error
@@ -166,5 +174,5 @@ def _going_on(left: int) -> str:
     return "" if not left else f"; {left} worker{'s' * (left > 1)} go{'es' * (left == 1)} on"
 
 
-def _print_line(text: str) -> None:
+def _print(text: str) -> None:
     print(f"gossipgrad: {text}", file=sys.stderr, flush=True)

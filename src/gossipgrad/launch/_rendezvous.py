@@ -29,7 +29,9 @@ class Rendezvous:
         timeout_seconds: How long the other launchers are awaited.
 
     Attributes:
-        nproc, nodes, node_rank: As given.
+        nproc: Workers that this launcher starts.
+        nodes: Number of launchers.
+        node_rank: Which of them this is.
         store: The store.
         host: Its host.
         port: Its port.

@@ -6,8 +6,10 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+
+from ._fork_server import ForkedProcess
 
 _HEADER = "Traceback (most recent call last):"
 _TAIL_BYTES = 64 * 1024
@@ -33,12 +35,18 @@ class Exit:
     Attributes:
         rank: Its rank.
         code: Its exit code; -N if signal N ended it.
-        traceback: The last one that it wrote to its standard error, None without one.
+        errors: The end of what it wrote to its standard error.
     """
 
     rank: int
     code: int
-    traceback: str | None = None
+    errors: str = ""
+
+    @property
+    def traceback(self) -> str | None:
+        """The last one that it wrote, None without one."""
+        start = self.errors.rfind(_HEADER)
+        return None if start < 0 else self.errors[start:].rstrip()
 
     @property
     def cause(self) -> str:
@@ -53,32 +61,43 @@ class Exit:
         return f"exited with code {self.code}" + ("" if error is None else f": {error}")
 
 
+Command = Sequence[str] | Callable[[], object]
+
+
 class Worker:
     """A process in a session of its own, so that Ctrl-C in a terminal reaches the launcher alone.
 
     What it writes to its standard error goes to that of the launcher, and its end is kept.
 
     Args:
-        command: What to run.
+        command: What to run: a program with its arguments, or a function, which the fork server
+            has loaded.
         environ: Its environment.
         rank: Its rank.
+        show: Whether what it writes to its standard error is shown.
 
     Raises:
         OSError: The process cannot be started.
     """
 
-    def __init__(self, command: Sequence[str], environ: Mapping[str, str], rank: int) -> None:
+    def __init__(
+        self, command: Command, environ: Mapping[str, str], rank: int, *, show: bool = True
+    ) -> None:
         self.rank = rank
+        self._show = show
         self.exit: Exit | None = None
         self._tail = b""
-        boot = [sys.executable, "-I", "-S", "-c", _BOOT, str(os.getpid())]
-        self._process = subprocess.Popen(
-            [*boot, *command],
-            env=dict(environ),
-            stdin=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
+        if callable(command):
+            self._process = ForkedProcess(command, environ, name=f"gossipgrad-rank{rank}")
+        else:
+            boot = [sys.executable, "-I", "-S", "-c", _BOOT, str(os.getpid())]
+            self._process = subprocess.Popen(
+                [*boot, *command],
+                env=dict(environ),
+                stdin=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
         self._reader = threading.Thread(target=self._forward, daemon=True)
         self._reader.start()
 
@@ -91,7 +110,10 @@ class Worker:
         """How it ended, None if it runs."""
         if self.exit is None and (code := self._process.poll()) is not None:
             self._reader.join(_DRAIN_SECONDS)
-            self.exit = Exit(rank=self.rank, code=code, traceback=_last_traceback(self._tail))
+            # torch begins each line with [rankN] where a process group is there.
+            text = self._tail.decode(errors="replace")
+            text = re.sub(r"^\[rank\d+\]: ", "", text, flags=re.MULTILINE)
+            self.exit = Exit(rank=self.rank, code=code, errors=text)
         return self.exit
 
     def send_signal(self, number: int) -> None:
@@ -101,7 +123,10 @@ class Worker:
     def kill(self) -> None:
         """End it and all processes of its session, and wait until it is gone."""
         if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            try:
+                os.killpg(self._process.pid, signal.SIGKILL)
+            except ProcessLookupError:  # one that has only just started has no session yet
+                os.kill(self._process.pid, signal.SIGKILL)
             self._process.wait()
         self.poll()
 
@@ -110,15 +135,9 @@ class Worker:
         with self._process.stderr as pipe:
             while chunk := os.read(pipe.fileno(), _TAIL_BYTES):
                 self._tail = (self._tail + chunk)[-_TAIL_BYTES:]
-                sys.stderr.write(chunk.decode(errors="replace"))
-                sys.stderr.flush()
-
-
-def _last_traceback(tail: bytes) -> str | None:
-    # torch begins each line with [rankN] where a process group is there.
-    text = re.sub(r"^\[rank\d+\]: ", "", tail.decode(errors="replace"), flags=re.MULTILINE)
-    start = text.rfind(_HEADER)
-    return None if start < 0 else text[start:].rstrip()
+                if self._show:
+                    sys.stderr.write(chunk.decode(errors="replace"))
+                    sys.stderr.flush()
 
 
 def _last_line(traceback: str) -> str | None:

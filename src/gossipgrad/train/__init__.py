@@ -2,20 +2,19 @@
 
 from ._config import DEFAULT_LR as DEFAULT_LR
 from ._config import TrainConfig as TrainConfig
-from ._gathering import open_store as open_store
-from ._given_world import find_world as find_world
 from ._job import Job as Job
 from ._job import JobError as JobError
 from ._join_run import JoinOutcome as JoinOutcome
 from ._join_run import join_run as join_run
 from ._joining import JoinConfig as JoinConfig
-from ._launcher import hosted_store as hosted_store
-from ._outcome import Outcome as Outcome
 from ._progress import show_metric as show_metric
+from ._result import Outcome as Outcome
 from ._result import RunFailedError as RunFailedError
 from ._resume import config_of_run as config_of_run
 from ._run import run as run
 from ._world import World as World
+from ._world import find_world as find_world
+from ._world import open_store as open_store
 from ._world import slurm_rendezvous as slurm_rendezvous
 from .strategies import STRATEGIES as STRATEGIES
 from .strategies import GossipConfig as GossipConfig

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from ._config import TrainConfig
-from ._given_world import find_world
+from ._world import find_world
 
 # Where a launcher writes a rank's number on its machine.
 _LOCAL_RANKS = {"torchrun": "LOCAL_RANK", "Slurm": "SLURM_LOCALID"}

@@ -2,10 +2,8 @@
 
 import contextlib
 import json
-import os
 import time
 from collections.abc import Callable, Collection, Mapping
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -19,48 +17,12 @@ T = TypeVar("T")
 # One that lives may fetch a data set first.
 _LIVING_SECONDS = 1800.0
 _POLL_SECONDS = 0.05
-_LEAST_SECONDS = 0.2  # to reach a store that is there
-_STORE_TIMEOUT = timedelta(minutes=2)
 # By when it is known that somebody has died whom others miss.
 _KNOWN_SECONDS = 15.0
 
 
 class StartAgainError(GossipError):
     """Another rank has gone back to the start, because one was lost on the way."""
-
-
-def open_store(rank: int, world_size: int, timeout_seconds: float = 120.0) -> dist.Store:
-    """The store of the world, at `MASTER_ADDR` and `MASTER_PORT`; in rank 0 unless an agent has it.
-
-    Nobody is awaited but the store.
-
-    Raises:
-        GossipError: It cannot be reached.
-    """
-    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    try:
-        store = dist.TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            world_size,
-            is_master=hosts,
-            timeout=timedelta(seconds=max(timeout_seconds, _LEAST_SECONDS)),
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
-    except KeyError as error:
-        raise GossipError(
-            f"rank {rank} does not know where to meet the others: {error.args[0]} is not set"
-        ) from error
-    except RuntimeError as error:
-        raise GossipError(
-            f"rank {rank} found no store to meet the others in at {where} within "
-            f"{timeout_seconds:g} s; start rank 0, and see that MASTER_ADDR and MASTER_PORT lead "
-            f"to it ({first_line(error)})"
-        ) from error
-    store.set_timeout(_STORE_TIMEOUT)
-    return store
 
 
 class Gathering:

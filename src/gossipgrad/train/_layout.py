@@ -50,6 +50,11 @@ class RunDir:
         return self.path / "trace.json"
 
     @property
+    def report(self) -> Path:
+        """The page to open."""
+        return self.path / "report.html"
+
+    @property
     def partial(self) -> Path:
         """What ranks leave for the one that puts the run together; removed at the end."""
         return self.path / "partial"
@@ -199,7 +204,7 @@ class RunDir:
 
     def remove_end(self) -> None:
         """Remove what an end has put together, of a run that goes on."""
-        for file in (self.summary, self.model, self.trace, self.path / "report.html"):
+        for file in (self.summary, self.model, self.trace, self.report):
             file.unlink(missing_ok=True)
 
 

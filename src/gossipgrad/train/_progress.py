@@ -25,7 +25,6 @@ class Progress:
         self._latest: dict[int, Event] = {}
         self._lost: set[int] = set()
         self._world_size = world_size
-        self._store_lost = False
         self._news: set[str] = set()
 
     def take(self, rank: int, event: Event) -> None:
@@ -33,10 +32,6 @@ class Progress:
         kind = event["event"]
         if kind in ("progress", "epoch"):
             self._latest[rank] = event
-        # All ranks lose the store, and find it again, at about the same time.
-        if kind == "store" and event["lost"] != self._store_lost:
-            self._store_lost = event["lost"]
-            self.notice(event["text"])
         if kind == "checkpoint":
             self.notice(event["text"])
         # All learn of it, and one of them may die just then.
@@ -50,11 +45,6 @@ class Progress:
                 self._show_step(event)
             elif kind == "epoch":
                 self._show_epoch(event)
-
-    def lose(self, rank: int) -> None:
-        """Take note that a rank is gone; the next one is shown if it was the lowest."""
-        self._lost.add(rank)
-        self._latest.pop(rank, None)
 
     def notice(self, text: str) -> None:
         """Tell the user something that happened, on stderr."""

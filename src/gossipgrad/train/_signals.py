@@ -6,7 +6,6 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -29,39 +28,13 @@ class Stops:
 
 
 @contextmanager
-def catch_stops(on_stop: Callable[[Stops], None] | None = None) -> Iterator[Stops]:
-    """Collect SIGINT and SIGTERM inside the block; outside, all is as it was.
-
-    Outside the main thread Python delivers no signals, and nothing is caught.
-
-    Args:
-        on_stop: Called on each signal, between two instructions of the main thread, which goes on
-            with what it raises.
-    """
-    stops = Stops()
-    if threading.current_thread() is not threading.main_thread():
-        yield stops
-        return
-
-    def note(number: int, frame: FrameType | None) -> None:
-        stops.caught.append(signal.Signals(number))
-        if on_stop is not None:
-            on_stop(stops)
-
-    before = {number: signal.signal(number, note) for number in _SIGNALS}
-    try:
-        yield stops
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
 def hear_stops(on_stop: Callable[[Stops], None]) -> Iterator[Stops]:
-    """As `catch_stops`, but heard in a thread of its own.
+    """Collect SIGINT and SIGTERM inside the block, in a thread of its own; then all is as it was.
 
     So a stop is heard while the main thread is inside a collective or waits for a store: neither
     comes back to Python before it is done.
+
+    Outside the main thread Python delivers no signals, and nothing is caught.
 
     Args:
         on_stop: Called on each signal, in that thread.

@@ -1,22 +1,27 @@
-"""The timeline of `gossipgrad plan`, as text and as a figure."""
+"""The figures of `gossipgrad plan` and `gossipgrad simulate`, and whether one can be drawn."""
 
 import html
 import io
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ._plan_report import Comparison
+from gossipgrad.planning import Profile
+
 from ._units import seconds_text
 
-__all__ = ["check", "draw", "text_lanes"]
+if TYPE_CHECKING:
+    from ._plan_report import Comparison
+    from ._simulate import Case
 
-_FORMATS = (".svg", ".png", ".pdf", ".html")
+PLAN_FORMATS = (".svg", ".png", ".pdf", ".html")
 _COLOURS = {"dense": "#4269d0", "fp16": "#97bbf5", "bf16": "#6cc5b0", "sparse": "#ff725c"}
 _BACKWARD, _SELECT = "#b8b8b8", "#efb118"
 _PANEL = {"height": 0.7, "edgecolor": "white", "linewidth": 0.4}
 
 
-def text_lanes(found: Comparison, width: int) -> list[str]:
+def text_lanes(found: "Comparison", width: int) -> list[str]:
     """Two lanes of letters, time to the right: what computes, and what travels.
 
     Backward is `-` and selection `+`; what travels is the first letter of its method, small and
@@ -36,7 +41,7 @@ def text_lanes(found: Comparison, width: int) -> list[str]:
     return [f"{name:<9}|{''.join(lane)}|" for name, lane in lanes.items()]
 
 
-def check(path: Path) -> None:
+def check_figure(path: Path, formats: Sequence[str]) -> None:
     """Raise unless a figure can be drawn into that file, before anything is computed.
 
     Raises:
@@ -46,13 +51,13 @@ def check(path: Path) -> None:
         raise ValueError(
             "--figure needs matplotlib, which is not installed: pip install 'gossipgrad[plot]'"
         )
-    if path.suffix.lower() not in _FORMATS:
-        raise ValueError(f"--figure {path} must end in {', '.join(_FORMATS)}")
+    if path.suffix.lower() not in formats:
+        raise ValueError(f"--figure {path} must end in {', '.join(formats)}")
     if not path.absolute().parent.is_dir():
         raise ValueError(f"--figure {path}: there is no folder {path.parent}")
 
 
-def draw(found: Comparison, title: str, path: Path) -> None:
+def draw_plan(found: "Comparison", title: str, path: Path) -> None:
     """The lanes above, and below how long a step takes with each alternative.
 
     Raises:
@@ -106,5 +111,61 @@ def draw(found: Comparison, title: str, path: Path) -> None:
         page = f"<!doctype html><meta charset=utf-8><title>{html.escape(title)}</title>\n"
         svg = drawn.getvalue()
         path.write_text(page + svg[svg.index("<svg") :], encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot draw into {path}: {error.strerror}") from error
+
+
+SIMULATION_FORMATS = (".png", ".svg", ".pdf")
+_MARKERS = "osD^vPX"
+
+
+def draw_simulation(cases: "Sequence[Case]", profile: Profile, path: Path) -> None:
+    """One panel a network, one line a strategy; times to accuracy below where they are known."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import PercentFormatter
+
+    networks = list(dict.fromkeys(case.network for case in cases))
+    timed = any(case.target_accuracy is not None for case in cases)
+    figure = Figure(figsize=(4.6 * len(networks), 3.9 * (1 + timed) + 0.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(f"{profile.name} on {profile.device}, predicted")
+    panels = figure.subplots(1 + timed, len(networks), sharey="row", squeeze=False)
+    for column, network in enumerate(networks):
+        here = [case for case in cases if case.network == network]
+        worlds = sorted({case.prediction.world_size for case in here})
+        for row in panels[:, column]:
+            row.set_xscale("log")
+            row.set_xticks(worlds, [f"{p:,}" for p in worlds])
+            row.minorticks_off()
+            row.grid(alpha=0.3)
+        panels[0][column].set(title=network, xlabel="ranks", ylim=(0, 1.04))
+        panels[0][column].yaxis.set_major_formatter(PercentFormatter(1.0))
+        for number, name in enumerate(dict.fromkeys(c.prediction.strategy for c in here)):
+            line = sorted(
+                (c for c in here if c.prediction.strategy == name),
+                key=lambda case: case.prediction.world_size,
+            )
+            style = {"marker": _MARKERS[number % len(_MARKERS)], "label": name}
+            panels[0][column].plot(
+                [c.prediction.world_size for c in line],
+                [c.prediction.efficiency for c in line],
+                **style,
+            )
+            reached = [c for c in line if c.seconds_to_accuracy is not None]
+            if timed:
+                panels[1][column].plot(
+                    [c.prediction.world_size for c in reached],
+                    [c.seconds_to_accuracy for c in reached],
+                    **style,
+                )
+        if timed:
+            panels[1][column].set(xlabel="ranks", yscale="log")
+    panels[0][0].set_ylabel("efficiency: compute / step")
+    if timed:
+        panels[1][0].set_ylabel("seconds to accuracy")
+    panels[0][-1].legend(fontsize=8)
+    try:
+        figure.savefig(path, dpi=120)
     except OSError as error:
         raise ValueError(f"cannot draw into {path}: {error.strerror}") from error
