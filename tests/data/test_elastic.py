@@ -154,17 +154,22 @@ def test_ranks_that_hear_late_lose_nothing():
     check_whole(run, 0, 400)
 
 
-def test_what_a_dead_rank_left_of_an_epoch_is_used_in_the_next():
-    """The others had come to the end of theirs when it died."""
+@pytest.mark.parametrize("later", [1, 2])
+def test_what_a_dead_rank_left_of_an_epoch_is_used_in_the_next(later):
+    """The others had come to the end of theirs when it died, or when they heard of it."""
     run = Run(120, 3)
     run.in_turn(0, 1, 2, epoch=0, steps=7)
-    run.in_turn(0, 1, epoch=0)
+    for epoch in range(later):
+        run.in_turn(0, 1, epoch=epoch)
     assert len(run.times(0)) == 120 - 20 * 2 + 7 * 2
     run.change(0, 1)
     time.sleep(0.3)
-    run.in_turn(0, 1, epoch=1)
-    check_whole(run, 0, 120)
-    assert len(run.times(1)) == 120
+    run.in_turn(0, 1, epoch=later)
+    assert len(run.times(later)) == 120
+    for epoch in range(later + 1):
+        assert len(run.times(epoch)) == 120
+    repeated = sum(run.times(epoch).total() - 120 for epoch in range(later + 1))
+    assert repeated <= run.total("samples_used_twice_at_most")
 
 
 def test_what_nobody_trains_on_any_more_is_counted():

@@ -64,7 +64,8 @@ class ElasticBatches:
     rank reports what it has trained on in the background, at least every half chunk. Of a dead rank
     at most one chunk is unknown, and used twice. A rank gives away the end of its part alone; what
     it had trained on there before it heard is used twice as well (`samples_used_twice_at_most` has
-    both). What is known to be left of an epoch only after its end is trained on in the next.
+    both). What is known to be left of an epoch only after its end is trained on in the next, or in
+    the one after that.
 
     When the store does not answer, batches wait for it for `patience_seconds`, once; then ranks go
     on with what they have been dealt, and new deals are made when it answers. What ranks that came

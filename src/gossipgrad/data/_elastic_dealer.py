@@ -23,6 +23,7 @@ _REPORT_SECONDS = 0.5  # between two reports at most: as often as ranks show sig
 _CONNECT_SECONDS = 10.0  # at least, for the first answer: as long as a session waits as it begins
 _FAREWELL_SECONDS = 1.0
 _RETRY_SECONDS = 0.5  # after an error of the store
+_REMEMBERED_EPOCHS = 2  # before the present one, of which dead ranks may have left something
 _KEPT_EPOCHS = 8  # in the store, for ranks that lag behind
 _NEWEST = "newest"
 
@@ -149,12 +150,12 @@ class Dealer:
             state = self._epochs.setdefault(epoch, _Epoch())
             if state.generation < 0:
                 state.taken = state.used = used
-            for past in [e for e in self._epochs if e < epoch - 1]:
+            for past in [e for e in self._epochs if e < epoch - _REMEMBERED_EPOCHS]:
                 del self._epochs[past]
             self._start()
 
     def draw(self, epoch: int) -> Drawn | None:
-        """The next batch: of what this rank has been dealt of the epoch before, then of this one.
+        """The next batch: of what this rank has been dealt of epochs before, then of this one.
 
         Raises:
             EvictedError: This rank is none of the living.
@@ -244,9 +245,8 @@ class Dealer:
             )
 
     def _next(self, epoch: int) -> Drawn | None:
-        for of in (epoch - 1, epoch):
-            state = self._epochs.get(of)
-            if state is not None and state.taken < state.end:
+        for of, state in sorted(self._epochs.items()):
+            if of <= epoch and state.taken < state.end:
                 share, batch = state.hand[state.taken - state.base]
                 drawn = Drawn(of, state.generation, state.taken, share, batch)
                 state.drawn = state.taken = state.taken + 1
@@ -259,7 +259,7 @@ class Dealer:
         return 0 <= state.generation >= self._member.membership.generation
 
     def _can_go_on(self, epoch: int) -> bool:
-        states = [self._epochs[e] for e in (epoch - 1, epoch) if e in self._epochs]
+        states = [state for of, state in sorted(self._epochs.items()) if of <= epoch]
         return (
             self._error is not None
             or self._member.rank not in self._member.membership.living
