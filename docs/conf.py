@@ -25,7 +25,7 @@ nitpick_ignore_regex = [
     (
         r"py:.*",
         r"(torch|numpy|np|jaxtyping|collections|concurrent|pathlib|os|abc|enum|typing|threading|signal|weakref"
-        r"|contextlib|dataclasses|dist|nn)\..*",
+        r"|contextlib|dataclasses|dist|nn|datetime|transformers|accelerate|lightning)\..*",
     ),
     (
         r"py:.*",

@@ -145,11 +145,11 @@ class Laboratory:
         """
         before = self.network.passed_bytes(self._joined)
         busy, own = CpuBusy(), _user_seconds()
-        start_at = time.perf_counter() + _LEAD_SECONDS
+        load_former_states = time.perf_counter() + _LEAD_SECONDS
         delay = spread_seconds / self._joined
         told = self._tell(
             {
-                rank: ("run", (name, warm_up, steps, hurried, start_at + rank * delay))
+                rank: ("run", (name, warm_up, steps, hurried, load_former_states + rank * delay))
                 for rank in range(self._joined)
             },
             timeout_seconds,

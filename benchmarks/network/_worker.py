@@ -92,12 +92,12 @@ class Worker:
         }
 
     def run(
-        self, name: str, warm_up: int, steps: int, hurried: bool, start_at: float
+        self, name: str, warm_up: int, steps: int, hurried: bool, load_former_states: float
     ) -> dict[str, Any]:
         """Runs a block from a moment (`time.perf_counter`, the same in all processes) on."""
         user = resource.getrusage(resource.RUSAGE_SELF).ru_utime
-        late = max(0.0, time.perf_counter() - start_at)
-        time.sleep(max(0.0, start_at - time.perf_counter()))
+        late = max(0.0, time.perf_counter() - load_former_states)
+        time.sleep(max(0.0, load_former_states - time.perf_counter()))
         block = run_block(self._held[name], warm_up, steps, hurried=hurried)
         return {
             **asdict(block),

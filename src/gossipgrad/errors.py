@@ -15,7 +15,7 @@ class AgreementError(GossipError):
 
 
 class EvictedError(GossipError):
-    """The others took this rank for dead while it stood still, and train on without it.
+    """The others took this rank for dead while it hung, and train on without it.
 
     It has sent nothing since. Its weights are intact: save them, or start a new process from them.
     """

@@ -166,7 +166,7 @@ def test_a_store_that_is_lost_is_told_once_and_training_may_go_on(clock, store, 
         watch.leave()
     assert [record.message for record in caplog.records] == [
         "rank 0: the rendezvous store is lost (connection reset by peer); the membership stays as "
-        "it is (generation 0), and training goes on with whoever can be reached"
+        "it is (generation 0), and training goes on with ranks that can be reached"
     ]
     assert watch.latest.living == (0, 1)
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
 import gossipgrad as gg
@@ -127,35 +126,6 @@ def test_a_data_loader_takes_it_as_it_is():
         loader = DataLoader(shuffle, batch_size=None)
         assert len(loader) == 3
         assert sorted(int(label) for x, y in loader for label in y) == list(range(10))
-
-
-def test_a_data_loader_left_at_its_default_adds_no_axis():
-    with gg.RingShuffle(torch.randn(10, 3), torch.arange(10), batch_size=4) as shuffle:
-        loader = DataLoader(shuffle)
-        assert len(loader) == 3
-        batches = list(loader)
-        assert [(x.shape, y.shape) for x, y in batches] == [
-            ((size, 3), (size,)) for size in (4, 4, 2)
-        ]
-        assert sorted(flat(y.tolist() for _, y in batches)) == list(range(10))
-
-
-def test_trees_of_torch_see_the_tensors_of_a_batch():
-    with gg.RingShuffle(torch.randn(10, 3), torch.arange(10), batch_size=4) as shuffle:
-        x, y = tree_map(lambda tensor: tensor.to("meta"), next(iter(shuffle)))
-        assert (x.shape, y.shape) == ((4, 3), (4,))
-        assert x.device.type == y.device.type == "meta"
-
-
-def test_a_data_loader_that_makes_batches_of_batches_is_refused():
-    with gg.RingShuffle(torch.arange(10), batch_size=4) as shuffle:
-        with pytest.raises(
-            ValueError,
-            match=r"one batch of 2 that a RingShuffle has made already: use DataLoader\(shuffle, "
-            r"batch_size=None\), and say how .* No row is lost\.",
-        ):
-            next(iter(DataLoader(shuffle, batch_size=2)))
-        assert sorted(shuffle.rows()[0].tolist()) == list(range(10))
 
 
 def test_worker_processes_are_refused():

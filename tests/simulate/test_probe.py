@@ -16,7 +16,7 @@ from gossipgrad.simulate import _measuring as measuring
 from support.ranks import run_ranks
 
 # Links inside one process are so fast, or so slow, that messages this small may tell no rate.
-pytestmark = pytest.mark.filterwarnings("ignore:a network not fully told")
+pytestmark = pytest.mark.filterwarnings("ignore:the network is not fully known")
 SIZES = (1 << 10, 1 << 16, 1 << 18)
 
 

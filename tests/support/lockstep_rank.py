@@ -13,7 +13,7 @@ from gossipgrad.data import Dataset, DatasetInfo, TensorSamples
 from gossipgrad.train import PostLocalConfig
 from gossipgrad.train._evaluate import TestPart
 from gossipgrad.train._result import RunStopped
-from gossipgrad.train.strategies import _accord
+from gossipgrad.train.strategies import _stopping
 from support.jobs import job_on
 from support.strategies import start
 
@@ -103,7 +103,7 @@ def parted(
     How the training ended, how long after the stop, whether the evaluation is of a consensus, the
     notes, and the weights. All keep their processes, and with them their ends of the group.
     """
-    _accord._GRACE_SECONDS = 0.0
+    _stopping._GRACE_SECONDS = 0.0
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(1), nn.Linear(1, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -117,7 +117,7 @@ def parted(
             start_seconds = time.monotonic()
             if rank == first:
                 stop.set()
-        if rank == first and stop.is_set() and strategy.stops_before(step):
+        if rank == first and stop.is_set() and strategy.should_stop(step):
             ended = "left"
             break
         try:

@@ -29,11 +29,11 @@ SAMPLES = 48
 class Slow(TensorSamples):
     """Samples that take their time, until somebody has joined."""
 
-    hurry = threading.Event()
+    should_hurry = threading.Event()
     pause_seconds = 0.01
 
     def batch(self, indices, *, augment=None):
-        self.hurry.wait(self.pause_seconds)
+        self.should_hurry.wait(self.pause_seconds)
         return super().batch(indices, augment=augment)
 
 
@@ -101,7 +101,7 @@ class Run:
             test_samples=SAMPLES,
         )
         self.dataset = Dataset(info=info, train=(train or Slow)(x, y), test=Gated(x, y))
-        Slow.hurry.clear()
+        Slow.should_hurry.clear()
         if resumed:
             config, self.run_dir = reopen(config_of_run(tmp_path / "run"))
         else:
@@ -128,7 +128,7 @@ class Run:
         """Has another join and make some steps; its rank, and what tells it to leave."""
         rank, leave = self.begin_to_join()
         self.wait(lambda: count(self.run_dir.path, rank()) >= steps)
-        Slow.hurry.set()
+        Slow.should_hurry.set()
         return rank(), leave
 
     def begin_to_join(self):

@@ -23,7 +23,7 @@ from gossipgrad.train._layout import RunDir, claim
 from gossipgrad.train._rank import train_rank
 from gossipgrad.train._resume import reopen
 from gossipgrad.train._tasks import load_job
-from gossipgrad.train.strategies import _accord, _stop_together
+from gossipgrad.train.strategies import _stopping
 
 __all__ = ["Act", "StopsAfter", "play"]
 
@@ -74,7 +74,7 @@ def play(rank: int, store: Any, folder: str, world_size: int, acts: list[Act]) -
     torch.set_num_threads(1)
     # However slow the disk or a rank is, it is awaited: acts go on with what others have left.
     _checkpoints._WRITE_SECONDS = 50.0
-    _accord._GRACE_SECONDS = _stop_together._GRACE_SECONDS = 50.0
+    _stopping._GRACE_SECONDS = 50.0
     store = dist.FileStore(f"{folder}/store", world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     warnings.simplefilter("ignore")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gossipgrad.train import TrainConfig, run
-from gossipgrad.train.strategies import _accord
+from gossipgrad.train.strategies import _stopping
 from support.waiting import until
 
 __all__ = ["stopped_by_signal", "waits_alone"]
@@ -41,7 +41,7 @@ def stopped_by_signal(
         "GLOO_SOCKET_IFNAME": "lo",
     }
     # None leaves without the other, however much later that is told on a busy machine.
-    _accord._GRACE_SECONDS = 50.0
+    _stopping._GRACE_SECONDS = 50.0
     told_seconds = 0.0
 
     def tell() -> None:

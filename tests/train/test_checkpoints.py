@@ -6,7 +6,7 @@ from torch import nn
 
 from gossipgrad import checkpoint
 from gossipgrad.train import TrainConfig, _checkpoints
-from gossipgrad.train._checkpoints import Checkpoints, Place
+from gossipgrad.train._checkpoints import Checkpoints, LoopState
 from gossipgrad.train._layout import RunDir
 from gossipgrad.train.strategies._local import Local
 from support.ranks import run_ranks
@@ -64,7 +64,7 @@ class Rank:
     def place(self, steps):
         with torch.no_grad():
             self.model.weight.fill_(steps)
-        return Place(epoch=0, batch=steps, metrics={"steps": steps})
+        return LoopState(epoch=0, batch=steps, metrics={"steps": steps})
 
     def steps(self, numbers):
         for steps in numbers:

@@ -77,12 +77,12 @@ def full_disk(monkeypatch, steps):
     """The disk takes half a file of rank 1 and no more, at these steps."""
     write = _save.write_file
 
-    def write_file(path, chunks, stop=None):
+    def write_file(path, chunks):
         of_step = int(path.parent.parent.name.removeprefix("step-"))
         if path.parent.name == "rank-0001" and of_step in steps and path.suffix == ".safetensors":
             path.write_bytes(bytes(1000))
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        return write(path, chunks, stop)
+        return write(path, chunks)
 
     monkeypatch.setattr(_save, "write_file", write_file)
 

@@ -10,9 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from gossipgrad.train import RunFailedError, _ending
-from gossipgrad.train._ending import Ending
+from gossipgrad.train._ending import Ending, summary_lock
 from gossipgrad.train._layout import RunDir
-from gossipgrad.train._run_lock import run_lock
 from support.hanging_store import Hanging
 from support.results import result
 
@@ -102,7 +101,7 @@ def test_one_that_never_ends_over_it_is_not_awaited_for_ever(run_dir, monkeypatc
     ending = Ending(run_dir, dist.HashStore(), 0, 2)
     ending.hand_in({"result": result(0).to_json()})
     with (
-        run_lock(run_dir),
+        summary_lock(run_dir),
         pytest.raises(RunFailedError, match=str(run_dir.partial)),
         ending.turn(),
     ):

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from gossipgrad.comm import AskedStore, Heartbeats, MemberWatch
 from gossipgrad.errors import EvictedError, GossipError
 from gossipgrad.train import RunFailedError, TrainConfig, World, _gathering, _worker
+from gossipgrad.train._files import check_shared, leave_token
 from gossipgrad.train._gathering import Gathering, StartAgainError
 from gossipgrad.train._layout import RunDir, claim
-from gossipgrad.train._shared_folder import leave_token, must_be_shared
 from gossipgrad.train._signals import Stops
 from support.hanging_store import Hanging
 from support.results import result
@@ -213,10 +213,10 @@ def test_who_was_given_up_leaves_the_folder_to_the_others(come, tmp_path, monkey
 def test_checkpoints_in_a_folder_that_ranks_do_not_share_are_refused(come, tmp_path, monkeypatch):
     """They would never be complete. Whoever sees another folder ends the start for all."""
     token = leave_token(claim(tmp_path / "here", name="", overwrite=False))
-    must_be_shared(RunDir(tmp_path / "here"), token, wait_seconds=0.0)
+    check_shared(RunDir(tmp_path / "here"), token, wait_seconds=0.0)
     there = claim(tmp_path / "there", name="", overwrite=False)
     leave_token(there)  # of an earlier start
-    monkeypatch.setattr(_worker, "must_be_shared", partial(must_be_shared, wait_seconds=0.0))
+    monkeypatch.setattr(_worker, "check_shared", partial(check_shared, wait_seconds=0.0))
     ranks = [come(rank) for rank in (0, 1)]
     config = TrainConfig(nproc=3, quiet=True, checkpoint_every=5)
     with pytest.raises(RunFailedError, match="there is not the same folder as on the machine that"):

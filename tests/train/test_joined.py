@@ -11,12 +11,16 @@ import pytest
 from gossipgrad.comm import Membership
 from gossipgrad.launch import Launched
 from gossipgrad.trace import write_report
-from gossipgrad.train import JoinConfig, TrainConfig, _join_run, _joined
+from gossipgrad.train import JoinConfig, TrainConfig, _ending, _join_run
+from gossipgrad.train._ending import (
+    clean_up,
+    collect_joined,
+    put_together_orphan,
+    read_file,
+    summary_lock,
+)
 from gossipgrad.train._invitation import Invitation
-from gossipgrad.train._joined import collect_joined, let_go, read_file
 from gossipgrad.train._layout import RunDir
-from gossipgrad.train._orphaned import put_together_if_orphaned
-from gossipgrad.train._run_lock import run_lock
 from gossipgrad.train._summary import compose
 from gossipgrad.train.strategies._gossip_run import Gossip
 from support.results import result
@@ -28,7 +32,7 @@ LOSS = {"why": "no sign of life for 10 s", "generation": 3, "when_seconds": 2e9}
 
 @pytest.fixture
 def run_dir(tmp_path, monkeypatch):
-    monkeypatch.setattr(_joined, "_POLL_SECONDS", 0.005)
+    monkeypatch.setattr(_ending, "_POLL_SECONDS", 0.005)
     made = RunDir(tmp_path)
     made.partial.mkdir()
     return made
@@ -66,7 +70,7 @@ def test_one_that_was_taken_for_dead_is_not_awaited(run_dir):
 
 
 def test_one_that_shows_no_sign_of_life_is_awaited_for_a_while(run_dir, monkeypatch):
-    monkeypatch.setattr(_joined, "_SILENT_SECONDS", 0.1)
+    monkeypatch.setattr(_ending, "_SILENT_SECONDS", 0.1)
     began = time.monotonic()
     lost = {2: "had handed nothing in by the end of the run"}
     assert collect(run_dir, knows(0, 2)) == ([], lost)
@@ -89,7 +93,7 @@ def live_on(run_dir, rank):
 
 
 def test_one_that_lives_is_awaited(run_dir, monkeypatch):
-    monkeypatch.setattr(_joined, "_SILENT_SECONDS", 0.0)
+    monkeypatch.setattr(_ending, "_SILENT_SECONDS", 0.0)
     live_on(run_dir, 2)
     thread, told = wait_beside(run_dir, knows(0, 2))
     thread.join(0.1)
@@ -100,13 +104,13 @@ def test_one_that_lives_is_awaited(run_dir, monkeypatch):
 
 
 def test_but_not_for_ever(run_dir, monkeypatch):
-    monkeypatch.setattr(_joined, "_END_SECONDS", 0.1)
+    monkeypatch.setattr(_ending, "_END_SECONDS", 0.1)
     live_on(run_dir, 2)
     assert collect(run_dir, knows(0, 2)) == ([], {2: "had handed nothing in by the end of the run"})
 
 
 def test_when_they_alone_are_left_they_are_awaited_as_long_as_they_live(run_dir, monkeypatch):
-    monkeypatch.setattr(_joined, "_END_SECONDS", 0.0)
+    monkeypatch.setattr(_ending, "_END_SECONDS", 0.0)
     live_on(run_dir, 2)
     thread, told = wait_beside(run_dir)
     thread.join(0.1)
@@ -118,9 +122,9 @@ def test_when_they_alone_are_left_they_are_awaited_as_long_as_they_live(run_dir,
 
 def test_who_is_in_a_hurry_waits_for_nobody(run_dir):
     live_on(run_dir, 2)
-    hurry = threading.Event()
-    thread, told = wait_beside(run_dir, knows(0, 2), hurry=hurry.is_set)
-    hurry.set()
+    should_hurry = threading.Event()
+    thread, told = wait_beside(run_dir, knows(0, 2), should_hurry=should_hurry.is_set)
+    should_hurry.set()
     until(lambda: bool(told), timeout_seconds=20)
     thread.join()
     assert told == [([], {2: "had handed nothing in by the end of the run"})]
@@ -167,11 +171,11 @@ def test_the_summary_tells_who_joined_and_what_they_did(run_dir):
 def test_a_run_that_failed_leaves_their_folder_to_those_who_go_on(run_dir):
     run_dir.rank_joined(2).touch()
     run_dir.invitation.touch()
-    let_go(run_dir)
+    clean_up(run_dir)
     assert run_dir.partial.exists()
     assert not run_dir.invitation.exists()
     os.utime(run_dir.rank_joined(2), (1e9, 1e9))
-    let_go(run_dir)
+    clean_up(run_dir)
     assert not run_dir.partial.exists()
 
 
@@ -181,7 +185,7 @@ def orphans(run_dir, *results):
         run_dir.rank_model(one.rank).write_bytes(b"")
     config = TrainConfig(nproc=2).resolved(nproc=2, out=run_dir.path)
     config.write(run_dir.config, {})
-    return put_together_if_orphaned(config, run_dir, {results[0].rank: results[0]})
+    return put_together_orphan(config, run_dir, {results[0].rank: results[0]})
 
 
 def test_who_joined_puts_a_run_together_that_has_lost_all_others(run_dir):
@@ -197,7 +201,7 @@ def test_who_joined_puts_a_run_together_that_has_lost_all_others(run_dir):
 def test_it_is_left_to_the_run_while_that_lives(run_dir):
     lost = {"0": LOSS, "1": LOSS}
     assert orphans(run_dir, knows(2, 2, lost={"0": LOSS})) is None, "rank 1 may be at its end"
-    with run_lock(run_dir) as mine:
+    with summary_lock(run_dir) as mine:
         assert mine, "as the launcher of a run holds it"
         assert orphans(run_dir, knows(2, 2, lost=lost)) is None
     assert orphans(run_dir, knows(2, 2, lost=lost)) is not None
@@ -241,7 +245,7 @@ def test_the_last_one_that_is_left_does_not_leave_but_ends_the_run(departed, lea
     strategy._session = SimpleNamespace(
         rank=2, membership=living, unreachable=dict.fromkeys(departed, "left")
     )
-    strategy._leaver = SimpleNamespace(leaves=True, is_over=False)
+    strategy._joiner = SimpleNamespace(leaves=True, is_over=False)
     assert strategy._leaves == leaves
 
 
@@ -252,9 +256,9 @@ def test_the_clock_of_this_machine_need_not_agree_with_that_of_files(
     clock = time.time
     monkeypatch.setattr(time, "time", lambda: clock() + skew_seconds)
     run_dir.rank_joined(4).touch()
-    let_go(run_dir)
+    clean_up(run_dir)
     assert run_dir.partial.exists(), "rank 4 goes on"
     old_seconds = clock() - 30.0
     os.utime(run_dir.rank_joined(4), (old_seconds, old_seconds))
-    let_go(run_dir)
+    clean_up(run_dir)
     assert not run_dir.partial.exists()

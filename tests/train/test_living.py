@@ -19,9 +19,9 @@ from gossipgrad.train import (
     RunFailedError,
     TrainConfig,
     World,
+    _ending,
     _join_run,
-    _joined,
-    _living,
+    _lock,
     _run,
     _worker,
     config_of_run,
@@ -30,7 +30,7 @@ from gossipgrad.train import (
 )
 from gossipgrad.train._invitation import Invitation
 from gossipgrad.train._layout import RunDir
-from gossipgrad.train._living import take_part
+from gossipgrad.train._lock import hold_lock
 
 HOLDS_ITS_LOCK = """
 import fcntl, sys, time
@@ -44,7 +44,7 @@ time.sleep(600)
 @pytest.fixture
 def run_dir(tmp_path, monkeypatch):
     """The folder of a run with a checkpoint."""
-    monkeypatch.setattr(_living, "_PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(_lock, "_PATIENCE_SECONDS", 0.1)
     made = RunDir(tmp_path)
     made.partial.mkdir()
     config(made).resolved(nproc=2, out=made.path).write(made.config, {})
@@ -79,7 +79,7 @@ def content(run_dir):
 def refuses(run_dir, **options):
     """Why it is refused; None if it is not."""
     try:
-        with take_part(run_dir, first=True, **options):
+        with hold_lock(run_dir, first=True, **options):
             return None
     except ValueError as error:
         return str(error).replace(str(run_dir.path), "RUN")
@@ -185,8 +185,8 @@ def test_a_process_that_was_killed_keeps_nobody_out(run_dir):
 
 def test_the_last_to_leave_removes_the_lock(run_dir):
     with ExitStack() as first, ExitStack() as last:
-        first.enter_context(take_part(run_dir, first=True))
-        last.enter_context(take_part(run_dir))
+        first.enter_context(hold_lock(run_dir, first=True))
+        last.enter_context(hold_lock(run_dir))
         first.close()
         assert run_dir.lock.exists()
         assert refuses(run_dir) == TAKEN
@@ -205,7 +205,7 @@ def test_a_lock_that_was_removed_meanwhile_is_taken_anew(run_dir, monkeypatch):
 
     lock = fcntl.flock
     monkeypatch.setattr(fcntl, "flock", flock)
-    with take_part(run_dir, first=True):
+    with hold_lock(run_dir, first=True):
         assert run_dir.lock.exists()
         assert refuses(run_dir) == TAKEN
 
@@ -248,7 +248,7 @@ def test_on_one_machine_the_lock_tells_all_where_there_are_locks(run_dir, monkey
         told = refuses(run_dir)
         assert told is not None
         assert "its store answers" in told
-    with take_part(run_dir, first=True):
+    with hold_lock(run_dir, first=True):
         assert refuses(run_dir) is None, "nothing tells"
 
 
@@ -268,6 +268,6 @@ def test_a_rank_that_joined_from_another_machine_and_trains_on_is_seen(run_dir, 
     assert told == (
         "the run in RUN trains: rank 5, which joined it, shows signs of life. Stop it first."
     )
-    monkeypatch.setattr(_joined, "_SILENT_SECONDS", 0.3)
+    monkeypatch.setattr(_ending, "_SILENT_SECONDS", 0.3)
     os.utime(marker)
     assert refuses(run_dir) is None, "no other sign came"

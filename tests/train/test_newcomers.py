@@ -239,15 +239,15 @@ def test_who_joins_has_a_part_in_an_evaluation_that_is_tried_again(held, session
 @pytest.fixture
 def stopped_before(monkeypatch):
     """Has newcomers wait for the word to stop before their first batch; set as one waits."""
-    waiting, take_place = threading.Event(), Newcomer.take_place
+    waiting, make_loop_state = threading.Event(), Newcomer.make_loop_state
 
     def late(self, *args):
-        place = take_place(self, *args)
+        place = make_loop_state(self, *args)
         waiting.set()
         assert self._stop.wait(60)
         return place
 
-    monkeypatch.setattr(Newcomer, "take_place", late)
+    monkeypatch.setattr(Newcomer, "make_loop_state", late)
     return waiting
 
 
@@ -270,7 +270,7 @@ def test_who_joins_and_is_stopped_before_its_first_batch_has_the_consensus(
             if threading.current_thread().name == "rank 1" and stopped_before.is_set():
                 in_batch.set()
                 until(awaits_others, timeout_seconds=60)
-                self.hurry.wait(3 * _ASK_SECONDS)
+                self.should_hurry.wait(3 * _ASK_SECONDS)
             return super().batch(indices, augment=augment)
 
     monkeypatch.setattr(Slow, "pause_seconds", 0.1)

@@ -10,7 +10,7 @@ import torch
 from gossipgrad import checkpoint
 from gossipgrad.train import GossipConfig, TrainConfig, config_of_run
 from gossipgrad.train._layout import claim
-from gossipgrad.train._resume import reopen, take_up
+from gossipgrad.train._resume import begin_resumed, reopen
 
 
 @pytest.fixture
@@ -75,12 +75,12 @@ def test_metrics_of_ranks_that_the_run_goes_on_without_are_put_aside(run_dir):
     config, run_dir = reopen(dataclasses.replace(config_of_run(run_dir.path), nproc=2))
     config = config.resolved(nproc=2, out=run_dir.path)
     for rank in (1, 0):
-        take_up(config, run_dir, rank=rank, anew=rank == 1)
+        begin_resumed(config, run_dir, rank=rank, anew=rank == 1)
     assert run_dir.metrics_ranks() == [0]
     former = {path.name: path.read_text() for path in (run_dir.path / "former").iterdir()}
     assert former == {f"metrics-rank{rank}.jsonl": f"of rank {rank}" for rank in (1, 2, 3, 4)}
     run_dir.metrics(1).write_text("again")
-    take_up(config, run_dir, rank=1, anew=True)
+    begin_resumed(config, run_dir, rank=1, anew=True)
     assert (run_dir.path / "former" / "metrics-rank1-2.jsonl").read_text() == "again"
     claim(run_dir.path, name="", overwrite=True)
     assert not list(run_dir.path.rglob("*.jsonl")), "of a run that is replaced, nothing stays"

@@ -4,8 +4,7 @@ import dataclasses
 
 from gossipgrad.data import ElasticStats
 from gossipgrad.train._config import TrainConfig
-from gossipgrad.train._losses import tell_losses
-from gossipgrad.train._shares import notes_on_shares, tell_shares
+from gossipgrad.train._losses import notes_on_shares, summarize_losses, summarize_shares
 from support.results import result
 
 
@@ -18,7 +17,7 @@ def test_the_summary_has_the_figures_of_all_ranks():
         result(0, shares=shares(samples_dealt_anew=5, samples_left=3, disturbed_epochs=1)),
         result(2, shares=shares(samples_dealt_anew=7, samples_left=3, store_requests=4)),
     ]
-    assert tell_shares(ranks) == {
+    assert summarize_shares(ranks) == {
         "samples_dealt_anew": 12,
         "samples_used_twice_at_most": 0,
         "samples_untold": 0,
@@ -27,12 +26,12 @@ def test_the_summary_has_the_figures_of_all_ranks():
         "samples_left": 3,
         "disturbed_epochs": 1,
     }
-    assert tell_shares([result(0)]) is None
+    assert summarize_shares([result(0)]) is None
 
 
 def test_a_loss_tells_what_became_of_the_share():
     told = shares(samples_used_twice_at_most=32, samples_left=16)
-    losses = tell_losses(TrainConfig(), {0: result(0, shares=told)}, {1: "died"}, None, {})
+    losses = summarize_losses(TrainConfig(), {0: result(0, shares=told)}, {1: "died"}, None, {})
     assert losses["1"]["samples_not_seen"] == 16
     assert losses["1"]["data"] == (
         "what was left of its share of an epoch was dealt anew among the others, and it had none "

@@ -25,12 +25,12 @@ def resume_sparse(rank, store):
         strategy = start(rank, "lags", model, optimizer, **options)
         for step in range(STEPS):
             if broken and step == STEPS // 2:
-                state, place = replica_state(model, [optimizer]), strategy.place()
+                state, place = replica_state(model, [optimizer]), strategy.state_dict()
                 strategy.close()
                 model = network(1)
                 optimizer = sgd(model)
                 strategy = start(rank, "lags", model, optimizer, **options)
-                strategy.go_to(place)
+                strategy.load_state_dict(place)
                 load_replica(model, [optimizer], state)
                 assert strategy.traffic().bytes_sent > 0
             take_step(strategy, optimizer, rank, step)
@@ -93,8 +93,8 @@ def go_on_from_three(rank, store):
     model = network()
     options = SparseConfig(density=0.01, density_warmup_steps=3)
     strategy = start(rank, "omgs", model, sgd(model), options={"sparse": options})
-    strategy.start_at(7, former)
-    taken = strategy.place()["session"]
+    strategy.load_former_states(7, former)
+    taken = strategy.state_dict()["session"]
     take_step(strategy, sgd(model), rank, 0)
     density = strategy._session._aggregation.density
     dist.barrier()

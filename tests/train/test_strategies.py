@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from gossipgrad.train import PostLocalConfig, SparseConfig
 from gossipgrad.train._result import PeerLostError, RunStopped
 from gossipgrad.train._ring_clock import ring_bytes
-from gossipgrad.train.strategies import _lost
+from gossipgrad.train.strategies import _stopping
 from gossipgrad.train.strategies._averaged import EveryLogP
 from support.processes import run_processes
 from support.replicas import flat, network
@@ -193,7 +193,7 @@ def lose(rank, store, lost, after_steps, name, told, options):
     model = nn.Sequential(network(), nn.BatchNorm1d(3))
     optimizer = sgd(model)
     stop = threading.Event()
-    _lost._STOP_GRACE_SECONDS = (
+    _stopping._STOP_GRACE_SECONDS = (
         0.2  # no word comes after the loss: it is there before, or not at all
     )
     strategy = start(rank, name, model, optimizer, stop, **options)

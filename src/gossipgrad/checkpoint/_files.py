@@ -17,10 +17,6 @@ from ._tree import DTYPE_NAMES
 _CHUNK_BYTES = 4 * 2**20
 
 
-class StoppedError(Exception):
-    """Writing was given up, because nobody waits for it any more."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileEntry:
     """What a manifest says of a file."""
@@ -31,22 +27,17 @@ class FileEntry:
     """Of what was written, in hexadecimal."""
 
 
-def write_file(
-    path: Path, chunks: Iterable[bytes | memoryview], stop: Callable[[], bool] | None = None
-) -> FileEntry:
+def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileEntry:
     """Write a new file in one pass, and wait until it is on the disk.
 
     The digest is of what was meant to be written, taken on the way.
 
     Raises:
         OSError: The disk is full, or whatever else keeps the file from being written.
-        StoppedError: `stop` said so, between two chunks.
     """
     digest, size_bytes = hashlib.sha256(), 0
     with path.open("xb", buffering=0) as file:
         for chunk in chunks:
-            if stop is not None and stop():
-                raise StoppedError(f"writing {path} was given up")
             left = memoryview(chunk)
             digest.update(left)
             size_bytes += len(left)

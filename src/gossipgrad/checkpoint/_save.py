@@ -3,12 +3,12 @@
 import contextlib
 import json
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 
-from ._files import StoppedError, sync_folder, tensor_chunks, write_file
+from ._files import sync_folder, tensor_chunks, write_file
 from ._layout import folder_of
 from ._manifest import MANIFEST, PARTIAL, TENSORS, TREE, Manifest, impossible_rank
 from ._removing import clean, make_way, prune, refuse_foreign, remove_part
@@ -147,14 +147,8 @@ def commit(
     *,
     keep: int | None,
     shared: bool,
-    stop: Callable[[], bool] | None = None,
-    may_commit: Callable[[], bool] | None = None,
 ) -> Written:
-    """Write, commit, remove what is old; all but the encoding of `save`.
-
-    Raises:
-        StoppedError: `stop` said so, between two chunks, or `may_commit` did not allow the rename.
-    """
+    """Write, commit, remove what is old; all but the encoding of `save`."""
     refuse_foreign(directory, part.rank, part.run, newest=True)
     left = make_way(directory, part, shared=shared)
     left += clean(directory, part.rank, before=part.step)
@@ -168,13 +162,11 @@ def commit(
     metadata = {"gossipgrad": "read it by gossipgrad.checkpoint.load"}
     try:
         files = {
-            TENSORS: write_file(folder / TENSORS, tensor_chunks(encoded.tensors, metadata), stop),
-            TREE: write_file(folder / TREE, [text], stop),
+            TENSORS: write_file(folder / TENSORS, tensor_chunks(encoded.tensors, metadata)),
+            TREE: write_file(folder / TREE, [text]),
         }
         done = replace(part, files=files)
-        write_file(folder / PARTIAL, [done.text().encode("ascii")], stop)
-        if may_commit is not None and not may_commit():
-            raise StoppedError(f"{folder} was given up")
+        write_file(folder / PARTIAL, [done.text().encode("ascii")])
         (folder / PARTIAL).replace(folder / MANIFEST)
     except BaseException:
         # An interrupt may come when the rename is done: then all of it stays.

@@ -13,7 +13,6 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from ._files import StoppedError
 from ._manifest import Manifest
 from ._removing import refuse_foreign
 from ._save import Written, check_keep, commit, part_of, told_of_left
@@ -187,8 +186,8 @@ class Saver:
         """Wait for the write under way and give up the memory; may be called again.
 
         Args:
-            timeout_seconds: The longest to wait. What is not written by then is given up, with a
-                warning, and the checkpoint before stays.
+            timeout_seconds: The longest to wait. What is not written by then is a warning; it may
+                come later, and the checkpoint before stays.
 
         Returns:
             Whether the last state that was taken is on the disk.
@@ -197,20 +196,14 @@ class Saver:
         done = self.wait(timeout_seconds)
         self._buffers = {}
         if self._write is not None:
-            given_up = self._write.give_up()
             atexit.unregister(self._write.at_exit)
             self._error = TimeoutError(f"not on the disk after {timeout_seconds:g} s")
             self._stats = replace(self._stats, failed=self._stats.failed + 1)
             step, self._write = self._write.part.step, None
             self._said.add("error")
-            what = (
-                "is given up; the one before stays"
-                if given_up
-                else "may come to be there: what remains is the disk's to do"
-            )
             self._warn(
                 f"the checkpoint of step {step} was not on the disk {timeout_seconds:g} s after "
-                f"the end, and {what}",
+                "the end: it may come, and the one before stays",
                 stacklevel=3,
             )
         return done and self._error is None
@@ -324,22 +317,10 @@ class _Write:
         self.error: Exception | None = None
         self.seconds = 0.0
         self.start = time.perf_counter()
-        self._stop = threading.Event()
-        self._last_word = threading.Lock()
 
         def write() -> None:
             try:
-                self.written = commit(
-                    directory,
-                    encoded,
-                    part,
-                    keep=keep,
-                    shared=shared,
-                    stop=self._stop.is_set,
-                    may_commit=lambda: self._last_word.acquire(blocking=False),
-                )
-            except StoppedError:
-                pass
+                self.written = commit(directory, encoded, part, keep=keep, shared=shared)
             except Exception as error:
                 self.error = error
             finally:
@@ -349,11 +330,6 @@ class _Write:
         self.thread = threading.Thread(target=write, name="gossipgrad-checkpoint", daemon=True)
         self.thread.start()
         atexit.register(self.at_exit)
-
-    def give_up(self) -> bool:
-        """Has it end without a commit; False: too late, the commit is under way or done."""
-        self._stop.set()
-        return self._last_word.acquire(blocking=False)
 
     def at_exit(self) -> None:
         self.thread.join(_EXIT_SECONDS)

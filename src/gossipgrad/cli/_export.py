@@ -58,8 +58,8 @@ def main(arguments: list[str]) -> int:
         raise ValueError(f"cannot write {options.out}: {error.strerror or error}") from error
     print(written)
     with safe_open(written, framework="numpy") as file:
-        told = file.metadata()
-    print(f"step {told['step']}, {told['replica']}", file=sys.stderr)
+        metadata = file.metadata()
+    print(f"step {metadata['step']}, {metadata['replica']}", file=sys.stderr)
     return 0
 
 

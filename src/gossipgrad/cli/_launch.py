@@ -9,10 +9,10 @@ from gossipgrad.launch import SOME_LOST, Rendezvous, launch
 
 _EXIT_CODES = f"""\
 exit codes, of the workers that this command started:
-  0    all came to their end
+  0    all succeeded
   1    all failed
   2    the command cannot work as it was given; nothing was started
-  {SOME_LOST}    some failed, and the others came to their end
+  {SOME_LOST}    some failed, and the others succeeded
   130  stopped by Ctrl-C (143: by SIGTERM, 129: by SIGHUP)
 
 A worker that fails is named in one line, and the others go on. Ctrl-C or SIGTERM is passed on to

@@ -124,8 +124,8 @@ def check_given(arguments: Sequence[str]) -> None:
             if (name := word.replace("_", "-")) in names:
                 given[name] = value if equals else arguments[place + 1]
         if len(set(given.values())) > 1:
-            told = " and ".join(f"{name} {value}" for name, value in given.items())
-            raise ValueError(f"{told} are two values of one option: leave out one")
+            both = " and ".join(f"{name} {value}" for name, value in given.items())
+            raise ValueError(f"{both} are two values of one option: leave out one")
 
 
 Cost = Callable[[Any], Any]
@@ -249,7 +249,7 @@ def _measured(options: PlanOptions, sums: torch.dtype) -> tuple[Cost, Cost]:
     generator = torch.Generator().manual_seed(0)
     selects, decodes, pairs = [], [], []
     for place, elements in enumerate(_MEASURED_ELEMENTS):
-        # However small the density, counts differ: start-up and time a pair are told apart by them.
+        # However small the density, counts differ: start-up and time a pair follow from them.
         count = max(4**place, int(options.density * elements))
         form = SparseFormat(elements, count, _values_of(options, sums))
         gradient = torch.randn(elements, generator=generator, dtype=sums)

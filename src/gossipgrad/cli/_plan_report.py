@@ -119,16 +119,16 @@ class Comparison:
         gain = -self.longer(shortest.plan)
         if gain < _WORTH_TELLING:
             return None
-        told = f"{shortest.name} by {shortest.method} would take {percent_text(gain)} less"
+        saving = f"{shortest.name} by {shortest.method} would take {percent_text(gain)} less"
         allowed = [method.name for method in self.methods]
         if shortest.method != AS_IS:
-            return f"{told}: allow that here by --methods {','.join([*allowed, shortest.method])}"
+            return f"{saving}: allow that here by --methods {','.join([*allowed, shortest.method])}"
         if set(allowed).isdisjoint(NARROW):
             return (
-                f"{told}: a session widens gradients before it adds them up, and narrows them "
+                f"{saving}: a session widens gradients before it adds them up, and narrows them "
                 f"again for the wire by --methods {','.join([*allowed, 'bf16'])}"
             )
-        return f"{told}: a session widens gradients before it adds them up, and that does not"
+        return f"{saving}: a session widens gradients before it adds them up, and that does not"
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""

@@ -412,10 +412,10 @@ def main(arguments: list[str]) -> int:
     console.print(_NOTE, soft_wrap=True, highlight=False)
     batches = {c.prediction.world_size: c.batch_to_accuracy for c in cases if c.batch_to_accuracy}
     if batches:
-        told = ", ".join(f"{batch} at {p:,} ranks" for p, batch in batches.items())
+        listed = ", ".join(f"{batch} at {p:,} ranks" for p, batch in batches.items())
         console.print(
-            f"Times to accuracy are of steps of the curves' batch a rank ({told}) in place of the "
-            f"profile's {profile.batch_size}, compute in proportion.",
+            f"Times to accuracy are of steps of the curves' batch a rank ({listed}) in place of "
+            f"the profile's {profile.batch_size}, compute in proportion.",
             soft_wrap=True,
             highlight=False,
         )

@@ -216,7 +216,7 @@ def _values(config: TrainConfig) -> dict[str, Any]:
 
 
 def print_joined(outcome: JoinOutcome) -> None:
-    """What workers that joined a run came to, in a few lines."""
+    """What workers that joined a run reached, in a few lines."""
     for part in outcome.parts:
         end = "and left the run, which goes on" if part["left"] else "to the end of the run"
         if part["late"]:
@@ -233,7 +233,7 @@ def print_joined(outcome: JoinOutcome) -> None:
 
 
 def print_outcome(outcome: Outcome) -> None:
-    """What a run came to, in a few lines; nothing on ranks that did not put it together."""
+    """What a run reached, in a few lines; nothing on ranks that did not put it together."""
     if outcome.run_dir is None:
         return
     if outcome.summary is None:

@@ -1,4 +1,4 @@
-"""Who may connect to a rank: whoever reaches it, or only who knows the secret of the run."""
+"""Who may connect to a rank: anyone that reaches it, or only holders of the run's secret."""
 
 import errno
 import hashlib
@@ -108,13 +108,13 @@ def meet_access(group: Group, encrypt: bool | None) -> Access:
         access = Access.resolve(encrypt)
     except ValueError as error:
         mistake = error
-    told = group.all_gather_object([access.fingerprint, mistake and str(mistake)])
+    answers = group.all_gather_object([access.fingerprint, mistake and str(mistake)])
     if mistake is not None:
         raise mistake
-    for rank, (_, why) in zip(group.members, told, strict=True):
+    for rank, (_, why) in zip(group.members, answers, strict=True):
         if why is not None:
             raise GossipError(f"rank {rank} cannot encrypt: {why}")
-    fingerprints = [fingerprint for fingerprint, _ in told]
+    fingerprints = [fingerprint for fingerprint, _ in answers]
     usual = Counter(fingerprints).most_common(1)[0][0]
     for rank, fingerprint in zip(group.members, fingerprints, strict=True):
         check_same(rank, fingerprint, usual)

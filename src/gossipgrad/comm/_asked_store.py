@@ -19,7 +19,7 @@ __all__ = ["AskedStore", "Deadline", "StoreSilentError", "StoreThread", "finaliz
 T = TypeVar("T")
 
 _LISTEN_SECONDS = 0.05
-_LOOK_SECONDS = 0.5  # of the time between two looks count; whoever waits looks far more often
+_LOOK_SECONDS = 0.5  # of the time between two looks count; a thread that waits looks far more often
 _END_SECONDS = 2.0  # a store that hangs keeps no process from its end
 
 _Question = tuple[Callable[[dist.Store], Any], "Future[Any]"]

@@ -1,4 +1,4 @@
-"""Who asks before sending, and is told when the receiver's link is free."""
+"""Permission to send: asked for by one end, granted when the receiver's link is free."""
 
 import threading
 import time
@@ -18,12 +18,12 @@ class Grants:
     """Lets a part wait until its receiver has taken in the rounds before.
 
     Where an exchange takes longer than the compute, ranks that are out of step send into links on
-    which the round before is still coming: both take longer, whoever awaits them sends later, and
-    nobody ever gets back into step. So one that was held up asks before it sends, and is told to go
+    which the round before is still coming: both take longer, those that await them send later, and
+    nobody ever gets back into step. So one that was held up asks before it sends, and gets a go
     when nothing is on its way to the receiver, or the receiver has come to that round itself.
 
     Args:
-        changed: Of the channel; its lock is held by whoever calls, but for `turn`.
+        changed: Of the channel; its lock is held by the caller, but for `turn`.
         ledgers: What stands between this rank and each peer.
         say: Tells a peer `ASK` or `GO` of the round at a place, unless that is of another era.
     """
@@ -64,7 +64,7 @@ class Grants:
     def answer(self, last: int) -> None:
         """Grants what may be: rounds up to `last`, and the next one unless a part is awaited.
 
-        Called whenever messages have come; so those that wait look at what they have told.
+        Called whenever messages have come; so those that wait look at what they have.
         """
         self._last = last
         self._changed.notify_all()

@@ -13,7 +13,7 @@ class Heartbeats:
 
     A beat costs a rank one write and two reads, a third where others may join, however many ranks
     there are: each watches the next one among the living. A rank whose process dies breaks its
-    links, too, and is taken for dead soon after `lease_seconds`; one that only stands still, after
+    links, too, and is taken for dead soon after `lease_seconds`; one that only hangs, after
     `silent_seconds`.
 
     Attributes:

@@ -42,7 +42,7 @@ class Hub:
             return events
 
     def remove(self, rank: int) -> None:
-        """Lets a rank be gone; all others are told, once."""
+        """Marks a rank as gone; all others are notified, once."""
         with self._lock:
             if rank in self._gone:
                 return

@@ -42,7 +42,7 @@ def interface_of(group: Group, asked: str | None = None) -> tuple[str, bool]:
 
 
 def check_bound(asked: str, address: str, *, one_host: bool) -> None:
-    """Refuses where a socket came to listen: every interface, or one that others do not reach.
+    """Refuses where a socket listens: every interface, or one that others do not reach.
 
     Args:
         asked: Address or name of an interface.

@@ -208,7 +208,7 @@ class MemberWatch(Liveness):
         self.stop()
 
     def stop(self) -> None:
-        """Ends the thread; whoever watches this rank sees it fall silent."""
+        """Ends the thread; those that watch this rank miss its heartbeats."""
         self._end()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_FAREWELL_SECONDS)
@@ -375,7 +375,7 @@ class MemberWatch(Liveness):
         if not is_known:
             message = (
                 f"rank {self._rank}: {why}; the membership stays as it is (generation "
-                f"{self.latest.generation}), and training goes on with whoever can be reached"
+                f"{self.latest.generation}), and training goes on with ranks that can be reached"
             )
             logger.warning(message, extra={"store_lost": why})
 

@@ -75,7 +75,7 @@ class Membership:
 
     @classmethod
     def first(cls, world_size: int, living: Sequence[int] | None = None) -> "Membership":
-        """The one that a run starts with: of all ranks, or of those that came to the start."""
+        """The one that a run starts with: of all ranks, or of those present at the start."""
         members = tuple(range(world_size) if living is None else living)
         never = Loss(generation=0, when_seconds=0.0, why="it never started", left=False, by=-1)
         absent = sorted(set(range(world_size)) - {*members})
@@ -157,14 +157,14 @@ class Membership:
     @classmethod
     def from_text(cls, text: str | bytes) -> "Membership":
         """What `to_text` wrote."""
-        told: dict[str, Any] = json.loads(text)
+        read: dict[str, Any] = json.loads(text)
         return cls(
-            generation=told["generation"],
-            living=tuple(told["living"]),
-            gone={int(rank): Loss(**loss) for rank, loss in told["gone"].items()},
+            generation=read["generation"],
+            living=tuple(read["living"]),
+            gone={int(rank): Loss(**loss) for rank, loss in read["gone"].items()},
             joined={
                 int(rank): Joining(introduction=tuple(joining.pop("introduction")), **joining)
-                for rank, joining in told["joined"].items()
+                for rank, joining in read["joined"].items()
             },
         )
 

@@ -46,7 +46,7 @@ class Outbox:
     Args:
         transport: Moves the bytes.
         peer: Who gets them.
-        lock: Held by whoever calls, and taken by the thread when it sends.
+        lock: Held by the caller, and acquired by the thread when it sends.
     """
 
     def __init__(self, transport: Transport, peer: int, lock: threading.RLock) -> None:

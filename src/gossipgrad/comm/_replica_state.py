@@ -218,7 +218,7 @@ def _kept_by(
         else:
             raise GossipError(
                 f"{what} state has the key {key!r}, which is no parameter and no text: it cannot "
-                "be told again where the state is loaded"
+                "be reported again where the state is loaded"
             )
     return sorted(kept, key=lambda entry: entry[0]), named
 

@@ -59,7 +59,7 @@ def agree_on(
     tables = group.all_gather_object(table)
     first = group.members[0]
     for rank, other in zip(group.members, tables, strict=True):
-        # Digests last: what makes them differ is told better by name.
+        # Digests last: a difference is better reported by name.
         last = ("order", "optimizer")
         for key in sorted({**tables[0], **other}, key=lambda key: key.startswith(last)):
             here, there = tables[0].get(key), other.get(key)

@@ -54,7 +54,7 @@ class Snapshot:
 
     @property
     def free(self) -> bool:
-        """Whether every transport has let go of it."""
+        """Whether every transport has released it."""
         return all(ticket.done for ticket in self._tickets)
 
     @torch.no_grad()
@@ -119,7 +119,7 @@ class SnapshotPool:
 
         Args:
             wait: Called while waiting, to let the channel make progress.
-            timeout_seconds: How long to wait for a transport to let go.
+            timeout_seconds: How long to wait for a transport to release it.
         """
         deadline = time.perf_counter() + timeout_seconds
         while True:

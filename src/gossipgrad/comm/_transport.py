@@ -15,7 +15,7 @@ class Ticket(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether the transport has let go of the payload's memory."""
+        """Whether the transport has released the payload's memory."""
         ...
 
     def wait(self, timeout_seconds: float) -> bool:

@@ -86,7 +86,7 @@ class ZeroMQTransport:
         ValueError: If the interface cannot be listened on, or not be reached from other hosts; if
             there is no secret to encrypt with, or ZeroMQ cannot encrypt here.
         AgreementError: If ranks have different secrets, or only some encrypt.
-        GossipError: If a rank dies while the addresses are told, or has no secret.
+        GossipError: If a rank dies while addresses are exchanged, or has no secret.
     """
 
     reopens = True
@@ -111,8 +111,8 @@ class ZeroMQTransport:
         with self._listen(
             access, group.rank, group.world_size, max_payload_bytes, address, one_host=one_host
         ):
-            told = group.all_gather_object(self.introduction)
-            for member, introduction in zip(group.members, told, strict=True):
+            introductions = group.all_gather_object(self.introduction)
+            for member, introduction in zip(group.members, introductions, strict=True):
                 self.take_in(member, introduction)
 
     @classmethod

@@ -17,7 +17,7 @@ _BROKEN_OFF = zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
 # The other end does not let us in: ZeroMQ does not try again, and drops what is queued.
 _REFUSED = zmq.Event.HANDSHAKE_FAILED_AUTH | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
 WATCHED = UP | DOWN | _FAILED | _BROKEN_OFF | _REFUSED
-_GONE_AFTER_FAILURES = 2  # every peer listens before its address is told: refusal means gone
+_GONE_AFTER_FAILURES = 2  # every peer listens before it sends its address: refusal means gone
 _GONE_AFTER_BROKEN_OFF = 30  # a busy peer may take long to let us in
 _GONE_AFTER_SECONDS = 0.5  # what a peer sent before it left is still under way
 _COPY_BELOW_BYTES = 1 << 15  # below this a copy is cheaper than keeping track of the buffer
@@ -31,7 +31,7 @@ class _Tracked:
 
     @property
     def done(self) -> bool:
-        """Whether ZeroMQ has let go of the memory."""
+        """Whether ZeroMQ has released the memory."""
         return self.tracker.done
 
     def wait(self, timeout_seconds: float) -> bool:

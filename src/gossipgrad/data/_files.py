@@ -104,15 +104,10 @@ def fetch(url: str, path: Path, check: Callable[[Path], object], *, what: str) -
 
 def check_sha256(path: Path, sha256: str, *, way_out: str = DELETE_IT) -> None:
     """Raise `ValueError` if the content of a file has another SHA-256 than `sha256`; says both."""
-    found = sha256_of(path)
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != sha256:
         raise ValueError(f"{path} has SHA-256 {found}, expected {sha256}{way_out}")
-
-
-def sha256_of(path: Path) -> str:
-    """SHA-256 of the content of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _download(url: str, path: Path, check: Callable[[Path], object]) -> None:

@@ -14,9 +14,7 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
-from torch.utils._pytree import register_pytree_node
 from torch.utils.data import IterableDataset, get_worker_info
-from torch.utils.data._utils.collate import default_collate_fn_map
 
 from gossipgrad.comm import Group, Transport, resolve_group, resolve_transport
 from gossipgrad.errors import AgreementError
@@ -80,35 +78,6 @@ class RingShuffleStats:
     extra_memory_bytes: int
     refused_messages: int
     ranks_gone: tuple[int, ...]
-
-
-class RowBatch(tuple):
-    """A batch of rows, one tensor for each of the shard's.
-
-    A `DataLoader` that was not told `batch_size=None` makes batches of what it gets. Of this it
-    makes none: with its default of one it hands the batch on as it is, with more it is refused.
-    """
-
-    __slots__ = ()
-
-
-def _handed_on(batches: Sequence[RowBatch], *, collate_fn_map: Any = None) -> RowBatch:
-    if len(batches) > 1:
-        raise ValueError(
-            f"a DataLoader would make one batch of {len(batches)} that a RingShuffle has made "
-            "already: use DataLoader(shuffle, batch_size=None), and say how large batches are in "
-            "RingShuffle(..., batch_size=...). No row is lost."
-        )
-    return batches[0]
-
-
-default_collate_fn_map[RowBatch] = _handed_on
-register_pytree_node(
-    RowBatch,
-    lambda batch: (list(batch), None),
-    lambda parts, _: RowBatch(parts),
-    serialized_type_name="gossipgrad.data.RowBatch",
-)
 
 
 class RingShuffle(IterableDataset[Batch]):
@@ -176,8 +145,8 @@ class RingShuffle(IterableDataset[Batch]):
         ...     [len(targets) for inputs, targets in shuffle]
         [4, 4, 2]
 
-        `DataLoader(shuffle, batch_size=None)` takes it as well, without worker processes. A
-        `batch_size` above 1 there is refused: a DataLoader does not make batches of batches.
+        `DataLoader(shuffle, batch_size=None)` takes it as well, without worker processes. Another
+        `batch_size` there would make batches of batches.
 
     References:
         Daily et al., GossipGraD, arXiv:1803.05880, on the asynchronous distributed shuffle of
@@ -329,7 +298,7 @@ class RingShuffle(IterableDataset[Batch]):
     def _iterate(self) -> Iterator[Batch]:
         iteration = self._worker.do(self._begin)
         while (batch := self._worker.do(lambda: self._go_on(iteration))) is not None:
-            yield RowBatch(batch)
+            yield batch
 
     def _begin(self) -> int:
         self._check_open()

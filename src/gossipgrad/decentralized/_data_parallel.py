@@ -89,8 +89,8 @@ class GossipDataParallel(nn.Module):
 
     def __init__(self, module: nn.Module, **settings: Any) -> None:
         super().__init__()
-        if told := [f"{name}: {way}" for name, way in _INSTEAD.items() if name in settings]:
-            raise TypeError(f"not as in DistributedDataParallel. {'. '.join(told)}.")
+        if refused := [f"{name}: {way}" for name, way in _INSTEAD.items() if name in settings]:
+            raise TypeError(f"not as in DistributedDataParallel. {'. '.join(refused)}.")
         inspect.signature(gossip).bind(module, [], **settings)
         check_settings(**settings)
         self.module = module

@@ -92,7 +92,7 @@ def gossip(
     A partner that is late holds the step up to a deadline that adapts to its link, after which the
     step goes on and mixes when the message comes; with `mode="stale"` it holds nothing up at all.
     A partner that died or left is skipped, and soon the living have a schedule of their own. None
-    of this raises. A rank that stood still for so long that the others took it for dead gets an
+    of this raises. A rank that hung for so long that the others took it for dead gets an
     `EvictedError` from its next step.
 
     Args:

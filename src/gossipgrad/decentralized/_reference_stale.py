@@ -1,4 +1,4 @@
-r"""Mode stale beside the design: p replicas in one process, and a network that is told when.
+r"""Mode stale beside the design: p replicas in one process, and a network with scripted delays.
 
 Letters are those of `_reference`; in addition
     d            max_staleness
@@ -9,8 +9,8 @@ Letters are those of `_reference`; in addition
 Rules
     R10 Rounds. After a step t_r <- max(own + 1, h_r); the rounds between are void.
     R11 Void. A rank voids a round only before it sends its part, and tells the partner. It does so
-        if its partner is told void already, if |X_r| = d + 1, or if a round of the same partner
-        has been in X_r for more than d of r's own rounds.
+        if its partner was notified of void already, if |X_r| = d + 1, or if a round of the same
+        partner has been in X_r for more than d of r's own rounds.
     R12 Exchange. x_r = q(w_r) is sent and put into X_r. When y_s of the same round is there,
         now or however late: w_r <- w_r + a (y_s - x_r), once, and the round leaves X_r. When the
         partner voids the round, it leaves X_r and nothing is mixed.
@@ -143,7 +143,7 @@ class StaleReference:
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Brings everything everywhere, and lets every rank mix what there is."""
+        """Brings everything everywhere, and lets every rank mix it."""
         for s, r in list(self.links):
             self.deliver(s, r)
         for r in range(len(self.ranks)):

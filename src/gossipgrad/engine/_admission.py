@@ -186,12 +186,12 @@ class Admission:
             wish, mine = json.loads(text), str(self._group.rank)
             if store.compare_set(claim_key(wish["id"]), "", mine).decode() == mine:
                 self._claimed.put(wish)
-            store.compare_set(WISH_KEY, text, "")  # whoever claimed it may have died
+            store.compare_set(WISH_KEY, text, "")  # the rank that claimed it may have died
 
     def poll(self, steps: int) -> None:
         """Copies the replica if joiners wait for it; in the training thread, between two steps.
 
-        One copy serves all who wait. They are told what fails; nothing is raised for it here.
+        One copy serves all who wait. They get the error; nothing is raised for it here.
         """
         self._stepped = True
         if self._claimed.empty():

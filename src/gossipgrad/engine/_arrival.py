@@ -1,4 +1,4 @@
-"""What a joiner begins with, and how it comes to the round that the others are at."""
+"""What a joiner begins with, and how it reaches the round of the others."""
 
 import time
 from collections.abc import Mapping

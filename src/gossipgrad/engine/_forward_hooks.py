@@ -17,7 +17,7 @@ class ForwardHooks:
 
     Which module reads which parameter is learnt from the first pass, before anything is awaited: a
     parameter is read by its module if that was called, else by the nearest module around it that
-    was (`nn.MultiheadAttention` reads its `out_proj` so), else by whichever module is called
+    was (`nn.MultiheadAttention` reads its `out_proj` so), else by the module that is called
     first. Sharded parameters (FSDP2) are gathered ahead of their module: they count as read by the
     first, too.
 
@@ -49,7 +49,7 @@ class ForwardHooks:
                 self._owners.setdefault(parameter, []).append(module)
         self._called: set[nn.Module] = set()
         self._of: dict[nn.Module, list[int]] | None = None
-        self._first: list[int] = []  # read by whichever module is called first
+        self._first: list[int] = []  # read by the module that is called first
         self._is_first = True
         hook = _Hook(self._before_forward)
         self._handles = [

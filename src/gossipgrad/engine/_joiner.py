@@ -144,7 +144,7 @@ class Joiner:
             ValueError: With the first difference.
         """
         there = self._fingerprint
-        # Digests last: what makes them differ is told better by name.
+        # Digests last: a difference is better reported by name.
         for key in sorted(
             {**here, **there}, key=lambda key: key.startswith(("order", "optimizer"))
         ):

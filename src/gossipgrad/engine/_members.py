@@ -88,7 +88,7 @@ class Members:
         group.follow(lambda of=self.watch: of.latest, self.name, listen=self._listen)
 
     def seat(self, rounds: Rounds) -> None:
-        """Gives rounds the schedule of those that came to the start; local."""
+        """Gives rounds the schedule of those present at the start; local."""
         rounds.schedule = among(self._schedule, self.current.living)
         self._channel = rounds.channel
         self._channel.poll()  # gives up those that did not

@@ -61,7 +61,7 @@ class Sync(_Waiting):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stale:
-    r"""No step waits: what a partner sent is mixed in whichever later step it arrives.
+    r"""No step waits: what a partner sent is mixed in the later step in which it arrives.
 
     `w += weight * (received - snapshot)` as in `Overlap`, once on each end and however late, iff
     both ends sent: the mean over ranks is kept. After a step a rank's round is
@@ -91,7 +91,7 @@ class Stale:
             raise ValueError(
                 "cut_every, record and replay of mode stale are gone: a stale run is not repeated "
                 "bit for bit. Leave them out, and take session.state_dict() on each rank as "
-                "session.position comes to an agreed number"
+                "session.position reaches an agreed number"
             )
         number = self.max_staleness
         if (

@@ -597,8 +597,8 @@ class Session:
         Plain values (tensors, numbers, text, bytes, None, and lists and dicts of these), or a
         function that returns them. It is called in the training thread as `optimizer.step()`
         begins, when a joiner asks this rank: so schedulers and samplers are where they are for the
-        step that is about to be made. If it fails then, the joiner is told why, and training goes
-        on.
+        step that is about to be made. If it fails then, the joiner gets the reason, and training
+        goes on.
 
         Raises:
             GossipError: On assignment, if something is no plain value.

@@ -1,4 +1,4 @@
-"""A surgery on all ranks: all that live end with it, or none, whoever is lost in the middle."""
+"""A surgery on all ranks: all that live end with it, or none, also if one is lost meanwhile."""
 
 from collections.abc import Callable
 

@@ -41,6 +41,8 @@ def check_distributed_type(accelerator: Accelerator) -> None:
 class GossipSGD:
     """Trains by gossip inside a `with` block, in place of DistributedDataParallel.
 
+    For example::
+
         model = accelerator.prepare_model(model, evaluation_mode=True)  # is not wrapped
         optimizer, loader = accelerator.prepare(optimizer, loader)
         with GossipSGD(accelerator, model, optimizer) as gossip:

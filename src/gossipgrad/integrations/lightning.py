@@ -21,6 +21,8 @@ __all__ = ["GossipStrategy"]
 class GossipStrategy(DDPStrategy):
     """Has Lightning's `Trainer` train by gossip: processes and samplers as with `"ddp"`, no DDP.
 
+    For example::
+
         import gossipgrad.integrations.lightning
 
         trainer = Trainer(strategy="gossip", devices=2)

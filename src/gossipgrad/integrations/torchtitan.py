@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +16,13 @@ from gossipgrad.integrations._door import Open, open_session
 
 __all__ = ["PostOptimizerBuild", "gossip_spec"]
 
-Spec = TypeVar("Spec")
 _REPLICAS = "dp_replicate"
 
 
-def gossip_spec(spec: Spec, *, open: Open | None = None, **options: Any) -> Spec:
+def gossip_spec(spec: Any, *, open: Open | None = None, **options: Any) -> Any:
     """Has torchtitan train a model by gossip between the replicas of its `dp_replicate` axis.
+
+    For example::
 
         config.model_spec = gossip_spec(model_registry("8B"), mode="overlap")
         config.parallelism.data_parallel_replicate_degree = 4
@@ -39,12 +40,11 @@ def gossip_spec(spec: Spec, *, open: Open | None = None, **options: Any) -> Spec
     Returns:
         Another specification of the same model.
     """
-    whole: Any = spec
     return replace(
-        whole,
-        parallelize_fn=_of_one_replica(whole.parallelize_fn),
+        spec,
+        parallelize_fn=_of_one_replica(spec.parallelize_fn),
         post_optimizer_build_fn=PostOptimizerBuild(
-            whole.post_optimizer_build_fn, open=open, **options
+            spec.post_optimizer_build_fn, open=open, **options
         ),
     )
 

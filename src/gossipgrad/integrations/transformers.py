@@ -20,6 +20,8 @@ __all__ = ["GossipCallback"]
 class GossipCallback(TrainerCallback):
     """Has a `Trainer` train by gossip, in place of DistributedDataParallel.
 
+    For example::
+
         trainer = Trainer(model=model, args=args, train_dataset=data)
         trainer.add_callback(GossipCallback(trainer))
         trainer.train()

@@ -338,7 +338,7 @@ class SudaSession(Session):
         return [bucket.total() for bucket in self._buckets]
 
     def _weights_mixed(self) -> list[Tensor]:
-        """The weights before an update, with late parts that came to them since they were done."""
+        """The weights before an update, with late parts that were mixed since they were done."""
         if self._rule.starts_early:  # such parts come to what is mixed next
             return self._x or self._weights_now()
         return [flat.clone() for flat in self._rule.held["mixed"]]

@@ -242,6 +242,6 @@ def _measured(
         raise ValueError("sizes are 0 or more, and what was measured took some time")
     if np.unique(sizes).size < 2:
         raise ValueError(
-            "start-up and time a byte cannot be told apart from one size: measure two or more"
+            "start-up and time a byte cannot be separated by one size: measure two or more"
         )
     return sizes, times

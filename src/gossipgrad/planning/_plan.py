@@ -59,7 +59,7 @@ class Plan:
         finish_seconds: From the start of backward until the last group has arrived.
         lower_bound_seconds: No plan of the methods that were given finishes earlier: proved. That
             of `plan` is close to `finish_seconds`; the rules prove no more than that backward
-            comes to its end.
+            ends.
         names: Of the tensors, in the order in which groups count them. A session finds its tensors
             by them; without names, the plan counts tensors in the session's own order, the reverse
             of the model's.

@@ -43,8 +43,8 @@ def threshold(
 ) -> Plan:
     """A group closes as soon as it holds so many bytes.
 
-    As DistributedDataParallel fills its buckets, with 25 MiB and a first of 1 MiB unless it is told
-    otherwise, and as OMGS-SGD's code merges when its planner is off (8,192 elements).
+    As DistributedDataParallel fills its buckets, with 25 MiB and a first of 1 MiB by default, and
+    as OMGS-SGD's code merges when its planner is off (8,192 elements).
 
     Args:
         backward_seconds: Of each tensor, in the order of backward.

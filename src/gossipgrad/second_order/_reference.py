@@ -31,7 +31,7 @@ Rules. The comments in the code name the line that they implement.
     H3  D = X M^ Y; W = W - a D |A| / |D|.
     (Shampoo, Algorithm 1, with Adam's grafting.)
     W   All: W = (1 - a w) W before the update.
-    D   A refresh is computed from what there is in its call, and used from D calls later.
+    D   A refresh is computed from the state of its call, and used from D calls later.
 
 References:
     Vyas et al., arXiv:2409.11321. Lin et al., KL-Shampoo, 2025. Gupta et al., arXiv:1802.09568.

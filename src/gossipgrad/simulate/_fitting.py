@@ -68,7 +68,7 @@ def moved(world_size: int) -> float:
 
 
 def _reached_by_ring(points: Points, world_size: int) -> float:
-    """Seconds a byte that the largest all-reduce came to, start-ups included."""
+    """Seconds a byte of the largest all-reduce, start-ups included."""
     size, seconds = _largest(points)
     return seconds / (moved(world_size) * size)
 

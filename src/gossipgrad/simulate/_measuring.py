@@ -96,10 +96,10 @@ class Exchanges:
     def _meet_others(self, partners: list[int | None], deadline: float) -> None:
         if not partners:
             return
-        told = [n for n in range(1, len(self._usual)) if tells(self._usual[: n + 1])]
+        long_enough = [n for n in range(1, len(self._usual)) if tells(self._usual[: n + 1])]
         left = self._left(deadline) / len(partners)
-        fitting = [n for n in told if self._slowest[n][1] * _CHAINS <= left]
-        largest = max(fitting, default=min(told, default=len(self._usual) - 1))
+        fitting = [n for n in long_enough if self._slowest[n][1] * _CHAINS <= left]
+        largest = max(fitting, default=min(long_enough, default=len(self._usual) - 1))
         for turn, partner in enumerate(partners):
             left = self._left(deadline)
             if left <= 0:

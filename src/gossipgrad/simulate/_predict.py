@@ -154,7 +154,7 @@ def predict(
     workers = workers or Workers()
     if isinstance(strategy, str):
         strategy = strategy_by_name(strategy)
-    with np.errstate(over="ignore", invalid="ignore"):  # told below
+    with np.errstate(over="ignore", invalid="ignore"):  # a ValueError below
         running = strategy.begin(Setting(profile=profile, network=network, world_size=world_size))
         fitting = _RANK_STEPS // world_size
         counted = steps or min(_MOST_STEPS, max(_FEWEST_STEPS, fitting))

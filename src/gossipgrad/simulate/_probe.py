@@ -19,7 +19,7 @@ from ._network import Network
 __all__ = ["SIZES_BYTES", "Probe", "check_sizes", "probe"]
 
 SIZES_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24)
-"""Of the messages that `probe` sends, unless it is told others."""
+"""Of the messages that `probe` sends, by default."""
 
 _NOISE, _MOST_NOISE = 0.1, 0.5
 _DEVIATIONS = 4.5  # median absolute ones: three standard deviations of what is normal
@@ -46,7 +46,7 @@ class Probe:
         all_reduce: Cost of an all-reduce over all ranks, as one line.
         measured: The figures behind them.
         untold: Of `"exchange"` and `"all_reduce"` those whose largest message was not much longer
-            than its start-up, so that no rate could be told from it. Exchanges then have no rate
+            than its start-up, so that no rate follows from it. Exchanges then have no rate
             above what a message reached, hops of all-reduce that of exchanges.
         left_out: Of either the sizes for which there was no time.
     """
@@ -131,7 +131,7 @@ def probe(
     # Rings of many ranks are mostly start-up whatever the size: exchanges tell their rate as well.
     lacking = "exchange" in found.untold or any(found.left_out[what] for what in found.untold)
     if lacking and group.rank == 0:
-        warnings.warn(f"a network not fully told: {'; '.join(found.doubts())}", stacklevel=2)
+        warnings.warn(f"the network is not fully known: {'; '.join(found.doubts())}", stacklevel=2)
     return found
 
 

@@ -398,7 +398,7 @@ class Aggregation:
 
     @torch.no_grad()
     def _give_up(self, why: str) -> None:
-        """Nothing of this round counts, and there is no next; the others are told by the end."""
+        """Nothing of this round counts, and there is no next; the end notifies the others."""
         self.end(
             self.broken
             or f"gradients are not aggregated any more: {why}. Weights and residuals are as they "

@@ -138,7 +138,7 @@ class CommHook:
                 "of the same model"
             )
         self._rounds, self._rounds_agree = state["rounds"], False
-        # Who has not loaded comes to no round of who has, but sees that they have gone on.
+        # A rank that has not loaded joins no round of those that have, but sees that they went on.
         self._group.enter(self._group.generation + 1, self._group.members)
         self._density = AgreedDensity(self._asked, self._group)
         self._groups.clear()

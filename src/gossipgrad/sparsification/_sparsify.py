@@ -63,7 +63,7 @@ def sparsify(
 
     All ranks wait for the slowest in every step. When one has died, `backward()` raises on the
     others: that step's gradients are not aggregated, weights and residuals are as before it. One
-    whose host stands still is awaited until the timeout of the group, half an hour by default.
+    whose host hangs is awaited until the timeout of the group, half an hour by default.
 
     Every backward pass outside `no_sync()` is a round of all that `.grad` holds. A parameter
     without a gradient counts as zeros and gets the mean of the others'; so its `.grad` is never
@@ -87,7 +87,7 @@ def sparsify(
             steps, then 0.25, 0.0625 and 0.015625 for as many, then 0.01. It goes by the step alone
             and is asked on rank 0, for all ranks and up to a hundred steps at once. Or shares by
             name, of which the first that fits counts, and which with `select="per_group"` add up to
-            how much is sent of a group, whichever it is.
+            how much is sent of any group.
         plan: `"optimal"`; a published rule: `"greedy"` (OMGS-SGD's, which decides on the first two
             tensors, too, and theirs does not), `"mg-wfbp"`, `"wfbp"` or `"layerwise"` (each tensor
             alone), `"single"` (all in one); bytes at which a group is full; or a

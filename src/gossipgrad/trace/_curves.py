@@ -89,7 +89,7 @@ def range_of(curves: Curves, group: int) -> tuple[list[Point], list[float]]:
 
 
 def agreed_on(curves: Curves) -> list[Point] | None:
-    """What all ranks wrote alike, from whichever wrote it; None where two do not agree."""
+    """What all ranks wrote alike, from any of them; None where two do not agree."""
     agreed: dict[float, Point] = {}
     for points in curves.values():
         for point in points:

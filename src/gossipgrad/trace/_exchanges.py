@@ -19,9 +19,9 @@ _MAX_ROUNDS_LATE = 4
 
 def outcome_counts(run: Run) -> dict[str, int]:
     """Exchanges of all ranks by outcome: of the summary, or of what else there is."""
-    told = _counts(run.summary.get("outcomes"))
-    if told or run.summary:
-        return told
+    counted = _counts(run.summary.get("outcomes"))
+    if counted or run.summary:
+        return counted
     total: Counter[str] = Counter()
     for counts in outcomes_by_rank(run).values():
         total.update(counts)
@@ -29,11 +29,11 @@ def outcome_counts(run: Run) -> dict[str, int]:
 
 
 def outcomes_by_rank(run: Run) -> dict[int, dict[str, int]]:
-    """Exchanges by outcome as each rank's metrics last told; of the trace where they do not."""
+    """Exchanges by outcome as each rank's metrics last had them; of the trace where they do not."""
     found = {}
     for rank, records in run.steps.items():
-        told = (_counts(record.get("outcomes")) for record in reversed(records))
-        if counts := next(filter(None, told), None):
+        counted = (_counts(record.get("outcomes")) for record in reversed(records))
+        if counts := next(filter(None, counted), None):
             found[rank] = counts
     if found:
         return found
@@ -86,7 +86,7 @@ def _class_name(late: int) -> str:
     return LATENESS[late]
 
 
-def _counts(told: object) -> dict[str, int]:
-    if not isinstance(told, dict):
+def _counts(counted: object) -> dict[str, int]:
+    if not isinstance(counted, dict):
         return {}
-    return {str(name): int(count) for name, count in told.items() if is_number(count)}
+    return {str(name): int(count) for name, count in counted.items() if is_number(count)}

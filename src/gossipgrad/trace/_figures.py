@@ -72,7 +72,9 @@ def rank_rows(run: Run) -> list[list[str]]:
 
     Of many ranks these are the first; `ranks_left_out` says so.
     """
-    states = {told.get("rank"): "left" for told in joined_ranks(run) if told.get("end") == "left"}
+    states = {
+        record.get("rank"): "left" for record in joined_ranks(run) if record.get("end") == "left"
+    }
     states |= dict.fromkeys(lost_ranks(run), "lost")
     end = "finished" if run.finished else "unfinished"
     rows = []
@@ -165,14 +167,14 @@ def notices(run: Run) -> list[str]:
     return [*found, *(map(str, notes) if isinstance(notes, list) else []), *run.problems]
 
 
-def _joined_note(told: Record) -> str:
+def _joined_note(record: Record) -> str:
     """What became of a rank that joined, in a sentence."""
     ends = {"left": " and left", "lost": " and was lost"}
-    end = ends.get(str(told.get("end")), "")
-    steps, samples = number(told.get("steps")), number(told.get("samples"))
+    end = ends.get(str(record.get("end")), "")
+    steps, samples = number(record.get("steps")), number(record.get("samples"))
     return (
-        f"Rank {told.get('rank')} joined from rank {told.get('from_rank')}, trained {steps} steps "
-        f"on {samples} samples{end}."
+        f"Rank {record.get('rank')} joined from rank {record.get('from_rank')}, trained {steps} "
+        f"steps on {samples} samples{end}."
     )
 
 
@@ -186,10 +188,10 @@ def _strategy_note(run: Run) -> str:
 
 
 def _accuracy_note(run: Run) -> str:
-    told = run.summary.get("accuracy_per_rank")
+    record = run.summary.get("accuracy_per_rank")
     values = [
         value
-        for value in (of_rank(told, rank, run.world_size) for rank in run.ranks)
+        for value in (of_rank(record, rank, run.world_size) for rank in run.ranks)
         if is_number(value)
     ]
     owner = run.summary.get("model_from_rank")
@@ -203,10 +205,13 @@ def _accuracy_note(run: Run) -> str:
 
 
 def _throughput(run: Run) -> tuple[str, str]:
-    told = throughput(run)
-    if told is None:
+    rate = throughput(run)
+    if rate is None:
         return UNKNOWN, ""
-    return f"{number(round(told) if told >= 100 else told)}/s", "samples, all workers together"
+    return (
+        f"{number(round(rate) if rate >= 100 else rate)}/s",
+        "samples, all workers together",
+    )
 
 
 def _progress_note(run: Run) -> str:

@@ -70,12 +70,12 @@ class Mixing:
         if self.expected is None:
             return f"{text} The schedule of the run is not known, so nothing is beside it."
         pairs = [
-            (seen, told)
+            (seen, planned)
             for row, plan in zip(self.observed, self.expected, strict=True)
-            for seen, told in zip(row, plan, strict=True)
-            if told != _NOBODY
+            for seen, planned in zip(row, plan, strict=True)
+            if planned != _NOBODY
         ]
-        kept = sum(seen == told for seen, told in pairs)
+        kept = sum(seen == planned for seen, planned in pairs)
         return f"{text} Delivered by the partner of the schedule: {kept:,} of {len(pairs):,}."
 
     def table(self) -> tuple[list[str], list[list[str]]]:
@@ -141,8 +141,8 @@ def mixing(run: Run) -> Mixing | None:
 
 def _world_size(run: Run) -> int:
     """How many ranks there were at the start, and joined."""
-    joined = [told.get("rank") for told in joined_ranks(run)]
-    return max([run.world_size, *(rank + 1 for rank in joined if type(rank) is int)])
+    numbers = [joined.get("rank") for joined in joined_ranks(run)]
+    return max([run.world_size, *(rank + 1 for rank in numbers if type(rank) is int)])
 
 
 def too_many_ranks(run: Run) -> str:

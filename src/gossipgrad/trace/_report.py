@@ -16,7 +16,7 @@ def write_report(
     """Write one HTML page on a run, or one that lays several runs side by side.
 
     Reads `config.json`, `summary.json`, `metrics-rank*.jsonl` and `trace.json`, as far as they are
-    there: of a run that was killed the report shows what there is and says what is missing. The
+    there: of a run that was killed the report shows what was written and says what is missing. The
     page loads nothing, from the network or otherwise, and may be sent to others as it is.
 
     Local: reads and writes files only.

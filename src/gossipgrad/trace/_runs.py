@@ -45,7 +45,7 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """Whether the run came to its own end."""
+        """Whether the run ended by itself."""
         return bool(self.summary) and not self.summary.get("interrupted")
 
     @property
@@ -57,8 +57,8 @@ class Run:
 def read_run(run_dir: str | os.PathLike[str]) -> Run:
     """Read a run directory, however much of it there is.
 
-    Missing files and truncated lines are told in `Run.problems`, not raised: a run that was killed
-    is the one that its user wants to look at.
+    Missing files and truncated lines are listed in `Run.problems`, not raised: a run that was
+    killed is the one that its user wants to look at.
 
     Raises:
         ValueError: `run_dir` is no directory or holds nothing of a run.
@@ -82,9 +82,9 @@ def read_run(run_dir: str | os.PathLike[str]) -> Run:
             "The run left no summary.json, so it was killed or is still going on. The figures are "
             "those of the metrics written so far."
         )
-    told = (summary or {}).get("world_size") or find_key(config, "nproc")
-    known = type(told) is int and 0 < told <= _MAX_WORLD_SIZE
-    world_size = told if known else max(steps, default=0) + 1
+    recorded = (summary or {}).get("world_size") or find_key(config, "nproc")
+    known = type(recorded) is int and 0 < recorded <= _MAX_WORLD_SIZE
+    world_size = recorded if known else max(steps, default=0) + 1
     silent = [rank for rank in range(world_size) if rank not in steps]
     if silent:
         noun = "rank" if len(silent) == 1 else "ranks"

@@ -58,7 +58,7 @@ class Trace:
 
         Args:
             name: What was done: "forward", "exchange", "wait", ...
-            start_seconds: Start, as `time.perf_counter()` told it.
+            start_seconds: Start, by `time.perf_counter()`.
             end_seconds: End, on the same clock.
             attributes: What else is to be shown with the span; plain JSON values.
 

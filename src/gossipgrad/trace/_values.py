@@ -15,8 +15,8 @@ def strategy(run: Run) -> str:
 
 def strategy_is(run: Run) -> Record:
     """What the run says of its strategy, such as who meets whom."""
-    told = run.config.get("strategy_is")
-    return told if isinstance(told, dict) else {}
+    recorded = run.config.get("strategy_is")
+    return recorded if isinstance(recorded, dict) else {}
 
 
 def accuracy(run: Run) -> object:
@@ -41,9 +41,9 @@ def steps_made(run: Run) -> object:
 
 def run_seconds(run: Run) -> float | None:
     """How long the run took, or how far its metrics reach."""
-    told = run.summary.get("seconds")
-    if is_number(told):
-        return float(told)
+    recorded = run.summary.get("seconds")
+    if is_number(recorded):
+        return float(recorded)
     return max(
         (
             float(record["seconds"])
@@ -56,17 +56,17 @@ def run_seconds(run: Run) -> float | None:
 
 def bytes_per_step(run: Run) -> float | None:
     """What each worker sends in a step, without the shuffle of samples."""
-    told = run.summary.get("bytes_sent_per_step")
-    if is_number(told):
-        return float(told)
+    recorded = run.summary.get("bytes_sent_per_step")
+    if is_number(recorded):
+        return float(recorded)
     return _mean(ratio(last.get("bytes_sent"), last.get("step")) for last in _last_records(run))
 
 
 def shuffle_bytes_per_step(run: Run) -> float | None:
     """What each worker sends in a step for the ring shuffle of samples."""
-    told = run.summary.get("shuffle_bytes_sent_per_step")
-    if is_number(told):
-        return float(told)
+    recorded = run.summary.get("shuffle_bytes_sent_per_step")
+    if is_number(recorded):
+        return float(recorded)
     return _mean(
         ratio(last.get("shuffle_bytes_sent"), last.get("step")) for last in _last_records(run)
     )
@@ -74,9 +74,9 @@ def shuffle_bytes_per_step(run: Run) -> float | None:
 
 def throughput(run: Run) -> float | None:
     """Samples a second of all workers together."""
-    told = run.summary.get("samples_per_second")
-    if is_number(told):
-        return float(told)
+    recorded = run.summary.get("samples_per_second")
+    if is_number(recorded):
+        return float(recorded)
     rates = [samples_per_second(run, rank) for rank in run.ranks]
     return sum(rate for rate in rates if rate is not None) or None
 
@@ -112,22 +112,26 @@ def samples_per_second(run: Run, rank: int) -> float | None:
 def train_seconds(run: Run, rank: int) -> float | None:
     """How long a rank was in steps, up to its last step record."""
     last = last_of(run.steps, rank)
-    told = last.get("train_seconds")
-    if is_number(told):
-        return float(told)
+    recorded = last.get("train_seconds")
+    if is_number(recorded):
+        return float(recorded)
     return ratio(last.get("samples"), _rate_of_epochs(run, rank))
 
 
 def lost_ranks(run: Run) -> list[int]:
     """The ranks that the summary says died or left before the end."""
-    told = run.summary.get("lost_ranks")
-    return sorted(rank for rank in told if isinstance(rank, int)) if isinstance(told, list) else []
+    recorded = run.summary.get("lost_ranks")
+    return (
+        sorted(rank for rank in recorded if isinstance(rank, int))
+        if isinstance(recorded, list)
+        else []
+    )
 
 
 def joined_ranks(run: Run) -> list[Record]:
     """What the summary says of the ranks that joined under way."""
-    told = run.summary.get("joined")
-    return [one for one in told if isinstance(one, dict)] if isinstance(told, list) else []
+    recorded = run.summary.get("joined")
+    return [one for one in recorded if isinstance(one, dict)] if isinstance(recorded, list) else []
 
 
 def latest(records_of_rank: dict[int, list[Record]]) -> Record:

@@ -7,8 +7,8 @@ from ._job import JobError as JobError
 from ._join_run import JoinOutcome as JoinOutcome
 from ._join_run import join_run as join_run
 from ._joining import JoinConfig as JoinConfig
-from ._outcome import Outcome as Outcome
 from ._progress import show_metric as show_metric
+from ._result import Outcome as Outcome
 from ._result import RunFailedError as RunFailedError
 from ._resume import config_of_run as config_of_run
 from ._run import run as run

@@ -31,7 +31,7 @@ _OF_A_RUN = frozenset({"strategy", "batches", "random", "loop"})  # beside repli
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class LoopState:
     """Where a run goes on.
 
     Attributes:
@@ -88,7 +88,7 @@ class Checkpoints:
         self._last = self._base = 0
         self._attempt = ""
 
-    def resume(self) -> Place:
+    def resume(self) -> LoopState:
         """Brings everything where the checkpoint of `resume_step` has it; a collective.
 
         Raises:
@@ -113,7 +113,7 @@ class Checkpoints:
             if why is not None:
                 raise ValueError(f"the checkpoint of step {step} cannot be resumed: {why}")
         assert state is not None
-        self._strategy.go_to(state["strategy"])
+        self._strategy.load_state_dict(state["strategy"])
         session = self._strategy.session
         if session is not None:
             session.load_state_dict(state)
@@ -122,31 +122,31 @@ class Checkpoints:
         if isinstance(self._batches, RingBatches):
             self._batches.load_state_dict(state["batches"])
         load_random_state(state["random"], self._device)
-        return Place(**state["loop"])
+        return LoopState(**state["loop"])
 
-    def begin(self, place: Place | None, carried: Mapping[str, Any] | None = None) -> None:
+    def begin(self, loop_state: LoopState | None, carried: Mapping[str, Any] | None = None) -> None:
         """Gets ready to save, if that is asked for; a collective, but for one who joins.
 
         Args:
-            place: Where a run that is resumed goes on.
+            loop_state: Where a run that is resumed goes on.
             carried: For one who joins, what `carried` of another rank gave.
         """
         if carried is not None:
-            assert place is not None
+            assert loop_state is not None
             self._base = carried["base"]
             # The others have saved what was due before.
-            self._last = self._strategy.checkpoint_label(place.metrics["steps"]) + self._base
+            self._last = self._strategy.checkpoint_label(loop_state.metrics["steps"]) + self._base
             self._open(carried["attempt"])
             return
-        if place is not None:
+        if loop_state is not None:
             self._last = self._config.resume_step or 0
             checkpoint.rewind(self._directory, rank=self._rank, step=self._last)
         if self._config.checkpoint_every is None:
             return
         strategy = self._strategy
-        label = 0 if place is None else strategy.checkpoint_label(place.metrics["steps"])
+        label = 0 if loop_state is None else strategy.checkpoint_label(loop_state.metrics["steps"])
         told = strategy.agree([secrets.token_hex(8), label])
-        if place is not None:
+        if loop_state is not None:
             # Labels rise, also where ranks of another number make fewer steps, and are the same on
             # all: none is due before the furthest rank comes to a new one.
             highest = max(label for _, label in told)
@@ -159,7 +159,7 @@ class Checkpoints:
         """What one who joins has to know to save parts of the same checkpoints."""
         return {"attempt": self._attempt, "base": self._base}
 
-    def after_step(self, steps: int, place: Callable[[], Place]) -> None:
+    def after_step(self, steps: int, loop_state: Callable[[], LoopState]) -> None:
         """Saves, if that is due."""
         every = self._config.checkpoint_every
         if self._saver is None or every is None:
@@ -172,7 +172,7 @@ class Checkpoints:
             return
         self._last = label
         try:
-            self._save(self._state(place()), label)
+            self._save(self._state(loop_state()), label)
         except EvictedError:
             raise
         except GossipError as error:
@@ -181,7 +181,7 @@ class Checkpoints:
             text = f"rank {self._rank}: the checkpoint of step {label} is left out: {error}"
             self._emit({"event": "checkpoint", "text": text})
 
-    def end(self, steps: int, place: Place, *, together: bool) -> str | None:
+    def end(self, steps: int, loop_state: LoopState, *, together: bool) -> str | None:
         """Saves the last one, with all ranks that live; why there is none of all, if so.
 
         Where the ranks do not come together, each saves its own all the same: if all have made
@@ -189,19 +189,19 @@ class Checkpoints:
 
         Args:
             steps: That this rank has made.
-            place: Where the run would go on.
+            loop_state: Where the run would go on.
             together: Whether the ranks have just been together.
         """
         if self._saver is None:
             return None
         try:
             if together:
-                return self._end_together(steps, place)
+                return self._end_together(steps, loop_state)
             why = "the ranks did not come together for it"
         except (GossipError, RuntimeError, ValueError) as error:
             why = str(error)
         try:
-            return self._end_alone(steps, place, why)
+            return self._end_alone(steps, loop_state, why)
         except (GossipError, RuntimeError, ValueError) as error:
             return f"{why}; rank {self._rank} could not save its own: {error}"
 
@@ -238,7 +238,7 @@ class Checkpoints:
             ),
         )
 
-    def _end_together(self, steps: int, place: Place) -> str | None:
+    def _end_together(self, steps: int, loop_state: LoopState) -> str | None:
         label = self._strategy.checkpoint_label(steps) + self._base
         own = [steps, label, self._last, self._is_kept(self._last)]
         told = self._strategy.agree_at_end(own)
@@ -250,13 +250,13 @@ class Checkpoints:
         label = max(max(label, last + 1) for _, label, last, _ in told)
         if not self._settle_rows():
             return "rows of the ring shuffle did not arrive"
-        return self._save_last(self._state(place, drain=not alike), label)
+        return self._save_last(self._state(loop_state, drain=not alike), label)
 
-    def _end_alone(self, steps: int, place: Place, why: str) -> str:
+    def _end_alone(self, steps: int, loop_state: LoopState, why: str) -> str:
         label = self._strategy.checkpoint_label(steps) + self._base
         if self._strategy.is_stale or label <= self._last or not self._settle_rows():
             return why
-        also = self._save_last(self._state(place), label)
+        also = self._save_last(self._state(loop_state), label)
         return (
             f"{why}; {also or f'each rank that is left has saved its own, this one step {label}'}"
         )
@@ -282,7 +282,7 @@ class Checkpoints:
             return False
         return tuple(own.members) == (self._strategy.living or tuple(range(self._world_size)))
 
-    def _state(self, place: Place, *, drain: bool = False) -> dict[str, Any]:
+    def _state(self, loop_state: LoopState, *, drain: bool = False) -> dict[str, Any]:
         session = self._strategy.session
         if session is None:
             state = replica_state(self._model, self._optimizers, copy=False)
@@ -292,10 +292,14 @@ class Checkpoints:
         return {
             **state,
             "options": deciding(self._config),
-            "strategy": self._strategy.place(),
+            "strategy": self._strategy.state_dict(),
             "batches": own,
             "random": random_state(self._device),
-            "loop": {"epoch": place.epoch, "batch": place.batch, "metrics": dict(place.metrics)},
+            "loop": {
+                "epoch": loop_state.epoch,
+                "batch": loop_state.batch,
+                "metrics": dict(loop_state.metrics),
+            },
         }
 
     def _misfit(self, state: Mapping[str, Any]) -> str | None:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from ._files import write_whole
 from ._learning_rate import LearningRate, LrRule, LrSchedule
 from ._options import check_at_least, check_fields, from_plain, make_plain
-from ._whole_file import write_whole
 from .strategies import Setting, Strategy, check_options, find, options_by_section
 
 # Of each optimizer, where none is given.

@@ -17,19 +17,17 @@ import torch.distributed as dist
 from gossipgrad.launch import Launched, Rendezvous, Worker, launch
 
 from ._config import TrainConfig
-from ._ending import Ending
+from ._ending import Ending, put_together_orphan
+from ._files import write_errors
 from ._invitation import Invitation, fingerprint_of
 from ._joining import JoinConfig, find_run
 from ._layout import RunDir
-from ._living import take_part
+from ._lock import hold_lock
 from ._metrics import Event
-from ._model_file import write_errors
 from ._newcomer import Newcomer
-from ._orphaned import put_together_if_orphaned
-from ._outcome import exit_code_of
 from ._progress import make_progress
 from ._rank import train_rank
-from ._result import RankResult, RunFailedError, after_checks, short_cause
+from ._result import RankResult, RunFailedError, after_checks, exit_code_of, short_cause
 from ._run import Timer, start_fork_server
 from ._signals import Stops, end_at_once, hear_stops
 from ._tasks import load_job
@@ -91,7 +89,7 @@ def join_run(options: JoinConfig) -> JoinOutcome:
         GossipError: The data set is missing and could not be fetched.
     """
     config, run_dir, invitation = find_run(options)
-    with take_part(run_dir), Rendezvous(options.nproc) as rendezvous:
+    with hold_lock(run_dir), Rendezvous(options.nproc) as rendezvous:
         told = {"config": config.to_json(), "invitation": asdict(invitation)}
         rendezvous.store.set("join", json.dumps(told))
         start_fork_server(config)
@@ -112,7 +110,7 @@ def join_run(options: JoinConfig) -> JoinOutcome:
         summary = None
         if results:
             with after_checks():
-                summary = put_together_if_orphaned(config, run_dir, results)
+                summary = put_together_orphan(config, run_dir, results)
     if summary is None and not all(result.left for result in results.values()):
         summary = _await_summary(run_dir)
     cut_short = not results or any(result.stopped for result in results.values())

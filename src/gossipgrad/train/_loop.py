@@ -2,7 +2,7 @@
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -13,15 +13,81 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from gossipgrad.data import ElasticBatches
+
 from ._batches import Batches, RingBatches
-from ._checkpoints import Checkpoints, Place
-from ._course import Course
+from ._checkpoints import Checkpoints, LoopState
 from ._evaluate import Evaluation, TestPart
 from ._job import to_device
 from ._metrics import Event, Metrics
 from ._result import DivergedError, RunStopped
 from ._spans import StepSpans
 from .strategies import RunningStrategy
+
+
+class RunPosition:
+    """The position of a run, in steps of a rank had nobody come or gone.
+
+    It is that of the strategy: this rank's steps, or in mode stale those of all rounds. In epochs
+    in which ranks came or went it is the share of the epoch that all together have done; such an
+    epoch ends for a rank when there is nothing left of it to train on.
+
+    Args:
+        strategy: Counts steps, or rounds.
+        batches: Know what is done of an epoch, if they are dealt anew.
+        resumed: The metrics of the loop_state where the run goes on, if it is resumed.
+    """
+
+    def __init__(
+        self, strategy: RunningStrategy, batches: Batches, resumed: Mapping[str, Any] | None = None
+    ) -> None:
+        self._strategy = strategy
+        self._batches = batches
+        self._epoch = self._last = self._ahead = 0
+        if resumed is not None:
+            position = strategy.position(resumed["steps"])
+            self._last = resumed.get("position", position)
+            self._ahead = self._last - position
+
+    def begin_epoch(self, epoch: int) -> None:
+        """An epoch begins, or what is left of it."""
+        self._epoch = epoch
+
+    def at(self, steps: int) -> int:
+        """Where the run is, for a rank that has made so many steps."""
+        if (elastic := self._disturbed(self._epoch)) is not None:
+            position = elastic.position
+        else:
+            position = self._strategy.position(steps) + self._ahead
+        self._last = max(self._last, position)
+        return self._last
+
+    def is_over(self, steps: int) -> bool:
+        """Whether the epoch is known to be over without a look at its batches."""
+        if self._disturbed(self._epoch) is not None:
+            return False
+        return self.at(steps) >= (self._epoch + 1) * len(self._batches)
+
+    def end_epoch(self, steps: int) -> None:
+        """The epoch is over, after however many steps of this rank."""
+        end = (self._epoch + 1) * len(self._batches)
+        if self._disturbed(self._epoch) is not None:
+            self._ahead = end - self._strategy.position(steps)
+            self._last = max(self._last, end)
+
+    def batch(self, epoch: int, batch: int) -> int:
+        """How far an epoch is, in batches of a share, where this rank has made `batch` of it."""
+        if (elastic := self._disturbed(epoch)) is None:
+            return batch
+        return max(0, elastic.position - epoch * len(self._batches))
+
+    def _disturbed(self, epoch: int) -> ElasticBatches | None:
+        """The batches, where ranks came or went in an epoch."""
+        batches = self._batches
+        if isinstance(batches, ElasticBatches) and batches.is_disturbed(epoch):
+            return batches
+        return None
+
 
 _PROGRESS_SECONDS = 0.1
 
@@ -41,7 +107,7 @@ class Loop:
         optimizers: Update the replica, one after the other.
         schedulers: Set their learning rates, step by step.
         batches: Training samples of this rank.
-        course: Where the run is.
+        position: Where the run is.
         test: The test part.
         device: Where the model is.
         epochs: How many passes.
@@ -51,7 +117,7 @@ class Loop:
         stop: Set from outside to end at the next step boundary, or the one that ranks agree on.
         emit: Takes "progress", "members" and "epoch" events for whoever watches.
         checkpoints: Saves what it takes to go on.
-        place: Where the run goes on, if it is resumed.
+        loop_state: Where the run goes on, if it is resumed.
         widths: By layer, of those that may shrink; None: the run has no apoptosis.
     """
 
@@ -60,7 +126,7 @@ class Loop:
     optimizers: Sequence[Optimizer]
     schedulers: Sequence[LRScheduler]
     batches: Batches
-    course: Course
+    position: RunPosition
     test: TestPart
     device: torch.device
     epochs: int
@@ -70,7 +136,7 @@ class Loop:
     stop: threading.Event
     emit: Callable[[Event], None]
     checkpoints: Checkpoints
-    place: Place | None = None
+    loop_state: LoopState | None = None
     widths: Callable[[], dict[str, int]] | None = None
     _epoch: int = 0
     _batch: int = 0
@@ -78,17 +144,21 @@ class Loop:
 
     def run(self) -> Evaluation:
         """Train to the end or the stop; returns the last evaluation."""
-        first, batch = (0, 0) if self.place is None else (self.place.epoch, self.place.batch)
+        first, batch = (
+            (0, 0) if self.loop_state is None else (self.loop_state.epoch, self.loop_state.batch)
+        )
         for epoch in range(first, self.epochs):
             finished = self._train_epoch(epoch, batch if epoch == first else 0)
-            place = self._place(epoch)  # before an evaluation that a resumed run has not come to
+            loop_state = self._loop_state(
+                epoch
+            )  # before an evaluation that a resumed run has not come to
             evaluation = self._evaluate(epoch, final=not finished or epoch + 1 == self.epochs)
             if finished:
                 self.metrics.epochs += 1
                 self._batch = 0
-                place = self._place(epoch + 1)
+                loop_state = self._loop_state(epoch + 1)
             if evaluation is not None and evaluation.final:
-                self._save_last(place, evaluation)
+                self._save_last(loop_state, evaluation)
                 return evaluation
         # It was at its end when it was resumed, and has told of its last epoch.
         self.metrics.begin_epoch()
@@ -101,11 +171,11 @@ class Loop:
         if batch == 0:
             self.metrics.begin_epoch()
         self._epoch, self._batch = epoch, batch
-        self.course.begin_epoch(epoch)
+        self.position.begin_epoch(epoch)
         batches = self.batches.epoch(epoch, start_batch=batch)
-        while not self.course.is_over(self.metrics.steps):
+        while not self.position.is_over(self.metrics.steps):
             step = self.metrics.steps + 1
-            if self.stop.is_set() and self.strategy.stops_before(step):
+            if self.stop.is_set() and self.strategy.should_stop(step):
                 return False
             self.spans.begin(step)
             start_seconds = perf_counter()
@@ -122,31 +192,31 @@ class Loop:
             self.metrics.count_step(loss, len(y), step_seconds)
             self._log(epoch, loss, step_seconds)
             self._batch += 1
-            self.checkpoints.after_step(self.metrics.steps, partial(self._place, epoch))
-        self.course.end_epoch(self.metrics.steps)
+            self.checkpoints.after_step(self.metrics.steps, partial(self._loop_state, epoch))
+        self.position.end_epoch(self.metrics.steps)
         return True
 
     def carried(self) -> dict[str, Any]:
         """Where this rank is in the run, for one that joins; called between two steps."""
         return {
             "epoch": self._epoch,
-            "position": self.course.position(self.metrics.steps),
+            "position": self.position.at(self.metrics.steps),
             "seconds": self.metrics.seconds,
-            "strategy": self.strategy.place(),
+            "strategy": self.strategy.state_dict(),
             "checkpoints": self.checkpoints.carried(),
         }
 
-    def _place(self, epoch: int) -> Place:
+    def _loop_state(self, epoch: int) -> LoopState:
         metrics = self.metrics.state(epoch_batches=len(self.batches))
-        metrics["position"] = self.course.position(self.metrics.steps)
-        batch = self.course.batch(epoch, self._batch)
-        return Place(epoch=epoch, batch=batch, metrics=metrics)
+        metrics["position"] = self.position.at(self.metrics.steps)
+        batch = self.position.batch(epoch, self._batch)
+        return LoopState(epoch=epoch, batch=batch, metrics=metrics)
 
-    def _save_last(self, place: Place, evaluation: Evaluation) -> None:
+    def _save_last(self, loop_state: LoopState, evaluation: Evaluation) -> None:
         if self.strategy.has_left:
             return
         together = evaluation.is_consensus or not self.strategy.meets
-        why = self.checkpoints.end(self.metrics.steps, place, together=together)
+        why = self.checkpoints.end(self.metrics.steps, loop_state, together=together)
         if why is not None:
             self.strategy.notes.append(f"no checkpoint at the end: {why}")
 
@@ -162,7 +232,7 @@ class Loop:
                 optimizer.step()
             for scheduler in self.schedulers:
                 # The rate of the step to come: a position further, or more if others are ahead.
-                scheduler.last_epoch = self.course.position(step) - 1
+                scheduler.last_epoch = self.position.at(step) - 1
                 scheduler.step()
             for optimizer in self.optimizers:
                 optimizer.zero_grad()
@@ -195,13 +265,13 @@ class Loop:
         if metrics.seconds - self._last_progress >= _PROGRESS_SECONDS:
             self._last_progress = metrics.seconds
             traffic = traffic or self.strategy.traffic()
-            for text in self.strategy.news():
+            for text in self.strategy.membership_changes():
                 self._tell({"event": "members", "text": text})
             self._tell(
                 {
                     "event": "progress",
                     "epoch": epoch,
-                    "step": self.course.position(metrics.steps),
+                    "step": self.position.at(metrics.steps),
                     "loss": metrics.epoch_loss,
                     "samples_per_second": metrics.samples_per_second,
                     "consensus_distance": traffic.consensus_distance_estimate,
@@ -231,5 +301,5 @@ class Loop:
             ),
             samples_per_second=metrics.samples_per_second,
         )
-        self._tell({**event, "step": self.course.position(metrics.steps)})
+        self._tell({**event, "step": self.position.at(metrics.steps)})
         return evaluation

@@ -17,13 +17,13 @@ from torch.optim import Optimizer
 import gossipgrad as gg
 from gossipgrad.data import ElasticBatches
 
-from ._checkpoints import Place
+from ._checkpoints import LoopState
 from ._ending import MAILBOX
 from ._invitation import root_of
 from ._layout import RunDir
 from ._metrics import Event
-from ._stop_word import StopWord
 from .strategies import RunningStrategy
+from .strategies._stopping import StopFlag
 
 _JOIN_SECONDS = 300.0
 _LOOK_SECONDS = 0.5
@@ -111,7 +111,7 @@ class Newcomer:
                 marker.write_text(json.dumps({"step": begun}))
         self._thread = threading.Thread(
             target=self._look,
-            args=(StopWord(session.group.store), marker),
+            args=(StopFlag(session.group.store), marker),
             name="gossipgrad-newcomer",
             daemon=True,
         )
@@ -119,31 +119,31 @@ class Newcomer:
         self._emit({"event": "joined", "rank": session.rank, "from_rank": told.donor})
         return session
 
-    def take_place(self, strategy: RunningStrategy, batches: ElasticBatches) -> Place:
+    def make_loop_state(self, strategy: RunningStrategy, batches: ElasticBatches) -> LoopState:
         """Where the run is, by what the donor told and who has gone on since; local.
 
         Args:
             strategy: Goes on from the donor's.
-            batches: Know the newest epoch, and are told of by `let_go`.
+            batches: Know the newest epoch, and are told of by `clean_up`.
         """
         self._batches = batches
-        told, place = self.carried, dict(self.carried["strategy"])
-        epoch = max(told["epoch"], batches.newest_epoch() or 0)
-        place["evaluations"] += epoch - told["epoch"]  # one at the end of each
-        strategy.go_to(place)
+        carried, strategy_state = self.carried, dict(self.carried["strategy"])
+        epoch = max(carried["epoch"], batches.newest_epoch() or 0)
+        strategy_state["evaluations"] += epoch - carried["epoch"]  # one at the end of each
+        strategy.load_state_dict(strategy_state)
         self.begun_step = strategy.position(0)
         metrics = {
             "steps": self.begun_step,
             "epochs": epoch,
-            "position": told["position"],
-            "seconds": told["seconds"],
+            "position": carried["position"],
+            "seconds": carried["seconds"],
             "offset": None,
             **dict.fromkeys(("samples", "epoch_samples"), 0),
             **dict.fromkeys(("train_seconds", "loss_sum", "epoch_seconds"), 0.0),
         }
-        return Place(epoch=epoch, batch=0, metrics=metrics)
+        return LoopState(epoch=epoch, batch=0, metrics=metrics)
 
-    def let_go(self) -> None:
+    def flush(self) -> None:
         """Tell which samples were used, before this worker leaves, so that no others are lost."""
         if self._batches is not None:
             self._batches.close()
@@ -162,12 +162,12 @@ class Newcomer:
         if self._thread is not None:
             self._thread.join()
 
-    def _look(self, word: StopWord, marker: Path) -> None:
+    def _look(self, word: StopFlag, marker: Path) -> None:
         while not self._over.wait(_LOOK_SECONDS):
             with contextlib.suppress(OSError):
                 os.utime(marker)
             if not self._called:
-                said = word.was_said()
+                said = word.is_set()
                 if said or (said is None and self._run_dir.summary.exists()):
                     self._called = True
                     self._stop.set()

@@ -140,7 +140,7 @@ def make_schedulers(
     return [LambdaLR(optimizer, factor) for optimizer in optimizers]
 
 
-def go_to_step(schedulers: Sequence[LRScheduler], step: int) -> None:
+def set_step(schedulers: Sequence[LRScheduler], step: int) -> None:
     """Set the rates of a step, counted from 0, as if the schedulers had made all before it."""
     for scheduler in schedulers:
         assert isinstance(scheduler, LambdaLR)

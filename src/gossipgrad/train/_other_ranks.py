@@ -11,7 +11,7 @@ from gossipgrad import checkpoint
 from gossipgrad.comm import load_replica, misfit, replica_state
 from gossipgrad.decentralized import average_states
 
-from ._checkpoints import Place, is_behind
+from ._checkpoints import LoopState, is_behind
 from ._config import TrainConfig
 from ._layout import RunDir
 from ._resume import edited
@@ -63,7 +63,7 @@ def start_from_consensus(
     rank: int,
     members: Sequence[int],
     epoch_batches: int,
-) -> tuple[Place, str, list[Mapping[str, Any]]]:
+) -> tuple[LoopState, str, list[Mapping[str, Any]]]:
     """Begins on other ranks with the mean of the saved replicas; local.
 
     Each rank reads the states of all. What it comes to is not bit for bit what those would have
@@ -121,7 +121,7 @@ def start_from_consensus(
     if rank == min(members):
         warnings.warn(note, stacklevel=2)
     return (
-        Place(epoch=furthest["epoch"], batch=batch, metrics=metrics),
+        LoopState(epoch=furthest["epoch"], batch=batch, metrics=metrics),
         note,
         [one["strategy"] for one in states],
     )

@@ -19,26 +19,24 @@ from gossipgrad.second_order import SecondOrder
 from ._batches import Groups, RingBatches, deal_anew, make_batches, notes_on
 from ._checkpoints import Checkpoints
 from ._config import TrainConfig
-from ._course import Course
 from ._device import find_device
 from ._evaluate import TestPart, copy_of
+from ._files import reserve_model, write_model
 from ._invitation import invite, withdraw
 from ._job import Job
 from ._layout import RunDir
 from ._loggers import open_loggers
-from ._loop import Loop
+from ._loop import Loop, RunPosition
+from ._losses import notes_on_shares, record_store_losses
 from ._metrics import Event, Metrics
-from ._model_file import reserve_model, write_model
 from ._newcomer import Newcomer
-from ._optimizers import go_to_step, make_optimizers, make_schedulers, notes_on_muon
+from ._optimizers import make_optimizers, make_schedulers, notes_on_muon, set_step
 from ._other_ranks import other_ranks, start_from_consensus
 from ._random_state import seed_rank
 from ._result import RankResult
-from ._resume import take_up
-from ._shares import notes_on_shares
+from ._resume import begin_resumed
 from ._shrinking import shrink, tell
 from ._spans import StepSpans
-from ._store_news import store_news
 from ._tasks import setting_of
 from .strategies import Replica, RunningStrategy
 
@@ -68,7 +66,7 @@ def train_rank(
         config: The options; `lr` must be filled in.
         job: What to train; its model is.
         run_dir: Where files go.
-        rank: This rank; of a newcomer its place on this machine, until it has a rank.
+        rank: This rank; of a newcomer its number on this machine, until it has a rank.
         world_size: How many there are, or were at the start.
         stop: Set from outside to end the run at the next step boundary.
         emit: Takes events for whoever watches: "ready", "progress", "members", "epoch",
@@ -111,11 +109,11 @@ def train_rank(
         if isinstance(batches, RingBatches):
             unstarted.callback(batches.close)
         total_steps = config.epochs * len(batches)
-        place, note = None, f"resumed from the checkpoint of step {config.resume_step}"
+        loop_state, note = None, f"resumed from the checkpoint of step {config.resume_step}"
         former = []
         members = tuple(range(world_size) if members is None else members)
         if (others := other_ranks(config, run_dir, members, world_size)) is not None:
-            place, note, former = start_from_consensus(
+            loop_state, note, former = start_from_consensus(
                 config,
                 run_dir,
                 others,
@@ -145,14 +143,14 @@ def train_rank(
             spans=spans,
             groups=groups,
             session=session,
-            leaver=newcomer,
+            joiner=newcomer,
         )
         setting = setting_of(config, job, world_size, total_steps=total_steps)
         strategy = config.traits.build(replica, setting, config.strategy_options)
         unstarted.callback(strategy.close)
         batches = deal_anew(config, batches, strategy.session)
         if newcomer is not None and isinstance(batches, ElasticBatches):
-            place = newcomer.take_place(strategy, batches)
+            loop_state = newcomer.make_loop_state(strategy, batches)
         schedulers = make_schedulers(
             config.learning_rate, optimizers, steps_per_epoch=len(batches), epochs=config.epochs
         )
@@ -168,21 +166,21 @@ def train_rank(
             device=device,
             emit=emit,
         )
-        if newcomer is None and place is not None:
-            strategy.start_at(place.metrics["steps"], former)
+        if newcomer is None and loop_state is not None:
+            strategy.load_former_states(loop_state.metrics["steps"], former)
         elif config.resume is not None:
-            place = checkpoints.resume()
+            loop_state = checkpoints.resume()
         former = []
-        checkpoints.begin(place, None if newcomer is None else newcomer.carried["checkpoints"])
-        resumed = None if place is None else place.metrics
-        course = Course(strategy, batches, resumed)
+        checkpoints.begin(loop_state, None if newcomer is None else newcomer.carried["checkpoints"])
+        resumed = None if loop_state is None else loop_state.metrics
+        position = RunPosition(strategy, batches, resumed)
         if resumed is not None:
-            go_to_step(schedulers, course.position(resumed["steps"]))
-            spans.go_to_step(resumed["steps"])
+            set_step(schedulers, position.at(resumed["steps"]))
+            spans.set_step(resumed["steps"])
         if config.resume is not None:
             strategy.notes.append(note)
         anew = resumed is not None and resumed["offset"] is None
-        take_up(config, run_dir, rank=rank, anew=anew)
+        begin_resumed(config, run_dir, rank=rank, anew=anew)
         shrinking = shrink(
             config, job, strategy, model, optimizers, total_steps=total_steps, device=device
         )
@@ -191,7 +189,7 @@ def train_rank(
             Metrics(run_dir.metrics(rank), resumed=resumed, loggers=loggers) as metrics,
             closing(checkpoints),
             _saved_if_evicted(model, run_dir.evicted_model(rank)),
-            store_news() as store_losses,
+            record_store_losses() as store_losses,
         ):
             loop = Loop(
                 strategy=strategy,
@@ -199,7 +197,7 @@ def train_rank(
                 optimizers=optimizers,
                 schedulers=schedulers,
                 batches=batches,
-                course=course,
+                position=position,
                 test=test,
                 device=device,
                 epochs=config.epochs,
@@ -209,7 +207,7 @@ def train_rank(
                 stop=stop,
                 emit=emit,
                 checkpoints=checkpoints,
-                place=place,
+                loop_state=loop_state,
                 widths=None if shrinking is None else shrinking.widths,
             )
             if strategy.session is not None:
@@ -257,7 +255,7 @@ def train_rank(
         own_accuracy=own_accuracy,
         is_consensus=final.is_consensus,
         consensus_distance=final.consensus_distance,
-        stopped=course.position(metrics.steps) < total_steps,
+        stopped=position.at(metrics.steps) < total_steps,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         gradient_bytes=sum(parameter.nbytes for parameter in model.parameters()),
         bytes_sent=traffic.bytes_sent,

@@ -41,7 +41,7 @@ def reopen(
 ) -> tuple[TrainConfig, RunDir]:
     """The folder of the run that `config` resumes, and the options with the step filled in.
 
-    What its last end has left stays as it is, until `take_up`.
+    What its last end has left stays as it is, until `begin_resumed`.
 
     Args:
         config: The options.
@@ -116,7 +116,7 @@ def _newest(run_dir: RunDir, run: str | None) -> int:
     return checkpoint.steps(run_dir.checkpoints, run=run)[-1]
 
 
-def take_up(config: TrainConfig, run_dir: RunDir, *, rank: int, anew: bool) -> None:
+def begin_resumed(config: TrainConfig, run_dir: RunDir, *, rank: int, anew: bool) -> None:
     """Has the folder be that of the run that goes on, now that all have what they go on from.
 
     For each rank before it writes there. What the last end had put together is removed, `config` is

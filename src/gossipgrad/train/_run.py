@@ -12,12 +12,10 @@ from gossipgrad.launch import Exit, Launched, Rendezvous, Worker, ensure_fork_se
 
 from ._check import check
 from ._config import TrainConfig
-from ._ending import MAILBOX, HandedIn
-from ._joined import let_go, some_go_on
+from ._ending import MAILBOX, HandedIn, clean_up, has_living_joiners
 from ._layout import RunDir
-from ._living import take_part
-from ._outcome import Outcome, exit_code_of
-from ._result import RunFailedError, after_checks
+from ._lock import hold_lock
+from ._result import Outcome, RunFailedError, after_checks, exit_code_of
 from ._worker import open_folder, run_in_world, worker_main
 from ._world import find_world
 
@@ -64,7 +62,7 @@ def run(config: TrainConfig, *, show_config: bool = False) -> Outcome:
     with contextlib.ExitStack() as held:
 
         def hold(run_dir: RunDir) -> None:
-            held.enter_context(take_part(run_dir, first=True))
+            held.enter_context(hold_lock(run_dir, first=True))
 
         config, run_dir = open_folder(config, nproc, hold=hold, show_config=show_config)
         with after_checks():
@@ -97,7 +95,7 @@ class _Launcher:
                 )
                 return self._outcome(launched)
             except BaseException:
-                let_go(self._run_dir)
+                clean_up(self._run_dir)
                 raise
 
     def _supervise(self, workers: Sequence[Worker]) -> None:
@@ -141,7 +139,7 @@ class _Launcher:
                 report=run_dir.report,
             )
         if stopped_by is not None:
-            let_go(run_dir)
+            clean_up(run_dir)
             begun = self._mailbox.check(["start0"])  # by those who have begun to train
             code = exit_code_of(stopped_by)
             return Outcome(exit_code=code, begun=begun, run_dir=run_dir.path)
@@ -169,7 +167,7 @@ def await_joined(run_dir: RunDir) -> None:
     """Keep the store for those who joined and go on, until they have put the run together."""
     last_seconds = time.monotonic()
     while not run_dir.summary.exists():
-        if some_go_on(run_dir, {}, ()):
+        if has_living_joiners(run_dir, {}, ()):
             last_seconds = time.monotonic()
         has_joined = any(run_dir.partial.glob("joined-rank*"))
         if not has_joined or time.monotonic() > last_seconds + _SUMMARY_SECONDS:

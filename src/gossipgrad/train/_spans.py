@@ -24,9 +24,9 @@ class StepSpans:
         self._trace = Trace(rank) if num_steps else None
         self._num_steps, self._total_steps = num_steps, total_steps
         self._recording = False
-        self.go_to_step(0)
+        self.set_step(0)
 
-    def go_to_step(self, after_step: int) -> None:
+    def set_step(self, after_step: int) -> None:
         """Tell how many steps this rank had made when the run was resumed; before the first."""
         left = self._total_steps - after_step - self._num_steps
         self._first = after_step + min(_WARM_UP_STEPS, max(left, 0))

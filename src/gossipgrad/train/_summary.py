@@ -13,15 +13,12 @@ from typing import Any
 from gossipgrad.trace import merge_traces, write_report
 
 from ._config import TrainConfig
-from ._joined import tell_joined
+from ._files import write_whole
 from ._layout import RunDir
-from ._losses import tell_losses
+from ._losses import notes_on_store, summarize_joined, summarize_losses, summarize_shares
 from ._result import RankResult
 from ._ring_clock import ring_bytes
-from ._shares import tell_shares
-from ._store_news import notes_on_store
 from ._versions import versions
-from ._whole_file import write_whole
 
 # Each of many ranks may say the same in other words.
 _MOST_NOTES = 12
@@ -89,15 +86,15 @@ def compose(
         else _mean_ratio(ranks, "mixing_seconds", "steps"),
         "extra_memory_bytes": exported.extra_memory_bytes,
         **_shuffle(config, ranks),
-        "shares": tell_shares(ranks),
+        "shares": summarize_shares(ranks),
         "outcomes": dict(outcomes),
         **_by_rank(results, places, "late_rounds", "void_rounds"),
         "interrupted": any(result.stopped for result in started),
         "stopped_by": None if stopped_by is None else stopped_by.name,
         "lost_ranks": sorted(lost),
         "lost_because": {str(rank): lost[rank] for rank in sorted(lost)},
-        "losses": tell_losses(config, results, lost, run_dir, when_seconds or {}),
-        "joined": tell_joined(results, run_dir),
+        "losses": summarize_losses(config, results, lost, run_dir, when_seconds or {}),
+        "joined": summarize_joined(results, run_dir),
         "store_losses": _store_losses(ranks),
         "notes": [*notes_on_store(_store_losses(ranks)), *_notes(ranks, exported)],
         "parameters": exported.parameters,

@@ -20,28 +20,26 @@ from gossipgrad.errors import AgreementError, EvictedError, GossipError
 from ._check import check
 from ._config import TrainConfig
 from ._ending import MAILBOX, Ending
+from ._files import check_shared, leave_token, write_errors
 from ._gathering import Gathering
 from ._invitation import place_of
 from ._layout import RunDir, claim
-from ._living import take_part
-from ._losses import stands_for_most
+from ._lock import hold_lock
 from ._metrics import Event
-from ._model_file import write_errors
-from ._outcome import Outcome, exit_code_of
 from ._progress import Progress, make_progress
 from ._rank import train_rank
 from ._result import (
     DivergedError,
+    Outcome,
     PeerLostError,
     RankResult,
     RunFailedError,
     after_checks,
+    exit_code_of,
     short_cause,
 )
 from ._resume import reopen
-from ._shared_folder import leave_token, must_be_shared
 from ._signals import Stops, end_at_once, hear_stops
-from ._summary import compose, finish
 from ._tasks import load_job
 from ._versions import versions
 from ._world import World, find_world, open_store, slurm_rendezvous
@@ -140,7 +138,7 @@ def run_in_world(config: TrainConfig | None, world: World, *, show_config: bool 
             run_dir = RunDir(config.out)
             run_dir.partial.mkdir(parents=True, exist_ok=True)
             if worker.run_dir is None:
-                held.enter_context(take_part(run_dir))
+                held.enter_context(hold_lock(run_dir))
             return worker.run(config, run_dir, opened["token"], stops)
         finally:
             gathering.close()
@@ -193,7 +191,7 @@ class _Worker:
         def hold(run_dir: RunDir) -> None:
             # One that stands still over this may hold the lock, of this very run.
             first = not (again and mailbox.check(["held"]))
-            held.enter_context(take_part(run_dir, first=first, own_store=place_of(mailbox)))
+            held.enter_context(hold_lock(run_dir, first=first, own_store=place_of(mailbox)))
             mailbox.set("held", "")
 
         config, self.run_dir = open_folder(
@@ -209,7 +207,7 @@ class _Worker:
         events = _Events(config, self._world)
         try:
             if token is not None and (config.checkpoint_every or config.resume):
-                must_be_shared(run_dir, token)
+                check_shared(run_dir, token)
             result = self._train(config, run_dir, ending, events)
         except Exception as error:
             where = run_dir.errors(rank)
@@ -236,7 +234,7 @@ class _Worker:
             if not mine:
                 return Outcome(exit_code=exit_code_of(stops.first if result.stopped else None))
             with after_checks():
-                return _put_together(config, run_dir, self._world, ending, stops)
+                return ending.put_together(config, stops.first)
 
     def _train(
         self, config: TrainConfig, run_dir: RunDir, ending: Ending, events: "_Events"
@@ -386,30 +384,3 @@ def open_folder(
     if show_config:
         print(config.text(versions()), end="", flush=True)
     return config, run_dir
-
-
-def _put_together(
-    config: TrainConfig, run_dir: RunDir, world: World, ending: Ending, stops: Stops
-) -> Outcome:
-    results, lost = ending.collect()
-    exported = stands_for_most(
-        {rank: result for rank, result in results.items() if run_dir.rank_model(rank).exists()}
-    )
-    summary = compose(
-        config,
-        results,
-        lost,
-        world_size=world.world_size,
-        exported=exported,
-        stopped_by=stops.first,
-        run_dir=run_dir,
-        when_seconds=ending.when_seconds,
-    )
-    report = finish(run_dir, summary, exported)
-    ending.done()
-    return Outcome(
-        exit_code=exit_code_of(stops.first if summary["interrupted"] else None),
-        run_dir=run_dir.path,
-        summary=summary,
-        report=report,
-    )

@@ -8,7 +8,7 @@ from ._registry import find as find
 from ._registry import options_by_section as options_by_section
 from ._sparse import SparseConfig as SparseConfig
 from ._strategy import GROUP as GROUP
-from ._strategy import Leaver as Leaver
+from ._strategy import Joiner as Joiner
 from ._strategy import Replica as Replica
 from ._strategy import RunningStrategy as RunningStrategy
 from ._strategy import Setting as Setting

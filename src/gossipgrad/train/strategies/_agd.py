@@ -71,7 +71,7 @@ class LayerwiseAllReduce(Lockstep):
             loss.backward()
             self._finish()
         except RuntimeError as error:
-            raise self.explained(error) from error
+            raise self.explain(error) from error
 
     def traffic(self) -> Traffic:
         """Exposed time measured, bytes computed."""
@@ -81,14 +81,14 @@ class LayerwiseAllReduce(Lockstep):
             extra_memory_bytes=sum(layer.flat.nbytes for layer in self._layers),
         )
 
-    def place(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """What was counted."""
         return {"bytes_sent": self._bytes_sent, "exposed_seconds": self._exposed_seconds}
 
-    def go_to(self, place: Mapping[str, Any]) -> None:
-        """Take up what `place` gave."""
-        self._bytes_sent = place["bytes_sent"]
-        self._exposed_seconds = place["exposed_seconds"]
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict` gave."""
+        self._bytes_sent = state["bytes_sent"]
+        self._exposed_seconds = state["exposed_seconds"]
 
     def close(self) -> None:
         """Take the hooks off."""

@@ -52,25 +52,25 @@ class AllReduce(Lockstep):
             bytes_sent=self._clock.bytes_sent, exposed_seconds=self._clock.exposed_seconds
         )
 
-    def place(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """What was counted."""
         clock = self._clock
         return {"bytes_sent": clock.bytes_sent, "exposed_seconds": clock.exposed_seconds}
 
-    def go_to(self, place: Mapping[str, Any]) -> None:
-        """Take up what `place` gave."""
-        self._clock.bytes_sent = place["bytes_sent"]
-        self._clock.exposed_seconds = place["exposed_seconds"]
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict` gave."""
+        self._clock.bytes_sent = state["bytes_sent"]
+        self._clock.exposed_seconds = state["exposed_seconds"]
 
     def close(self) -> None:
-        """Nothing to let go of: the process group is not this object's."""
+        """Nothing to release: the process group is not this object's."""
 
     def backward(self, loss: Tensor) -> None:
         """Run the backward pass and with it the all-reduce; see `RunningStrategy.backward`."""
         try:
             loss.backward()
         except RuntimeError as error:
-            raise self.explained(error) from error
+            raise self.explain(error) from error
         self._clock.backward_returned()
 
 

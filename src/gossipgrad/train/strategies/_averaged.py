@@ -11,8 +11,7 @@ from gossipgrad.train._evaluate import Evaluation, TestPart
 from gossipgrad.train._result import RunStopped
 
 from ._consensus import consensus_evaluation, session_traffic
-from ._lost import explained
-from ._stop_together import StopTogether
+from ._stopping import RoundStop, explain
 from ._strategy import Replica, RunningStrategy, Setting, Strategy, Traffic, all_ranks, alone
 
 AVERAGED = "2 (p - 1) / p of what is averaged"
@@ -52,7 +51,7 @@ class Averaged(RunningStrategy):
         super().__init__()
         self.model = replica.model
         self._stop = replica.stop
-        self._accord: StopTogether | None = None
+        self._stopper: RoundStop | None = None
         self._session = gg.gossip(
             replica.model,
             replica.optimizers,
@@ -65,7 +64,7 @@ class Averaged(RunningStrategy):
             heartbeats=None,  # every average needs every rank
         )
         if stops_together:
-            self._accord = StopTogether(
+            self._stopper = RoundStop(
                 self._session.group,
                 lambda: self._session.group.members,
                 lambda: self._session.position // every,
@@ -85,21 +84,21 @@ class Averaged(RunningStrategy):
         """What every rank has; see `RunningStrategy.agree_at_end`."""
         return self._session.agree(value)
 
-    def stops_before(self, step: int) -> bool:
-        """At once, or together with the others; see `RunningStrategy.stops_before`."""
-        return self._accord is None or self._accord.stops_now()
+    def should_stop(self, step: int) -> bool:
+        """At once, or together with the others; see `RunningStrategy.should_stop`."""
+        return self._stopper is None or self._stopper.should_stop()
 
     def begin_step(self) -> None:
         """End the run if a peer is gone; see `RunningStrategy.begin_step`."""
         if self._session.group.broken is not None:
-            raise self._explained(GossipError(self._session.group.broken))
+            raise self._explain(GossipError(self._session.group.broken))
 
     def evaluate(self, test: TestPart, *, final: bool) -> Evaluation:
         """Evaluate the consensus, shared out over the ranks; alone if the stop came in between."""
         try:
             return consensus_evaluation(self._session, self.model, test, final=final)
         except GossipError as error:
-            lost = self._explained(error)
+            lost = self._explain(error)
             if not isinstance(lost, RunStopped):
                 raise lost from error
             self.notes.append(f"no consensus: {error}")
@@ -111,12 +110,12 @@ class Averaged(RunningStrategy):
 
     def close(self) -> None:
         """Leave the session."""
-        if self._accord is not None:
-            self._accord.close()
+        if self._stopper is not None:
+            self._stopper.close()
         self._session.close()
 
-    def _explained(self, error: RuntimeError) -> RuntimeError:
-        return explained(error, self._stop, "an average over all ranks")
+    def _explain(self, error: RuntimeError) -> RuntimeError:
+        return explain(error, self._stop, "an average over all ranks")
 
 
 class EveryLogP(Strategy):

@@ -9,10 +9,10 @@ import gossipgrad as gg
 from gossipgrad.engine import Session
 from gossipgrad.errors import EvictedError, GossipError
 from gossipgrad.train._evaluate import Evaluation, TestPart
-from gossipgrad.train._stop_word import StopWord
+from gossipgrad.train.strategies._stopping import StopFlag
 
 from ._consensus import MissedError, consensus_evaluation, session_traffic
-from ._stop_together import StopTogether, first_beyond
+from ._stopping import RoundStop, first_beyond
 from ._strategy import Replica, RunningStrategy, Traffic, alone
 
 _TRIES = 3  # one that dies in the middle of each is not to be expected
@@ -43,24 +43,24 @@ class Gossip(RunningStrategy):
         self.model = replica.model
         self._session = session
         self._evaluations = self._ahead = 0
-        self._leaver = replica.leaver
+        self._joiner = replica.joiner
         self._has_left = False
         self._measures_disagreement = measures_disagreement
-        self._has_met = self._leaver is None
+        self._has_met = self._joiner is None
         self._told: set[str] = set()
         self._every = every
-        self._accord: StopTogether | None = None
+        self._stopper: RoundStop | None = None
         self._checkpoint_every = checkpoint_every
         if checkpoint_every is not None and not self.is_stale:
-            self._accord = StopTogether(
+            self._stopper = RoundStop(
                 self._session.group,
                 lambda: self.living,
                 lambda: self._session.round_number,
                 self._beyond,
                 self._is_alone,
             )
-        self._word: StopWord | None = None
-        self.news()  # of one that joins, what was before
+        self._word: StopFlag | None = None
+        self.membership_changes()  # of one that joins, what was before
 
     def evaluate(self, test: TestPart, *, final: bool) -> Evaluation | None:
         """Evaluate the consensus of the living, shared out over them.
@@ -69,9 +69,9 @@ class Gossip(RunningStrategy):
         joined as the others had come together already takes part in the evaluation that they come
         to next if this is to be the last; else it gets None once they train on, and does, too.
         """
-        if self._leaver is not None and self._leaves:
+        if self._joiner is not None and self._leaves:
             self._has_left = True
-            self._leaver.let_go()
+            self._joiner.flush()
             self._session.close()  # or the others' steps would wait
             return alone(self.model, test, final=True, is_consensus=False)
         self._evaluations += 1
@@ -115,7 +115,7 @@ class Gossip(RunningStrategy):
 
     def _train_on(self) -> None:
         """Ends the wait for others who have evaluated without this rank, and train on."""
-        if self._leaver is not None and self._leaver.is_behind():
+        if self._joiner is not None and self._joiner.is_behind():
             raise MissedError(f"the others began without rank {self._session.rank}, and train on")
 
     @property
@@ -131,12 +131,12 @@ class Gossip(RunningStrategy):
     @property
     def _leaves(self) -> bool:
         """Whether this rank leaves a run that others go on with; the last one ends it."""
-        return self._leaver is not None and self._leaver.leaves and not self._is_alone()
+        return self._joiner is not None and self._joiner.leaves and not self._is_alone()
 
     def _is_alone(self) -> bool:
         """Whether nobody else trains any more, as far as this rank knows."""
         others = {*self.living} - {self._session.rank} - self._session.unreachable.keys()
-        return not others or (self._leaver is not None and self._leaver.is_over)
+        return not others or (self._joiner is not None and self._joiner.is_over)
 
     @property
     def has_left(self) -> bool:
@@ -176,29 +176,29 @@ class Gossip(RunningStrategy):
         """After so many steps, or in mode stale as soon as there is a new label."""
         return self.is_stale or super().checkpoint_due(steps, every)
 
-    def place(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """How many evaluations there were, and steps before this session."""
         return {"evaluations": self._evaluations, "ahead": self._ahead}
 
-    def go_to(self, place: Mapping[str, Any]) -> None:
-        """Take up what `place` gave."""
-        self._evaluations, self._ahead = place["evaluations"], place["ahead"]
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict` gave."""
+        self._evaluations, self._ahead = state["evaluations"], state["ahead"]
 
-    def start_at(self, steps: int, former: Sequence[Mapping[str, Any]]) -> None:
+    def load_former_states(self, steps: int, states: Sequence[Mapping[str, Any]]) -> None:
         """Count the steps that were made before this session."""
         self._ahead = steps
 
-    def stops_before(self, step: int) -> bool:
+    def should_stop(self, step: int) -> bool:
         """At once, or where there are checkpoints after as many steps as the others.
 
         Those who joined the run have nobody else who tells them.
         """
         if self._leaves:
             return True
-        if self._leaver is None and self._session.world_size > 1 and self._word is None:
-            self._word = StopWord(self._session.group.store)
-            self._word.say()
-        return self._accord is None or self._accord.stops_now()
+        if self._joiner is None and self._session.world_size > 1 and self._word is None:
+            self._word = StopFlag(self._session.group.store)
+            self._word.set()
+        return self._stopper is None or self._stopper.should_stop()
 
     def position(self, steps: int) -> int:
         """In mode stale the rounds of the session; see `RunningStrategy.position`."""
@@ -230,7 +230,7 @@ class Gossip(RunningStrategy):
             for rank, told in self._session.membership.joined.items()
         }
 
-    def news(self) -> list[str]:
+    def membership_changes(self) -> list[str]:
         """Who has joined since this was last asked, and who of these has left or was lost."""
         of = self._session.membership
         said = [
@@ -252,8 +252,8 @@ class Gossip(RunningStrategy):
 
     def close(self) -> None:
         """Leave the session; partners skip this rank from now on."""
-        if self._accord is not None:
-            self._accord.close()
+        if self._stopper is not None:
+            self._stopper.close()
         if self._word is not None:
             self._word.close()
         self._session.close()

@@ -33,7 +33,7 @@ class Local(RunningStrategy):
         return Traffic()
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Nothing to release."""
 
 
 class LocalStrategy(Strategy):

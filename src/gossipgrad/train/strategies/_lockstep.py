@@ -14,8 +14,7 @@ from gossipgrad.errors import GossipError
 from gossipgrad.train._evaluate import Evaluation, TestPart, copy_of, mean_of
 from gossipgrad.train._result import RunStopped
 
-from ._accord import StopAccord
-from ._lost import explained
+from ._stopping import LockstepStop, explain
 from ._strategy import RunningStrategy, all_ranks, alone
 
 _UNUSED_TAG = 1
@@ -47,7 +46,9 @@ class Lockstep(RunningStrategy):
         self._world_size = dist.get_world_size()
         group = dist.group.WORLD
         assert group is not None
-        self._accord = StopAccord(group.get_group_store(), group.rank(), group.size(), self._part)
+        self._stopper = LockstepStop(
+            group.get_group_store(), group.rank(), group.size(), self._part
+        )
 
     def shrinking(self) -> dict[str, Any]:
         """All ranks; what averages gradients is made anew for each shape."""
@@ -59,26 +60,26 @@ class Lockstep(RunningStrategy):
 
     def agree(self, value: Any) -> list[Any]:
         """What every rank has; see `RunningStrategy.agree`."""
-        if self._accord.apart:
+        if self._stopper.is_disconnected:
             raise GossipError("the ranks stopped apart")
         told: list[Any] = [None] * self._world_size
         dist.all_gather_object(told, value)
         return told
 
-    def stops_before(self, step: int) -> bool:
-        """Whether the step is the one agreed on; see `RunningStrategy.stops_before`."""
-        return self._accord.stops_before(step)
+    def should_stop(self, step: int) -> bool:
+        """Whether the step is the one agreed on; see `RunningStrategy.should_stop`."""
+        return self._stopper.should_stop(step)
 
     def forward(self, x: Any) -> Any:
         """Run the forward pass; see `RunningStrategy.forward`."""
         try:
             return super().forward(x)
         except RuntimeError as error:
-            raise self.explained(error) from error
+            raise self.explain(error) from error
 
     def evaluate(self, test: TestPart, *, final: bool) -> Evaluation:
         """Evaluate the replica, shared out over the ranks; alone if these have parted."""
-        if not self._accord.apart:
+        if not self._stopper.is_disconnected:
             try:
                 with mean_buffers(self._replica, self._mean):
                     total = test.sum_share(self._replica)
@@ -91,7 +92,7 @@ class Lockstep(RunningStrategy):
                         weights=copy_of(self._replica) if final else {},
                     )
             except RuntimeError as error:
-                lost = self.explained(error)
+                lost = self.explain(error)
                 if not isinstance(lost, RunStopped):
                     raise lost from error
         own = any(buffer.is_floating_point() for buffer in self._replica.buffers())
@@ -102,11 +103,11 @@ class Lockstep(RunningStrategy):
         )
         return alone(self._replica, test, final=True, is_consensus=False)
 
-    def explained(self, error: RuntimeError, what: str = "an all-reduce") -> RuntimeError:
+    def explain(self, error: RuntimeError, what: str = "an all-reduce") -> RuntimeError:
         """The error to raise for one of a collective; local, and waits for the word to stop."""
-        lost = explained(error, self._stop, what, others_told=self._accord.is_called)
+        lost = explain(error, self._stop, what, is_requested=self._stopper.is_requested)
         if isinstance(lost, RunStopped):
-            self._accord.leave()
+            self._stopper.disconnect()
         return lost
 
     def _part(self) -> None:

@@ -102,23 +102,23 @@ class PostLocal(RunningStrategy):
         """What every rank has; see `RunningStrategy.agree_at_end`."""
         return self._part.agree_at_end(value)
 
-    def place(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Which part this is, and what was counted."""
         return {
             "steps_left": self._steps_left,
-            "first": self._first.place(),
+            "first": self._first.state_dict(),
             "before": asdict(self._before),
         }
 
-    def go_to(self, place: Mapping[str, Any]) -> None:
-        """Take up what `place` gave; a collective where it is in the second part."""
-        self._steps_left = place["steps_left"]
-        self._first.go_to(place["first"])
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict` gave; a collective where it is in the second part."""
+        self._steps_left = state["steps_left"]
+        self._first.load_state_dict(state["first"])
         if self._steps_left < 0:
             self._begin_local_steps()
-            self._before = Traffic(**place["before"])
+            self._before = Traffic(**state["before"])
 
-    def start_at(self, steps: int, former: Sequence[Mapping[str, Any]]) -> None:
+    def load_former_states(self, steps: int, states: Sequence[Mapping[str, Any]]) -> None:
         """Count the steps that were made before, and go over to local steps if it is past time."""
         self._steps_left -= steps
         if self._steps_left < 0:
@@ -131,9 +131,9 @@ class PostLocal(RunningStrategy):
         self._steps_left -= 1
         self._part.begin_step()
 
-    def stops_before(self, step: int) -> bool:
-        """As the part that made the last step decides; see `RunningStrategy.stops_before`."""
-        return self._part.stops_before(step)
+    def should_stop(self, step: int) -> bool:
+        """As the part that made the last step decides; see `RunningStrategy.should_stop`."""
+        return self._part.should_stop(step)
 
     def forward(self, x: Any) -> Any:
         """Run the forward pass; see `RunningStrategy.forward`."""
@@ -157,7 +157,7 @@ class PostLocal(RunningStrategy):
         )
 
     def close(self) -> None:
-        """Let go of the model and the group."""
+        """Release the model and the group."""
         self._part.close()
         self._group.close()
 
@@ -174,7 +174,7 @@ class PostLocal(RunningStrategy):
                 stops_together=self._stops_together,
             )
         except RuntimeError as error:
-            raise self._first.explained(error, "the start of local steps") from error
+            raise self._first.explain(error, "the start of local steps") from error
         finally:
             # A session starts with rank 0's replica: weights were equal, but statistics were not.
             for buffer, value in zip(self._replica.model.buffers(), own, strict=True):

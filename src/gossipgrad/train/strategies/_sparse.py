@@ -122,7 +122,7 @@ class Sparse(Lockstep):
         try:
             loss.backward()
         except RuntimeError as error:
-            raise self.explained(error, "an exchange of gradients") from error
+            raise self.explain(error, "an exchange of gradients") from error
 
     def evaluate(self, test: TestPart, *, final: bool) -> Evaluation:
         """Evaluate as all in lockstep do; at the end, also say what was planned and starved."""
@@ -140,21 +140,21 @@ class Sparse(Lockstep):
             extra_memory_bytes=stats.extra_memory_bytes,
         )
 
-    def place(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """What the session carries over, and has counted."""
         return {"session": self._session.own_state()}
 
-    def go_to(self, place: Mapping[str, Any]) -> None:
-        """Take up what `place` gave."""
-        self._session.load_own_state(place["session"])
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict` gave."""
+        self._session.load_own_state(state["session"])
 
-    def start_at(self, steps: int, former: Sequence[Mapping[str, Any]]) -> None:
+    def load_former_states(self, steps: int, states: Sequence[Mapping[str, Any]]) -> None:
         """Share out what the ranks of before carried over, and count their rounds on.
 
         A warm-up goes by rounds that were made, and not by `steps`, which are those of this start.
         """
         here = self._session
-        dealt = deal_states([{"session": place["session"]} for place in former], here.world_size)
+        dealt = deal_states([{"session": state["session"]} for state in states], here.world_size)
         here.load_own_state(dealt[here.rank]["session"])
 
     def close(self) -> None:

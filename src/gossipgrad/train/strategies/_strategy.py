@@ -34,8 +34,8 @@ class Traffic:
 
 
 @runtime_checkable
-class Leaver(Protocol):
-    """A rank that came later than the others, and may leave before them."""
+class Joiner(Protocol):
+    """A rank that joined the run, and may leave it before the others stop."""
 
     @property
     def leaves(self) -> bool:
@@ -47,8 +47,8 @@ class Leaver(Protocol):
         """Whether the run was put together already, without this rank."""
         ...
 
-    def let_go(self) -> None:
-        """Gives up what others could use, before it leaves."""
+    def flush(self) -> None:
+        """Report which samples were used, before it leaves."""
 
     def is_behind(self) -> bool:
         """Whether the others train on while this rank waits for them; asked again and again."""
@@ -88,7 +88,7 @@ class Replica:
         spans: Records times.
         groups: Makes private groups of the ranks by name, where there is no process group.
         session: That of a rank that joined the run: it has one already.
-        leaver: Such a rank, which may leave before the others stop.
+        joiner: Such a rank, which may leave before the others stop.
     """
 
     model: nn.Module
@@ -97,7 +97,7 @@ class Replica:
     spans: StepSpans
     groups: Callable[[str], Group] | None = None
     session: Session | None = None
-    leaver: Leaver | None = None
+    joiner: Joiner | None = None
 
 
 class Strategy(ABC):
@@ -238,21 +238,21 @@ class RunningStrategy(ABC):
         """Whether one is due that has a new label."""
         return self.checkpoint_label(steps) % every == 0
 
-    def place(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """What this object needs to go on, beside the replica and the session."""
         return {}
 
-    def go_to(self, place: Mapping[str, Any]) -> None:  # noqa: B027  (most have nothing to take up)
-        """Take up what `place` gave; a collective, before the state of replica and session is."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027  (most have nothing to take up)
+        """Load what `state_dict` gave; a collective, before the state of replica and session is."""
 
-    def start_at(  # noqa: B027  (most do not ask how far they are)
-        self, steps: int, former: Sequence[Mapping[str, Any]]
+    def load_former_states(  # noqa: B027  (most do not ask how far they are)
+        self, steps: int, states: Sequence[Mapping[str, Any]]
     ) -> None:
         """Go on behind so many steps of a run that had other ranks; a collective.
 
         Args:
             steps: In steps of this start.
-            former: What `place` gave on each of those ranks, in their order.
+            states: What `state_dict` gave on each of those ranks, in their order.
         """
 
     def lost_ranks(self) -> dict[str, dict[str, Any]]:
@@ -263,7 +263,7 @@ class RunningStrategy(ABC):
         """Ranks that joined the run under way, from whom and when; local."""
         return {}
 
-    def news(self) -> list[str]:
+    def membership_changes(self) -> list[str]:
         """What became of the members since this was last asked, for whoever watches; local."""
         return []
 
@@ -280,7 +280,7 @@ class RunningStrategy(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the model; local."""
+        """Release the model; local."""
 
     def begin_step(self) -> None:  # noqa: B027  (most have nothing to get ready)
         """Get ready for a step; called before its forward pass.
@@ -290,7 +290,7 @@ class RunningStrategy(ABC):
             PeerLostError: A peer that this strategy needs is gone.
         """
 
-    def stops_before(self, step: int) -> bool:
+    def should_stop(self, step: int) -> bool:
         """Whether a rank that has been told to stop does so before `step`; asked before each."""
         return True
 

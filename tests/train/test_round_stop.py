@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from gossipgrad.comm import Group
 from gossipgrad.topology import by_name, dissemination, ring
-from gossipgrad.train.strategies import _stop_together
-from gossipgrad.train.strategies._stop_together import StopTogether, first_beyond
+from gossipgrad.train.strategies import _stopping
+from gossipgrad.train.strategies._stopping import RoundStop, first_beyond
 
 
 class Rank:
@@ -21,7 +21,7 @@ class Rank:
         everyone = range(schedule.world_size)
         self.rank, self.every, self.done, self.stopped = rank, every, 0, False
         self.schedule = schedule
-        self.accord = StopTogether(
+        self.accord = RoundStop(
             group,
             lambda: tuple(everyone),
             lambda: self.round,
@@ -50,7 +50,7 @@ def stops(schedule, every, told, rng):
         assert able, "all wait for a rank that has stopped"
         one = rng.choices(able, [weights[one.rank] for one in able])[0]
         if one.rank not in in_step:
-            one.stopped = one.done >= told[one.rank] and one.accord.stops_now()
+            one.stopped = one.done >= told[one.rank] and one.accord.should_stop()
             in_step.add(one.rank)
         elif one.waits(ranks):
             waiting.add(one.rank)
@@ -74,7 +74,7 @@ def stops(schedule, every, told, rng):
     ],
 )
 def test_all_stop_after_as_many_steps(name, world_size, every, monkeypatch):
-    monkeypatch.setattr(_stop_together, "_GRACE_SECONDS", 60.0)
+    monkeypatch.setattr(_stopping, "_GRACE_SECONDS", 60.0)
     for seed in range(3):
         rng = random.Random(seed)
         schedule = by_name(name, world_size, seed=seed)
@@ -95,19 +95,19 @@ def test_the_bound_is_as_near_as_it_can_be():
 def test_who_does_not_hear_of_the_others_in_time_stops_alone(monkeypatch):
     store = dist.HashStore()
     one = Rank(0, store, dissemination(2), 1)
-    monkeypatch.setattr(_stop_together, "_GRACE_SECONDS", 60.0)
-    assert not one.accord.stops_now()
-    monkeypatch.setattr(_stop_together, "_GRACE_SECONDS", -1.0)
-    assert one.accord.stops_now()
+    monkeypatch.setattr(_stopping, "_GRACE_SECONDS", 60.0)
+    assert not one.accord.should_stop()
+    monkeypatch.setattr(_stopping, "_GRACE_SECONDS", -1.0)
+    assert one.accord.should_stop()
     assert store.get("gossipgrad/stop/0") == b"0"
 
 
 def test_who_is_not_connected_to_the_store_yet_trains_on_for_a_while(monkeypatch):
     one = Rank(0, dist.HashStore(), dissemination(2), 1)
     one.accord._connected = Future()
-    assert not one.accord.stops_now()
-    monkeypatch.setattr(_stop_together, "_CONNECT_SECONDS", -1.0)
-    assert one.accord.stops_now()
+    assert not one.accord.should_stop()
+    monkeypatch.setattr(_stopping, "_CONNECT_SECONDS", -1.0)
+    assert one.accord.should_stop()
 
 
 def test_who_comes_as_the_run_ends_does_not_wait_for_a_store_that_is_gone():
@@ -115,6 +115,6 @@ def test_who_comes_as_the_run_ends_does_not_wait_for_a_store_that_is_gone():
     one.accord._connected = Future()
     over = threading.Event()
     one.accord._alone = over.is_set
-    assert not one.accord.stops_now()
+    assert not one.accord.should_stop()
     over.set()
-    assert one.accord.stops_now()
+    assert one.accord.should_stop()

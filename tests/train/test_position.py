@@ -5,8 +5,8 @@ import pytest
 from torch import nn
 
 from gossipgrad.train._batches import ShardBatches
-from gossipgrad.train._course import Course
 from gossipgrad.train._learning_rate import LearningRate
+from gossipgrad.train._loop import RunPosition
 from gossipgrad.train.strategies._local import Local
 from support.shares import Run
 from support.shares import let_go as let_go
@@ -23,77 +23,77 @@ class Steps(Local):
         return steps + self.ahead
 
 
-def go_through(course, one, epoch, steps, between=lambda: None):
+def go_through(position, one, epoch, steps, between=lambda: None):
     """Makes the steps of an epoch as the loop does; the positions behind them."""
-    course.begin_epoch(epoch)
+    position.begin_epoch(epoch)
     positions = []
-    while not course.is_over(steps):
+    while not position.is_over(steps):
         if not one.step(epoch):
             break
         steps += 1
-        positions.append(course.position(steps))
+        positions.append(position.at(steps))
         between()
-    course.end_epoch(steps)
+    position.end_epoch(steps)
     return positions
 
 
 def test_undisturbed_it_is_the_step():
     run = Run(60, 2)  # 15 batches a rank
     one = run.ranks[0]
-    course = Course(Steps(), one.batches)
-    assert go_through(course, one, 0, 0) == [*range(1, 16)]
-    assert go_through(course, one, 1, 15) == [*range(16, 31)]
-    assert course.position(30) == 30
-    assert (course.batch(2, 0), course.batch(1, 7)) == (0, 7)
+    position = RunPosition(Steps(), one.batches)
+    assert go_through(position, one, 0, 0) == [*range(1, 16)]
+    assert go_through(position, one, 1, 15) == [*range(16, 31)]
+    assert position.at(30) == 30
+    assert (position.batch(2, 0), position.batch(1, 7)) == (0, 7)
 
 
 def test_in_mode_stale_it_is_the_round_and_an_epoch_ends_by_it():
     run = Run(60, 2)
-    course = Course(Steps(ahead=5), run.ranks[0].batches)
-    assert go_through(course, run.ranks[0], 0, 0) == [*range(6, 16)]
+    position = RunPosition(Steps(ahead=5), run.ranks[0].batches)
+    assert go_through(position, run.ranks[0], 0, 0) == [*range(6, 16)]
 
 
 def test_in_a_disturbed_epoch_it_is_the_share_that_is_done_and_the_next_goes_on_from_its_end():
     run = Run(60, 2)
     one = run.ranks[0]
-    course = Course(Steps(), one.batches)
+    position = RunPosition(Steps(), one.batches)
     run.change(0)  # alone: every two batches are as much as one of both
-    positions = go_through(course, one, 0, 0)
+    positions = go_through(position, one, 0, 0)
     assert positions == [step // 2 for step in range(1, 31)]
-    assert course.position(30) == 15
-    assert course.batch(1, 0) == 0
-    assert go_through(course, one, 1, 30)[-1] == 30
+    assert position.at(30) == 15
+    assert position.batch(1, 0) == 0
+    assert go_through(position, one, 1, 30)[-1] == 30
     assert run.times(1) == dict.fromkeys(range(60), 1)
 
 
 def test_an_undisturbed_epoch_after_a_disturbed_one_counts_from_its_beginning():
     run = Run(60, 2)
-    course = Course(Steps(), run.ranks[0].batches)
+    position = RunPosition(Steps(), run.ranks[0].batches)
     run.change(0, 1, 2)  # one joins, and leaves
     run.in_turn(2, epoch=0, steps=4)
-    go_through(course, run.ranks[0], 0, 0, between=lambda: run.ranks[1].step(0))
+    go_through(position, run.ranks[0], 0, 0, between=lambda: run.ranks[1].step(0))
     made = sum(map(len, run.ranks[0].trained.values()))
     assert made < 15
     run.ranks[2].leave()
     run.change(0, 1)
-    assert course.position(made) == 15
-    assert go_through(course, run.ranks[0], 1, made) == [*range(16, 31)]
+    assert position.at(made) == 15
+    assert go_through(position, run.ranks[0], 1, made) == [*range(16, 31)]
 
 
 def test_a_resumed_run_goes_on_from_its_place():
     run = Run(60, 2)
-    course = Course(Steps(), run.ranks[0].batches, {"steps": 40, "position": 15})
-    assert course.position(40) == 15
-    assert go_through(course, run.ranks[0], 1, 40) == [*range(16, 31)]
-    assert Course(Steps(), run.ranks[0].batches, {"steps": 40}).position(40) == 40
+    position = RunPosition(Steps(), run.ranks[0].batches, {"steps": 40, "position": 15})
+    assert position.at(40) == 15
+    assert go_through(position, run.ranks[0], 1, 40) == [*range(16, 31)]
+    assert RunPosition(Steps(), run.ranks[0].batches, {"steps": 40}).at(40) == 40
 
 
 def test_other_batches_count_steps():
     samples = Run(6, 1).samples
     shard = ShardBatches(samples=samples, shard=np.arange(6), batch_size=2, rank=0, seed=0)
-    course = Course(Steps(), shard)
-    assert course.position(7) == 7
-    assert course.batch(3, 2) == 2
+    position = RunPosition(Steps(), shard)
+    assert position.at(7) == 7
+    assert position.batch(3, 2) == 2
 
 
 @pytest.mark.parametrize("ranks", [(0, 1), (0,), (0, 1, 2, 3)])
@@ -103,10 +103,10 @@ def test_the_learning_rate_has_fallen_to_nothing_whoever_came_or_went(ranks):
     if ranks != (0, 1):
         run.change(*ranks)
     one = run.ranks[0]
-    course = Course(Steps(), one.batches, {"steps": 30, "position": 30})
+    position = RunPosition(Steps(), one.batches, {"steps": 30, "position": 30})
     others = [rank for rank in ranks if rank]
     positions = go_through(
-        course, one, 1, 30, between=lambda: [run.ranks[rank].step(1) for rank in others]
+        position, one, 1, 30, between=lambda: [run.ranks[rank].step(1) for rank in others]
     )
     rate = LearningRate(base=0.1)
     factors = [rate.factor(position, steps_per_epoch=30, epochs=2) for position in positions]

@@ -8,8 +8,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+from ._ending import find_living_joiner
 from ._invitation import Invitation
-from ._joined import living_joiner
 from ._layout import RunDir
 
 _POLL_SECONDS = 0.05
@@ -19,7 +19,7 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 @contextmanager
-def take_part(
+def hold_lock(
     run_dir: RunDir, *, first: bool = False, own_store: tuple[str, int] | None = None
 ) -> Iterator[None]:
     """Inside, who would replace the run or go on with it learns that it lives.
@@ -118,7 +118,7 @@ def _refuse_signs_of_life(
                 f"Stop it first; if it is another program that listens there, remove "
                 f"{run_dir.invitation}."
             )
-    if (rank := living_joiner(run_dir)) is not None:
+    if (rank := find_living_joiner(run_dir)) is not None:
         raise ValueError(
             f"the run in {run_dir.path} trains: rank {rank}, which joined it, shows signs of life. "
             "Stop it first."
