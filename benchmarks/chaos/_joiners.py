@@ -15,8 +15,9 @@ from typing import Any, Self
 
 from gossipgrad import data
 from gossipgrad.errors import GossipError
-from gossipgrad.train import JoinConfig, _join_run, join_run
-from gossipgrad.train._join_run import join_main
+from gossipgrad.train import JoinConfig, join_run
+from gossipgrad.train import _join as joining
+from gossipgrad.train._joiner import join_main
 
 from ._inside import Events
 from ._script import Script
@@ -98,7 +99,7 @@ def _join(pipe: Connection, number: int, count: int, folder: Path, subset: Path)
         for stream in (1, 2):
             os.dup2(log.fileno(), stream)
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["gossipgrad.train._join_run", "torch._dynamo", __name__])
+        context.set_forkserver_preload(["gossipgrad.train._join", "torch._dynamo", __name__])
         first = context.Process(target=_nothing)  # waits until the fork server has loaded it all
         first.start()
         first.join()
@@ -115,7 +116,7 @@ def _join(pipe: Connection, number: int, count: int, folder: Path, subset: Path)
 
 def _let_in(number: int, count: int, folder: Path, subset: Path) -> None:
     Events(folder).tell("joins", fault=number)
-    _join_run.join_main = functools.partial(_worker, subset)
+    joining.join_main = functools.partial(_worker, subset)
     data.prepare = lambda *_, **__: None
     try:
         outcome = join_run(JoinConfig(run=folder / "run", nproc=count, quiet=True))

@@ -14,7 +14,7 @@ from support.deaths import QUICK, Rank
 from support.ranks import run_ranks
 from support.replicas import backward, network, sgd
 
-__all__ = ["Newcomer", "Run", "run_open"]
+__all__ = ["Run", "RunJoiner", "run_open"]
 
 
 class _Cut:
@@ -27,7 +27,7 @@ class _Cut:
         self._session._rounds.channel.transport.close()
 
 
-class Newcomer(Rank):
+class RunJoiner(Rank):
     """One that has joined; as a `Rank`, and with its number from the session."""
 
 
@@ -62,7 +62,7 @@ class Run:
 def run_open(
     world_size: int,
     member: Callable[[Rank, Run], Any],
-    newcomer: Callable[[Newcomer, Run], Any],
+    newcomer: Callable[[RunJoiner, Run], Any],
     *,
     newcomers: int = 1,
     heartbeats: gg.Heartbeats = QUICK,
@@ -111,7 +111,7 @@ def run_open(
                 model, made, process_group=private, heartbeats=heartbeats, **settings
             )
         with contextlib.suppress(ScriptedDeathError), session:
-            me = (Newcomer if joins else Rank)(session.rank, session, _Cut(session), train)
+            me = (RunJoiner if joins else Rank)(session.rank, session, _Cut(session), train)
             return (newcomer if joins else member)(me, run)
 
     return run_ranks(world_size + newcomers, main, timeout_seconds)

@@ -11,8 +11,8 @@ from gossipgrad.comm import Group
 from gossipgrad.data import Dataset, DatasetInfo, TensorSamples
 from gossipgrad.train import TrainConfig, config_of_run
 from gossipgrad.train._invitation import Invitation
+from gossipgrad.train._joiner import RunJoiner
 from gossipgrad.train._layout import claim
-from gossipgrad.train._newcomer import Newcomer
 from gossipgrad.train._rank import train_rank
 from gossipgrad.train._resume import reopen
 from gossipgrad.train._versions import versions
@@ -186,7 +186,7 @@ class Run:
 
     def _join(self, leave, emit):
         invited = Invitation.read(self.run_dir)
-        newcomer = Newcomer(invited.address, self.run_dir, stop=leave, emit=emit)
+        newcomer = RunJoiner(invited.address, self.run_dir, stop=leave, emit=emit)
         config = TrainConfig.from_file(self.run_dir.config, same_run=True)
         try:
             return train_rank(
@@ -197,7 +197,7 @@ class Run:
                 world_size=2,
                 stop=leave,
                 emit=emit,
-                newcomer=newcomer,
+                joiner=newcomer,
             )
         finally:
             newcomer.close()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -14,6 +15,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from gossipgrad.train import Job, JobError
+from support.launched import count
+from support.waiting import until
 
 _MODULE = """
 import torch
@@ -104,6 +107,20 @@ def test_a_job_of_the_user_survives_a_kill_and_is_resumed(project: Path):
     assert second["accuracy"] < first["accuracy"]
     assert load_file(project / "run" / "model.safetensors")["layers.0.weight"].shape == (16, 8)
     assert (project / "run" / "report.html").exists()
+
+
+@pytest.mark.process
+def test_a_worker_joins_a_job_of_the_user(project: Path):
+    command = [sys.executable, "-m", "gossipgrad", "train", "--job", "mine.jobs:regression"]
+    options = ["--nproc", "2", "--epochs", "100000", "--out", "run", "--log-every", "1", "--quiet"]
+    with subprocess.Popen([*command, *options], cwd=project) as running:
+        until((project / "run" / "invitation.json").exists, timeout_seconds=100)
+        joining = subprocess.Popen([*command[:4], "--join", "run", "--quiet"], cwd=project)
+        until(lambda: count(project / "run", 2) > 5, timeout_seconds=100)
+        running.send_signal(signal.SIGINT)
+        assert joining.wait(100) == 0
+    assert running.returncode == 128 + signal.SIGINT
+    assert [one["rank"] for one in summary(project / "run")["joined"]] == [2]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from gossipgrad.comm import Membership
 from gossipgrad.launch import Launched
 from gossipgrad.trace import write_report
-from gossipgrad.train import JoinConfig, TrainConfig, _ending, _join_run
+from gossipgrad.train import JoinConfig, TrainConfig, _ending, _join
 from gossipgrad.train._ending import (
     clean_up,
     collect_joined,
@@ -228,10 +228,10 @@ def test_one_of_several_that_left_does_not_keep_the_last_from_it(run_dir, monkey
     failures = ["rank 4 failed: no memory"]
     of = {one.rank: one for one in results}
     invitation = Invitation(address="there", refusal=None, store=None, data="", version="")
-    monkeypatch.setattr(_join_run, "find_run", lambda _: (config, run_dir, invitation))
-    monkeypatch.setattr(_join_run, "launch", lambda *_, **__: Launched(exits={}))
-    monkeypatch.setattr(_join_run, "_ends", lambda *_: (of, failures))
-    outcome = _join_run.join_run(JoinConfig(run=run_dir.path, nproc=2, quiet=True))
+    monkeypatch.setattr(_join, "find_run", lambda _: (config, run_dir, invitation))
+    monkeypatch.setattr(_join, "launch", lambda *_, **__: Launched(exits={}))
+    monkeypatch.setattr(_join, "_ends", lambda *_: (of, failures))
+    outcome = _join.join_run(JoinConfig(run=run_dir.path, nproc=2, quiet=True))
     assert outcome.summary is not None
     assert outcome.failures == failures
     assert outcome.exit_code == 1

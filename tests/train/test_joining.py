@@ -15,7 +15,7 @@ from gossipgrad.decentralized import GossipSession
 from gossipgrad.errors import GossipError
 from gossipgrad.train import JoinConfig, TrainConfig, join_run
 from gossipgrad.train._invitation import Invitation, fingerprint_of, invite, root_of
-from gossipgrad.train._joining import find_run
+from gossipgrad.train._join import find_run
 from gossipgrad.train._layout import RunDir
 from support.jobs import job_on
 

@@ -20,7 +20,7 @@ from gossipgrad.train import (
     TrainConfig,
     World,
     _ending,
-    _join_run,
+    _join,
     _lock,
     _run,
     _worker,
@@ -118,8 +118,8 @@ def test_nor_is_one_that_ranks_train_in_which_joined_it(run_dir, monkeypatch):
 
     invitation = Invitation(address="there", refusal=None, store=None, data="", version="")
     found = going_on(run_dir), run_dir, invitation
-    monkeypatch.setattr(_join_run, "find_run", lambda options: found)
-    monkeypatch.setattr(_join_run, "launch", launch)
+    monkeypatch.setattr(_join, "find_run", lambda options: found)
+    monkeypatch.setattr(_join, "launch", launch)
     with pytest.raises(RunFailedError):
         join_run(JoinConfig(run=run_dir.path, quiet=True))
     assert told == [TAKEN]

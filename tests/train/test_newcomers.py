@@ -13,9 +13,9 @@ import gossipgrad as gg
 from gossipgrad import checkpoint
 from gossipgrad.engine._members import Members
 from gossipgrad.train import GossipConfig
+from gossipgrad.train._joiner import _ASK_SECONDS, RunJoiner
 from gossipgrad.train._layout import claim
 from gossipgrad.train._loop import Loop
-from gossipgrad.train._newcomer import _ASK_SECONDS, Newcomer
 from gossipgrad.train.strategies._gossip_run import Gossip
 from support.launched import count
 from support.newcomers import SAMPLES, Dead, Gated, Run, Slow
@@ -41,7 +41,7 @@ def test_where_one_began_counts_what_the_run_had_done_before_it_was_resumed(tmp_
             self.joined_with = {"strategy": {"ahead": 40}}
 
     monkeypatch.setattr(gg, "join", lambda *_, **__: Joined())
-    with closing(Newcomer("", run_dir, stop=threading.Event(), emit=lambda _: None)) as newcomer:
+    with closing(RunJoiner("", run_dir, stop=threading.Event(), emit=lambda _: None)) as newcomer:
         newcomer.enter(torch.nn.Linear(1, 1), [], {})
     assert json.loads(run_dir.rank_joined(3).read_text()) == {"step": 47}
 
@@ -239,7 +239,7 @@ def test_who_joins_has_a_part_in_an_evaluation_that_is_tried_again(held, session
 @pytest.fixture
 def stopped_before(monkeypatch):
     """Has newcomers wait for the word to stop before their first batch; set as one waits."""
-    waiting, make_loop_state = threading.Event(), Newcomer.make_loop_state
+    waiting, make_loop_state = threading.Event(), RunJoiner.make_loop_state
 
     def late(self, *args):
         place = make_loop_state(self, *args)
@@ -247,7 +247,7 @@ def stopped_before(monkeypatch):
         assert self._stop.wait(60)
         return place
 
-    monkeypatch.setattr(Newcomer, "make_loop_state", late)
+    monkeypatch.setattr(RunJoiner, "make_loop_state", late)
     return waiting
 
 

@@ -4,9 +4,9 @@ from ._config import DEFAULT_LR as DEFAULT_LR
 from ._config import TrainConfig as TrainConfig
 from ._job import Job as Job
 from ._job import JobError as JobError
-from ._join_run import JoinOutcome as JoinOutcome
-from ._join_run import join_run as join_run
-from ._joining import JoinConfig as JoinConfig
+from ._join import JoinConfig as JoinConfig
+from ._join import JoinOutcome as JoinOutcome
+from ._join import join_run as join_run
 from ._progress import show_metric as show_metric
 from ._result import Outcome as Outcome
 from ._result import RunFailedError as RunFailedError

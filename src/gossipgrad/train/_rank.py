@@ -7,6 +7,7 @@ from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save
@@ -29,7 +30,6 @@ from ._loggers import open_loggers
 from ._loop import Loop, RunPosition
 from ._losses import notes_on_shares, record_store_losses
 from ._metrics import Event, Metrics
-from ._newcomer import Newcomer
 from ._optimizers import make_optimizers, make_schedulers, notes_on_muon, set_step
 from ._other_ranks import other_ranks, start_from_consensus
 from ._random_state import seed_rank
@@ -39,6 +39,9 @@ from ._shrinking import shrink, tell
 from ._spans import StepSpans
 from ._tasks import setting_of
 from .strategies import Replica, RunningStrategy
+
+if TYPE_CHECKING:
+    from ._joiner import RunJoiner
 
 
 def train_rank(
@@ -52,7 +55,7 @@ def train_rank(
     emit: Callable[[Event], None],
     groups: Groups | None = None,
     members: Sequence[int] | None = None,
-    newcomer: Newcomer | None = None,
+    joiner: "RunJoiner | None" = None,
 ) -> RankResult:
     """Train one replica to the end or the stop, and leave it in `run_dir` for export.
 
@@ -66,14 +69,14 @@ def train_rank(
         config: The options; `lr` must be filled in.
         job: What to train; its model is.
         run_dir: Where files go.
-        rank: This rank; of a newcomer its number on this machine, until it has a rank.
+        rank: This rank; of a joiner its number on this machine, until it has a rank.
         world_size: How many there are, or were at the start.
         stop: Set from outside to end the run at the next step boundary.
         emit: Takes events for whoever watches: "ready", "progress", "members", "epoch",
             "checkpoint".
         groups: Private groups of the ranks that came to the start, by name.
         members: These ranks, rising; None: all.
-        newcomer: Joins the run, which trains already; None: takes part from its start.
+        joiner: Joins the run, which trains already; None: takes part from its start.
 
     Returns:
         The figures of this rank.
@@ -93,16 +96,16 @@ def train_rank(
     threads = config.batch_threads
     with ExitStack() as unstarted:  # a start that comes to no step leaves, and may be tried again
         session = None
-        if newcomer is not None:
+        if joiner is not None:
             settings = config.traits.session_settings(
                 config.strategy_options, setting_of(config, job, world_size)
             )
-            session = newcomer.enter(model, optimizers, settings)
+            session = joiner.enter(model, optimizers, settings)
             unstarted.callback(session.close)
             rank = session.rank
         # Equal weights at the start, but dropout masks of its own.
         seed_rank(config.seed, rank)
-        share = rank if newcomer is None else 0  # no share is a newcomer's, but parts of all
+        share = rank if joiner is None else 0  # no share is a joiner's, but parts of all
         batches = make_batches(
             config, job.train_samples(), rank=share, world_size=world_size, groups=groups
         )
@@ -143,14 +146,14 @@ def train_rank(
             spans=spans,
             groups=groups,
             session=session,
-            joiner=newcomer,
+            joiner=joiner,
         )
         setting = setting_of(config, job, world_size, total_steps=total_steps)
         strategy = config.traits.build(replica, setting, config.strategy_options)
         unstarted.callback(strategy.close)
         batches = deal_anew(config, batches, strategy.session)
-        if newcomer is not None and isinstance(batches, ElasticBatches):
-            loop_state = newcomer.make_loop_state(strategy, batches)
+        if joiner is not None and isinstance(batches, ElasticBatches):
+            loop_state = joiner.make_loop_state(strategy, batches)
         schedulers = make_schedulers(
             config.learning_rate, optimizers, steps_per_epoch=len(batches), epochs=config.epochs
         )
@@ -166,12 +169,12 @@ def train_rank(
             device=device,
             emit=emit,
         )
-        if newcomer is None and loop_state is not None:
+        if joiner is None and loop_state is not None:
             strategy.load_former_states(loop_state.metrics["steps"], former)
         elif config.resume is not None:
             loop_state = checkpoints.resume()
         former = []
-        checkpoints.begin(loop_state, None if newcomer is None else newcomer.carried["checkpoints"])
+        checkpoints.begin(loop_state, None if joiner is None else joiner.carried["checkpoints"])
         resumed = None if loop_state is None else loop_state.metrics
         position = RunPosition(strategy, batches, resumed)
         if resumed is not None:
@@ -241,12 +244,12 @@ def train_rank(
         batches.close()
         shuffle = batches.stats()
     # A run that is over, and did not wait, takes no model of one that joined any more.
-    with nullcontext() if newcomer is None else suppress(FileNotFoundError):
+    with nullcontext() if joiner is None else suppress(FileNotFoundError):
         write_model(run_dir, rank, final.weights)
         spans.save(run_dir.rank_trace(rank))
     return RankResult(
         rank=rank,
-        steps=metrics.steps - (0 if newcomer is None else newcomer.begun_step),
+        steps=metrics.steps - (0 if joiner is None else joiner.begun_step),
         epochs=metrics.epochs,
         samples=metrics.samples,
         seconds=seconds,

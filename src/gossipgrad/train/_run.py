@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import sys
 import time
 from collections.abc import Sequence
 
@@ -27,6 +28,7 @@ _OVER_SECONDS = 10.0
 # For those who joined to put a run together whose other ranks are gone.
 _SUMMARY_SECONDS = 20.0
 _POLL_SECONDS = 0.1
+_SHOW_CURSOR = "\x1b[?25h"
 
 
 def run(config: TrainConfig, *, show_config: bool = False) -> Outcome:
@@ -97,6 +99,9 @@ class _Launcher:
             except BaseException:
                 clean_up(self._run_dir)
                 raise
+            finally:
+                if sys.stdout.isatty() and not self._config.quiet:
+                    print(_SHOW_CURSOR, end="", flush=True)  # a killed worker may have hidden it
 
     def _supervise(self, workers: Sequence[Worker]) -> None:
         """End workers that nobody can wait for any more."""

@@ -1,12 +1,15 @@
-"""A worker that joins a run under way: how it comes in, and how it learns that the run stops."""
+"""A worker that joins a run under way: how it comes in, trains, leaves, and hands in."""
 
 import contextlib
 import json
 import math
 import os
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +21,19 @@ import gossipgrad as gg
 from gossipgrad.data import ElasticBatches
 
 from ._checkpoints import LoopState
-from ._ending import MAILBOX
-from ._invitation import root_of
+from ._config import TrainConfig
+from ._ending import MAILBOX, Ending
+from ._files import write_errors
+from ._invitation import Invitation, fingerprint_of, root_of
 from ._layout import RunDir
 from ._metrics import Event
+from ._progress import make_progress
+from ._rank import train_rank
+from ._result import RankResult, short_cause
+from ._signals import Stops, end_at_once, hear_stops
+from ._tasks import load_job
+from ._worker import silence
+from ._world import find_world, open_store
 from .strategies import RunningStrategy
 from .strategies._stopping import StopFlag
 
@@ -30,7 +42,7 @@ _LOOK_SECONDS = 0.5
 _ASK_SECONDS = 0.1
 
 
-class Newcomer:
+class RunJoiner:
     """Joins a run, and is told to stop with it, or to leave it before.
 
     While it trains it shows signs of life in the folder of the run, for whoever puts the run
@@ -112,7 +124,7 @@ class Newcomer:
         self._thread = threading.Thread(
             target=self._look,
             args=(StopFlag(session.group.store), marker),
-            name="gossipgrad-newcomer",
+            name="gossipgrad-joiner",
             daemon=True,
         )
         self._thread.start()
@@ -172,3 +184,104 @@ class Newcomer:
                     self._called = True
                     self._stop.set()
         word.close()
+
+
+def join_main() -> int:
+    """Body of a worker that joins a run, as the launcher has left it in the store; never returns.
+
+    A signal has it leave the run at the next step, in order; before it has joined, and a second
+    time, it ends it.
+    """
+    world = find_world(os.environ)
+    assert world is not None, "the launcher sets RANK and WORLD_SIZE"
+    silence(world)
+    store = open_store(world.rank, world.world_size)
+    told = json.loads(store.get("join"))
+    place = told["invitation"].pop("store")
+    invitation = Invitation(**told["invitation"], store=None if place is None else tuple(place))
+    joiner = _JoinWorker(TrainConfig.from_json(told["config"]), invitation, number=world.rank)
+    with hear_stops(joiner.on_stop):
+        end = joiner.run()
+    store.set(f"end{world.rank}", json.dumps(end))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # A broken process group may hang in its own teardown.
+    os._exit(int("cause" in end))
+
+
+class _JoinWorker:
+    """A worker that joins."""
+
+    def __init__(self, config: TrainConfig, invitation: Invitation, *, number: int) -> None:
+        assert config.out is not None
+        self._config, self._run_dir = config, RunDir(config.out)
+        self._invitation, self._number = invitation, number
+        self._progress = make_progress(config, 1)
+        self._stop = threading.Event()
+        self._rank: int | None = None
+
+    def on_stop(self, stops: Stops) -> None:
+        """Take a signal."""
+        if self._rank is None or stops.insisted:
+            end_at_once(stops)
+        self._progress.notice("leaving the run, which goes on; once more to end at once")
+        self._stop.set()
+
+    def run(self) -> dict[str, Any]:
+        """Join, train and hand in; gives the result, or the cause why there is none."""
+        try:
+            result = self._train()
+        except Exception as error:
+            rank = self._rank
+            where = self._run_dir.join_errors(os.getpid())
+            where = where if rank is None else self._run_dir.errors(rank)
+            write_errors(where, traceback.format_exc())
+            return {"cause": f"failed: {short_cause(error)}", "rank": rank, "trace": str(where)}
+        finally:
+            self._progress.close()
+        return {"result": result.to_json(), "rank": self._rank}
+
+    def _emit(self, event: Event) -> None:
+        event.pop("living", None)
+        if event["event"] == "joined":
+            self._rank = event["rank"]
+            self._progress.notice(
+                f"joined as rank {event['rank']}, with the weights of rank {event['from_rank']}"
+            )
+        if self._number == 0 or event["event"] == "checkpoint":
+            self._progress.take(0, event)
+
+    def _train(self) -> RankResult:
+        config, run_dir, invitation = self._config, self._run_dir, self._invitation
+        job = load_job(config)
+        if fingerprint_of(job) != invitation.data:
+            what = f"job {config.job}" if config.job else f"data set {config.data}"
+            raise ValueError(
+                f"the {what} is another here than where the run was started: its model, or the "
+                "number or the labels of its samples. Put the same here; --data-dir names another "
+                "folder of data sets."
+            )
+        assert invitation.address is not None
+        assert config.nproc is not None
+        joiner = RunJoiner(invitation.address, run_dir, stop=self._stop, emit=self._emit)
+        with closing(joiner):
+            try:
+                result = train_rank(
+                    config,
+                    job,
+                    run_dir,
+                    rank=self._number,
+                    world_size=config.nproc,
+                    stop=self._stop,
+                    emit=self._emit,
+                    joiner=joiner,
+                )
+            except Exception as error:
+                self._hand_in(joiner.mailbox, {"cause": f"failed: {short_cause(error)}"})
+                raise
+            self._hand_in(joiner.mailbox, {"result": result.to_json()})
+            return result
+
+    def _hand_in(self, mailbox: dist.Store | None, content: dict[str, Any]) -> None:
+        if mailbox is not None and self._rank is not None:
+            Ending(self._run_dir, mailbox, self._rank, self._config.nproc or 1).hand_in(content)

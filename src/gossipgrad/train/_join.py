@@ -1,38 +1,157 @@
-"""Joining a run under way: one call, some workers of this machine."""
+"""Joining a run under way: whether it can be joined, and starting the workers that do."""
 
+import dataclasses
 import json
-import os
-import sys
-import threading
 import time
-import traceback
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 
+from gossipgrad import checkpoint, data
+from gossipgrad.comm import check_secret
 from gossipgrad.launch import Launched, Rendezvous, Worker, launch
 
 from ._config import TrainConfig
-from ._ending import Ending, put_together_orphan
-from ._files import write_errors
-from ._invitation import Invitation, fingerprint_of
-from ._joining import JoinConfig, find_run
+from ._device import check_device
+from ._ending import put_together_orphan
+from ._invitation import Invitation
+from ._joiner import join_main
 from ._layout import RunDir
 from ._lock import hold_lock
-from ._metrics import Event
-from ._newcomer import Newcomer
-from ._progress import make_progress
-from ._rank import train_rank
-from ._result import RankResult, RunFailedError, after_checks, exit_code_of, short_cause
+from ._options import check_at_least, check_fields, make_plain
+from ._result import RankResult, RunFailedError, after_checks, exit_code_of
 from ._run import Timer, start_fork_server
-from ._signals import Stops, end_at_once, hear_stops
-from ._tasks import load_job
-from ._worker import silence
-from ._world import find_world, open_store
+from .strategies import STRATEGIES
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JoinConfig:
+    """Which run to join, and what is this machine's own; all else is the run's.
+
+    Attributes:
+        run: The folder of the run.
+        nproc: Workers to start here.
+        device: Where they train; None: as the run says.
+        data_dir: Folder of data sets here; None: as the run says.
+        threads: Threads of compute of each; None: as the run says.
+        quiet: Show no progress.
+    """
+
+    run: Path
+    nproc: int = 1
+    device: Literal["cpu", "cuda", "auto"] | None = None
+    data_dir: Path | None = None
+    threads: int | None = None
+    quiet: bool = False
+
+    def __post_init__(self) -> None:
+        make_plain(self)
+        check_fields(self)
+        check_at_least(self, 1, "nproc", "threads")
+
+
+def find_run(options: JoinConfig) -> tuple[TrainConfig, RunDir, Invitation]:
+    """The run to join, as its workers here train in it, and its invitation; gets its data ready.
+
+    Raises:
+        ValueError: It cannot be joined, or not from here.
+        GossipError: The data set is missing and could not be fetched.
+    """
+    run_dir = RunDir(options.run)
+    _check_is_run(run_dir)
+    invitation = Invitation.read(run_dir)
+    if invitation is not None and invitation.version != version("gossipgrad"):
+        raise ValueError(
+            f"the run in {run_dir.path} is one of gossipgrad {invitation.version}, and here is "
+            f"{version('gossipgrad')}: install the same."
+        )
+    config = _config_of(options, run_dir)
+    _check_can_grow(config, run_dir)
+    if invitation is None:
+        raise ValueError(f"the run in {run_dir.path} {_why_not_invited(run_dir)}")
+    if invitation.address is None:
+        raise ValueError(f"the run in {run_dir.path} cannot be joined: {invitation.refusal}")
+    check_secret(None)
+    check_device(config)
+    _knock(invitation, run_dir)
+    if config.job is None:
+        data.prepare(config.data, config.data_dir)
+    return config, run_dir, invitation
+
+
+def _check_is_run(run_dir: RunDir) -> None:
+    if not run_dir.config.exists():
+        what = "holds no run" if run_dir.path.is_dir() else "is no folder"
+        raise ValueError(
+            f"{run_dir.path} {what}: name the folder that a run which is training writes to, its "
+            "--out."
+        )
+
+
+def _config_of(options: JoinConfig, run_dir: RunDir) -> TrainConfig:
+    config = TrainConfig.from_file(run_dir.config, same_run=True)
+    own = {name: getattr(options, name) for name in ("device", "data_dir", "threads")}
+    config = dataclasses.replace(
+        config,
+        **{name: value for name, value in own.items() if value is not None},
+        quiet=options.quiet,
+        wandb=None,
+        trace=0,  # of steps near the start of the run
+    )
+    return config.resolved(nproc=config.nproc or 1, out=run_dir.path)
+
+
+def _check_can_grow(config: TrainConfig, run_dir: RunDir) -> None:
+    if not config.traits.can_grow:
+        can = " or ".join(one.name for one in STRATEGIES.values() if one.can_grow)
+        raise ValueError(
+            f"the run in {run_dir.path} has strategy {config.strategy}, and its ranks are those it "
+            f"was started with: only runs of strategy {can} can be joined."
+        )
+    if config.shuffle != "global":
+        has = "moves around a ring of" if config.shuffle == "ring" else "belongs to one of"
+        raise ValueError(
+            f"the run in {run_dir.path} has shuffle {config.shuffle}: every sample {has} the ranks "
+            "that were there at the start, and there is none for another. Only runs with --shuffle "
+            "global can be joined."
+        )
+
+
+def _why_not_invited(run_dir: RunDir) -> str:
+    if run_dir.partial.exists():
+        return (
+            "is not training: it starts or ends just now, or was killed. If it starts, try again "
+            f"when it has told of its first epoch; after a kill {_begin_again(run_dir)}"
+        )
+    if run_dir.summary.exists():
+        return f"is over: {_begin_again(run_dir)}"
+    return f"has failed, or was stopped before it began: {_begin_again(run_dir)}"
+
+
+def _begin_again(run_dir: RunDir) -> str:
+    if checkpoint.steps(run_dir.checkpoints):
+        return f"go on with it by `gossipgrad train --resume {run_dir.path}`."
+    return f"begin another like it by `gossipgrad train --config {run_dir.config}`."
+
+
+def _knock(invitation: Invitation, run_dir: RunDir) -> None:
+    """Refuse a run whose store does not answer, before workers have loaded anything."""
+    if invitation.store is None:
+        return
+    host, port = invitation.store
+    try:
+        invitation.knock()
+    except OSError as error:
+        raise ValueError(
+            f"nobody listens at {host}:{port}, where the run in {run_dir.path} has its store "
+            f"({error.strerror or error}): it was killed, or is out of reach from this machine. If "
+            f"it was killed, {_begin_again(run_dir)}"
+        ) from error
+
 
 _POLL_SECONDS = 0.1
 # For whoever puts the run together, when the last rank here has handed in.
@@ -130,107 +249,6 @@ def join_run(options: JoinConfig) -> JoinOutcome:
         summary=summary,
         failures=failures,
     )
-
-
-def join_main() -> int:
-    """Body of a worker that joins a run, as the launcher has left it in the store; never returns.
-
-    A signal has it leave the run at the next step, in order; before it has joined, and a second
-    time, it ends it.
-    """
-    world = find_world(os.environ)
-    assert world is not None, "the launcher sets RANK and WORLD_SIZE"
-    silence(world)
-    store = open_store(world.rank, world.world_size)
-    told = json.loads(store.get("join"))
-    place = told["invitation"].pop("store")
-    invitation = Invitation(**told["invitation"], store=None if place is None else tuple(place))
-    joiner = _Joiner(TrainConfig.from_json(told["config"]), invitation, number=world.rank)
-    with hear_stops(joiner.on_stop):
-        end = joiner.run()
-    store.set(f"end{world.rank}", json.dumps(end))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # A broken process group may hang in its own teardown.
-    os._exit(int("cause" in end))
-
-
-class _Joiner:
-    """A worker that joins."""
-
-    def __init__(self, config: TrainConfig, invitation: Invitation, *, number: int) -> None:
-        assert config.out is not None
-        self._config, self._run_dir = config, RunDir(config.out)
-        self._invitation, self._number = invitation, number
-        self._progress = make_progress(config, 1)
-        self._stop = threading.Event()
-        self._rank: int | None = None
-
-    def on_stop(self, stops: Stops) -> None:
-        """Take a signal."""
-        if self._rank is None or stops.insisted:
-            end_at_once(stops)
-        self._progress.notice("leaving the run, which goes on; once more to end at once")
-        self._stop.set()
-
-    def run(self) -> dict[str, Any]:
-        """Join, train and hand in; gives the result, or the cause why there is none."""
-        try:
-            result = self._train()
-        except Exception as error:
-            rank = self._rank
-            where = self._run_dir.join_errors(os.getpid())
-            where = where if rank is None else self._run_dir.errors(rank)
-            write_errors(where, traceback.format_exc())
-            return {"cause": f"failed: {short_cause(error)}", "rank": rank, "trace": str(where)}
-        finally:
-            self._progress.close()
-        return {"result": result.to_json(), "rank": self._rank}
-
-    def _emit(self, event: Event) -> None:
-        event.pop("living", None)
-        if event["event"] == "joined":
-            self._rank = event["rank"]
-            self._progress.notice(
-                f"joined as rank {event['rank']}, with the weights of rank {event['from_rank']}"
-            )
-        if self._number == 0 or event["event"] == "checkpoint":
-            self._progress.take(0, event)
-
-    def _train(self) -> RankResult:
-        config, run_dir, invitation = self._config, self._run_dir, self._invitation
-        job = load_job(config)
-        if fingerprint_of(job) != invitation.data:
-            what = f"job {config.job}" if config.job else f"data set {config.data}"
-            raise ValueError(
-                f"the {what} is another here than where the run was started: its model, or the "
-                "number or the labels of its samples. Put the same here; --data-dir names another "
-                "folder of data sets."
-            )
-        assert invitation.address is not None
-        assert config.nproc is not None
-        newcomer = Newcomer(invitation.address, run_dir, stop=self._stop, emit=self._emit)
-        with closing(newcomer):
-            try:
-                result = train_rank(
-                    config,
-                    job,
-                    run_dir,
-                    rank=self._number,
-                    world_size=config.nproc,
-                    stop=self._stop,
-                    emit=self._emit,
-                    newcomer=newcomer,
-                )
-            except Exception as error:
-                self._hand_in(newcomer.mailbox, {"cause": f"failed: {short_cause(error)}"})
-                raise
-            self._hand_in(newcomer.mailbox, {"result": result.to_json()})
-            return result
-
-    def _hand_in(self, mailbox: dist.Store | None, content: dict[str, Any]) -> None:
-        if mailbox is not None and self._rank is not None:
-            Ending(self._run_dir, mailbox, self._rank, self._config.nproc or 1).hand_in(content)
 
 
 class _Supervisor:
