@@ -1,13 +1,14 @@
 """What every benchmark writes down beside its figures, and the cells that it keeps."""
 
 import json
+import re
 import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gossipgrad.train._summary import machine, versions, write_json
+from gossipgrad.train._summary import machine, versions
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -16,6 +17,19 @@ def made_by(name: str, *, module: str | None = None) -> dict:
     """Command and versions of this run, for figures that stand beside those of others."""
     command = f"python -m benchmarks.{module or name} {shlex.join(sys.argv[1:])}".strip()
     return {"command": command, "versions": versions()}
+
+
+def write_json(path: Path, value: object) -> None:
+    """Writes JSON, whole or not at all, with a list of numbers or words in one line."""
+    text = json.dumps(value, indent=1)
+    flat = re.sub(
+        r"\[\n\s+([^\[\]{}]*?)\n\s*\]",
+        lambda found: "[" + re.sub(r",\n\s+", ", ", found[1]) + "]",
+        text,
+    )
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(flat + "\n", encoding="utf-8")
+    partial.replace(path)
 
 
 def write(

@@ -2,6 +2,7 @@
 
 import sys
 from importlib.metadata import version as installed_version
+from importlib.util import find_spec
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -41,6 +42,11 @@ autodoc_default_options = {"members": True}
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
+autodoc_mock_imports = [
+    name
+    for name in ("accelerate", "lightning", "torchtitan", "transformers")
+    if not find_spec(name)
+]
 napoleon_use_ivar = True
 napoleon_use_rtype = False
 python_maximum_signature_line_length = 88

@@ -17,10 +17,10 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks._common import RESULTS
+from benchmarks._common import RESULTS, write_json
 from benchmarks._ends import ends_as_ctrl_c
 from benchmarks.netlab import NetlabError
-from gossipgrad.train._summary import machine, versions, write_json
+from gossipgrad.train._summary import machine, versions
 
 from ._cells import Cells
 from ._grid import GRIDS

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from gossipgrad.train._summary import write_json
+from benchmarks._common import write_json
 
 from ._grid import Budget, Grid
 from ._kinds import ALONE, BARE, CONTESTANTS, kind_of, label

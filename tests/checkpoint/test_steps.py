@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gossipgrad import checkpoint
-from gossipgrad.checkpoint import _layout, _removing, _save
+from gossipgrad.checkpoint import _save
 from support.trees import assert_same, replica
 
 
@@ -129,16 +129,6 @@ def test_all_folders_that_are_made_have_their_names_on_the_disk(tmp_path, monkey
     }
 
 
-def test_a_save_reads_few_manifests_however_many_there_are(tmp_path, monkeypatch):
-    save_all(tmp_path, *range(20), world_size=1)
-    read = []
-    for module in (_layout, _removing):
-        original = module.read_manifest
-        monkeypatch.setattr(module, "read_manifest", lambda p, o=original: read.append(p) or o(p))
-    save(tmp_path, 0, 20, world_size=1)
-    assert len(read) <= 2
-
-
 def test_parts_of_unlike_starts_make_no_checkpoint(tmp_path):
     save(tmp_path, 0, 1, attempt="a")
     save(tmp_path, 1, 1, attempt="b")
@@ -158,21 +148,6 @@ def test_two_processes_that_are_one_rank_are_told(tmp_path):
     with pytest.raises(ValueError, match=r"rank 0 has committed step 1 .* each saves into a direc"):
         checkpoint.save(tmp_path, replica(7), rank=0, world_size=2, step=1, attempt="a")
     assert_same(checkpoint.load(tmp_path, rank=0, step=1), replica(10))
-
-
-def test_two_processes_that_are_one_rank_at_once_spoil_nothing(tmp_path, monkeypatch):
-    """The second takes what the first has written so far for left over, and commits."""
-
-    def meanwhile(tensors, told, chunks=_save.tensor_chunks):
-        yield from chunks(tensors, told)
-        with monkeypatch.context() as patch:
-            patch.setattr(_save, "tensor_chunks", chunks)
-            checkpoint.save(tmp_path, replica(7), rank=0, world_size=1, step=1)
-
-    monkeypatch.setattr(_save, "tensor_chunks", meanwhile)
-    with pytest.raises(OSError, match=r"another process saves as the same rank|File exists"):
-        save(tmp_path, 0, 1, world_size=1)
-    assert_same(checkpoint.load(tmp_path, rank=0), replica(7))
 
 
 def test_only_so_many_are_kept_and_none_before_a_newer_one_is_complete(tmp_path):

@@ -1,10 +1,12 @@
 """Samples that are dealt anew when ranks come or go: none is lost, and repeats are bounded."""
 
+import gc
 import logging
 import random
 import threading
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -152,17 +154,22 @@ def test_ranks_that_hear_late_lose_nothing():
     check_whole(run, 0, 400)
 
 
-def test_what_a_dead_rank_left_of_an_epoch_is_used_in_the_next():
-    """The others had come to the end of theirs when it died."""
+@pytest.mark.parametrize("later", [1, 2])
+def test_what_a_dead_rank_left_of_an_epoch_is_used_in_the_next(later):
+    """The others had come to the end of theirs when it died, or when they heard of it."""
     run = Run(120, 3)
     run.in_turn(0, 1, 2, epoch=0, steps=7)
-    run.in_turn(0, 1, epoch=0)
+    for epoch in range(later):
+        run.in_turn(0, 1, epoch=epoch)
     assert len(run.times(0)) == 120 - 20 * 2 + 7 * 2
     run.change(0, 1)
     time.sleep(0.3)
-    run.in_turn(0, 1, epoch=1)
-    check_whole(run, 0, 120)
-    assert len(run.times(1)) == 120
+    run.in_turn(0, 1, epoch=later)
+    assert len(run.times(later)) == 120
+    for epoch in range(later + 1):
+        assert len(run.times(epoch)) == 120
+    repeated = sum(run.times(epoch).total() - 120 for epoch in range(later + 1))
+    assert repeated <= run.total("samples_used_twice_at_most")
 
 
 def test_what_nobody_trains_on_any_more_is_counted():
@@ -353,6 +360,19 @@ def test_deals_are_made_again_when_the_store_answers_again():
     run.in_turn(0, 1, 2, epoch=0)
     check_whole(run, 0, 240)
     assert run.times(0, 2)
+
+
+def test_batches_that_nobody_closes_leave_no_thread():
+    run = Run(60, 1)
+    member = SimpleNamespace(rank=0, membership=run.membership)
+    before = {*threading.enumerate()}
+    batches = ElasticBatches(samples=run.samples, member=member, store=run.store, **run.settings)
+    next(batches.epoch(0))
+    (thread,) = {*threading.enumerate()} - before
+    del batches
+    gc.collect()
+    thread.join(30)
+    assert not thread.is_alive()
 
 
 def test_what_others_keep_in_the_store_is_named():

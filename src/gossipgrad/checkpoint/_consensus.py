@@ -30,8 +30,8 @@ def consensus(
 ) -> dict[str, Tensor]:
     """The mean over ranks of what they have saved: the model that a run has trained.
 
-    Local, for one process that sees the parts of all ranks. They are read one after another; held
-    are the weights of one, and their sum in 64 bits.
+    Local, for one process that sees the parts of all ranks. They are read one after another: memory
+    holds the weights of one, and their sum in 64 bits.
 
     Args:
         directory: Where checkpoints lie.

@@ -145,7 +145,7 @@ def newest(directory: Path, run: str | None) -> Manifest:
 
     Raises:
         ValueError: There is none, or a newer one has a manifest that cannot be read: it may have
-            been complete, and whoever goes back behind it is to know.
+            been complete, so that going back behind it must be a decision.
     """
     found = all_steps(directory)
     for one in reversed(found):
@@ -252,7 +252,9 @@ def own_steps(directory: Path, rank: int, *, since: int = 0) -> dict[int, Manife
         except ValueError as error:
             own[step] = str(error)
         else:
-            own[step] = read if (read.rank, read.step) == (rank, step) else "of another place"
+            own[step] = (
+                read if (read.rank, read.step) == (rank, step) else "of another rank or step"
+            )
     return own
 
 

@@ -83,7 +83,7 @@ class Manifest:
 
 
 def impossible_rank(rank: int, world_size: int) -> str:
-    """What is said of a rank that cannot be."""
+    """The message for a rank that cannot be."""
     return f"rank {rank} of world_size {world_size} cannot be: ranks count from 0 to world_size - 1"
 
 

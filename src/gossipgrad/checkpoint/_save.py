@@ -37,10 +37,10 @@ def save(
 
     What a rank knows of the others is what it sees in `directory`. Where all share it, with `keep`
     a rank removes its own part of a step once `keep` newer ones are complete on all ranks, so the
-    last complete one stays, whoever dies or fails to save. Where they do not (`shared=False`), a
-    rank sees its own parts alone, and keeps the last `keep` of those: if another one fails to save
-    as often in a row, there may be no step that both still have. Files of a rank that is no member
-    any more are never removed.
+    last complete one stays, whichever rank dies or fails to save. Where they do not
+    (`shared=False`), a rank sees its own parts alone, and keeps the last `keep` of those: if
+    another fails to save as often in a row, there may be no step that both still have. Files of a
+    rank that is no member any more are never removed.
 
     Args:
         directory: Where checkpoints lie; made if it is not there.
@@ -52,8 +52,8 @@ def save(
         world_size: How many ranks there were at the start.
         step: Steps done, the same on all ranks for what belongs together.
         run: Names the run, the same for all ranks and starts: a directory holds those of one.
-        attempt: Names this start of the run, the same on all ranks, such as a number drawn by one
-            and told to all: parts that were saved before and after a resume never make one
+        attempt: Names this start of the run, the same on all ranks, such as a number that one draws
+            and broadcasts: parts that were saved before and after a resume never make one
             checkpoint. Empty: the caller takes care, with `rewind`.
         members: Ranks that live, ascending, those who joined with numbers from `world_size` on;
             None: all of `range(world_size)`. Ranks that name other members (one is given up
@@ -65,7 +65,7 @@ def save(
         The folder of this rank.
 
     Raises:
-        ValueError: `state` holds something that cannot be written, with its place in the tree;
+        ValueError: `state` holds something that cannot be written, with its path in the tree;
             an argument cannot be; or `directory` holds checkpoints of another run, or newer
             complete ones. Nothing is written.
         OSError: The disk is full, or what else keeps files from being written. What was committed
@@ -84,7 +84,7 @@ def save(
     part = part_of(rank, world_size, step, run=run, attempt=attempt, members=members)
     written = commit(Path(directory), encode(state), part, keep=keep, shared=shared)
     if written.left:
-        warnings.warn(f"{told_of_left(written)}.", stacklevel=2)
+        warnings.warn(f"{describe_left(written)}.", stacklevel=2)
     return written.folder
 
 
@@ -100,8 +100,8 @@ class Written:
     size_bytes: int
 
 
-def told_of_left(written: Written) -> str:
-    """What is said of that, without a full stop."""
+def describe_left(written: Written) -> str:
+    """The message about what went wrong beside it, without a full stop."""
     more = f" and {len(written.left) - 1} more" if len(written.left) > 1 else ""
     return (
         f"a checkpoint is saved in {written.folder}, but not all went well beside it: "
@@ -187,7 +187,7 @@ def _tidied(
     keep: int | None,
     shared: bool,
 ) -> Written:
-    """What is committed stays so: from here on errors are told, and end nothing."""
+    """What is committed stays so: from here on errors are warnings."""
     folder = folder_of(directory, done.step, done.rank)
     waiting: list[int] = []
     try:

@@ -1,4 +1,4 @@
-"""Saves in the background: training is held up for a copy in memory, and for nothing else."""
+"""Saves in the background: training waits for a copy in memory, and for nothing else."""
 
 import atexit
 import threading
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ._manifest import Manifest
 from ._removing import refuse_foreign
-from ._save import Written, check_keep, commit, part_of, told_of_left
+from ._save import Written, check_keep, commit, describe_left, part_of
 from ._tree import Encoded, encode
 
 # Own steps beyond `keep` that wait for other ranks, before that is worth a word.
@@ -37,13 +37,13 @@ class SaverStats:
     last_step: int | None
     """Of the last state that is on the disk."""
     held_seconds: float
-    """How long `save` held the caller up, in all."""
+    """How long the caller waited in `save`, in all."""
     write_seconds: float
     """How long writing took in the background, in all."""
     size_bytes: int
     """Of the last state on the disk."""
     buffer_bytes: int
-    """Memory held for copies."""
+    """Memory of the copies."""
 
 
 class Saver:
@@ -51,7 +51,7 @@ class Saver:
 
     `save` copies the tensors into memory that is used again and again, one state large, and
     returns; writing, and waiting for the disk, is the thread's. At most one state is written at a
-    time: while a disk is slow, states are skipped and counted rather than training held up. Errors
+    time: while a disk is slow, states are skipped and counted rather than awaited. Errors
     of the disk end nothing: the checkpoint before stays, a warning says so once, `error` and
     `stats()` at any time, and the next `save` tries again. What keeps old ones from being removed
     is a warning alone. Local, and committed as `save` of this
@@ -177,7 +177,7 @@ class Saver:
         if self._error is not None:
             self._say(
                 "error",
-                f"a checkpoint could not be saved into {self.directory}: {_told(self._error)}. "
+                f"a checkpoint could not be saved into {self.directory}: {_describe(self._error)}. "
                 "Training goes on, and the checkpoint before stays. (Said once; stats() counts.)",
             )
         return self._write is None
@@ -280,7 +280,7 @@ class Saver:
             size_bytes=write.written.size_bytes,
         )
         if write.written.left:
-            self._say("left", f"{told_of_left(write.written)}. (Said once.)")
+            self._say("left", f"{describe_left(write.written)}. (Said once.)")
         waiting = write.written.waiting
         if self._shared and len(waiting) >= (self._keep or 0) + _MANY_WAITING:
             self._say(
@@ -302,7 +302,7 @@ class Saver:
             self._tell(text)
 
 
-def _told(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 

@@ -55,7 +55,7 @@ def encode(state: object) -> Encoded:
     """Take a state apart. Plain values are copied, tensors are not.
 
     Raises:
-        ValueError: Something in it cannot be written; with its place, its type and the way out.
+        ValueError: Something in it cannot be written; with its path, its type and the way out.
     """
     walk = _Encoder()
     return Encoded(tree=walk.value(state, ()), tensors=walk.tensors)

@@ -59,7 +59,7 @@ def find_cifar10(data_dir: Path | None = None) -> Path:
 
     Raises:
         GossipError: The archive could not be fetched or unpacked, or is not the right one.
-        ValueError: An archive in place is not the right one.
+        ValueError: An archive in the folder is not the right one.
     """
     names = (*TRAIN_FILES, TEST_FILE)
     folders = data_folders(INFO.name, data_dir)
@@ -86,7 +86,7 @@ def load_cifar10(data_dir: Path | None = None) -> Dataset:
 
     Raises:
         GossipError: A file is missing and could not be fetched.
-        ValueError: A file in place is damaged; the message names it.
+        ValueError: A file is damaged; the message names it.
     """
     folder = find_cifar10(data_dir)
     batches = [read_batch(folder / name) for name in TRAIN_FILES]

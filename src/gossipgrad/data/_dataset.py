@@ -139,13 +139,13 @@ class Dataset:
 
     def __post_init__(self) -> None:
         name, num_classes = self.info.name, self.info.num_classes
-        for part, samples, told in (
+        for part, samples, size in (
             ("train", self.train, self.info.train_samples),
             ("test", self.test, self.info.test_samples),
         ):
-            if len(samples) != told:
+            if len(samples) != size:
                 raise ValueError(
-                    f"{name}: {len(samples)} {part} samples, but its info says {told}."
+                    f"{name}: {len(samples)} {part} samples, but its info says {size}."
                 )
             labels = samples.labels
             if labels is None or not len(labels):

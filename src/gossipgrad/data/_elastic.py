@@ -1,5 +1,6 @@
 """Batches of samples that are dealt anew when ranks come or go."""
 
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ class ElasticStats:
 
 
 class ElasticBatches:
-    """Batches of an epoch that all ranks share, whoever comes or goes meanwhile.
+    """Batches of an epoch that all ranks share, also when ranks come or go meanwhile.
 
     For as long as those ranks live that began, they are those of `ShardedBatches`, bit for bit.
     When a rank is lost, leaves or joins, what is left of the epoch is dealt anew among the living,
@@ -63,13 +64,14 @@ class ElasticBatches:
     rank reports what it has trained on in the background, at least every half chunk. Of a dead rank
     at most one chunk is unknown, and used twice. A rank gives away the end of its part alone; what
     it had trained on there before it heard is used twice as well (`samples_used_twice_at_most` has
-    both). What is known to be left of an epoch only after its end is trained on in the next.
+    both). What is known to be left of an epoch only after its end is trained on in the next, or in
+    the one after that.
 
     When the store does not answer, batches wait for it for `patience_seconds`, once; then ranks go
     on with what they have been dealt, and new deals are made when it answers. What ranks that came
     or went meanwhile had to do with may then be used twice, or not at all.
 
-    Ranks come to the end of an epoch with unequal numbers of batches once any came or went. Go
+    Ranks make unequal numbers of batches in an epoch once any came or went. Go
     through each epoch once, in rising order; rates should go by `position`.
 
     Args:
@@ -157,6 +159,8 @@ class ElasticBatches:
             chunk=chunk_batches or min(max(-(-batches // _CHUNKS), _LEAST_CHUNK), _MOST_CHUNK),
             patience_seconds=patience_seconds,
         )
+        # Who forgets to close them leaves no thread behind.
+        weakref.finalize(self, self._dealer.end_thread)
         self._orders: dict[int, Int[np.ndarray, " sample"]] = {}
         self._own = self._position = self._samples = self._anew = 0
         self._epoch = -1
@@ -177,7 +181,7 @@ class ElasticBatches:
     def newest_epoch(self) -> int | None:
         """The newest epoch that any rank has begun; asks the store.
 
-        For a rank that joins: of the epoch that it was told of, the others may be at the end.
+        For a rank that joins: the others may have ended the epoch that its donor was in.
 
         Returns:
             Its number; None if nobody has begun one, or the store does not answer in
@@ -200,7 +204,7 @@ class ElasticBatches:
     def epoch(self, epoch: int, *, start_batch: int = 0) -> Iterator[Batch]:
         """The batches of an epoch that this rank is dealt.
 
-        A batch counts as used when the next one is asked for, or the iterator is let go.
+        A batch counts as used when the next one is asked for, or the iterator is closed.
 
         Args:
             epoch: Its number. One that is at its end has none left.

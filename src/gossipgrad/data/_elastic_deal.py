@@ -5,7 +5,7 @@ ranks live, each has its own share for its hand. With each new generation of the
 hands are dealt anew, by what ranks have reported of them: what the dead have left goes to the
 living, and who has more left than its part gives of the end of its hand, to ranks that joined as
 well as to faster ones. So a rank that has not heard yet of the new deal goes on in its hand, and
-comes to what it has given away long after it has heard.
+reaches what it has given away long after it has heard.
 """
 
 import json

@@ -22,6 +22,8 @@ _TICK_SECONDS = 0.1  # between two looks at the membership
 _REPORT_SECONDS = 0.5  # between two reports at most: as often as ranks show signs of life
 _CONNECT_SECONDS = 10.0  # at least, for the first answer: as long as a session waits as it begins
 _FAREWELL_SECONDS = 1.0
+_RETRY_SECONDS = 0.5  # after an error of the store
+_REMEMBERED_EPOCHS = 2  # before the present one, of which dead ranks may have left something
 _KEPT_EPOCHS = 8  # in the store, for ranks that lag behind
 _NEWEST = "newest"
 
@@ -71,7 +73,7 @@ class _Epoch:
     used: int = 0
     """Trained on so far."""
     reported: int = 0
-    """Of these, what the store has been told."""
+    """Of these, what was reported to the store."""
     done: float = 0.0
     """Share of the epoch that all together had done when the hand was dealt."""
 
@@ -137,7 +139,7 @@ class Dealer:
         self._changed = threading.Condition()  # guards all of the above
         self._kick = threading.Event()
         self._over = threading.Event()
-        self._thread = StoreThread(self._run, self._end, name="gossipgrad-shares")
+        self._thread = StoreThread(self._run, self.end_thread, name="gossipgrad-shares")
 
     # What training calls.
 
@@ -148,12 +150,12 @@ class Dealer:
             state = self._epochs.setdefault(epoch, _Epoch())
             if state.generation < 0:
                 state.taken = state.used = used
-            for past in [e for e in self._epochs if e < epoch - 1]:
+            for past in [e for e in self._epochs if e < epoch - _REMEMBERED_EPOCHS]:
                 del self._epochs[past]
             self._start()
 
     def draw(self, epoch: int) -> Drawn | None:
-        """The next batch: of what this rank has been dealt of the epoch before, then of this one.
+        """The next batch: of what this rank has been dealt of epochs before, then of this one.
 
         Raises:
             EvictedError: This rank is none of the living.
@@ -214,7 +216,12 @@ class Dealer:
         self._kick.set()
         if self._thread.ident is not None:
             self._thread.join(_FAREWELL_SECONDS)
-        self._end()
+        self.end_thread()
+
+    def end_thread(self) -> None:
+        """Nothing is reported or dealt by this rank from now on; returns at once."""
+        self._over.set()
+        self._kick.set()
 
     def is_disturbed(self, epoch: int) -> bool:
         """Whether others than the ranks of the start take part in an epoch, or did."""
@@ -238,11 +245,10 @@ class Dealer:
             )
 
     def _next(self, epoch: int) -> Drawn | None:
-        for of in (epoch - 1, epoch):
-            state = self._epochs.get(of)
-            if state is not None and state.taken < state.end:
-                place = state.hand[state.taken - state.base]
-                drawn = Drawn(of, state.generation, state.taken, *place)
+        for of, state in sorted(self._epochs.items()):
+            if of <= epoch and state.taken < state.end:
+                share, batch = state.hand[state.taken - state.base]
+                drawn = Drawn(of, state.generation, state.taken, share, batch)
                 state.drawn = state.taken = state.taken + 1
                 if self._silent:
                     self.untold.append(drawn)
@@ -253,7 +259,7 @@ class Dealer:
         return 0 <= state.generation >= self._member.membership.generation
 
     def _can_go_on(self, epoch: int) -> bool:
-        states = [self._epochs[e] for e in (epoch - 1, epoch) if e in self._epochs]
+        states = [state for of, state in sorted(self._epochs.items()) if of <= epoch]
         return (
             self._error is not None
             or self._member.rank not in self._member.membership.living
@@ -321,10 +327,6 @@ class Dealer:
 
     # What the thread does.
 
-    def _end(self) -> None:
-        self._over.set()
-        self._kick.set()
-
     def _run(self) -> None:
         store: dist.Store | None = None
         while not self._over.is_set():
@@ -344,6 +346,7 @@ class Dealer:
                 with self._changed:
                     self._lose(f"is lost ({first_line(error)})")
                     self._changed.notify_all()
+                self._over.wait(_RETRY_SECONDS)
             else:
                 with self._changed:
                     self._silent, self._limit_seconds = False, self._patience_seconds
@@ -399,7 +402,8 @@ class Dealer:
 
     def _deal(self, store: dist.Store, epoch: int, state: _Epoch, view: Membership) -> None:
         """Makes the deal of a generation, or takes the one that another rank has made."""
-        key, text = f"deal/{epoch}", state.text
+        key = f"deal/{epoch}"
+        text = self._change(store, key, "", "") or state.text  # another may have made it already
         while True:
             deal = Deal.parse(text)
             repeated: list[Piece] = []
@@ -421,7 +425,7 @@ class Dealer:
                 )
                 before, wanted = text, deal.text()
                 text = self._change(store, key, before, wanted)
-            if text == before:  # an epoch so long past that the store has it no more
+            if text in ("", before):  # an epoch so long past that the store has it no more
                 with self._changed:
                     state.generation = view.generation
                 return
@@ -438,9 +442,9 @@ class Dealer:
         """What ranks have reported of their hands, and who has left."""
         used, left = {}, set()
         for rank in ranks:
-            told = json.loads(self._change(store, f"used/{rank}", "", "") or "{}")
-            used[rank] = deal.used(rank, *told.get(str(epoch), (-2, 0)))
-            if "left" in told:
+            report = json.loads(self._change(store, f"used/{rank}", "", "") or "{}")
+            used[rank] = deal.used(rank, *report.get(str(epoch), (-2, 0)))
+            if "left" in report:
                 left.add(rank)
         return used, left
 
@@ -450,11 +454,11 @@ class Dealer:
             is_due = now - self._report_seconds >= _REPORT_SECONDS and unreported
             if not (is_due or leaves or unreported >= max(1, self._chunk // 2)):
                 return
-            told = {epoch: (s.generation, s.used) for epoch, s in epochs}
+            report = {epoch: (s.generation, s.used) for epoch, s in epochs}
             used = [(state, state.used) for _, state in epochs]
         self.requests += 1
         farewell = {"left": True} if leaves else {}
-        store.set(f"used/{self._member.rank}", json.dumps({**told, **farewell}))
+        store.set(f"used/{self._member.rank}", json.dumps({**report, **farewell}))
         with self._changed:
             self._report_seconds = now
             for state, count in used:

@@ -74,7 +74,7 @@ def load_fashion_mnist(data_dir: Path | None = None) -> Dataset:
 
     Raises:
         GossipError: A file is missing and could not be fetched.
-        ValueError: A file in place is not the right one; the message names it.
+        ValueError: A file in the folder is not the right one; the message names it.
     """
     folder = find_fashion_mnist(data_dir)
     arrays = {name: read_idx(folder / name, sha256=digest) for name, digest in DIGESTS.items()}

@@ -54,7 +54,7 @@ def load_shakespeare(data_dir: Path | None = None) -> Dataset:
 
     Raises:
         GossipError: The text is missing and could not be fetched.
-        ValueError: The file in place is not the right one; the message names it.
+        ValueError: The file in the folder is not the right one; the message names it.
     """
     path = find_shakespeare(data_dir)
     check_sha256(path, SHA256)

@@ -56,7 +56,7 @@ class GossipStrategy(DDPStrategy):
         self,
         *,
         open: Open | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
+        cluster_environment: "ClusterEnvironment | None" = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
