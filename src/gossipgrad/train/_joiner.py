@@ -218,7 +218,7 @@ class _JoinWorker:
         assert config.out is not None
         self._config, self._run_dir = config, RunDir(config.out)
         self._invitation, self._number = invitation, number
-        self._progress = make_progress(config, 1)
+        self._progress = make_progress(config)
         self._stop = threading.Event()
         self._rank: int | None = None
 
@@ -251,7 +251,7 @@ class _JoinWorker:
                 f"joined as rank {event['rank']}, with the weights of rank {event['from_rank']}"
             )
         if self._number == 0 or event["event"] == "checkpoint":
-            self._progress.take(0, event)
+            self._progress.take(event)
 
     def _train(self) -> RankResult:
         config, run_dir, invitation = self._config, self._run_dir, self._invitation

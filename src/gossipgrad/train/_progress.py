@@ -15,36 +15,22 @@ _WIDE_COLUMNS = 120
 
 
 class Progress:
-    """Takes the events of all ranks and shows the lowest one that is alive; shows nothing itself.
+    """Takes the events of the rank that is shown; shows nothing itself but what went wrong."""
 
-    Samples per second are summed over the ranks.
-    """
-
-    def __init__(self, config: TrainConfig, world_size: int) -> None:
+    def __init__(self, config: TrainConfig) -> None:
         self._epochs, self._job = config.epochs, config.job
-        self._latest: dict[int, Event] = {}
-        self._lost: set[int] = set()
-        self._world_size = world_size
-        self._news: set[str] = set()
 
-    def take(self, rank: int, event: Event) -> None:
-        """Take an event of a rank."""
+    def take(self, event: Event) -> None:
+        """Take an event."""
         kind = event["event"]
-        if kind in ("progress", "epoch"):
-            self._latest[rank] = event
-        if kind == "checkpoint":
+        if kind in ("checkpoint", "members"):
             self.notice(event["text"])
-        # All learn of it, and one of them may die just then.
-        if kind == "members" and event["text"] not in self._news:
-            self._news.add(event["text"])
-            self.notice(event["text"])
-        if rank == min(set(range(self._world_size)) - self._lost, default=None):
-            if kind == "ready":
-                self._show_start(event["total_steps"])
-            elif kind == "progress":
-                self._show_step(event)
-            elif kind == "epoch":
-                self._show_epoch(event)
+        elif kind == "ready":
+            self._show_start(event["total_steps"])
+        elif kind == "progress":
+            self._show_step(event)
+        elif kind == "epoch":
+            self._show_epoch(event)
 
     def notice(self, text: str) -> None:
         """Tell the user something that happened, on stderr."""
@@ -52,11 +38,6 @@ class Progress:
 
     def close(self) -> None:
         """Leave the terminal as it was."""
-
-    @property
-    def samples_per_second(self) -> float:
-        """Of all ranks together, as last heard."""
-        return sum(event["samples_per_second"] for event in self._latest.values())
 
     def _show_start(self, total_steps: int) -> None:
         pass
@@ -75,7 +56,7 @@ class Progress:
         ]
         if event["consensus_distance"] is not None:
             parts.append(f"consensus distance {event['consensus_distance']:.3g}")
-        parts.append(f"{self.samples_per_second:,.0f} samples/s")
+        parts.append(f"{event['samples_per_second']:,.0f} samples/s")
         return "  ".join(parts)
 
 
@@ -92,12 +73,12 @@ class LiveProgress(Progress):
     A narrow terminal gets the figures alone, in short words.
     """
 
-    def __init__(self, config: TrainConfig, world_size: int) -> None:
+    def __init__(self, config: TrainConfig) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as RichProgress
 
-        super().__init__(config, world_size)
+        super().__init__(config)
         console = Console()
         self._is_narrow = console.width < _WIDE_COLUMNS
         self._accuracy: float | None = None
@@ -128,7 +109,9 @@ class LiveProgress(Progress):
         if event["consensus_distance"] is not None:
             word = "dist" if self._is_narrow else "distance"
             figures.append(f"{word} ~{event['consensus_distance']:.3g}")
-        figures.append(f"{self.samples_per_second:,.0f}{'' if self._is_narrow else ' samples'}/s")
+        figures.append(
+            f"{event['samples_per_second']:,.0f}{'' if self._is_narrow else ' samples'}/s"
+        )
         figures.append(f"exposed {event['exposed_share']:.0%}")
         self._bar.update(
             self._task,
@@ -143,16 +126,16 @@ class LiveProgress(Progress):
         self._bar.update(self._task, completed=event["step"])
 
 
-def make_progress(config: TrainConfig, world_size: int) -> Progress:
+def make_progress(config: TrainConfig) -> Progress:
     """Live on a terminal, plain elsewhere and in CI, silent with `quiet`."""
     if config.quiet:
-        return Progress(config, world_size)
+        return Progress(config)
     if sys.stdout.isatty() and not os.environ.get("CI"):
         try:
-            return LiveProgress(config, world_size)
+            return LiveProgress(config)
         except ModuleNotFoundError:
             pass
-    return PlainProgress(config, world_size)
+    return PlainProgress(config)
 
 
 def show_metric(value: float, job: str | None, *, digits: int = 2, is_short: bool = False) -> str:

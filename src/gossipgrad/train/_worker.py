@@ -341,10 +341,10 @@ class _Events:
         if self._world.rank != min(living) and event["event"] != "checkpoint":
             return
         if self._progress is None:
-            self._progress = make_progress(self._config, 1)
+            self._progress = make_progress(self._config)
         if "samples_per_second" in event:  # the others are taken to be as fast
             event["samples_per_second"] *= len(living)
-        self._progress.take(0, event)
+        self._progress.take(event)
 
     def close(self) -> None:
         """Leave the terminal as it was."""
