@@ -1,6 +1,8 @@
 """Weights that backward updates bucket by bucket are those of an ordinary step."""
 
 import copy
+import threading
+import time
 
 import pytest
 import torch
@@ -138,6 +140,44 @@ def test_a_bucket_leaves_while_backward_still_runs():
 
     for seen in run_ranks(2, rank_main):
         assert seen == [(True, True)] * 2
+
+
+def test_what_arrives_between_forward_and_backward_is_mixed_after_it():
+    """Backward needs the weights that forward has read; the late delta is not lost."""
+    has_read, has_sent = threading.Event(), threading.Event()
+
+    def rank_main(rank, group):
+        model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(3)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        mode = gg.Sync(floor_seconds=0.05, deadline_seconds=0.1)
+        with gg.gossip(
+            model, optimizer, process_group=group, mode=mode, update="in-backward", bucket_bytes=64
+        ) as session:
+            for step in range(5):
+                if step == 3:  # hidden behind forward by now: rank 0 reads before rank 1 has sent
+                    with torch.no_grad():
+                        for parameter in model.parameters():
+                            parameter.fill_(rank + 1.0)
+                    session.accept_changes()
+                if rank == 1 and step == 3:
+                    has_read.wait(20)
+                loss = model(torch.ones(1, 4)).sum()
+                if rank == 0 and step == 4:
+                    has_read.set()
+                    has_sent.wait(20)
+                    time.sleep(0.3)  # what was sent arrives
+                loss.backward()
+                optimizer.step()
+                if rank == 1 and step == 3:
+                    has_sent.set()
+            session.wait()
+            session.agree("done")
+            with session.consensus():
+                mean = model[0].weight.clone()
+        return mean
+
+    for mean in run_ranks(2, rank_main):
+        assert torch.allclose(mean, torch.full((4, 4), 1.5))
 
 
 def consensus(session):
