@@ -253,6 +253,23 @@ def test_a_session_that_ends_between_backward_and_step_leaves_the_other_alone():
     run_ranks(2, rank_main)
 
 
+def test_an_optimizer_that_counts_steps_in_its_groups_is_refused():
+    class Decaying(torch.optim.SGD):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                group["count"] = group.get("count", 0) + 1
+            return super().step(closure)
+
+    def rank_main(rank, group):
+        model = nn.Linear(4, 1)
+        optimizer = Decaying(model.parameters(), lr=0.1)
+        settings = {"process_group": group, "mode": "sync", "update": "in-backward"}
+        with gg.gossip(model, optimizer, **settings), pytest.raises(gg.GossipError):
+            model(torch.ones(2, 4)).sum().backward()
+
+    run_ranks(2, rank_main)
+
+
 @pytest.mark.parametrize(
     "settings",
     [

@@ -1,6 +1,7 @@
 """Updates during the backward pass: each bucket is stepped and sent when it has its gradients."""
 
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -124,12 +125,17 @@ class BackwardUpdate:
 
 
 def _step(optimizer: Optimizer, parameters: Collection[Tensor]) -> None:
-    """One step on some of the parameters; schedulers and hooks see an ordinary one."""
+    """One step on some of the parameters.
+
+    Raises:
+        GossipError: The optimizer counts steps for all parameters of a group at once.
+    """
     groups = list(optimizer.param_groups)
     before = [group["params"] for group in groups]
     chosen = [[p for p in params if p in parameters] for params in before]
     if not any(chosen):
         return
+    options = [_options(group) for group in groups]
     try:
         for group, params in zip(groups, chosen, strict=True):
             group["params"] = params
@@ -137,6 +143,18 @@ def _step(optimizer: Optimizer, parameters: Collection[Tensor]) -> None:
     finally:
         for group, params in zip(groups, before, strict=True):
             group["params"] = params
+    for group, option in zip(groups, options, strict=True):
+        if (now := _options(group)) != option:
+            names = ", ".join(repr(n) for n in now if n not in option or now[n] != option[n])
+            raise GossipError(
+                f"{type(optimizer).__name__}.step() changes {names} of its param_groups, and "
+                'update="in-backward" steps each bucket by itself, so that several changes would '
+                "be made in a step: leave update out"
+            )
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
 
 
 def _refuse_second(place: int) -> None:
