@@ -1,6 +1,8 @@
 """Weights that backward updates bucket by bucket are those of an ordinary step."""
 
 import copy
+import threading
+import time
 
 import pytest
 import torch
@@ -140,6 +142,44 @@ def test_a_bucket_leaves_while_backward_still_runs():
         assert seen == [(True, True)] * 2
 
 
+def test_what_arrives_between_forward_and_backward_is_mixed_after_it():
+    """Backward needs the weights that forward has read; the late delta is not lost."""
+    has_read, has_sent = threading.Event(), threading.Event()
+
+    def rank_main(rank, group):
+        model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(3)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        mode = gg.Sync(floor_seconds=0.05, deadline_seconds=0.1)
+        with gg.gossip(
+            model, optimizer, process_group=group, mode=mode, update="in-backward", bucket_bytes=64
+        ) as session:
+            for step in range(5):
+                if step == 3:  # hidden behind forward by now: rank 0 reads before rank 1 has sent
+                    with torch.no_grad():
+                        for parameter in model.parameters():
+                            parameter.fill_(rank + 1.0)
+                    session.accept_changes()
+                if rank == 1 and step == 3:
+                    has_read.wait(20)
+                loss = model(torch.ones(1, 4)).sum()
+                if rank == 0 and step == 4:
+                    has_read.set()
+                    has_sent.wait(20)
+                    time.sleep(0.3)  # what was sent arrives
+                loss.backward()
+                optimizer.step()
+                if rank == 1 and step == 3:
+                    has_sent.set()
+            session.wait()
+            session.agree("done")
+            with session.consensus():
+                mean = model[0].weight.clone()
+        return mean
+
+    for mean in run_ranks(2, rank_main):
+        assert torch.allclose(mean, torch.full((4, 4), 1.5))
+
+
 def consensus(session):
     with session.consensus():
         pass
@@ -209,6 +249,23 @@ def test_a_session_that_ends_between_backward_and_step_leaves_the_other_alone():
                 model(torch.ones(2, 4)).sum().backward()
             optimizer.step()
         return session.stats().late_rounds
+
+    run_ranks(2, rank_main)
+
+
+def test_an_optimizer_that_counts_steps_in_its_groups_is_refused():
+    class Decaying(torch.optim.SGD):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                group["count"] = group.get("count", 0) + 1
+            return super().step(closure)
+
+    def rank_main(rank, group):
+        model = nn.Linear(4, 1)
+        optimizer = Decaying(model.parameters(), lr=0.1)
+        settings = {"process_group": group, "mode": "sync", "update": "in-backward"}
+        with gg.gossip(model, optimizer, **settings), pytest.raises(gg.GossipError):
+            model(torch.ones(2, 4)).sum().backward()
 
     run_ranks(2, rank_main)
 

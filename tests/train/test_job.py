@@ -94,13 +94,13 @@ def summary(run: Path) -> dict:
 @pytest.mark.process
 def test_a_job_of_the_user_survives_a_kill_and_is_resumed(project: Path):
     faults = ("--gossip.faults", "kill rank=1 round=20")
-    usual = ("--nproc", "2", "--epochs", "3", "--checkpoint-every", "10", "--quiet")
+    usual = ("--nproc", "2", "--epochs", "6", "--checkpoint-every", "10", "--quiet")
     done = train(project, "--job", "mine.jobs:regression", *usual, "--out", "run", *faults)
     assert done.returncode == 0, done.stderr
     first = summary(project / "run")
     assert (first["lost_ranks"], first["job"]) == ([1], "mine.jobs:regression")
     assert first["accuracy"] < 1.0, "the mean error of a model that has learned"
-    again = train(project, "--resume", "run", "--epochs", "5", "--gossip.faults", "", "--quiet")
+    again = train(project, "--resume", "run", "--epochs", "8", "--gossip.faults", "", "--quiet")
     assert again.returncode == 0, again.stderr
     second = summary(project / "run")
     assert second["lost_ranks"] == []

@@ -120,7 +120,9 @@ def gossip(
             its gradients are there, which are `None` from then on, and sent. Backward hides the
             exchange then, too. For loops that neither clip nor scale gradients, nor read them;
             learning rates are set before backward. Other backward passes of a step (accumulation)
-            go inside `session.no_sync()`. The weights are those of `"in-step"`, bit for bit.
+            go inside `session.no_sync()`. `optimizer.step` and its hooks run once a bucket, so
+            optimizers that keep numbers in their `param_groups` (ScheduleFree, Prodigy) are
+            refused. The weights are those of `"in-step"`, bit for bit, if no partner is late.
         process_group: Whose ranks take part; by default all. Nothing is sent on it. A `gg.Group`
             becomes the session's own, and closes with it.
         mesh: A one-dimensional mesh whose ranks take part, in place of `process_group`. With FSDP2

@@ -1,6 +1,7 @@
 """Updates during the backward pass: each bucket is stepped and sent when it has its gradients."""
 
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -26,7 +27,8 @@ class BackwardUpdate:
         replica: The model and its optimizers.
         flows: Of phase `AFTER_UPDATE`.
         rounds: With the partners.
-        prepare: Called once before the first update of a pass.
+        prepare: Called once before the first update of a pass; returns whether the round may be
+            opened then. If not, it is opened when the step ends.
 
     Attributes:
         is_stepping: Whether an optimizer's step is a part of this one's, for its hooks.
@@ -38,9 +40,9 @@ class BackwardUpdate:
         flows: Sequence[Flow],
         rounds: Rounds,
         *,
-        prepare: Callable[[], None],
+        prepare: Callable[[], bool],
     ) -> None:
-        self.is_stepping = False
+        self.is_stepping = self._sends = False
         self._replica, self._flows, self._rounds, self._prepare = replica, flows, rounds, prepare
         self._transfers: dict[Flow, Transfer] = {}
         self._updated: set[nn.Parameter] = set()
@@ -68,11 +70,17 @@ class BackwardUpdate:
         """Whether backward passes from now on update."""
         self._hooks.enabled = enabled
 
-    def end_step(self) -> None:
-        """The optimizers have stepped on the rest: sends what was not sent yet."""
+    def end_step(self) -> bool:
+        """The optimizers have stepped on the rest: sends what was not sent of an open round.
+
+        False if there is none.
+        """
         transfers, self._transfers = list(self._transfers.values()), {}
+        has_opened = self.has_begun and self._sends
         self._hooks.finish()
-        self._rounds.send(transfers)
+        if has_opened:
+            self._rounds.send(transfers)
+        return has_opened
 
     def remove(self) -> None:
         """Removes the hooks and gives up what is in flight."""
@@ -86,10 +94,10 @@ class BackwardUpdate:
         self._transfers = {}
 
     def _begin(self) -> None:
-        self._prepare()
-        rounds = self._rounds
+        self._sends, rounds = self._prepare(), self._rounds
         due = [flow for flow in self._flows if flow.is_due(rounds.next_round)]
-        self._transfers = {t.flow: t for t in rounds.begin(due, frees_late=True)}
+        begun = rounds.begin(due, frees_late=True) if self._sends else []
+        self._transfers = {transfer.flow: transfer for transfer in begun}
         self._updated = set()
         self._waiting = [
             (flow, place, {entry.parameter for entry in bucket.entries})
@@ -117,12 +125,17 @@ class BackwardUpdate:
 
 
 def _step(optimizer: Optimizer, parameters: Collection[Tensor]) -> None:
-    """One step on some of the parameters; schedulers and hooks see an ordinary one."""
+    """One step on some of the parameters.
+
+    Raises:
+        GossipError: The optimizer counts steps for all parameters of a group at once.
+    """
     groups = list(optimizer.param_groups)
     before = [group["params"] for group in groups]
     chosen = [[p for p in params if p in parameters] for params in before]
     if not any(chosen):
         return
+    options = [_options(group) for group in groups]
     try:
         for group, params in zip(groups, chosen, strict=True):
             group["params"] = params
@@ -130,6 +143,18 @@ def _step(optimizer: Optimizer, parameters: Collection[Tensor]) -> None:
     finally:
         for group, params in zip(groups, before, strict=True):
             group["params"] = params
+    for group, option in zip(groups, options, strict=True):
+        if (now := _options(group)) != option:
+            names = ", ".join(repr(n) for n in now if n not in option or now[n] != option[n])
+            raise GossipError(
+                f"{type(optimizer).__name__}.step() changes {names} of its param_groups, and "
+                'update="in-backward" steps each bucket by itself, so that several changes would '
+                "be made in a step: leave update out"
+            )
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
 
 
 def _refuse_second(place: int) -> None:

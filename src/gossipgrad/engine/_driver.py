@@ -1,6 +1,7 @@
 """What happens around each optimizer step: gradients before it, rounds after it."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from torch.optim import Optimizer
 
@@ -76,7 +77,7 @@ class StepDriver:
         self._forward: ForwardHooks | None = None
         self._backward: BackwardUpdate | None = None
         self._read: list[tuple[Flow, int]] = []  # buckets of weights, as numbered in the hooks
-        self._awaits_forward = False
+        self._awaits_forward = self._is_read_unmixed = False
         self._arriving: Arriving | None = None
 
     @property
@@ -149,7 +150,10 @@ class StepDriver:
             self._hook_forward(flows)
             if self._settings.updates_in_backward:
                 self._backward = BackwardUpdate(
-                    self._replica, flows, rounds, prepare=self._before_backward_update
+                    self._replica,
+                    flows,
+                    rounds,
+                    prepare=partial(self._begin_step, in_backward=True),
                 )
         rounds.patience.renew()
         if sends and self.in_phase(Phase.ACROSS):
@@ -210,9 +214,9 @@ class StepDriver:
         self._after_update()
         if self._rounds is not None:
             try:
-                has_sent = self.has_updated_in_backward
-                if has_sent and self._backward is not None:
-                    self._backward.end_step()  # in the generation in which it was begun
+                # In the generation in which it was begun.
+                has_sent = self._backward is not None and self._backward.end_step()
+                self.wait()
                 self._follow(self._rounds)
                 self._end_round(self._rounds, has_sent=has_sent)
             finally:  # also when Ctrl-C ends it: what was mixed so far is ours
@@ -254,17 +258,22 @@ class StepDriver:
             if flow.in_consensus
         )
 
-    def _begin_step(self, *, has_gradients: bool = True) -> None:
-        """Checks the replica, and mixes what the forward pass has not read."""
+    def _begin_step(self, *, in_backward: bool = False) -> bool:
+        """Checks the replica, and mixes what the forward pass has not read.
+
+        Not `in_backward` if weights were read before a late part of them came: backward computes
+        with them as they were. False then: the round is sent when the optimizers have stepped.
+        """
         self._replica.check(self.is_as_sent)
+        has_late = self._rounds is not None and self._rounds.has_late
+        waits = not (in_backward and (self._is_read_unmixed or has_late))
         if self._forward is not None:
-            self._forward.end_step(has_gradients=has_gradients)
-        self.wait()
+            self._forward.end_step(has_gradients=not in_backward)
+        if waits:
+            self.wait()
         if self._between_steps is not None:
             self._between_steps(self.steps)
-
-    def _before_backward_update(self) -> None:
-        self._begin_step(has_gradients=False)
+        return waits
 
     def _across(self, round: int) -> list[Flow]:
         return [flow for flow in self.in_phase(Phase.ACROSS) if flow.is_due(round)]
@@ -307,14 +316,18 @@ class StepDriver:
     def _await_forward(self) -> None:
         """Leaves the round open until the next forward pass reads what it brings."""
         assert self._forward is not None
-        self._awaits_forward = True
+        self._awaits_forward, self._is_read_unmixed = True, False
         self._forward.awaited.update(range(len(self._read)))
 
     def _before_read(self, number: int) -> None:
         rounds, (flow, place) = self._rounds, self._read[number]
         assert rounds is not None
         names = {entry.spec.name for entry in flow.buckets[place].entries}
-        self._replica.note_mixed(lambda: rounds.mix_early(flow, place), names)
+
+        def mix() -> None:
+            self._is_read_unmixed |= not rounds.mix_early(flow, place)
+
+        self._replica.note_mixed(mix, names)
 
     def _follow(self, rounds: Rounds) -> None:
         """Lives in the newest generation, and in the others' round if this rank has joined."""

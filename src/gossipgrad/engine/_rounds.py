@@ -232,16 +232,20 @@ class Rounds:
         self.closed_rounds += 1
         self._spent("snapshot", start, round=self.next_round - 1)
 
-    def mix_early(self, flow: Flow, place: int) -> None:
+    def mix_early(self, flow: Flow, place: int) -> bool:
         """Mixes one bucket of the open round ahead of `close`, waiting for it as that would.
 
-        What is late is left to `close`.
+        False if it is late: it is left to `close` then.
         """
+        is_in_time = True
         for transfer in self._open:
             if transfer.flow is flow and place in transfer.exchanges.keys() - transfer.finished:
                 outcome = self.receive(transfer, place, self._deadline(transfer))
-                if outcome is not Outcome.LATE:
+                if outcome is Outcome.LATE:
+                    is_in_time = False
+                else:
                     self._mix_received(transfer, place, self._early_squares)
+        return is_in_time
 
     def drain(
         self,
