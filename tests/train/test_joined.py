@@ -24,7 +24,6 @@ from gossipgrad.train._layout import RunDir
 from gossipgrad.train._summary import compose
 from gossipgrad.train.strategies._gossip_run import Gossip
 from support.results import result
-from support.waiting import until
 
 HOW = {"from_rank": 1, "generation": 2, "when_seconds": 1e9}
 LOSS = {"why": "no sign of life for 10 s", "generation": 3, "when_seconds": 2e9}
@@ -118,16 +117,6 @@ def test_when_they_alone_are_left_they_are_awaited_as_long_as_they_live(run_dir,
     hand_in(run_dir, 2, result=knows(2, 2).to_json())
     thread.join(20)
     assert told == [([2], {})]
-
-
-def test_who_is_in_a_hurry_waits_for_nobody(run_dir):
-    live_on(run_dir, 2)
-    should_hurry = threading.Event()
-    thread, told = wait_beside(run_dir, knows(0, 2), should_hurry=should_hurry.is_set)
-    should_hurry.set()
-    until(lambda: bool(told), timeout_seconds=20)
-    thread.join()
-    assert told == [([], {2: "had handed nothing in by the end of the run"})]
 
 
 def composed(run_dir, results, lost):

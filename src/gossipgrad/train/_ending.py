@@ -201,25 +201,23 @@ def collect_joined(
     results: Mapping[int, RankResult],
     *,
     read: Callable[[int], HandedIn | None],
-    should_hurry: Callable[[], bool] = lambda: False,
 ) -> tuple[dict[int, RankResult], dict[int, str]]:
     """What those who joined handed in, and why some did not; waits for a while.
 
     One that was taken for dead is not awaited, nor one that shows no sign of life for 15 seconds;
-    nor anybody any more after two minutes, unless they alone are left.
+    nor any rank after two minutes, unless joined ranks alone are left.
 
     Args:
         run_dir: Where they show signs of life.
-        results: Of ranks that are known to have come to their end: those are not awaited.
+        results: Of ranks that have ended: those are not awaited.
         read: Gives what a rank has handed in.
-        should_hurry: Whether to wait no longer; asked in between.
     """
     began = time.monotonic()
     found: dict[int, RankResult] = {}
     lost: dict[int, str] = {}
     dead = known_lost(results.values())
     for rank in sorted({*known_joined(results.values()), *_came(run_dir)} - {*results}):
-        while (content := read(rank)) is None and rank not in dead and not should_hurry():
+        while (content := read(rank)) is None and rank not in dead:
             waited_seconds = time.monotonic() - began
             silent_seconds = folder_seconds(run_dir) - _last_sign_seconds(run_dir, rank)
             if min(waited_seconds, silent_seconds) > _SILENT_SECONDS:

@@ -10,6 +10,7 @@ import threading
 import time
 import traceback
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -356,7 +357,7 @@ def open_folder(
     config: TrainConfig,
     world_size: int,
     *,
-    hold: Any,
+    hold: Callable[[RunDir], None],
     overwrite: bool = False,
     show_config: bool = False,
 ) -> tuple[TrainConfig, RunDir]:
