@@ -11,11 +11,11 @@ from zmq.utils import z85
 
 import gossipgrad as gg
 from gossipgrad.comm import (
-    Arrival,
     Channel,
     Lost,
     Outcome,
     Part,
+    Received,
     ZeroMQTransport,
     resolve_transport,
 )
@@ -226,9 +226,9 @@ def test_one_that_joins_talks_with_those_who_are_there(secret, encrypt):
     newcomer.send(0, b"early")
     events = []
     until(lambda: events.extend(ends[0].receive(0.01)) or events)
-    assert [event.header for event in events if isinstance(event, Arrival)] == [b"early"]
+    assert [event.header for event in events if isinstance(event, Received)] == [b"early"]
     for end in ends:
-        end.take_in(2, newcomer.introduction)
+        end.add_peer(2, newcomer.introduction)
         end.world_size = 3
     newcomer.world_size = 3
     a, b = (Channel(end, run=RUN, plan=[Part(torch.float32, 4)]) for end in (ends[1], newcomer))
@@ -253,8 +253,8 @@ def test_one_that_joins_talks_with_those_who_are_there(secret, encrypt):
 def test_what_is_no_introduction_is_refused(introduction):
     end = run_ranks(1, lambda rank, group: ZeroMQTransport(group, encrypt=False))[0]
     with pytest.raises(AgreementError, match="same version"):
-        end.take_in(1, introduction)
-    end.take_in(1, ["tcp://127.0.0.1:5000", None])
+        end.add_peer(1, introduction)
+    end.add_peer(1, ["tcp://127.0.0.1:5000", None])
     with pytest.raises(AgreementError, match="listens elsewhere"):
-        end.take_in(1, ["tcp://127.0.0.1:5001", None])
+        end.add_peer(1, ["tcp://127.0.0.1:5001", None])
     end.close()

@@ -97,7 +97,7 @@ def test_uneven_shards_keep_their_sizes(p):
     def train(shuffle):
         for _ in range(3 + shuffle.rank % 2):
             epoch(shuffle)
-        shuffle.settle()
+        shuffle.drain()
         return shuffle.rows()[1].tolist(), shuffle.stats()
 
     held, stats = zip(*run(sizes, train), strict=True)
@@ -110,7 +110,7 @@ def test_uneven_shards_keep_their_sizes(p):
 def test_stats_count_bytes_and_rows():
     def train(shuffle):
         epoch(shuffle)
-        shuffle.settle()
+        shuffle.drain()
         return shuffle.stats()
 
     for stats in run([8, 8], train, deadline_seconds=30.0):
@@ -160,7 +160,7 @@ def test_resumes_as_if_nothing_had_been(stop):
                 first.append(y.tolist())
                 if len(first) == stop:
                     break
-        shuffle.settle()
+        shuffle.drain()
         return batches, first, shuffle.state_dict()
 
     def resumed(shuffle):
@@ -177,9 +177,9 @@ def test_resumes_as_if_nothing_had_been(stop):
 def test_a_state_with_rows_in_flight_is_refused():
     def save(shuffle):
         next(iter(shuffle))
-        with pytest.raises(ValueError, match="4 rows are in flight: call settle"):
+        with pytest.raises(ValueError, match="4 rows are in flight: call drain"):
             shuffle.state_dict()
-        shuffle.settle()
+        shuffle.drain()
         state = shuffle.state_dict()
         with pytest.raises(ValueError, match="1 batches were handed out already"):
             shuffle.load_state_dict(state)

@@ -33,7 +33,7 @@ def train(stop, *, epochs=12, sizes=SIZES, **options):
                     if number == stop(rank, epoch):
                         break
             stats = shuffle.stats()
-            shuffle.settle()
+            shuffle.drain()
             return sent, batches, shuffle.rows()[0].tolist(), stats
 
     return zip(*run_ranks(len(sizes), main), strict=True)
@@ -102,7 +102,7 @@ def test_a_broken_epoch_resumes_as_if_nothing_had_been():
                         if number == stop(epoch):
                             break
                     if states is None and epoch + 1 == pause_after:
-                        shuffle.settle()
+                        shuffle.drain()
                         return batches, shuffle.state_dict()
                 return batches, None
 

@@ -133,7 +133,7 @@ def test_a_late_neighbour_blocks_no_step():
         assert shuffle.stats().exposed_seconds == 0.0
         together.wait()
         storm.heal()
-        shuffle.settle()
+        shuffle.drain()
 
     held, stats = run(3, train, storm=storm, credits=2)
     assert sorted(flat(held)) == list(range(3 * SIZE))
@@ -155,7 +155,7 @@ def test_memory_is_bounded_when_a_neighbour_stands_still():
             most.append(shuffle.stats().extra_memory_bytes)
         if shuffle.rank == 2:
             back.set()
-        shuffle.settle()
+        shuffle.drain()
 
     held, _ = run(4, train, credits=3)
     assert sorted(flat(held)) == list(range(4 * SIZE))
@@ -202,16 +202,14 @@ def test_a_killed_rank_takes_along_its_rows_and_those_on_their_way(p, caplog):
     assert "rank 1 died" in caplog.text
 
 
-def test_settle_names_who_did_not_come():
+def test_drain_names_who_did_not_come():
     settled = threading.Barrier(2)
 
     def train(shuffle):
         steps(shuffle, 2)
         if shuffle.rank == 0:
-            with pytest.raises(
-                GossipError, match=r"waited 0.2 s for ranks \[1\] to come to settle"
-            ):
-                shuffle.settle(timeout_seconds=0.2)
+            with pytest.raises(GossipError, match=r"waited 0.2 s for ranks \[1\] to call drain"):
+                shuffle.drain(timeout_seconds=0.2)
         settled.wait(50)
 
     held, _ = run(2, train)
@@ -230,7 +228,7 @@ def test_settle_goes_on_without_a_rank_that_has_left():
             return
         assert left.wait(50)
         steps(shuffle, 2 + shuffle.rank)
-        shuffle.settle()
+        shuffle.drain()
         assert shuffle.stats().rows_in_flight == 0
 
     held, _ = run(4, train)
@@ -244,7 +242,7 @@ def test_states_saved_together_hold_every_row_once():
     def train(shuffle):
         for number in range(6):
             steps(shuffle, 1 + shuffle.rank)
-            shuffle.settle()
+            shuffle.drain()
             if shuffle.rank:
                 time.sleep(0.01)
             states[shuffle.rank, number] = shuffle.state_dict()

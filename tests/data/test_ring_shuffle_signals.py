@@ -109,7 +109,7 @@ def test_a_handler_that_raises_in_an_exchange_takes_no_row_along(part, name, whe
         for _ in range(STEPS // len(shuffle)):
             for _ in shuffle:
                 time.sleep(0.005)
-        shuffle.settle()
+        shuffle.drain()
 
     struck = 0
     with pair(other=other) as shuffle:
@@ -126,7 +126,7 @@ def test_a_handler_that_raises_in_an_exchange_takes_no_row_along(part, name, whe
                 break
             assert time.monotonic() < begun_seconds + 50, "no strike"
         setattr(target, name, function)
-        shuffle.settle()
+        shuffle.drain()
         assert shuffle.stats().refused_messages == 0
 
 
@@ -141,7 +141,7 @@ def test_a_wait_ends_when_nobody_waits_for_it_any_more():
     with pair(other=lambda shuffle: done.wait(100)) as shuffle:
         threading.Thread(target=strike_in_settlement).start()
         with pytest.raises(StopNowError):
-            open_to_strikes(lambda: shuffle.settle(100.0))
+            open_to_strikes(lambda: shuffle.drain(100.0))
         start = time.perf_counter()
         assert shuffle.stats().rows_held == SIZE
         assert time.perf_counter() - start < 50

@@ -32,13 +32,13 @@ def test_a_state_is_refused_while_rows_are_due_although_all_that_went_has_arrive
                 barrier.wait()
                 shuffle._ring.poll()
                 assert shuffle.stats().rows_in_flight == 0
-                with pytest.raises(ValueError, match=r"^4 rows are in flight: call settle\(\)"):
+                with pytest.raises(ValueError, match=r"^4 rows are in flight: call drain\(\)"):
                     shuffle.state_dict()
             else:
                 barrier.wait()
                 shuffle._ring.poll()
                 barrier.wait()
-            shuffle.settle()
+            shuffle.drain()
             return int(shuffle.state_dict()["held"].sum())
 
     assert run_ranks(2, main) == [12, 12]
@@ -54,7 +54,7 @@ def test_after_a_settlement_the_state_can_be_had_without_what_a_leaver_took():
             barrier.wait()
             if rank == 2:
                 return 0
-            shuffle.settle()
+            shuffle.drain()
             state = shuffle.state_dict()
             return int(state["held"].sum()) + len(state["unplaced"][0])
 
@@ -90,7 +90,7 @@ def test_rows_without_a_slot_are_loaded_in_parcels_that_a_neighbour_takes():
 
     def main(rank, group):
         with a_shuffle(ends[rank], rank, group) as shuffle:
-            shuffle.settle()
+            shuffle.drain()
             state = shuffle.state_dict()
             state["unplaced"] = (torch.arange(100, 110),)
             shuffle.load_state_dict(state)

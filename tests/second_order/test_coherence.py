@@ -127,8 +127,8 @@ def test_means_of_roots_are_equal_on_all_ranks_and_those_of_all(nodes):
     def rank_main(rank, group, links):
         model, optimizer = build(Shampoo, Background(3, 2, fixed_delay=True))
         used = []
-        optimizer.take_up = lambda unit, value: (
-            used.append((unit.index, value)), Shampoo.take_up(optimizer, unit, value)
+        optimizer.apply_root = lambda unit, value: (
+            used.append((unit.index, value)), Shampoo.apply_root(optimizer, unit, value)
         )  # fmt: skip
         own = []
         sharing = share_roots(optimizer, how="mean", nodes=nodes, patience_seconds=60.0, **links)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from gossipgrad.comm import Arrival, Header, Kind, Lost, Sent, Ticket, Transport
+from gossipgrad.comm import Header, Kind, Lost, Received, Sent, Ticket, Transport
 
 __all__ = ["DeadError", "Fault", "Storm", "StormyTransport", "draw_storm"]
 
@@ -156,7 +156,7 @@ class StormyTransport:
         self.world_size = inner.world_size
         self._inner = inner
         self._storm = storm
-        self._late: list[Arrival | Lost] = []
+        self._late: list[Received | Lost] = []
         self._receiving = threading.Lock()
         self._ended = False
         self._told: set[int] = set()  # threads that have heard of this rank's death
@@ -173,7 +173,7 @@ class StormyTransport:
             return Sent()
         return self._inner.send(peer, header, payload)
 
-    def receive(self, timeout_seconds: float) -> list[Arrival | Lost]:
+    def receive(self, timeout_seconds: float) -> list[Received | Lost]:
         """What has come; of a link that is cut, when it is no more."""
         deadline = time.monotonic() + timeout_seconds
         with self._receiving:
@@ -228,9 +228,9 @@ class StormyTransport:
                 raise
         return not self._ended
 
-    def _held(self, event: Arrival | Lost) -> float:
+    def _held(self, event: Received | Lost) -> float:
         return self._storm.held_seconds(self.rank, _peer(event))
 
 
-def _peer(event: Arrival | Lost) -> int:
+def _peer(event: Received | Lost) -> int:
     return event.peer if isinstance(event, Lost) else Header.unpack(event.header).sender

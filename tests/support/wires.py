@@ -4,7 +4,7 @@ from collections import defaultdict, deque
 
 import torch
 
-from gossipgrad.comm import Arrival, Lost, Sent
+from gossipgrad.comm import Lost, Received, Sent
 
 __all__ = ["Wires"]
 
@@ -59,7 +59,7 @@ class _End:
     def send(self, peer, header, payload=None):
         if self.rank not in self.wires.dead:
             body = None if payload is None else payload.view(torch.uint8).clone()
-            self.wires.under_way[self.rank, peer].append(Arrival(header, body))
+            self.wires.under_way[self.rank, peer].append(Received(header, body))
         return Sent()
 
     def receive(self, timeout_seconds):

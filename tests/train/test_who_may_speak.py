@@ -66,7 +66,7 @@ def test_the_ring_shuffle_takes_no_more_than_a_batch_and_brings_all_of_it(encryp
         with gg.RingShuffle(rows, batch_size=5, process_group=group, encrypt=encrypt) as ring:
             for _ in range(2):
                 assert sum(len(x) for (x,) in ring) == 10
-            ring.settle()
+            ring.drain()
             transport = ring._ring.links.transport
             assert transport.is_encrypted == encrypt
             assert transport.max_payload_bytes == 5 * width * 4

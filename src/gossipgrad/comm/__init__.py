@@ -55,9 +55,9 @@ from gossipgrad.comm._same_start import fingerprint as fingerprint
 from gossipgrad.comm._staging import Snapshot as Snapshot
 from gossipgrad.comm._staging import SnapshotPool as SnapshotPool
 from gossipgrad.comm._staging import stage as stage
-from gossipgrad.comm._transport import Arrival as Arrival
 from gossipgrad.comm._transport import Joinable as Joinable
 from gossipgrad.comm._transport import Lost as Lost
+from gossipgrad.comm._transport import Received as Received
 from gossipgrad.comm._transport import Sent as Sent
 from gossipgrad.comm._transport import Ticket as Ticket
 from gossipgrad.comm._transport import Transport as Transport

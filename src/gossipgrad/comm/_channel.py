@@ -14,7 +14,7 @@ from gossipgrad.comm._grants import Grants
 from gossipgrad.comm._ledger import LOST, Exchange, Ledger, Outcome, place
 from gossipgrad.comm._liveness import Liveness
 from gossipgrad.comm._outbox import Outbox
-from gossipgrad.comm._transport import Arrival, Lost, Sent, Ticket, Transport
+from gossipgrad.comm._transport import Lost, Received, Sent, Ticket, Transport
 from gossipgrad.comm._wire import Header, Kind, Part, WireError
 
 __all__ = ["Channel"]
@@ -405,7 +405,7 @@ class Channel:
         if self._later_epoch > self.epoch and self._place(round) > self._last:
             self._enter_era(self.generation, self._later_epoch)
 
-    def _read(self, arrival: Arrival) -> tuple[Header, Tensor | None]:
+    def _read(self, arrival: Received) -> tuple[Header, Tensor | None]:
         """The header of a message of this run, and what it brings.
 
         Raises:
@@ -426,7 +426,7 @@ class Channel:
             raise WireError(f"a {header.kind.name} message carries no payload")
         return header, payload
 
-    def _accept(self, arrival: Arrival) -> None:
+    def _accept(self, arrival: Received) -> None:
         try:
             header, payload = self._read(arrival)
             if header.generation > self.generation:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from gossipgrad.comm._outbox import Outbox
-from gossipgrad.comm._transport import Arrival, Lost, Sent, Ticket, Transport
+from gossipgrad.comm._transport import Lost, Received, Sent, Ticket, Transport
 from gossipgrad.comm._wire import Header, Kind
 from gossipgrad.errors import GossipError
 
@@ -162,7 +162,7 @@ class FaultyTransport:
                 self._outboxes[peer] = Outbox(self._inner, peer, self._lock)
             return self._outboxes[peer].send(header, payload, ready)
 
-    def receive(self, timeout_seconds: float) -> list[Arrival | Lost]:
+    def receive(self, timeout_seconds: float) -> list[Received | Lost]:
         """What has come; nothing any more once this rank is dead."""
         with self._receiving:
             return [] if self._dead.is_set() else self._inner.receive(timeout_seconds)

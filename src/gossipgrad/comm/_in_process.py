@@ -6,7 +6,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from gossipgrad.comm._transport import Arrival, Lost, Sent, Ticket
+from gossipgrad.comm._transport import Lost, Received, Sent, Ticket
 
 __all__ = ["Hub", "InProcessTransport"]
 
@@ -18,21 +18,21 @@ class Hub:
         self.world_size = world_size
         self._lock = threading.RLock()
         self._filled = [threading.Condition(self._lock) for _ in range(world_size)]
-        self._boxes: list[deque[Arrival | Lost]] = [deque() for _ in range(world_size)]
+        self._boxes: list[deque[Received | Lost]] = [deque() for _ in range(world_size)]
         self._gone: set[int] = set()
 
     def transport(self, rank: int) -> "InProcessTransport":
         """The transport of one rank."""
         return InProcessTransport(self, rank)
 
-    def put(self, sender: int, peer: int, event: Arrival) -> None:
+    def put(self, sender: int, peer: int, event: Received) -> None:
         """Lays a message into a rank's box; one for or from a rank that is gone is dropped."""
         with self._lock:
             if not {sender, peer} & self._gone:
                 self._boxes[peer].append(event)
                 self._filled[peer].notify_all()
 
-    def get(self, rank: int, timeout_seconds: float) -> list[Arrival | Lost]:
+    def get(self, rank: int, timeout_seconds: float) -> list[Received | Lost]:
         """Empties a rank's box; waits for the first message at most `timeout_seconds`."""
         with self._lock:
             if not self._boxes[rank] and timeout_seconds > 0:
@@ -74,10 +74,10 @@ class InProcessTransport:
         body = (
             None if payload is None else payload.contiguous().view(torch.uint8).to("cpu", copy=True)
         )
-        self._hub.put(self.rank, peer, Arrival(header, body))
+        self._hub.put(self.rank, peer, Received(header, body))
         return Sent()
 
-    def receive(self, timeout_seconds: float) -> list[Arrival | Lost]:
+    def receive(self, timeout_seconds: float) -> list[Received | Lost]:
         """Empties this rank's box."""
         return self._hub.get(self.rank, timeout_seconds)
 

@@ -6,7 +6,7 @@ from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 from torch import Tensor
 
-__all__ = ["Arrival", "Joinable", "Lost", "Sent", "Ticket", "Transport", "is_joinable"]
+__all__ = ["Joinable", "Lost", "Received", "Sent", "Ticket", "Transport", "is_joinable"]
 
 
 @runtime_checkable
@@ -35,7 +35,7 @@ class Sent:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Arrival:
+class Received:
     """One message that came in.
 
     Attributes:
@@ -74,7 +74,7 @@ class Transport(Protocol):
         """Queues a message and returns at once; `payload` is contiguous and in host memory."""
         ...
 
-    def receive(self, timeout_seconds: float) -> list[Arrival | Lost]:
+    def receive(self, timeout_seconds: float) -> list[Received | Lost]:
         """What has come, in order; waits for the first at most `timeout_seconds`."""
         ...
 
@@ -101,7 +101,7 @@ class Joinable(Transport, Protocol):
         """How each rank that is known introduces itself, this one among them."""
         ...
 
-    def take_in(self, rank: int, introduction: Sequence[Any]) -> None:
+    def add_peer(self, rank: int, introduction: Sequence[Any]) -> None:
         """Gets to know a rank that has joined; links are made when first used, here and there."""
         ...
 
@@ -113,4 +113,4 @@ class Joinable(Transport, Protocol):
 def is_joinable(transport: object) -> TypeGuard[Joinable]:
     """Whether others may join over a transport, or over what it wraps."""
     # isinstance() does not see what a wrapper gives by __getattr__, from Python 3.12 on.
-    return hasattr(transport, "take_in")
+    return hasattr(transport, "add_peer")

@@ -21,7 +21,7 @@ from zmq.utils.monitor import parse_monitor_message
 from gossipgrad.comm._access import Access, check_encrypt, check_same, meet_access
 from gossipgrad.comm._group import Group
 from gossipgrad.comm._interface import check_bound, interface_of
-from gossipgrad.comm._transport import Arrival, Lost, Sent, Ticket, Transport
+from gossipgrad.comm._transport import Lost, Received, Sent, Ticket, Transport
 from gossipgrad.comm._zeromq_link import WATCHED, Link
 from gossipgrad.errors import AgreementError
 
@@ -30,7 +30,7 @@ __all__ = ["ZeroMQTransport", "resolve_transport"]
 _HEADER_BYTES = 1 << 14
 _CURVE_BYTES = 64  # an encrypted message is 33 longer on the wire, where its size is checked
 _QUEUED_MESSAGES = 4096
-_NOT_OURS = Arrival(b"", None)  # for the channel to count
+_NOT_OURS = Received(b"", None)  # for the channel to count
 _KEEPALIVE_SECONDS = (10, 5)  # how long a link is idle before it is tried, and how often then
 _KEEPALIVE_TRIES = 4
 _RECONNECT_MILLISECONDS = 50
@@ -113,7 +113,7 @@ class ZeroMQTransport:
         ):
             introductions = group.all_gather_object(self.introduction)
             for member, introduction in zip(group.members, introductions, strict=True):
-                self.take_in(member, introduction)
+                self.add_peer(member, introduction)
 
     @classmethod
     def joining(
@@ -128,7 +128,7 @@ class ZeroMQTransport:
     ) -> "ZeroMQTransport":
         """The transport of a rank that comes later; local.
 
-        Its own `introduction` lets the others know where it listens (`take_in`).
+        Its own `introduction` lets the others know where it listens (`add_peer`).
 
         Args:
             rank: Its number, which nobody has had before.
@@ -145,7 +145,7 @@ class ZeroMQTransport:
         self = cls.__new__(cls)
         with self._listen(Access.resolve(encrypt), rank, world_size, max_payload_bytes, bind):
             for other, introduction in introductions.items():
-                self.take_in(other, introduction)
+                self.add_peer(other, introduction)
         return self
 
     def beside(self, *, max_payload_bytes: int) -> "ZeroMQTransport":
@@ -176,7 +176,7 @@ class ZeroMQTransport:
         """Where this rank listens, and the fingerprint of its secret; values are those of JSON."""
         return self.introductions[self.rank]
 
-    def take_in(self, rank: int, introduction: Sequence[Any]) -> None:
+    def add_peer(self, rank: int, introduction: Sequence[Any]) -> None:
         """Learns where a rank listens; local, and from any thread.
 
         Raises:
@@ -215,13 +215,13 @@ class ZeroMQTransport:
                 )
             return link.send(header, body)
 
-    def receive(self, timeout_seconds: float) -> list[Arrival | Lost]:
+    def receive(self, timeout_seconds: float) -> list[Received | Lost]:
         """What has come, and who was found gone."""
         if self._closed:
             return []
         ready = dict(self._poller.poll(int(timeout_seconds * 1000)))
         is_listener_ready = self._sockets.listener in ready
-        events: list[Arrival | Lost] = [*self._arrivals()] if is_listener_ready else []
+        events: list[Received | Lost] = [*self._arrivals()] if is_listener_ready else []
         with self._sending:
             for peer, link in self._links.items():
                 if link.monitor in ready:
@@ -293,7 +293,7 @@ class ZeroMQTransport:
             self.close()
             raise
 
-    def _arrivals(self) -> Iterator[Arrival]:
+    def _arrivals(self) -> Iterator[Received]:
         while True:
             try:
                 head, *rest = self._sockets.listener.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -303,7 +303,7 @@ class ZeroMQTransport:
                 yield _NOT_OURS
                 continue
             body = rest[0].buffer if rest else b""
-            yield Arrival(
+            yield Received(
                 head.bytes, torch.frombuffer(body, dtype=torch.uint8) if len(body) else None
             )
 

@@ -3,6 +3,7 @@
 import math
 import os
 import secrets
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -94,7 +95,7 @@ class RingShuffle(IterableDataset[Batch]):
 
     **A row is never lost or doubled.** At every moment it is held by exactly one rank, or in flight
     between exactly two; it passes on when the receiver takes it, and a sender keeps it until it
-    knows. After `settle()` nothing is in flight, and every shard has its size.
+    knows. After `drain()` nothing is in flight, and every shard has its size.
 
     **When a neighbour is late** no step waits, unless `deadline_seconds` says so. Rows that have
     not come are not overwritten: their slots come last in the epoch, and if it ends before they are
@@ -237,7 +238,7 @@ class RingShuffle(IterableDataset[Batch]):
         """Copies of the rows that are this rank's at this moment, in no particular order."""
         return self._worker.do(self._rows_now)
 
-    def settle(self, timeout_seconds: float = 60.0) -> None:
+    def drain(self, timeout_seconds: float = 60.0) -> None:
         """Returns when nothing is in flight; ranks that gave fewer rows than others catch up.
 
         A collective: every rank calls it, equally often, between two batches. Ranks that have left
@@ -246,7 +247,12 @@ class RingShuffle(IterableDataset[Batch]):
         Raises:
             GossipError: A rank did not come within `timeout_seconds`. Nothing is lost by that.
         """
-        self._worker.do(lambda: self._settle(timeout_seconds))
+        self._worker.do(lambda: self._drain(timeout_seconds))
+
+    def settle(self, timeout_seconds: float = 60.0) -> None:
+        """The former name of `drain`, which goes with the next release."""
+        warnings.warn("RingShuffle.settle() is drain() now", DeprecationWarning, stacklevel=2)
+        self.drain(timeout_seconds)
 
     def stats(self) -> RingShuffleStats:
         """What was done so far; no communication."""
@@ -255,7 +261,7 @@ class RingShuffle(IterableDataset[Batch]):
     def state_dict(self) -> dict[str, Any]:
         """This rank's rows and where it stands in the epoch; local.
 
-        All ranks call `settle()` and then this, before the next batch: what is in flight would be
+        All ranks call `drain()` and then this, before the next batch: what is in flight would be
         in two states, or in none.
 
         Raises:
@@ -347,10 +353,10 @@ class RingShuffle(IterableDataset[Batch]):
     def _rows_now(self) -> Batch:
         return self._rows.content()
 
-    def _settle(self, timeout_seconds: float) -> None:
+    def _drain(self, timeout_seconds: float) -> None:
         self._check_open()
         if self._ring is not None:
-            self._ring.settle(timeout_seconds)
+            self._ring.drain(timeout_seconds)
 
     def _stats(self) -> RingShuffleStats:
         ring, rows = self._ring, self._rows
@@ -393,7 +399,7 @@ class RingShuffle(IterableDataset[Batch]):
     def _state(self) -> dict[str, Any]:
         if self._ring is not None and (count := self._ring.in_motion):
             raise ValueError(
-                f"{count} rows are in flight: call settle() on every rank before state_dict()"
+                f"{count} rows are in flight: call drain() on every rank before state_dict()"
             )
         held = np.flatnonzero(self._rows.held)
         unplaced = self._rows.content()

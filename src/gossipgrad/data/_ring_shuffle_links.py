@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from jaxtyping import UInt8
 from torch import Tensor
 
-from gossipgrad.comm import Arrival, Header, Kind, Lost, Transport, WireError
+from gossipgrad.comm import Header, Kind, Lost, Received, Transport, WireError
 
 from ._ring_shuffle_rows import Parcel, RowFormat
 
@@ -173,7 +173,7 @@ class Links:
                 return peer
         return None
 
-    def _read(self, arrival: Arrival) -> Header:
+    def _read(self, arrival: Received) -> Header:
         header = Header.unpack(arrival.header)
         if header.run != self._run:
             raise WireError("it belongs to another run")

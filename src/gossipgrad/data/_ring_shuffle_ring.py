@@ -25,7 +25,7 @@ _TOLD_AROUND = 8  # a leaver's neighbours may leave with it, and so on; those be
 
 
 class Ring:
-    """One rank's place in the ring. Nothing here is a collective but `settle`.
+    """One rank's place in the ring. Nothing here is a collective but `drain`.
 
     A row belongs to exactly one rank. It passes on at one moment: when the receiver takes the
     parcel it came in, and not before. Until then it is in flight between exactly two ranks, and the
@@ -148,7 +148,7 @@ class Ring:
         """Takes in what has come."""
         self._receive(0.0)
 
-    def settle(self, timeout_seconds: float) -> None:
+    def drain(self, timeout_seconds: float) -> None:
         """Returns when nothing is in flight here and, if all ranks are there, all are even.
 
         A collective, in which only neighbours talk. Ranks that have given fewer rows than the one
@@ -163,10 +163,10 @@ class Ring:
         try:
             if not self._wait(lambda: self._even(number), timeout_seconds):
                 missing = sorted(set(range(self.world_size)) - set(self._totals[number]))
-                what = f"ranks {missing} to come to settle()" if missing else "rows to be confirmed"
+                what = f"ranks {missing} to call drain()" if missing else "rows to be confirmed"
                 raise GossipError(
                     f"rank {self.rank} waited {timeout_seconds:g} s for {what}: every rank calls "
-                    "settle(), equally often"
+                    "drain(), equally often"
                 )
             self._settled = number
             self._rests = True

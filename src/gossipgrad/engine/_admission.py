@@ -239,7 +239,7 @@ class Admission:
         try:
             link = self._transport.beside(max_payload_bytes=2 * PIECE_BYTES)
             try:
-                link.take_in(joiner, wish["introduction"])
+                link.add_peer(joiner, wish["introduction"])
                 if not isinstance(answer, str):
                     try:
                         self._send(link, joiner, header, _saved(answer))

@@ -89,7 +89,7 @@ class Averaging:
         self._has_warned = False
         self._number = 0  # of the user's collective that this rank is in
 
-    def meet(self, kind: Kind, changed: str | None = None) -> bool:
+    def enter_collective(self, kind: Kind, changed: str | None = None) -> bool:
         """Waits for all ranks; False if the others call something that this one must not.
 
         Args:
@@ -111,7 +111,7 @@ class Averaging:
         self._group.call = _CALLS[kind]
         awaited: set[int] = set()
         while True:
-            self._members.take_up(rounds)
+            self._members.follow_latest(rounds)
             if kind in _OF_SEVERAL:
                 self._check_alone(kind, awaited)
             awaited |= {*self._group.members}
@@ -164,7 +164,7 @@ class Averaging:
             return False
         start, made = time.perf_counter(), False
         try:
-            made = self.meet("periodic")
+            made = self.enter_collective("periodic")
             if made:
                 self.average(flows)
         except EvictedError:
@@ -190,7 +190,7 @@ class Averaging:
         json.dumps(value)  # before others are asked to meet
         for left in reversed(range(_TRIES)):
             try:
-                self.meet("agree")
+                self.enter_collective("agree")
                 break
             except DifferentCollectivesError:
                 if left == 0:
@@ -199,7 +199,7 @@ class Averaging:
 
     def mean_(self, tensors: Sequence[Tensor]) -> None:
         """Makes tensors of any kind their mean over the living ranks, in place."""
-        self.meet("mean")
+        self.enter_collective("mean")
         with self.together():
             for tensor in tensors:
                 self._group.mean_(tensor)

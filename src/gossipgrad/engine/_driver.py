@@ -331,7 +331,7 @@ class StepDriver:
 
     def _follow(self, rounds: Rounds) -> None:
         """Lives in the newest generation, and in the others' round if this rank has joined."""
-        self._members.take_up(rounds)
+        self._members.follow_latest(rounds)
         if self._arriving is None:
             return
         self._go_to(self._arriving.step(rounds, self.steps, self._members.current.living))

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from gossipgrad._messages import first_line
-from gossipgrad.comm import Arrival as Message
 from gossipgrad.comm import (
     AskedStore,
     Group,
     Membership,
+    Received,
     Record,
     ZeroMQTransport,
     joining_address,
@@ -226,7 +226,7 @@ class Joiner:
         try:
             while True:
                 for event in link.receive(_LISTEN_SECONDS):
-                    if not isinstance(event, Message):
+                    if not isinstance(event, Received):
                         continue
                     header = json.loads(event.header)
                     donor = header["rank"]

@@ -103,7 +103,7 @@ class Members:
         if self.watch is not None:
             self.watch.start()
 
-    def take_up(self, rounds: Rounds | None) -> bool:
+    def follow_latest(self, rounds: Rounds | None) -> bool:
         """Takes up the newest generation that is known; whether it is a later one; local.
 
         Raises:
@@ -137,7 +137,7 @@ class Members:
         introduction = transport.introduction
         self._group.ask(lambda _: watch.enter(donor, introduction))
         watch.start()
-        self.take_up(rounds)
+        self.follow_latest(rounds)
 
     def changed(self) -> bool:
         """Whether a collective that broke can be tried again: members were lost, or have left.
@@ -148,7 +148,7 @@ class Members:
             return False
         return self.watch.examine(self.current.generation, self._group.broken_by, self._listen)
 
-    def meet(self, rounds: Rounds) -> bool:
+    def has_partners(self, rounds: Rounds) -> bool:
         """Whether there are other members, and a consensus with them can be had."""
         gone = rounds.channel.gone
         fixed = self.watch is None or self.watch.store_lost is not None
@@ -201,7 +201,7 @@ class Members:
         for rank in {*latest.joined} & {*latest.living} - {*met, self._group.rank}:
             try:
                 assert is_joinable(transport), "only those are joined"
-                transport.take_in(rank, latest.joined[rank].introduction)
+                transport.add_peer(rank, latest.joined[rank].introduction)
             except (AgreementError, ValueError, TypeError) as error:
                 logger.warning(
                     "rank %d mixes nothing with rank %d, which has joined: %s",

@@ -231,7 +231,7 @@ class Session:
             ReplicaChangedError: On every rank, if one's weights were changed since its last step.
         """
         self._check_ready("consensus")
-        self._averaging.meet("consensus", self._pending_change())
+        self._averaging.enter_collective("consensus", self._pending_change())
         means = self._averaging.consensus(self._weights)
         kept: list[tuple[Tensor, Tensor]] = []
         with self._averaging.mean_buffers(self.replica.model):
@@ -281,7 +281,7 @@ class Session:
             GossipError: As `consensus()`; what was in flight may be mixed then.
         """
         self._check_ready("average_")
-        self._averaging.meet("average", self._pending_change())
+        self._averaging.enter_collective("average", self._pending_change())
         try:
             self._averaging.average(self.flows)
         finally:
@@ -298,7 +298,7 @@ class Session:
             GossipError: As `consensus()`.
         """
         self._check_ready("consensus_distance")
-        self._averaging.meet("distance", self._pending_change())
+        self._averaging.enter_collective("distance", self._pending_change())
         self._averaging.consensus(self._weights)
         assert self._averaging.last_distance is not None
         return self._averaging.last_distance
@@ -345,7 +345,7 @@ class Session:
                 a single row of a new parameter is larger than the links of this session foresee.
         """
         self._check_ready("broadcast_")
-        self._averaging.meet("broadcast")
+        self._averaging.enter_collective("broadcast")
         with self._averaging.together(), self.replica.accepting():
             flows = self._deal()
             if self._rounds is not None:
@@ -507,7 +507,7 @@ class Session:
         if (rounds := self._rounds) is None:
             return self._state(0, copy=copy)
         if drain or isinstance(rounds, StaleRounds):
-            self._averaging.meet("drain", self._pending_change())
+            self._averaging.enter_collective("drain", self._pending_change())
             self._averaging.drain()
             state = self._state(rounds.next_round, copy=copy)
             self._run.begin()
@@ -532,7 +532,7 @@ class Session:
                 and load again.
         """
         self._check_ready("load_state_dict")
-        self._averaging.meet("load")
+        self._averaging.enter_collective("load")
         keeper = self._keeper
         next_round = keeper.check_together(self.group, state, self._members.current.generation)
         try:
@@ -727,7 +727,7 @@ class Session:
         if rounds is None or run is None or self._in_consensus or self._is_closed:
             return False
         run.wait()
-        return self._members.meet(rounds) and run.steps > run.equal_at_step
+        return self._members.has_partners(rounds) and run.steps > run.equal_at_step
 
     def _check_ready(self, method: str) -> None:
         if self._is_closed:

@@ -42,7 +42,7 @@ def apply_together(
     version = replica.version
     for left in reversed(range(_TRIES)):
         try:
-            averaging.meet("surgery", pending_change())
+            averaging.enter_collective("surgery", pending_change())
             with averaging.together():
                 if len(set(group.all_gather_object(surgery.digest()))) > 1:
                     raise AgreementError(

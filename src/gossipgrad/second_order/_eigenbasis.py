@@ -68,7 +68,7 @@ class Eigenbasis(SecondOrder):
         orders = [((len(unit.blocks), size), torch.int64) for size in unit.shape]
         return super().root_parts(unit) + orders
 
-    def take_up(self, unit: Unit, value: tuple[Tensor, ...]) -> None:
+    def apply_root(self, unit: Unit, value: tuple[Tensor, ...]) -> None:
         """See the base."""
         device = unit.blocks[0].parameter.device
         left, right, left_order, right_order = (each.to(device) for each in value)

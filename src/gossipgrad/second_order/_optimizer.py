@@ -36,7 +36,7 @@ class SecondOrder(MatrixOptimizer):
 
     A subclass names the tensors that it keeps for a unit (`shapes`), updates a unit
     (`update_unit`), makes the job that computes its roots (`make_job`) and takes up their result
-    (`take_up`).
+    (`apply_root`).
 
     Blocks that have no gradient in a step keep their weights and their state; their unit counts the
     step, though, for its bias correction and for the age of its roots, unless none of its blocks
@@ -130,7 +130,7 @@ class SecondOrder(MatrixOptimizer):
             if _is_root(name)
         ]
 
-    def take_up(self, unit: Unit, value: tuple[Tensor, ...]) -> None:
+    def apply_root(self, unit: Unit, value: tuple[Tensor, ...]) -> None:
         """Puts what a job returned into the store."""
         raise NotImplementedError
 
@@ -422,7 +422,7 @@ class SecondOrder(MatrixOptimizer):
                 whole.copy_(matrix.view(whole.shape))
 
     def _publish(self, index: int, root: Root) -> None:
-        self.take_up(self._units[index], root.value)
+        self.apply_root(self._units[index], root.value)
 
     @contextmanager
     def filled_state(self) -> Iterator[None]:

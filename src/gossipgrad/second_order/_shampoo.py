@@ -167,7 +167,7 @@ class Shampoo(SecondOrder):
         find = partial(_METHODS[group["root_method"]], root=4, eps=group["damping"])
         return lambda: tuple(find(unpack(factor / correction)) for factor in factors)
 
-    def take_up(self, unit: Unit, value: tuple[Tensor, ...]) -> None:
+    def apply_root(self, unit: Unit, value: tuple[Tensor, ...]) -> None:
         """See the base."""
         device = unit.blocks[0].parameter.device
         old = _ROOTS if self.has(unit, _ROOTS[-1]) else ()

@@ -121,16 +121,16 @@ class RingBatches:
         for x, y, index in self._shuffle:
             yield self._samples.inputs(x, index, augment=(self._seed, epoch)), y
 
-    def settle(self, timeout_seconds: float) -> None:
+    def drain(self, timeout_seconds: float) -> None:
         """Wait until no rows are on their way; every rank does it, as often.
 
         Raises:
             GossipError: A neighbour did not come in time.
         """
-        self._shuffle.settle(timeout_seconds)
+        self._shuffle.drain(timeout_seconds)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's rows and where it stands, right after `settle`."""
+        """This rank's rows and where it stands, right after `drain`."""
         stats = self.stats()
         carried = {name: getattr(stats, name) for name in _COUNTED}
         return {"shuffle": self._shuffle.state_dict(), "carried": carried}

@@ -26,7 +26,7 @@ from .strategies import RunningStrategy
 # leave out one here and another there, and few are complete.
 _WRITE_SECONDS = 2.0
 _LAST_SECONDS = 60.0  # the same, for the last one
-_SETTLE_SECONDS = 60.0  # how long rows on their way to neighbours are awaited
+_DRAIN_SECONDS = 60.0  # how long rows on their way to neighbours are awaited
 _OF_A_RUN = frozenset({"strategy", "batches", "random", "loop"})  # beside replica and session
 
 
@@ -327,7 +327,7 @@ class Checkpoints:
         if not isinstance(self._batches, RingBatches):
             return True
         try:
-            self._batches.settle(_SETTLE_SECONDS)
+            self._batches.drain(_DRAIN_SECONDS)
         except GossipError as error:
             warnings.warn(f"a checkpoint is left out: {error}", stacklevel=2)
             return False
