@@ -745,6 +745,12 @@ class Session:
         """What is wrong with the replica, if it was changed since the last step."""
         if self._rounds is None:
             return None
+        if self._run.is_mid_step:
+            return (
+                "not all optimizers have stepped, and the step ends when the last of the list has. "
+                "Call this then; or, where some step less often than others, pass the one that "
+                "steps most often as the last"
+            )
         try:
             self.replica.check(self._run.is_as_sent)
         except ReplicaChangedError as error:
