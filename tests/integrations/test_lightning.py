@@ -145,6 +145,8 @@ def old_checkpoints_go_and_plain_ones_are_gone_on_with(rank, store, folder):
 
 
 def other_families_and_exceptions(rank, store, folder):
+    import lightning.pytorch as pl
+
     from gossipgrad.integrations.lightning import GossipStrategy
 
     ends = []
@@ -159,6 +161,10 @@ def other_families_and_exceptions(rank, store, folder):
         trainer.fit(module, loader())
     with pytest.raises(ValueError, match="sync_batchnorm"):
         make_trainer(folder, strategy="gossip", sync_batchnorm=True).fit(make_module(), loader())
+    refused = make_trainer(folder, strategy="gossip")
+    refused.callbacks.append(pl.callbacks.StochasticWeightAveraging(0.1))
+    with pytest.raises(ValueError, match="StochasticWeightAveraging"):
+        refused.fit(make_module(), loader())
     return ends, trainer.strategy.session is None
 
 

@@ -17,7 +17,7 @@ from gossipgrad.engine._replica import Replica
 from gossipgrad.engine._rounds import Rounds
 from gossipgrad.engine._settings import RoundSettings
 from gossipgrad.engine._step_hooks import Closure
-from gossipgrad.errors import GossipError
+from gossipgrad.errors import GossipError, ReplicaChangedError
 
 __all__ = ["StepDriver"]
 
@@ -257,6 +257,22 @@ class StepDriver:
             for flow in self.flows
             if flow.in_consensus
         )
+
+    def pending_change(self) -> str | None:
+        """What is wrong with the replica, if it was changed since the last step."""
+        if self._rounds is None:
+            return None
+        if self.is_mid_step:
+            return (
+                "not all optimizers have stepped, and the step ends when the last of the list has. "
+                "Call this then; or, where some step less often than others, pass the one that "
+                "steps most often as the last"
+            )
+        try:
+            self._replica.check(self.is_as_sent)
+        except ReplicaChangedError as error:
+            return str(error)
+        return None
 
     def _begin_step(self, *, in_backward: bool = False) -> bool:
         """Checks the replica, and mixes what the forward pass has not read.

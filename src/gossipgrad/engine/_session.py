@@ -39,7 +39,7 @@ from gossipgrad.engine._stats import Stats, collect
 from gossipgrad.engine._step_hooks import Closure, StepHooks
 from gossipgrad.engine._surgery import Surgery, check_surgery
 from gossipgrad.engine._surgery_together import apply_together
-from gossipgrad.errors import GossipError, ReplicaChangedError
+from gossipgrad.errors import GossipError
 
 __all__ = ["Session"]
 
@@ -742,14 +742,7 @@ class Session:
         self._run.wait()
 
     def _pending_change(self) -> str | None:
-        """What is wrong with the replica, if it was changed since the last step."""
-        if self._rounds is None:
-            return None
-        try:
-            self.replica.check(self._run.is_as_sent)
-        except ReplicaChangedError as error:
-            return str(error)
-        return None
+        return self._run.pending_change()
 
     # -- its end ----------------------------------------------------------------------------
 

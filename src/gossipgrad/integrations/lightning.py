@@ -47,7 +47,8 @@ class GossipStrategy(DDPStrategy):
         session: The session, while `fit` runs; else None.
 
     Raises:
-        ValueError: From `fit`, for `sync_batchnorm=True`, and as `open`.
+        ValueError: From `fit`, for `sync_batchnorm=True` or the callback
+            `StochasticWeightAveraging`, and as `open`.
     """
 
     strategy_name = "gossip"
@@ -88,6 +89,14 @@ class GossipStrategy(DDPStrategy):
             raise ValueError(
                 "sync_batchnorm=True has each forward pass wait for all ranks, and gossip waits "
                 "for none: leave it out. Statistics of BatchNorm are averaged in the consensus"
+            )
+        if fits and any(
+            isinstance(c, pl.callbacks.StochasticWeightAveraging) for c in trainer.callbacks
+        ):
+            raise ValueError(
+                "StochasticWeightAveraging replaces this rank's weights in the middle of a round, "
+                "and partners would mix both: take EMAWeightAveraging, which keeps its average "
+                "apart until fit is over"
             )
         super().setup(trainer)
         if fits:

@@ -1,8 +1,10 @@
 """The door into Hugging Face Transformers: a callback that has the `Trainer` train by gossip."""
 
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial, wraps
+from math import isclose
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,8 @@ class GossipCallback(TrainerCallback):
     is the consensus; each rank adds what it needs to go on exactly, `gossip-rank*.pt`, to each
     checkpoint, and `train(resume_from_checkpoint=...)` does so. A checkpoint of another number of
     ranks, or of a run without gossip, is gone on with from its model. After training the model of
-    each rank is the consensus, or with `load_best_model_at_end` the best one that was saved.
+    each rank is the consensus, or with `load_best_model_at_end` the best one that was saved;
+    a warning says so where the trainer could not load all of that.
 
     Args:
         trainer: Before it trains; the callback has to be added to it.
@@ -119,6 +122,14 @@ class GossipCallback(TrainerCallback):
         model = session.replica.model  # the trainer has just loaded the same into each rank's
         tensors = [*model.parameters(), *model.buffers()]
         best = [tensor.detach().clone() for tensor in tensors]
+        sums = session.agree([float(value.double().abs().sum()) for value in best])
+        if session.rank == 0 and not all(all(map(isclose, sums[0], each)) for each in sums):
+            warnings.warn(
+                f"the trainer has not loaded all weights of {state.best_model_checkpoint}, which "
+                "Transformers may save by other names than the model's: what it left out is each "
+                "rank's own. Load the best model by from_pretrained(...) of that folder",
+                stacklevel=2,
+            )
         session.close()  # mixes what is in flight
         with torch.no_grad():
             for tensor, value in zip(tensors, best, strict=True):
