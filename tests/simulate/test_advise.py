@@ -8,10 +8,10 @@ from torch import nn
 
 import gossipgrad as gg
 from gossipgrad.planning import AffineCost, Profile
-from gossipgrad.simulate import Network
+from gossipgrad.simulate import Network, Workers
 from support.ranks import run_ranks
 
-PROFILE = Profile.load("resnet50")
+PROFILE = Profile.load("vgg16")
 
 
 def network(gigabits):
@@ -21,7 +21,7 @@ def network(gigabits):
 
 
 def test_on_fast_links_data_parallel_is_recommended_and_on_slow_ones_not():
-    fast = gg.advise(PROFILE, network=network(1000), world_size=2)
+    fast = gg.advise(PROFILE, network=network(1000), world_size=2, workers=Workers())
     slow = gg.advise(PROFILE, network=network(1), world_size=16)
     assert "DistributedDataParallel" in fast.best.settings
     assert "gg." in slow.best.settings
@@ -32,9 +32,9 @@ def test_on_fast_links_data_parallel_is_recommended_and_on_slow_ones_not():
     )
 
 
-@pytest.mark.parametrize("most_loss", [0.0, 0.5, 2.0])
+@pytest.mark.parametrize("most_loss", [0.0, 2.0])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-@pytest.mark.parametrize("world_size", [8, 32, 500])
+@pytest.mark.parametrize("world_size", [8, 300])
 def test_nothing_is_recommended_that_loses_more_or_is_slower_than_something_allowed(
     most_loss, optimizer, world_size
 ):
