@@ -110,6 +110,7 @@ def test_a_job_of_the_user_survives_a_kill_and_is_resumed(project: Path):
 
 
 @pytest.mark.process
+@pytest.mark.slow  # 40 s; joins of the built-in tasks are in `make test`
 def test_a_worker_joins_a_job_of_the_user(project: Path):
     command = [sys.executable, "-m", "gossipgrad", "train", "--job", "mine.jobs:regression"]
     options = ["--nproc", "2", "--epochs", "100000", "--out", "run", "--log-every", "1", "--quiet"]
