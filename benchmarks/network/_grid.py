@@ -98,11 +98,11 @@ FULL = Grid(
     block_seconds=4.0,
     patience_seconds=60.0,
 )
-# What mode sync exposes: exchanges of a thirtieth of the compute, of a third, and of more.
+# What mode sync exposes: exchanges from a thirtieth of the compute to as long as the compute.
 SYNC = replace(
     QUICK,
     world_sizes=(4, 8),
-    rates=(1e8, 3e8, 1e9),
+    rates=(3e7, 1e8, 3e8, 1e9),
     budgets=QUICK.budgets[:1],
     only=(ALONE, "gossip", "gossip, sync", "gossip, sync, in backward", "ddp"),
 )
