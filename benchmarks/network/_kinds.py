@@ -59,10 +59,9 @@ def _hidden(make: Callable[[Surroundings], Contestant], bare: str = "exchange") 
 CONTESTANTS: dict[str, Kind] = {
     ALONE: Kind(make=Alone, mixes=False, in_step=False),
     "gossip": _hidden(Gossip),
-    "gossip, sync": Kind(make=lambda s: Gossip(s, "sync"), bare="exchange"),
-    "gossip, sync, in backward": Kind(
-        make=lambda s: Gossip(s, "sync", update="in-backward"), bare="exchange"
-    ),
+    # The next forward pass waits for what a step of `sync` has sent: steps have to follow steps.
+    "gossip, sync": _hidden(lambda s: Gossip(s, "sync")),
+    "gossip, sync, in backward": _hidden(lambda s: Gossip(s, "sync", update="in-backward")),
     "gossip, bf16 wire": _hidden(
         lambda s: Gossip(s, wire_dtype=torch.bfloat16), bare="exchange, bf16"
     ),
