@@ -16,6 +16,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.nn.parallel import DistributedDataParallel
 
 import gossipgrad as gg
+from gossipgrad.comm import DEFAULT_BUCKET_BYTES
 from gossipgrad.planning import Profile
 from gossipgrad.topology import dissemination
 
@@ -90,6 +91,8 @@ class Gossip(Contestant):
         wire_dtype: torch.dtype | None = None,
         update: str = "in-step",
     ) -> None:
+        # As many messages as the model has unscaled: `sync` hides behind them one by one.
+        size = surroundings.bucket_bytes(DEFAULT_BUCKET_BYTES) if mode == "sync" else None
         self._stateful = isinstance(payload, gg.WeightsAndState)
         super().__init__(surroundings)
         self._session = gg.gossip(
@@ -99,6 +102,7 @@ class Gossip(Contestant):
             payload=payload,
             wire_dtype=wire_dtype,
             update=update,
+            **({} if size is None else {"bucket_bytes": size}),
         )
 
     def _optimizer(self, profile: Profile, parameters: list[nn.Parameter]) -> ReplayOptimizer:
