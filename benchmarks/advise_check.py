@@ -2,8 +2,8 @@
 
 Reads what `python -m benchmarks.network` has measured, all grids, and asks for advice among the
 contestants of each cell, with accuracy left out: is the recommended one's measured step within 5 %
-of the fastest that was measured? The network is told by the rate of its links alone, and where
-`gossipgrad probe` has measured it there, by that too. Measures nothing itself.
+of the fastest that was measured? The network is described by the rate of its links, and once more by what
+`gossipgrad probe` has measured, where it has. Measures nothing itself.
 
     python -m benchmarks.advise_check
 """
@@ -62,7 +62,9 @@ def recommended(cells: dict[str, Cell], network: Network) -> str:
     return advice.best.settings
 
 
-def row(place: tuple, cells: dict[str, Cell], network: Network, told_by: str) -> dict[str, Any]:
+def row(
+    place: tuple, cells: dict[str, Cell], network: Network, described_by: str
+) -> dict[str, Any]:
     """The recommended contestant beside the fastest."""
     taken = recommended(cells, network)
     steps = {name: cell["step_seconds_median"] for name, cell in cells.items()}
@@ -71,7 +73,7 @@ def row(place: tuple, cells: dict[str, Cell], network: Network, told_by: str) ->
         **dict(zip(("grid", "profile", "time_factor", "size_factor"), place[:4], strict=True)),
         "world_size": place[4],
         "rate_bits_per_second": place[5],
-        "network": told_by,
+        "network": described_by,
         "recommended": taken,
         "fastest": best,
         "times_as_long": round(steps[taken] / steps[best], 4),
@@ -86,9 +88,9 @@ def main() -> int:
         if (place[4], place[5]) in known:
             rows.append(row(place, cells, known[place[4], place[5]], "probe"))
     summary = {}
-    for told_by in ("rate of the links", "probe"):
-        ratios = [one["times_as_long"] for one in rows if one["network"] == told_by]
-        summary[told_by] = {
+    for described_by in ("rate of the links", "probe"):
+        ratios = [one["times_as_long"] for one in rows if one["network"] == described_by]
+        summary[described_by] = {
             "places": len(ratios),
             "within_5_percent": sum(ratio <= 1 + WITHIN for ratio in ratios),
             "most": max(ratios, default=None),

@@ -3,6 +3,7 @@
 import copy
 import threading
 import time
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -180,6 +181,16 @@ def test_what_arrives_between_forward_and_backward_is_mixed_after_it():
         assert torch.allclose(mean, torch.full((4, 4), 1.5))
 
 
+@contextmanager
+def updating(group):
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gg.gossip(
+        model, optimizer, process_group=group, mode="sync", update="in-backward"
+    ) as session:
+        yield model, optimizer, session
+
+
 def consensus(session):
     with session.consensus():
         pass
@@ -196,11 +207,7 @@ def consensus(session):
 )
 def test_collectives_between_backward_and_step_are_refused_and_training_goes_on(call):
     def rank_main(rank, group):
-        model = nn.Linear(4, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with gg.gossip(
-            model, optimizer, process_group=group, mode="sync", update="in-backward"
-        ) as session:
+        with updating(group) as (model, optimizer, session):
             model(torch.ones(2, 4)).sum().backward()
             with pytest.raises(gg.GossipError, match="backward"):
                 call(session)
@@ -214,11 +221,7 @@ def test_collectives_between_backward_and_step_are_refused_and_training_goes_on(
 
 def test_a_second_backward_is_refused_and_the_step_can_be_ended():
     def rank_main(rank, group):
-        model = nn.Linear(4, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with gg.gossip(
-            model, optimizer, process_group=group, mode="sync", update="in-backward"
-        ) as session:
+        with updating(group) as (model, optimizer, session):
             for _ in range(2):
                 model(torch.ones(2, 4)).sum().backward()
                 with pytest.raises(gg.GossipError, match="no_sync"):
@@ -234,23 +237,18 @@ def test_a_second_backward_is_refused_and_the_step_can_be_ended():
 
 def test_a_session_that_ends_between_backward_and_step_leaves_the_other_alone():
     def rank_main(rank, group):
-        model = nn.Linear(4, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        session = gg.gossip(
-            model, optimizer, process_group=group, mode="sync", update="in-backward"
-        )
-        with session:
+        with updating(group) as (model, optimizer, session):
             model(torch.ones(2, 4)).sum().backward()
             if rank == 0:
-                return 0
+                return None
             for _ in range(3):
                 optimizer.step()
                 optimizer.zero_grad()
                 model(torch.ones(2, 4)).sum().backward()
             optimizer.step()
-        return session.stats().late_rounds
+            return session.position
 
-    run_ranks(2, rank_main)
+    assert run_ranks(2, rank_main) == [None, 4]
 
 
 def test_an_optimizer_that_counts_steps_in_its_groups_is_refused():

@@ -25,7 +25,7 @@ class AdviseOptions:
     """
 
     profile: str = "resnet50"
-    """What a step computes: a profile that comes along (resnet50, googlenet, vgg16, lstm, gpt2), or
+    """What a step computes: a profile of the library (resnet50, googlenet, vgg16, lstm, gpt2), or
     a file that `gossipgrad profile` wrote."""
     optimizer: Literal["sgd", "adam"] = "sgd"
     """What trains the model: decides what gossip costs in accuracy."""

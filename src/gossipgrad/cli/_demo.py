@@ -72,10 +72,10 @@ def main(arguments: list[str]) -> int:
 
 _ON_STEP = "communication_seconds_per_step"
 _NOTE = (
-    "Both on this machine, over loopback, where a message costs next to nothing and gossip has "
-    "nothing to win; on slow links it has (gossipgrad advise). Exposed is what a step waits for "
-    "communication, slower ranks included. Communication on the step's thread is that and gossip's "
-    "snapshots and mixing; all-reduce has a thread of its own, so that only its waiting counts."
+    "Both on this machine, over loopback; gossipgrad advise predicts other links. Exposed is what "
+    "a step waits for communication, slower ranks included. Communication on the step's thread is "
+    "that and gossip's snapshots and mixing; all-reduce has its own thread, so only its waiting "
+    "counts."
 )
 _ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("accuracy", "accuracy", lambda value: f"{value:.2%}"),

@@ -46,7 +46,7 @@ class PlanOptions:
     """
 
     profile: str = "resnet50"
-    """What a step computes: a profile that comes along (resnet50, googlenet, vgg16, lstm, gpt2), or
+    """What a step computes: a profile of the library (resnet50, googlenet, vgg16, lstm, gpt2), or
     a file that `gossipgrad profile` wrote."""
     world_size: Annotated[int, tyro.conf.arg(aliases=["--workers"])] = 16
     """The number of ranks, 2 or more."""

@@ -43,7 +43,7 @@ class SimulateOptions:
     """
 
     profile: str = "resnet50"
-    """What a step computes: a profile that comes along (resnet50, googlenet, vgg16, lstm, gpt2), or
+    """What a step computes: a profile of the library (resnet50, googlenet, vgg16, lstm, gpt2), or
     a file that `gossipgrad profile` wrote."""
     world_size: str = "8,64,1024"
     """Numbers of ranks, with commas."""

@@ -493,15 +493,15 @@ def _agree(group: Group, settings: dict[str, Any], num_rows: int) -> list[int]:
         AgreementError: On every rank, with the first difference to rank 0.
         ValueError: On every rank, if a shard is too small.
     """
-    told = group.all_gather_object({"settings": settings, "rows": num_rows})
-    for rank, other in zip(group.members, told, strict=True):
-        for name, value in told[0]["settings"].items():
+    answers = group.all_gather_object({"settings": settings, "rows": num_rows})
+    for rank, other in zip(group.members, answers, strict=True):
+        for name, value in answers[0]["settings"].items():
             if other["settings"][name] != value:
                 raise AgreementError(
                     f"rank {rank} has {name}={other['settings'][name]}, rank {group.members[0]} "
                     f"has {value}: rows travel from one to the other, so both need the same"
                 )
-    sizes = [other["rows"] for other in told]
+    sizes = [other["rows"] for other in answers]
     if len(sizes) > 1 and min(sizes) < 2:
         raise ValueError(
             f"rank {sizes.index(min(sizes))} has {min(sizes)} rows, but every rank needs two at "
