@@ -2,8 +2,8 @@
 
 Reads what `python -m benchmarks.network` has measured, all grids, and asks for advice among the
 contestants of each cell, with accuracy left out: is the recommended one's measured step within 5 %
-of the fastest that was measured? The network is described by the rate of its links, and once more by what
-`gossipgrad probe` has measured, where it has. Measures nothing itself.
+of the fastest that was measured? The network is described by the rate of its links, and once more
+by `gossipgrad probe`, where it has measured that network. Measures nothing itself.
 
     python -m benchmarks.advise_check
 """

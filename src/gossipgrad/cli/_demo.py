@@ -72,8 +72,8 @@ def main(arguments: list[str]) -> int:
 
 _ON_STEP = "communication_seconds_per_step"
 _NOTE = (
-    "Both on this machine, over loopback; gossipgrad advise predicts other links. Exposed is what a "
-    "step waits for communication, slower ranks included. Communication on the step's thread is "
+    "Both on this machine, over loopback; gossipgrad advise predicts other links. Exposed is what "
+    "a step waits for communication, slower ranks included. Communication on the step's thread is "
     "that and gossip's snapshots and mixing; all-reduce has its own thread, so only its waiting "
     "counts."
 )
