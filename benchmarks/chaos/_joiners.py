@@ -16,8 +16,6 @@ from typing import Any, Self
 from gossipgrad import data
 from gossipgrad.errors import GossipError
 from gossipgrad.train import JoinConfig, join_run
-from gossipgrad.train import _join as joining
-from gossipgrad.train._joiner import join_main
 
 from ._inside import Events
 from ._script import Script
@@ -99,36 +97,39 @@ def _join(pipe: Connection, number: int, count: int, folder: Path, subset: Path)
         for stream in (1, 2):
             os.dup2(log.fileno(), stream)
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["gossipgrad.train._join", "torch._dynamo", __name__])
+        context.set_forkserver_preload(["gossipgrad.train", "torch._dynamo", __name__])
         first = context.Process(target=_nothing)  # waits until the fork server has loaded it all
         first.start()
         first.join()
         pipe.send("ready")
         try:
             pipe.recv()
-            _let_in(number, count, folder, subset)
         except EOFError:
-            return
+            pass
+        else:
+            Events(folder).tell("joins", fault=number)
+            _let_in(context, number, count, folder, subset)
         finally:  # as at the end of a command; a child of the fork server leaves its own behind
             multiprocessing.forkserver._forkserver._stop()
             sys.stdout.flush()
 
 
-def _let_in(number: int, count: int, folder: Path, subset: Path) -> None:
-    Events(folder).tell("joins", fault=number)
-    joining.join_main = functools.partial(_worker, subset)
-    data.prepare = lambda *_, **__: None
-    try:
-        outcome = join_run(JoinConfig(run=folder / "run", nproc=count, quiet=True))
-        found = {"exit_code": outcome.exit_code, "parts": outcome.parts}
-        if outcome.failures:
-            found["error"] = "; ".join(outcome.failures)
-    except (GossipError, ValueError) as error:
-        found = {"error": f"{type(error).__name__}: {error}"}
-    except BaseException:
-        traceback.print_exc()
-        found = {"error": traceback.format_exc()}
-    _result(folder, number).write_text(json.dumps(found))
+def _let_in(context: Any, number: int, count: int, folder: Path, subset: Path) -> None:
+    """Starts the workers, as many calls of the command would, and writes down how it went."""
+    ends = [folder / f"join{number}-{one}.json" for one in range(count)]
+    workers = [context.Process(target=_worker, args=(folder, subset, end)) for end in ends]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    found = [
+        json.loads(end.read_text())
+        if end.exists()
+        else {"error": f"ended without a word, with exit code {worker.exitcode}"}
+        for end, worker in zip(ends, workers, strict=True)
+    ]
+    failed = [one for one in found if "error" in one]
+    _result(folder, number).write_text(json.dumps(failed[0] if failed else found[0]))
 
 
 def _result(folder: Path, number: int) -> Path:
@@ -136,9 +137,20 @@ def _result(folder: Path, number: int) -> Path:
     return folder / f"join{number}.json"
 
 
-def _worker(subset: Path) -> int:
+def _worker(folder: Path, subset: Path, end: Path) -> None:
     data.load = functools.partial(load_subset, subset)
-    return join_main()
+    data.prepare = lambda *_, **__: None
+    try:
+        found = {"exit_code": join_run(JoinConfig(run=folder / "run", quiet=True)).exit_code}
+    except (GossipError, ValueError) as error:
+        found = {"error": f"{type(error).__name__}: {error}"}
+    except BaseException:
+        traceback.print_exc()
+        found = {"error": traceback.format_exc()}
+    end.write_text(json.dumps(found))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # as the command's process, whose threads nobody waits for
 
 
 def _nothing() -> None:
