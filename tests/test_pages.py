@@ -29,7 +29,7 @@ ROOMS = (
     *("", ".topology", ".planning", ".comm", ".compression", ".engine", ".data", ".models"),
     *(".checkpoint", ".simulate", ".sparsification", ".apoptosis", ".trace", ".train"),
 )
-QUICK = ("plan",)  # its commands take no time
+QUICK = ("simulate",)  # its commands take no time
 NUMBER = re.compile(r"[-+]?\d[\d,.e+-]*")
 
 
