@@ -22,10 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import gossipgrad
-from benchmarks._common import RESULTS, write
-from benchmarks._ends import ends_as_ctrl_c
-from benchmarks.netlab._probe import probe
-from benchmarks.netlab._system import missing
+from benchmarks._common import RESULTS, ends_as_ctrl_c, write
+from benchmarks.network._namespaces import missing
 
 from ._draw import SCRIPTS, draw_script
 from ._pool import Runner, Workplace
@@ -229,7 +227,7 @@ def main() -> int:
         or results.lacks(script)
         or (options.failed and results.scripts[script.seed]["outcome"] == "failed")
     ]
-    if lacks := missing() or probe():
+    if lacks := missing():
         print(f"faults of links are left out: {'; '.join(lacks)}", file=sys.stderr)
         for script in scripts:
             if script.of_links:

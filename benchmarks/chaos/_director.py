@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
-from benchmarks.netlab import Network
+from benchmarks.network import Network
 
 from ._inside import Events
 from ._script import Fault, Script

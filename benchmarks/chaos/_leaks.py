@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.netlab._system import namespaces
+from benchmarks.network._namespaces import namespaces, new_name
 
 __all__ = ["Traces", "processes_of"]
 
@@ -95,12 +95,7 @@ def _files() -> set[str]:
 
 def _namespaces() -> set[str]:
     """Of laboratories that belong to this process; others may come and go beside it."""
-    from benchmarks.netlab._record import records
-
-    ours = {
-        name for record in records() if record.owner == os.getpid() for name in record.namespaces
-    }
-    return ours & namespaces()
+    return set(namespaces(new_name().rpartition("-")[0].rpartition("-")[0]))
 
 
 _LOOKS: dict[str, Callable[[], set]] = {

@@ -15,8 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from benchmarks.netlab._sweep import sweep
-from benchmarks.netlab._system import missing
+from benchmarks.network._namespaces import missing, sweep
 
 from ._director import story
 from ._inside import Events

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.netlab import Network
+from benchmarks.network import Network
 
 from ._director import Director
 from ._inside import Events

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks.netlab import Network
+from benchmarks.network import Network
 from gossipgrad import data
 from gossipgrad.errors import GossipError
 from gossipgrad.train import RunFailedError, _run, config_of_run, run
