@@ -20,7 +20,8 @@ from typing import Any
 from gossipgrad.train._summary import machine, versions
 
 ROOT = Path(__file__).parents[1]
-RESULTS = Path(__file__).parent / "results"
+# A try writes elsewhere: GOSSIPGRAD_RESULTS=/tmp/try python -m benchmarks.step --blocks 2
+RESULTS = Path(os.environ.get("GOSSIPGRAD_RESULTS") or Path(__file__).parent / "results")
 _TICK_SECONDS = 1 / os.sysconf("SC_CLK_TCK")
 _STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 9: 2.262}
 
@@ -115,6 +116,12 @@ def once(path: Path, setting: dict, compute: Callable[[], dict]) -> dict:
     figures = compute()
     write_json(path, {"setting": setting, "figures": figures})
     return figures
+
+
+def quartiles(values: Sequence[float], scale: float = 1.0) -> list[float]:
+    """Lower quartile, median, upper quartile; all of them the one where there is no other."""
+    values = [*values, *values] if len(values) == 1 else values
+    return [round(scale * q, 9) for q in statistics.quantiles(values, n=4, method="inclusive")]
 
 
 def half_width_95(differences: Sequence[float]) -> float | None:
