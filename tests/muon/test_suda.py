@@ -269,17 +269,6 @@ def test_what_would_diverge_is_refused(options, says):
         resolve_settings(4, **options)
 
 
-def test_lazy_weights_are_let_through():
-    from gossipgrad.muon import resolve_settings
-
-    shift = np.roll(np.eye(4), 1, axis=1)
-    strong = 0.45 * (shift + shift.T) + 0.1 * np.eye(4)
-    assert resolve_settings(4, backbone="ed", topology=strong, lazy=True).graph.rounds == 2
-    assert gg.Polynomial((0, 1), (1, -1), (1,)) == BACKBONES["ed"]
-    with pytest.raises(ValueError, match="b2"):
-        gg.Polynomial((0, 1), (1, -2), (1,))
-
-
 def test_a_rank_that_leaves_takes_its_share_along():
     """The living begin trackers anew from their own momentum, and stay together."""
 

@@ -7,10 +7,9 @@ import torch
 from torch import nn
 
 import gossipgrad as gg
-from gossipgrad.sparsification import _planner
 from support.ranks import run_ranks
 from support.replicas import network, sgd
-from support.sparse import assume_costs, backward_of, same_weights, start, states_after
+from support.sparse import backward_of, same_weights, start
 from support.unchecked import types_unchecked
 
 
@@ -77,52 +76,6 @@ def test_an_exception_inside_backward_is_told_to_the_others_at_once():
     run_ranks(2, rank_main)
 
 
-@pytest.mark.parametrize(("work", "failing"), [("measure_methods", 1), ("_computed", 0)])
-def test_an_exception_between_rounds_ends_them_on_all_ranks_and_the_last_one_counts(
-    monkeypatch, work, failing
-):
-    """The step of the last round is then taken as without a plan."""
-    if work == "_computed":
-        assume_costs(monkeypatch, sparse=1e-3, dense=1e-2)
-    real = getattr(_planner, work)
-
-    def fails_there(*args, **kwargs):
-        thread = threading.current_thread().name
-        if thread in (f"rank {failing}", "gossipgrad plan_0"):
-            raise MemoryError("it does not fit")
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(_planner, work, fails_there)
-
-    def rank_main(rank, group):
-        model, optimizer, session = start(group, "optimal")
-        error = MemoryError if rank == failing else gg.GossipError
-
-        def steps():
-            for step in range(20):
-                backward_of(model, rank, step)
-                optimizer.step()
-
-        with session:
-            with pytest.raises(error) as raised:
-                steps()
-            assert "take their step" in "".join(raised.value.__notes__)
-            optimizer.step()
-            state = session.state_dict()
-            with pytest.raises(gg.GossipError, match="came between two rounds"):
-                optimizer.step()
-            with pytest.raises(gg.GossipError, match="came between two rounds"):
-                backward_of(model, rank, 7)
-        return state
-
-    states = run_ranks(2, rank_main)
-    rounds = states[0]["session"]["counted"]["rounds"]
-    for state, expected in zip(states, states_after(rounds, plan="single"), strict=True):
-        torch.testing.assert_close(state["shard"], expected["shard"], rtol=0, atol=0)
-        of, like = (each["session"] for each in (state, expected))
-        torch.testing.assert_close(of["residuals"], like["residuals"], rtol=0, atol=0)
-
-
 def test_unequal_step_counts_end_without_a_hang():
     def rank_main(rank, group):
         model, optimizer, session = start(group)
@@ -165,25 +118,6 @@ def test_a_course_of_the_density_that_goes_wrong_is_told_on_all(late):
             for _ in range(2):
                 with pytest.raises(gg.GossipError, match="asked about round 102"):
                     backward_of(model, rank, 2)
-            group.barrier()
-
-    run_ranks(2, rank_main)
-
-
-def test_a_table_of_densities_need_not_go_beyond_the_run():
-    table = [0.5, 0.25, 0.125]
-
-    def rank_main(rank, group):
-        model, optimizer, session = start(group, "single", density=table.__getitem__)
-        found = []
-        with session:
-            for step in range(3):
-                backward_of(model, rank, step)
-                optimizer.step()
-                found.append(session._aggregation.density)
-            assert found == table
-            with pytest.raises(gg.GossipError, match="asked about round 3: IndexError"):
-                backward_of(model, rank, 3)
             group.barrier()
 
     run_ranks(2, rank_main)
@@ -258,24 +192,6 @@ def test_wrong_settings(settings, message):
     model = network()
     with types_unchecked(), pytest.raises(ValueError, match=message):
         gg.sparsify(model, sgd(list(model.parameters())), **settings)
-
-
-def test_an_optimizer_of_another_model_is_refused():
-    optimizer = sgd(list(network().parameters()))
-    with pytest.raises(ValueError, match="none is one of this Sequential: give the model that"):
-        gg.sparsify(network(), optimizer)
-
-
-def test_an_optimizer_may_train_more_than_the_model():
-    extra = nn.Parameter(torch.zeros(2))
-    model = network()
-    with gg.sparsify(model, sgd([*model.parameters(), extra])) as session:
-        assert session.world_size == 1
-
-
-def test_what_a_session_of_equal_replicas_cannot_do_is_refused_with_the_way_out():
-    with start(None)[-1] as session, pytest.raises(gg.GossipError, match=r"broadcast_\(\)"):
-        session.accept_changes()
 
 
 def test_sparse_gradients_are_refused_with_the_way_out():

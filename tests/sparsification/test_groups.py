@@ -1,7 +1,5 @@
 """Groups of several methods and tensors: what they carry over, and what none may lose."""
 
-import threading
-
 import pytest
 import torch
 from torch import nn
@@ -42,56 +40,6 @@ def test_what_is_carried_over_outlives_a_dense_round_that_is_not_finite(cuts):
             assert not session.state_dict()["session"]["residuals"]
             overflow(model, rank, 5)
             assert session.stats().nonfinite_rounds == 2
-
-    run_ranks(2, rank_main)
-
-
-def test_velocities_go_with_their_tensors_to_other_groups():
-    def run(*, regroups):
-        def rank_main(rank, group):
-            model, optimizer, session = start(group, momentum_correction=0.9)
-            with session:
-                for step in range(6):
-                    if regroups and step == 3:
-                        session._aggregation.regroup(session._aggregation.merges)
-                    backward_of(model, rank, step)
-                    optimizer.step()
-                session.group.barrier()
-            return [p.detach() for p in model.parameters()]
-
-        return run_ranks(2, rank_main)
-
-    assert same_weights(run(regroups=True) + run(regroups=False))
-
-
-def test_what_is_carried_over_outlives_groups_that_cannot_be_made():
-    all_stepped = threading.Barrier(2)
-
-    def rank_main(rank, group):
-        model, optimizer, session = start(group, momentum_correction=0.9)
-        with session:
-            for step in range(2):
-                backward_of(model, rank, step)
-                optimizer.step()
-            all_stepped.wait(20)
-            kept = session.state_dict()["session"]
-            aggregation = session._aggregation
-            names, carried = aggregation.names, aggregation.carried_over()
-            odd = torch.zeros(5, 5)
-            with pytest.raises(RuntimeError, match="size of tensor"):
-                aggregation.regroup(
-                    (Merge(0, 4, "sparse"),),
-                    names=names[::-1],
-                    carried=carried | {names[0]: carried[names[0]]._replace(residual=odd)},
-                )
-            now = session.state_dict()["session"]
-            assert (now["plan"], now["rounds_without"]) == (kept["plan"], kept["rounds_without"])
-            for kind in ("residuals", "velocities"):
-                torch.testing.assert_close(now[kind], kept[kind], rtol=0, atol=0)
-            assert session.stats().rounds == 2
-            with pytest.raises(gg.GossipError, match="making new groups failed"):
-                backward_of(model, rank, 2)
-        assert session.stats().rounds == 2
 
     run_ranks(2, rank_main)
 

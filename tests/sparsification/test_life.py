@@ -8,7 +8,6 @@ import pytest
 
 import gossipgrad as gg
 from support.ranks import run_ranks
-from support.replicas import network
 from support.sparse import backward_of, same_weights, start
 
 
@@ -51,18 +50,5 @@ def test_a_session_ends_with_its_model_and_optimizer():
         assert not thread.is_alive()
         with pytest.raises(gg.GossipError, match="closed its session"):
             group.barrier()
-
-    run_ranks(2, rank_main)
-
-
-def test_a_model_may_outlive_its_optimizer_and_with_it_the_session():
-    dropped = all_dropped(2)
-
-    def rank_main(rank, group):
-        model, plain = start(group)[0], network()
-        dropped.wait()
-        for each in (model, plain):
-            backward_of(each, rank, 0)
-        assert same_weights([[p.grad for p in each.parameters()] for each in (model, plain)])
 
     run_ranks(2, rank_main)

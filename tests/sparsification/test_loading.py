@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-import gossipgrad as gg
 from gossipgrad.sparsification import deal_states
 from support.ranks import run_ranks
 from support.replicas import network
@@ -25,28 +24,6 @@ def test_states_of_different_steps_do_not_belong_together():
     run_ranks(2, rank_main)
     with pytest.raises(ValueError, match="saved after 3 and 5 rounds"):
         deal_states(states, 3)
-
-
-def test_states_of_two_runs_do_not_belong_together(monkeypatch):
-    """What planners know of a run decides when they call collectives: ranks would wait."""
-    assume_costs(monkeypatch, sparse=1e-3, dense=1.0)
-    states = states_after(20, plan="optimal")
-    whole = states[1]["session"]
-    assert deal_states(states, 2)
-    for name in whole["planner"]:
-        states[1]["session"] = {**whole, "planner": {**whole["planner"], name: "another"}}
-        with pytest.raises(ValueError, match="of ranks 0 and 1 were saved"):
-            deal_states(states, 2)
-
-    def rank_main(rank, group):
-        model, _, session = start(group, "optimal", model=network(1))
-        with session:
-            before = [p.detach().clone() for p in model.parameters()]
-            with pytest.raises(ValueError, match="of ranks 0 and 1 were saved"):
-                session.load_state_dict(states[rank])
-            assert same_weights([list(model.parameters()), before])
-
-    run_ranks(2, rank_main)
 
 
 @pytest.mark.parametrize("kind", ["residuals", "velocities"])
@@ -267,18 +244,3 @@ def test_one_rank_counts_on_and_gives_up_what_several_carried_over():
             group.barrier()
 
     run_ranks(2, several)
-
-
-def test_a_session_that_is_over_has_no_state_but_figures():
-    def rank_main(rank, group):
-        model, optimizer, session = start(group)
-        with session:
-            backward_of(model, rank, 0)
-            optimizer.step()
-            figures = session.stats()
-            session.group.barrier()
-        with pytest.raises(gg.GossipError, match="the session is closed"):
-            session.state_dict()
-        assert session.stats() == figures
-
-    run_ranks(2, rank_main)

@@ -87,34 +87,6 @@ def test_a_parameter_of_two_segments_is_refused_by_name_and_nobody_hangs():
     run_ranks(2, rank_main)
 
 
-def raised_after_a_segment(model, rank):
-    """The loss of a pass that has raised between a checkpointed segment and what is before it."""
-
-    def fail(grad):
-        raise ZeroDivisionError
-
-    h = model[0](batch_of(rank, 0))
-    h.register_hook(fail)
-    loss = checkpoint(model[1:], h, use_reentrant=True).sum()
-    with pytest.raises(ZeroDivisionError):
-        loss.backward()
-    return loss
-
-
-def test_a_session_whose_pass_raised_lets_go_though_its_graph_is_kept():
-    def rank_main(rank, group):
-        model, optimizer, session = start(group, "layerwise")
-        with session:
-            loss = raised_after_a_segment(model, rank)
-            with pytest.raises(gg.GossipError):
-                optimizer.step()
-        optimizer.step()
-        with gg.sparsify(model, optimizer):
-            return loss.item()
-
-    run_ranks(2, rank_main)
-
-
 def test_a_pass_inside_a_hook_is_a_round_of_its_own():
     def rank_main(rank, group):
         model, optimizer, session = start(group, "layerwise")

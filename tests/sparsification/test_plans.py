@@ -130,28 +130,6 @@ def test_the_faster_in_real_steps_stays(monkeypatch, dense_seconds, method):
         assert (took["dense"] < took["plan"]) == (method == "dense")
 
 
-def test_a_plan_is_for_the_density_after_the_warm_up_and_compared_then(monkeypatch):
-    assume_costs(monkeypatch, sparse=1e-3, dense=1.1e-3)
-    warmup = gg.sparsification.Warmup(steps=20, then=0.01)
-
-    def rank_main(rank, group):
-        model, optimizer, session = start(group, "optimal", density=warmup)
-        with session:
-            for step in range(40):
-                backward_of(model, rank, step)
-                optimizer.step()
-            assert session.plan is not None
-            assert not session.stats().compared_seconds
-            for step in range(40, 40 + DECIDED):
-                backward_of(model, rank, step)
-                optimizer.step()
-            group.barrier()
-            return session.stats().compared_seconds
-
-    for compared in run_ranks(2, rank_main):
-        assert compared.keys() == {"plan", "dense"}
-
-
 def test_plans_are_made_anew_when_that_is_asked_for(monkeypatch):
     def rank_main(rank, group):
         model, optimizer, session = start(group, "optimal", methods=("sparse",))
@@ -179,15 +157,6 @@ def test_plans_are_made_anew_when_that_is_asked_for(monkeypatch):
             session.replan()
 
     run_ranks(2, unmeasured)
-
-
-def test_the_old_way_to_plan_anew_says_what_to_use():
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=r"session\.replan\(\)"):
-        gg.sparsify(model, optimizer, replan=100)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'replans'"):
-        gg.sparsify(model, optimizer, replans=100)
 
 
 def test_a_plan_can_be_given():

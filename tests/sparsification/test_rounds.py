@@ -131,26 +131,6 @@ def test_parameters_without_a_gradient_count_as_zeros(plan, density):
         assert density < 1 or not left.any()
 
 
-@pytest.mark.parametrize("density", [0.2, 1.0])
-def test_passes_that_add_up_may_use_other_parts_on_other_ranks(density):
-    """Each pass is a round; who has nothing new in the second has the mean of the first there."""
-
-    def rank_main(rank, group):
-        torch.manual_seed(0)
-        model = Branches()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with gg.sparsify(model, optimizer, process_group=group, plan="single", density=density):
-            for step in range(3):
-                optimizer.zero_grad()
-                x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
-                model(x, with_branch=True).square().mean().backward()
-                model(x, with_branch=rank == 0).square().mean().backward()
-                optimizer.step()
-        return [p.detach() for p in model.parameters()]
-
-    assert same_weights(run_ranks(2, rank_main))
-
-
 def test_gradients_out_of_the_order_of_the_plan_are_sent_in_it():
     """Each rank has them in another order."""
 
@@ -212,28 +192,6 @@ def test_a_step_without_a_backward_pass_of_its_own_is_a_round():
                 backward_of(model, rank, 0)
             optimizer.step()
             assert session.stats().rounds == 2
-        return [p.detach() for p in model.parameters()]
-
-    assert same_weights(run_ranks(2, rank_main))
-
-
-def test_a_closure_is_one_round_for_each_of_its_backward_passes():
-    def rank_main(rank, group):
-        model = network()
-        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
-        with gg.sparsify(
-            model, optimizer, process_group=group, plan="single", density=1.0
-        ) as session:
-            passes = []
-
-            def closure():
-                optimizer.zero_grad()
-                backward_of(model, rank, 0)
-                passes.append(1)
-                return torch.tensor(1.0)
-
-            optimizer.step(closure)
-            assert session.stats().rounds == len(passes) > 0
         return [p.detach() for p in model.parameters()]
 
     assert same_weights(run_ranks(2, rank_main))

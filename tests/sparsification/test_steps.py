@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import gossipgrad as gg
 from support.ranks import run_ranks
 from support.replicas import network
-from support.sparse import backward_of, same_weights, start, states_after
+from support.sparse import backward_of, same_weights, start
 
 
 def begin(group, model=None, **settings):
@@ -22,22 +21,6 @@ def by_hand(session, model, rank):
 def inside_no_sync(session, model, rank):
     with session.no_sync():
         backward_of(model, rank, 9)
-
-
-@pytest.mark.parametrize("gradients", [by_hand, inside_no_sync])
-def test_the_first_step_after_a_resume_is_a_round_like_any_other(gradients):
-    states = states_after(3, plan="single", density=1.0)
-
-    def second(rank, group):
-        model, optimizer, session = begin(group)
-        with session:
-            session.load_state_dict(states[rank])
-            gradients(session, model, rank)
-            optimizer.step()
-            assert session.stats().rounds == 4
-        return [p.detach() for p in model.parameters()]
-
-    assert same_weights(run_ranks(2, second))
 
 
 def test_gradients_that_came_after_a_round_meet_before_the_step():
@@ -125,26 +108,6 @@ def test_a_parameter_that_was_not_trained_at_the_start_is_not_stepped_alone():
         return [p.detach() for p in model.parameters()]
 
     assert same_weights(run_ranks(2, rank_main))
-
-
-def test_a_warm_up_goes_on_after_the_replicas_were_made_equal_again():
-    def rank_main(rank, group):
-        warm_up = gg.sparsification.Warmup(densities=(1.0,), steps=3, then=0.05)
-        model, optimizer, session = begin(group, density=warm_up)
-        with session:
-            for step in range(4):
-                backward_of(model, rank, step)
-                optimizer.step()
-            before = session.stats()
-            session.broadcast_()
-            backward_of(model, rank, 4)
-            after = session.stats()
-            assert (before.rounds, after.rounds) == (4, 5)
-            assert before.groups[0].chosen == after.groups[0].chosen == 4
-            optimizer.step()
-            session.group.barrier()
-
-    run_ranks(2, rank_main)
 
 
 @pytest.mark.parametrize("plan", ["single", "optimal"])
@@ -252,31 +215,6 @@ def test_an_optimizer_that_does_not_call_its_closure_does_not_train_on_alone():
     run_ranks(2, rank_main)
 
 
-def test_an_optimizer_state_is_made_by_a_step_that_no_scaler_saw():
-    """torch.distributed.checkpoint steps with zeros and no learning rate to have one."""
-
-    def rank_main(rank, group):
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        model = network()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # keeps none: at any time
-        with gg.sparsify(
-            model, optimizer, process_group=group, plan="single", density=0.1, scaler=scaler
-        ) as session:
-            scaler.scale(model(torch.ones(4, 6) + rank).square().mean()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            kept = session.state_dict()["session"]["residuals"]
-            get_optimizer_state_dict(model, optimizer)
-            now = session.state_dict()["session"]["residuals"]
-            assert any(bool(each.any()) for each in kept.values())
-            assert all(torch.equal(kept[name], now[name]) for name in kept)
-            session.group.barrier()
-        return [p.detach() for p in model.parameters()]
-
-    assert same_weights(run_ranks(2, rank_main))
-
-
 def test_a_step_that_no_scaler_saw_takes_nothing_that_is_scaled():
     """The other rank's `.grad` is to be divided by the scale, which this one has missed."""
 
@@ -311,47 +249,6 @@ def test_gradients_by_hand_after_a_step_that_a_scaler_left_out_are_no_round_gone
             by_hand(session, model, rank + 1)
             with pytest.raises(gg.GossipError, match="write none by hand"):
                 optimizer.step()
-
-    run_ranks(2, rank_main)
-
-
-def test_zeros_that_a_frozen_parameter_was_left_with_are_no_gradient():
-    def rank_main(rank, group):
-        model = network()
-        backward_of(model, 0, 0)
-        model.zero_grad(set_to_none=False)
-        model[0].requires_grad_(False)
-        model, optimizer, session = begin(group, model)
-        with session:
-            for step in range(2):
-                x = torch.ones(2, 6) + rank + step
-                model(x).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=False)
-            model[0].bias.grad.fill_(1.0)
-            with pytest.raises(gg.ReplicaChangedError, match=r"'0\.bias' has a gradient"):
-                optimizer.step()
-            session.group.barrier()
-        return [p.detach() for p in model.parameters()]
-
-    assert same_weights(run_ranks(2, rank_main))
-
-
-def test_no_sync_goes_on_after_broadcast():
-    def rank_main(rank, group):
-        model, optimizer, session = begin(group)
-        with session:
-            with session.no_sync():
-                session.broadcast_()
-                backward_of(model, rank, 0)
-                own = [p.grad.clone() for p in model.parameters()]
-                assert session.stats().rounds == 0
-            optimizer.step()
-            assert session.stats().rounds == 1
-            assert not same_weights([own, [p.grad for p in model.parameters()]])
-            backward_of(model, rank, 1)
-            assert session.stats().rounds == 2
-            session.group.barrier()
 
     run_ranks(2, rank_main)
 
