@@ -78,6 +78,7 @@ def test_roles_follow_the_type_of_the_module():
         *(f"blocks.{i}.{name}" for i in range(2) for name in (*per_block, "down.weight")),
     }
     assert set(found) == {name for name, _ in Model().named_parameters()}
+    assert "blocks.*.up.weight (32, 8) x 2" in repr(gg.Muon(Model()))
 
 
 def test_names_overrule_types_and_tied_or_frozen_weights_are_seen():
