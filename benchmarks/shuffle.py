@@ -126,7 +126,7 @@ def cost_worker(rank: int, world_size: int, port: int, blocks: int, steps: int, 
                     wall, busy_seconds = zip(*taken_seconds, strict=True)
                     times[name].extend(wall)
                     processor[name].extend(busy_seconds)
-        shuffle.settle()
+        shuffle.drain()
         stats = shuffle.stats()
     taken = (blocks + 1) * steps
     results.put(
