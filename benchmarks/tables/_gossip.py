@@ -87,12 +87,12 @@ def _network_cells() -> dict[tuple[str, int, float], tuple[float, bool]]:
 
     `gossip, sync` is of the later run, in which it hid behind the next forward pass.
     """
-    cells = [c for c in results("network") if c["contestant"] != "gossip, sync"]
-    cells += [c for c in results("network_sync") if c["contestant"] == "gossip, sync"]
+    cells = [c for c in results("network")["cells"] if c["contestant"] != "gossip, sync"]
+    cells += [c for c in results("network_sync")["cells"] if c["contestant"] == "gossip, sync"]
     return {
         (cell["contestant"], cell["world_size"], cell["rate_bits_per_second"]): (
             cell["step_seconds_median"],
-            cell["marked"],
+            bool(cell["marks"]),
         )
         for cell in cells
         if cell["profile"] == "resnet50" and not cell["error"]
@@ -225,23 +225,6 @@ def loss_at_step_50() -> str:
             line.append("" if way == "sync" else less)
         lines.append(line)
     return table(["", "4 ranks", "minus `sync`", "8 ranks", "minus `sync`"], lines)
-
-
-@register("pace")
-def pace() -> str:
-    found: dict[tuple[str, float], dict[int, float]] = {}
-    for row in results("staleness")["pace"]:
-        by_d = found.setdefault((row["ranks"], row["message_steps"]), {})
-        by_d[row["max_staleness"]] = row["mixes_per_step_others"]
-    shown = [
-        *(("8 alike", 0.5), ("8 alike", 2.0), ("32 alike", 2.0)),
-        *(("8, one takes twice as long", 2.0), ("8, one takes half as long", 0.5)),
-    ]
-    rows = [
-        [ranks, f"{steps:g} steps", *(f"{found[ranks, steps][d]:.2f}" for d in (0, 1, 2, 4))]
-        for ranks, steps in shown
-    ]
-    return table(["ranks", "message takes", *(f"d = {d}" for d in (0, 1, 2, 4))], rows)
 
 
 @register("staleness")

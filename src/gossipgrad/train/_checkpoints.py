@@ -193,7 +193,7 @@ class Checkpoints:
             return None
         label = self._strategy.checkpoint_label(steps) + self._base
         try:
-            ends = self._strategy.agree_at_end([steps, label, self._last])
+            ends = self._strategy.agree([steps, label, self._last])
             alike = len({made for made, *_ in ends}) == 1 and not self._strategy.is_stale
             if not any(made for made, *_ in ends):
                 return None

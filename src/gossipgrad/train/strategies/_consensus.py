@@ -35,11 +35,7 @@ class InSession(RunningStrategy):
         return self._session
 
     def agree(self, value: Any) -> list[Any]:
-        """What every member has; see `RunningStrategy.agree`."""
-        return self._session.group.all_gather_object(value)
-
-    def agree_at_end(self, value: Any) -> list[Any]:
-        """What every member that lives has; see `RunningStrategy.agree_at_end`."""
+        """What every member that lives has; see `RunningStrategy.agree`."""
         for _ in range(TRIES - 1):
             with suppress(GossipError):
                 return self._session.agree(value)

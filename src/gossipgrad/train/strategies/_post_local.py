@@ -93,10 +93,6 @@ class PostLocal(RunningStrategy):
         """What every rank has; see `RunningStrategy.agree`."""
         return self._part.agree(value)
 
-    def agree_at_end(self, value: Any) -> list[Any]:
-        """What every rank has; see `RunningStrategy.agree_at_end`."""
-        return self._part.agree_at_end(value)
-
     def state_dict(self) -> dict[str, Any]:
         """Which part this is, and what was counted."""
         return {

@@ -222,16 +222,12 @@ class RunningStrategy(ABC):
         return {"session": self.session}
 
     def agree(self, value: Any) -> list[Any]:
-        """What every rank has, values of JSON; a collective, but for those who never meet."""
-        return [value]
-
-    def agree_at_end(self, value: Any) -> list[Any]:
-        """What every rank that lives has, as `agree`; where one may be lost, the living try again.
+        """What every rank that lives has, values of JSON; a collective, but for `local`.
 
         Raises:
             GossipError: The ranks did not come together.
         """
-        return self.agree(value)
+        return [value]
 
     def checkpoint_label(self, steps: int) -> int:
         """What a checkpoint after this rank's `steps` is called.
