@@ -65,7 +65,7 @@ def test_options_are_the_runs_but_for_those_of_this_machine(run_dir, tmp_path):
     assert (config.threads, config.data_dir, config.quiet) == (7, tmp_path, True)
     assert (config.nproc, config.out) == (3, run_dir.path), "ranks of the start decide rates"
     assert config.options["gossip"].topology is None
-    assert (found, told.address) == (run_dir, "127.0.0.1:1/run/members/1")
+    assert (found.path, told.address) == (run_dir.path, "127.0.0.1:1/run/members/1")
     assert find_run(JoinConfig(run=run_dir.path))[0].threads == 2
 
 

@@ -17,13 +17,12 @@ from gossipgrad.launch import Launched, Rendezvous, Worker, launch
 
 from ._config import TrainConfig
 from ._device import check_device
-from ._ending import put_together_orphan
 from ._invitation import Invitation
 from ._joiner import join_main
 from ._layout import RunDir
 from ._lock import hold_lock
 from ._options import check_at_least, check_fields, make_plain
-from ._result import RankResult, RunFailedError, after_checks, exit_code_of
+from ._result import RankResult, RunFailedError, exit_code_of
 from ._run import Timer, start_fork_server
 from .strategies import STRATEGIES
 
@@ -224,11 +223,8 @@ def join_run(options: JoinConfig) -> JoinOutcome:
             if run_dir.invitation.exists():
                 raise RunFailedError(failures[0])
             raise RunFailedError(f"the run in {run_dir.path} ended meanwhile ({failures[0]})")
-        summary = None
-        if results:
-            with after_checks():
-                summary = put_together_orphan(config, run_dir, results)
-    if summary is None and not all(result.left for result in results.values()):
+    summary = None
+    if not all(result.left for result in results.values()):
         summary = _await_summary(run_dir)
     cut_short = not results or any(result.stopped for result in results.values())
     return JoinOutcome(

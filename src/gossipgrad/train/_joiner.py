@@ -10,7 +10,6 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -45,8 +44,7 @@ _ASK_SECONDS = 0.1
 class RunJoiner:
     """Joins a run, and stops with it, or leaves it before.
 
-    While it trains it shows signs of life in the folder of the run, for the rank that puts the
-    run together, and polls whether the run stops.
+    While it trains it polls whether the run stops.
 
     Args:
         address: Of the run, for `gg.join`.
@@ -123,7 +121,7 @@ class RunJoiner:
                 marker.write_text(json.dumps({"step": begun}))
         self._thread = threading.Thread(
             target=self._look,
-            args=(StopFlag(session.group.store), marker),
+            args=(StopFlag(session.group.store),),
             name="gossipgrad-joiner",
             daemon=True,
         )
@@ -174,10 +172,8 @@ class RunJoiner:
         if self._thread is not None:
             self._thread.join()
 
-    def _look(self, word: StopFlag, marker: Path) -> None:
+    def _look(self, word: StopFlag) -> None:
         while not self._over.wait(_LOOK_SECONDS):
-            with contextlib.suppress(OSError):
-                os.utime(marker)
             if not self._called:
                 said = word.is_set()
                 if said or (said is None and self._run_dir.summary.exists()):
@@ -221,6 +217,8 @@ class _JoinWorker:
         self._progress = make_progress(config)
         self._stop = threading.Event()
         self._rank: int | None = None
+        self._joiner: RunJoiner | None = None
+        self._ending: Ending | None = None
 
     def on_stop(self, stops: Stops) -> None:
         """Take a signal."""
@@ -246,7 +244,10 @@ class _JoinWorker:
     def _emit(self, event: Event) -> None:
         event.pop("living", None)
         if event["event"] == "joined":
-            self._rank = event["rank"]
+            self._rank = rank = event["rank"]
+            assert self._joiner is not None
+            assert self._joiner.mailbox is not None
+            self._ending = Ending(self._config, self._run_dir, self._joiner.mailbox, rank)
             self._progress.notice(
                 f"joined as rank {event['rank']}, with the weights of rank {event['from_rank']}"
             )
@@ -265,7 +266,9 @@ class _JoinWorker:
             )
         assert invitation.address is not None
         assert config.nproc is not None
-        joiner = RunJoiner(invitation.address, run_dir, stop=self._stop, emit=self._emit)
+        joiner = self._joiner = RunJoiner(
+            invitation.address, run_dir, stop=self._stop, emit=self._emit
+        )
         with closing(joiner):
             try:
                 result = train_rank(
@@ -278,12 +281,15 @@ class _JoinWorker:
                     emit=self._emit,
                     joiner=joiner,
                 )
+                assert self._ending is not None, "it has joined"
+                self._ending.hand_in({"result": result.to_json()})
+                if not result.left:
+                    self._ending.finish(result, None)
+                return result
             except Exception as error:
-                self._hand_in(joiner.mailbox, {"cause": f"failed: {short_cause(error)}"})
+                if self._ending is not None:
+                    self._ending.hand_in({"cause": f"failed: {short_cause(error)}"})
                 raise
-            self._hand_in(joiner.mailbox, {"result": result.to_json()})
-            return result
-
-    def _hand_in(self, mailbox: dist.Store | None, content: dict[str, Any]) -> None:
-        if mailbox is not None and self._rank is not None:
-            Ending(self._run_dir, mailbox, self._rank, self._config.nproc or 1).hand_in(content)
+            finally:
+                if self._ending is not None:
+                    self._ending.close()

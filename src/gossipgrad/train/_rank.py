@@ -1,11 +1,9 @@
 """What one rank does: the training loop and the evaluations around it."""
 
-import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,7 +52,6 @@ def train_rank(
     stop: threading.Event,
     emit: Callable[[Event], None],
     groups: Groups | None = None,
-    members: Sequence[int] | None = None,
     joiner: "RunJoiner | None" = None,
 ) -> RankResult:
     """Train one replica to the end or the stop, and leave it in `run_dir` for export.
@@ -74,8 +71,7 @@ def train_rank(
         stop: Set from outside to end the run at the next step boundary.
         emit: Takes events for the user: "ready", "progress", "members", "epoch",
             "checkpoint".
-        groups: Private groups of the ranks that begin, by name.
-        members: These ranks, rising; None: all.
+        groups: Private groups of the ranks, by name.
         joiner: Joins the run, which trains already; None: takes part from its start.
 
     Returns:
@@ -114,7 +110,7 @@ def train_rank(
         total_steps = config.epochs * len(batches)
         loop_state, note = None, f"resumed from the checkpoint of step {config.resume_step}"
         former = []
-        members = tuple(range(world_size) if members is None else members)
+        members = tuple(range(world_size))
         if (others := other_ranks(config, run_dir, members, world_size)) is not None:
             loop_state, note, former = start_from_consensus(
                 config,
@@ -137,7 +133,6 @@ def train_rank(
             world_size=world_size,
             threads=threads,
             device=device,
-            beat=partial(_touch, run_dir.metrics(rank)),
         )
         replica = Replica(
             model=model,
@@ -299,12 +294,6 @@ def _invite(
     if session.rank != min(session.membership.living):
         return None
     return invite(session, job, run_dir)
-
-
-def _touch(path: Path) -> None:
-    """Show those who wait for this rank's end by its metrics that it lives."""
-    with suppress(OSError):
-        os.utime(path)
 
 
 @contextmanager
