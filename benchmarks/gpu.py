@@ -208,8 +208,10 @@ def second_order(steps: int) -> dict[str, Any]:
     }
     made = {}
     for name, refresh in ways.items():
-        model = gpt(4, 512)
-        made[name] = (model, gg.SOAP(model, lr=1e-4, refresh=refresh))
+        torch.manual_seed(0)
+        model = models.GPT(VOCABULARY, context=CONTEXT, layers=4, width=256, heads=4).cuda()
+        optimizer = gg.SOAP(model, lr=1e-4, refresh=refresh, max_dim=1024)
+        made[name] = (model, optimizer)
     times: dict[str, list[float]] = {name: [] for name in made}
     batch = batch_of(16)
     for number in range(4):
@@ -246,10 +248,10 @@ def main() -> None:
     parts: dict[str, Callable[[], Any]] = {
         "copies": lambda: copies((8, 512)),
         "selection": selection,
+        "second_order": lambda: second_order(5 * options.steps),
         "step": lambda: [
-            step((8, 512), batch, options.blocks, options.steps) for batch in (16, 64)
+            step((8, 512), batch, options.blocks, options.steps) for batch in (16, 64, 256)
         ],
-        "second_order": lambda: second_order(10 * options.steps // 2),
     }
     for name, part in parts.items():
         begun = time.perf_counter()

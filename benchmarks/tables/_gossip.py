@@ -87,12 +87,12 @@ def _network_cells() -> dict[tuple[str, int, float], tuple[float, bool]]:
 
     `gossip, sync` is of the later run, in which it hid behind the next forward pass.
     """
-    cells = [c for c in results("network") if c["contestant"] != "gossip, sync"]
-    cells += [c for c in results("network_sync") if c["contestant"] == "gossip, sync"]
+    cells = [c for c in results("network")["cells"] if c["contestant"] != "gossip, sync"]
+    cells += [c for c in results("network_sync")["cells"] if c["contestant"] == "gossip, sync"]
     return {
         (cell["contestant"], cell["world_size"], cell["rate_bits_per_second"]): (
             cell["step_seconds_median"],
-            cell["marked"],
+            bool(cell["marks"]),
         )
         for cell in cells
         if cell["profile"] == "resnet50" and not cell["error"]

@@ -22,6 +22,9 @@ pytestmark = pytest.mark.gpu
 
 # Which rounds count depends on who is late.
 TIMED = {"gossip, stale"}
+# These wait for other ranks within backward, and torch runs the backward passes of all threads of a
+# process in one thread a card: real ranks have processes of their own, as in the last test.
+WAITS_IN_BACKWARD = {name for name in FAMILIES if name.startswith("sparsify")}
 
 
 def loop(model, optimizer, rank, device, *, count=24, seed=0):
@@ -48,7 +51,7 @@ def trained(family, device, *, make=torch.optim.Adam, world_size=4, count=24):
     return on_ranks(family, rank_main, world_size)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sorted({*FAMILIES} - WAITS_IN_BACKWARD))
 def test_a_family_trains_as_on_the_cpu(family):
     there = trained(FAMILIES[family], "cuda")
     here = trained(FAMILIES[family], "cpu")
@@ -61,7 +64,7 @@ def test_a_family_trains_as_on_the_cpu(family):
             torch.testing.assert_close(a.cpu(), b, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("family", sorted({*FAMILIES} - TIMED))
+@pytest.mark.parametrize("family", sorted({*FAMILIES} - TIMED - WAITS_IN_BACKWARD))
 def test_a_resumed_run_equals_one_that_was_not_interrupted(family):
     states = {}
 
@@ -212,10 +215,32 @@ def test_the_step_does_not_wait_for_the_exchange():
     on_ranks(FAMILIES["gossip"], rank_main, 2)
 
 
+def test_muon_learns_with_steps_in_bfloat16():
+    torch.manual_seed(0)
+    model = models.GPT(65, context=32, layers=2, width=64, heads=4).cuda()
+    optimizer = gg.Muon(model, lr=0.01)
+    x = torch.randint(65, (8, 32), device="cuda")
+    losses = []
+    for _ in range(30):
+        loss = nn.functional.cross_entropy(model(x).flatten(0, 1), x.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("strategy", "nproc"),
-    [("gossip", "2"), ("omgs", "2"), ("suda", "2"), ("allreduce", "1"), ("allreduce", "2")],
+    [
+        ("gossip", "2"),
+        ("omgs", "2"),
+        ("lags", "2"),
+        ("suda", "2"),
+        ("allreduce", "1"),
+        ("allreduce", "2"),
+    ],
 )
 def test_the_command_trains_on_a_gpu(strategy, nproc, tmp_path):
     """Ranks of a baseline that share a card exchange by Gloo, one that has its own by NCCL."""
@@ -230,18 +255,3 @@ def test_the_command_trains_on_a_gpu(strategy, nproc, tmp_path):
     summary = json.loads((out / "summary.json").read_text())
     assert summary["accuracy"] > 0.7
     assert (out / "report.html").exists()
-
-
-def test_muon_learns_with_steps_in_bfloat16():
-    torch.manual_seed(0)
-    model = models.GPT(65, context=32, layers=2, width=64, heads=4).cuda()
-    optimizer = gg.Muon(model, lr=0.01)
-    x = torch.randint(65, (8, 32), device="cuda")
-    losses = []
-    for _ in range(30):
-        loss = nn.functional.cross_entropy(model(x).flatten(0, 1), x.flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < 0.9 * losses[0]
