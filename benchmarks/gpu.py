@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gossipgrad as gg
 from benchmarks._common import write
-from benchmarks._two_ranks import in_two_processes
+from benchmarks._processes import in_processes
 from gossipgrad import models
 from gossipgrad.comm import BucketPlan, Snapshot, TensorSpec
 from gossipgrad.compression import top_k
@@ -118,7 +118,7 @@ def take_turns(
 
 def step(sizes: tuple[int, int], batch: int, blocks: int, steps: int) -> dict[str, Any]:
     """Medians of all contestants, and the ratio of each to no exchange, block by block."""
-    held = in_two_processes(take_turns, sizes, batch, blocks, steps)
+    held, _ = in_processes(2, take_turns, sizes, batch, blocks, steps)
     alone = held["times"]["no exchange"]
     return {
         "layers, width": list(sizes),
