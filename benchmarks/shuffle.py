@@ -108,7 +108,7 @@ def blocks_of_steps(world: dist.ProcessGroup, blocks: int, steps: int) -> dict:
                     if block >= 0:  # the first one warms up
                         wall[name].append(time.perf_counter() - start)
                         processor[name].append(time.process_time() - busy)
-        shuffle.settle()
+        shuffle.drain()
         stats = shuffle.stats()
     taken = (blocks + 1) * steps
     return {

@@ -3,7 +3,6 @@
 An MLP on Fashion-MNIST in one process with `gossipgrad.simulate.VirtualRanks`. All cells see the
 same samples in the same steps: the global batch, the epochs and the learning rate are one for all
 strategies and world sizes, and each rank takes its share of the batch. A cell that is done is kept.
-`gossipgrad simulate --curves benchmarks/results/virtual_ranks.json` reads the results.
 
     python -m benchmarks.virtual_ranks
     python -m benchmarks.virtual_ranks --only 128/gossip --seeds 1

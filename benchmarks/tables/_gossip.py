@@ -227,23 +227,6 @@ def loss_at_step_50() -> str:
     return table(["", "4 ranks", "minus `sync`", "8 ranks", "minus `sync`"], lines)
 
 
-@register("pace")
-def pace() -> str:
-    found: dict[tuple[str, float], dict[int, float]] = {}
-    for row in results("staleness")["pace"]:
-        by_d = found.setdefault((row["ranks"], row["message_steps"]), {})
-        by_d[row["max_staleness"]] = row["mixes_per_step_others"]
-    shown = [
-        *(("8 alike", 0.5), ("8 alike", 2.0), ("32 alike", 2.0)),
-        *(("8, one takes twice as long", 2.0), ("8, one takes half as long", 0.5)),
-    ]
-    rows = [
-        [ranks, f"{steps:g} steps", *(f"{found[ranks, steps][d]:.2f}" for d in (0, 1, 2, 4))]
-        for ranks, steps in shown
-    ]
-    return table(["ranks", "message takes", *(f"d = {d}" for d in (0, 1, 2, 4))], rows)
-
-
 @register("staleness")
 def staleness() -> str:
     found = {(r["contestant"], r["max_staleness"]): r for r in results("staleness")["rows"]}

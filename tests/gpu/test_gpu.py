@@ -24,7 +24,7 @@ pytestmark = pytest.mark.gpu
 TIMED = {"gossip, stale"}
 # These wait for other ranks within backward, and torch runs the backward passes of all threads of a
 # process in one thread a card: real ranks have processes of their own, as in the last test.
-WAITS_IN_BACKWARD = {"sparsify", "sparsify, per tensor"}
+WAITS_IN_BACKWARD = {name for name in FAMILIES if name.startswith("sparsify")}
 
 
 def loop(model, optimizer, rank, device, *, count=24, seed=0):
