@@ -118,7 +118,7 @@ def take_turns(
 
 def step(sizes: tuple[int, int], batch: int, blocks: int, steps: int) -> dict[str, Any]:
     """Medians of all contestants, and the ratio of each to no exchange, block by block."""
-    held, _ = in_processes(2, take_turns, sizes, batch, blocks, steps)
+    held = in_processes(2, take_turns, sizes, batch, blocks, steps)[0]
     alone = held["times"]["no exchange"]
     return {
         "layers, width": list(sizes),
