@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from benchmarks._common import once, write
-from benchmarks._fashion import Part, accuracy, cosine, fashion
+from benchmarks._tasks import Part, accuracy, cosine, whole
 from gossipgrad import data, models
 from gossipgrad.simulate import VirtualRanks
 from gossipgrad.topology import by_name
@@ -148,7 +148,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs/virtual_ranks"))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    train, test = fashion()
+    train, test = whole("fashion-mnist")
     setting = {"batch": GLOBAL_BATCH, "epochs": EPOCHS, "lr": PEAK_LR, "momentum": MOMENTUM}
     found = []
     for cell in cells(options.seeds):

@@ -238,7 +238,8 @@ def test_settings_that_do_nothing_warn():
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_as_on_a_cpu():
+def test_on_a_gpu_as_on_a_cpu(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # convolutions in full float32
     ranks = train(make("lenet"), 3, "lenet")
     torch.manual_seed(0)
     other = VirtualRanks(MODELS["lenet"]().cuda(), 4, optimizer=sgd)
