@@ -1,6 +1,5 @@
 """Threads around a channel: those that listen, buffers filled later, pacing, and how they end."""
 
-import gc
 import itertools
 import threading
 import time
@@ -8,9 +7,9 @@ import time
 import pytest
 import torch
 
-from gossipgrad.comm import Channel, Header, Hub, Kind, Liveness, Lost, Outcome, Part
+from gossipgrad.comm import Channel, Header, Hub, Kind, Outcome, Part
 from gossipgrad.errors import GossipError
-from support.links import RUN, make_transports, ours, until_none_but
+from support.links import RUN, ours, until_none_but
 from support.waiting import quick, until
 
 D, L, V, X = Outcome.DELIVERED, Outcome.LATE, Outcome.VOID, Outcome.DEAD_PEER
@@ -54,93 +53,6 @@ def post(channel, peer, round=0, value=0.0, **options):
 
 
 # -- who listens ----------------------------------------------------------------------------------
-
-
-def test_two_threads_may_take_at_once(ranks):
-    """The one that does not listen is woken by the one that does, and its deadline holds."""
-    a, b, c, _ = ranks
-    from_b, rounds = post(a, 1), itertools.count()
-
-    def take(exchange, deadline, outcomes, seconds):
-        start = time.perf_counter()
-        outcomes.append(a.take(exchange, deadline))
-        seconds.append(time.perf_counter() - start)
-
-    def both_in_time():
-        round, outcomes, seconds = next(rounds), ([], []), ([], [])
-        from_c = post(a, 2, round=round)
-        threads = [
-            threading.Thread(target=take, args=(from_b, 0.8, outcomes[0], seconds[0])),
-            threading.Thread(target=take, args=(from_c, 60.0, outcomes[1], seconds[1])),
-        ]
-        for thread in threads:
-            thread.start()
-            time.sleep(0.05)
-        post(c, 0, round=round)
-        for thread in threads:
-            thread.join()
-        assert outcomes == ([L], [D])
-        assert seconds[0][0] >= 0.8
-        return seconds[0][0] < 1.1 and seconds[1][0] < 0.4
-
-    until(both_in_time)  # at the first time, unless a busy machine holds a thread up
-    post(b, 0)
-    assert a.take(from_b, 30.0) is D
-
-
-def test_a_channel_that_is_closed_in_its_own_listener_ends():
-    """As when a session that nobody closed is collected there."""
-
-    class Closing(Liveness):
-        def hear_generation(self, generation):
-            a.close(0.0)
-
-    ends = make_transports("in-process", 2)
-    a, b = (Channel(end, run=RUN, plan=[], liveness=Closing()) for end in ends)
-    b.enter(1, 0, [0, 1])
-    thread = threading.Thread(target=a.poll, args=(30.0,), daemon=True)
-    thread.start()
-    thread.join(30.0)
-    assert a.closed
-    assert not thread.is_alive()
-
-
-def test_channels_that_nobody_closed_are_collected_without_waiting():
-    before = set(ours())
-
-    def collected():
-        ends = [
-            Channel(end, run=RUN, plan=[Part(torch.float32, 4)])
-            for end in make_transports("zeromq", 2)
-        ]
-        pair = post(ends[0], 1), post(ends[1], 0)
-        assert (ends[0].take(pair[0], 30.0), ends[1].take(pair[1], 30.0)) == (D, D)
-        for end in ends:
-            end.itself = end
-        start = time.perf_counter()
-        del ends, pair, end
-        gc.collect()
-        return time.perf_counter() - start
-
-    quick(collected, 2.0)
-    until_none_but(before)
-
-
-def test_an_interrupted_close_leaves_no_thread_and_no_link(monkeypatch):
-    before = {*ours()}
-    ends = make_transports("in-process", 2)
-    a = Channel(ends[0], run=RUN, plan=[Part(torch.float32, 4)])
-    post(a, 1, ready=lambda: None)  # a thread sends it
-    assert {*ours()} > before
-
-    def interrupted(timeout_seconds):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(a, "poll", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        a.close()
-    until_none_but(before)
-    until(lambda: any(isinstance(event, Lost) for event in ends[1].receive(0.0)))
 
 
 # -- buffers that are filled later ----------------------------------------------------------------
@@ -199,26 +111,6 @@ def test_a_buffer_that_cannot_be_filled_is_an_error_and_its_memory_is_free(ranks
     for fails in (lambda: a.take(mine[0], 30.0), lambda: post(a, 2)):
         with pytest.raises(GossipError, match="device lost"):
             fails()
-
-
-def test_closing_beside_a_stuck_buffer_ends_in_time(ranks):
-    a, stuck = ranks[0], threading.Event()
-    post(a, 1, ready=lambda: stuck.wait(60) and None)
-    start = time.perf_counter()
-    a.close(0.1)
-    assert time.perf_counter() - start < 30.0
-    stuck.set()
-
-
-def test_a_peer_that_is_lost_between_post_and_send_holds_no_ticket(channels):
-    a, b = channels()
-    go = threading.Event()
-    mine = post(a, 1, ready=lambda: go.wait(30) and None)
-    b.transport.close()
-    assert a.take(mine, 30.0) is X
-    assert not mine.ticket.done
-    go.set()
-    assert mine.ticket.wait(30.0)
 
 
 # -- pacing ---------------------------------------------------------------------------------------
@@ -286,27 +178,3 @@ def test_the_wait_ends_when_there_is_nothing_to_wait_for_any_more(ranks, end):
     ENDS[end](a, c)
     until(lambda: a.poll() or waits.ticket.done)
     assert time.perf_counter() - start < LONG_SECONDS / 2
-
-
-def test_what_is_not_granted_is_sent_after_so_many_seconds(ranks):
-    a, _, c, _ = ranks
-    post(c, 1, round=0)
-    turn, start = a.turn(1, 2), time.perf_counter()
-    turn(0.05)
-    assert 0.05 <= time.perf_counter() - start < LONG_SECONDS / 2
-    turn(-1.0)
-    assert a.transport.said == [(Kind.ASK, 2, 1)]
-
-
-def test_what_was_asked_in_another_generation_is_granted_when_both_live_in_it(ranks):
-    a, _, c, _ = ranks
-    a.enter(1, 5, [*range(4)])
-    thread = threading.Thread(target=a.turn(5, 2), args=(LONG_SECONDS,))
-    thread.start()
-    hear_wish(a, c, 5)
-    post(c, 1, round=4)
-    assert (Kind.GO, 0, 5) not in c.transport.said
-    c.enter(1, 5, [*range(4)])
-    post(c, 0, round=5)
-    until(lambda: a.poll() or not thread.is_alive())
-    thread.join()

@@ -8,7 +8,7 @@ from torch import nn
 
 import gossipgrad as gg
 from support.replicas import adam, network, plain_sgd
-from support.sessions import no_gradients, run_sessions
+from support.sessions import run_sessions
 
 WAY_OUT = r"zero_grad\(set_to_none=True\) and step\(\); the partner mixes what was sent"
 OPTIMIZERS = {
@@ -81,15 +81,15 @@ def loss_of_noise(model, rank, step):
 
 
 @pytest.mark.parametrize(
-    ("mode", "payload"),
+    "settings",
     [
-        ("overlap", "weights"),
-        ("overlap", "weights+state"),
-        ("sync", "weights+state"),
-        ("overlap", "gradients+weights"),
+        {"compress": "shared-mask:0.5"},
+        {"mode": "sync", "payload": "weights+state"},
+        {"payload": "gradients+weights"},
     ],
+    ids=str,
 )
-def test_odd_models(payload, mode):
+def test_odd_models(settings):
     def use(me):
         model = me.model
         frozen, unused = model.frozen.weight.clone(), model.unused.weight.detach().clone()
@@ -103,7 +103,7 @@ def test_odd_models(payload, mode):
         me.session.average_()
         return [p.detach().clone() for p in model.parameters()]
 
-    settings = {"mode": mode, "payload": payload, "bucket_bytes": 64, "gradients": loss_of_noise}
+    settings = {"bucket_bytes": 64, "gradients": loss_of_noise, **settings}
     results = run_sessions(3, use, make=lambda rank: Odd(), optimizer=adam, **settings)
     for mine, other in zip(results[0], results[1], strict=True):
         assert torch.equal(mine, other)
@@ -170,42 +170,6 @@ def test_gradients_are_clipped_after_they_are_mixed():
     run_sessions(2, use, make=make, payload="gradients+weights")
 
 
-def test_a_wire_of_fp16_holds_no_infinity():
-    large = torch.tensor([[1e5, -3e38]])
-
-    def use(me):
-        with torch.no_grad():
-            me.model.weight.copy_(large)
-        me.session.accept_changes()
-        me.train(2)
-        return me.model.weight.tolist()
-
-    make = lambda rank: nn.Linear(2, 1, bias=False)  # noqa: E731
-    settings = {"gradients": no_gradients, "wire_dtype": torch.float16}
-    found = run_sessions(2, use, make=make, **settings)
-    assert found == [[[pytest.approx(1e5), pytest.approx(-3e38)]]] * 2
-
-
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (
-            lambda: nn.ParameterList([nn.Parameter(torch.zeros(2, dtype=torch.complex64))]),
-            r"'0' is complex \(torch.complex64\): train torch.view_as_real",
-        ),
-        (
-            lambda: nn.ParameterList([nn.Parameter(torch.zeros(2).to_sparse())]),
-            "'0' is sparse",
-        ),
-    ],
-)
-def test_what_has_no_average_is_refused_by_name(build, message):
-    model = build()
-    optimizer = torch.optim.SGD(list(model.parameters()), lr=0.1)
-    with pytest.raises(ValueError, match=message):
-        gg.gossip(model, optimizer)
-
-
 @pytest.mark.parametrize("payload", ["weights", "gradients+weights"])
 def test_sparse_gradients_are_refused_only_where_gradients_travel(payload):
     def use(me):
@@ -219,3 +183,13 @@ def test_sparse_gradients_are_refused_only_where_gradients_travel(payload):
 
     make = lambda rank: nn.Embedding(4, 3, sparse=True)  # noqa: E731
     run_sessions(2, use, make=make, optimizer=plain_sgd, payload=payload)
+
+
+@pytest.mark.parametrize(
+    "weight", [torch.zeros(2, dtype=torch.complex64), torch.zeros(2).to_sparse()]
+)
+def test_what_has_no_average_is_refused_by_name(weight):
+    model = nn.ParameterList([nn.Parameter(weight)])
+    optimizer = torch.optim.SGD(list(model.parameters()), lr=0.1)
+    with pytest.raises(ValueError, match="'0'"):
+        gg.gossip(model, optimizer)

@@ -49,7 +49,6 @@ def sending(monkeypatch):
         {"mode": "sync", "encrypt": True},
         {"mode": "stale", "every": 2},
         {"mode": "overlap", "payload": "weights+state", "average_every": 4},
-        {"mode": "overlap", "compress": "shared-mask:0.25", "seed": 1},
         {"mode": "overlap", "local_steps": 2},
     ],
     ids=lambda settings: "-".join(map(str, settings.values())),
@@ -195,13 +194,10 @@ def test_nobody_waits_for_one_that_has_joined_and_makes_no_step_yet(mode):
     assert leap >= 30, "its position is that of the others again"
 
 
-@pytest.mark.parametrize("collective", ["consensus", "average_"])
-def test_collectives_before_during_and_after_entering(collective):
+def test_collectives_before_during_and_after_entering():
     """Rank 1 waits in one already as somebody joins: all meet again, with the joiner."""
 
     def call(me):
-        if collective == "consensus":
-            return me.mean()
         me.session.average_()
         return flat(me.session.replica.model)
 
@@ -265,30 +261,3 @@ def test_three_become_six_at_once_and_two_are_left(mode):
     assert set(membership.lost) == {0, 5}
     assert membership.gone[1].left
     assert membership.gone[3].left
-
-
-def test_a_number_is_never_given_twice_and_joiners_give_addresses():
-    def member(me, run):
-        if me.rank == 0:
-            run.invite(me.session, 0)
-        me.train_until(lambda: done)
-        read.append(me.session.membership)
-        return read[-1]
-
-    def joiner(me, run):
-        rank = me.session.rank
-        if rank == 2:
-            run.invite(me.session, 1)
-            me.train_until(lambda: 3 in me.session.membership.living)
-            return
-        me.train_until(lambda: 2 in me.session.membership.gone)
-        assert me.session.membership.joined.keys() == {2, 3}
-        me.train_until(lambda: delivered(me) > 3)
-        done.append(rank)
-        me.train_until(lambda: len(read) == 2)  # who is gone has no introduction any more
-
-    done, read = [], []
-    membership, *_ = run_open(2, member, joiner, newcomers=2)
-    assert done == [3]
-    assert membership.joined[2].introduction == (), "who is gone listens nowhere"
-    assert membership.joined[3].introduction

@@ -30,13 +30,15 @@ def test_the_replica_of_one_rank_is_warned_of_once():
     assert len(seen) == 1
 
 
-def test_copies_of_the_model_are_silent():
-    def save(me):
+def test_copies_of_the_model_belong_to_no_session():
+    def use(me):
+        copies = copy.deepcopy(me.model), pickle.loads(pickle.dumps(me.model))
         me.train()
-        for other in (copy.deepcopy(me.model), pickle.loads(pickle.dumps(me.model))):
+        for other in (*copies, copy.deepcopy(me.model)):
             other.state_dict()
+            other(torch.ones(1, 6))
 
-    on_two_ranks(save)
+    on_two_ranks(use, mode="sync")
 
 
 def test_where_replicas_are_equal_there_is_no_warning():

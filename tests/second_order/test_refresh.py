@@ -40,22 +40,6 @@ def refreshers():
         each.close()
 
 
-def test_no_staleness_is_synchronous():
-    assert run(Background(7, max_staleness=0), 5, 60)[0] == run(Synchronous(7), 5, 60)[0]
-
-
-def test_staggered_units_share_the_window():
-    refresher = Refresher(Staggered(4), 8)
-    computed = []
-    for step in range(20):
-        before = refresher.stats.refreshes
-        take_step(refresher, 8, step)
-        computed.append(refresher.stats.refreshes - before)
-    assert computed[0] == 8
-    assert computed[5:] == [2] * 15
-    assert refresher.stats.oldest == 3
-
-
 @pytest.mark.parametrize("on_bound", ["block", "synchronous"])
 @pytest.mark.parametrize(("every", "staleness"), [(10, 5), (1, 2), (4, 9)])
 def test_no_root_is_older_than_the_bound_with_workers_slowed_at_random(every, staleness, on_bound):
@@ -83,51 +67,6 @@ def test_no_root_is_older_than_the_bound_with_workers_slowed_at_random(every, st
     assert stats.waits + stats.synchronous > 0
 
 
-def test_values_are_never_torn_or_older_than_before(refreshers):
-    """A reader beside the workers' writers: each value is of one job, and versions only rise."""
-    refresher = refreshers(Background(1, 3, workers=2), 1)
-    stop, torn, reads = threading.Event(), [], [0]
-
-    def read(last=0):
-        while not stop.is_set():
-            root = refresher.current(0, 0)
-            value = root.value[0]
-            if not bool((value == root.step).all()) or root.version < last:
-                torn.append((root, last))
-            last = root.version
-            reads[0] += 1
-
-    take_step(refresher, 1, 0)
-    reader = threading.Thread(target=read)
-    reader.start()
-    step = 0
-    while reads[0] < 10_000 or refresher.stats.refreshes <= 20:
-        step += 1
-        factor = torch.full((512,), float(step))
-        if refresher.is_due(0, step):
-            refresher.submit(0, step, lambda f=factor: (f.clone(),))
-    stop.set()
-    reader.join()
-    assert not torn
-    assert refresher.stats.refreshes > 20
-
-
-def test_a_fixed_delay_takes_a_root_up_in_the_same_step_whatever_the_workers_speed():
-    def slow(seconds):
-        def compute():
-            time.sleep(seconds)
-            return (torch.ones(1),)
-
-        refresher = Refresher(Background(6, 3), 5, has_peers=True)
-        used = [take_step(refresher, 5, step, compute) for step in range(40)]
-        refresher.close()
-        return used
-
-    used = slow(0.0)
-    assert used == slow(0.003)
-    assert [used[step][2][1] for step in range(3, 18)] == [0] * 2 + [2] * 6 + [8] * 6 + [14]
-
-
 @pytest.mark.parametrize("delay", [0, 3, 5, 9])
 def test_a_deterministic_clock_completes_jobs_at_chosen_steps(delay):
     policy = Background(10, 5, executor=Deterministic(delay))
@@ -137,24 +76,6 @@ def test_a_deterministic_clock_completes_jobs_at_chosen_steps(delay):
     assert max(ages) == min(10 - 1 + delay, 14)
     assert min(ages) == min(delay, 5)
     assert (stats.waits > 0) == (delay > 5)
-
-
-def test_a_late_root_leaves_steps_without_one_where_that_was_asked_for():
-    policy = Background(10, 5, on_bound="graft-only", executor=Deterministic(lambda u, k: 8))
-    used, stats = run(policy, 1, 40)
-    assert [step for step in range(40) if used[step][0] is None] == [
-        15,
-        16,
-        17,
-        25,
-        26,
-        27,
-        35,
-        36,
-        37,
-    ]
-    assert stats.graft_only == 9
-    assert stats.oldest == 14
 
 
 def until_error(refresher, compute_of, units=1, start=0):
@@ -196,11 +117,6 @@ def test_jobs_that_always_fail_end_in_an_error_with_their_cause(refreshers, poli
     assert refresher.current(0, step + 2).step == step + 1  # it can go on
 
 
-def test_without_a_first_root_the_failure_is_raised_at_once():
-    with pytest.raises(GossipError, match="unit 0"):
-        take_step(Refresher(Synchronous(5), 1), 1, 0, fail)
-
-
 def test_a_worker_that_hangs_raises_after_a_bound_and_the_others_go_on(refreshers):
     stuck = threading.Event()
     refresher = refreshers(Background(4, 2, workers=2, timeout_seconds=0.1), 2)
@@ -214,47 +130,6 @@ def test_a_worker_that_hangs_raises_after_a_bound_and_the_others_go_on(refresher
     assert step == 4 + 2
     stuck.set()
     take_step(refresher, 2, step)
-
-
-def test_training_goes_on_beside_a_worker_that_hangs_where_no_root_is_needed(refreshers):
-    stuck = threading.Event()
-    refresher = refreshers(Background(4, 2, workers=2, on_bound="graft-only"), 2)
-
-    def hang():
-        stuck.wait(60)
-        return (torch.ones(1),)
-
-    for step in range(60):
-        used = take_step(refresher, 2, step, hang if step == 4 else None)
-        time.sleep(0.001)
-    assert used[0] is None
-    assert refresher.stats.graft_only >= 50
-    stuck.set()
-
-
-class Dies(BaseException):
-    pass
-
-
-def test_a_worker_that_dies_is_a_failure(refreshers):
-    def die():
-        raise Dies
-
-    refresher = refreshers(Background(4, 2), 1)
-    for step in range(20):
-        take_step(refresher, 1, step, die if step == 4 else None)
-        time.sleep(0.001)
-    assert refresher.stats.failed == 1
-    assert refresher.stats.refreshes > 3
-
-
-def test_an_executor_that_is_shut_down_is_a_failure(refreshers):
-    executor = ThreadPoolExecutor(1)
-    refresher = refreshers(Background(4, 2, executor=executor), 1)
-    take_step(refresher, 1, 0)
-    executor.shutdown()
-    _, error = until_error(refresher, lambda step: None, start=1)
-    assert "shutdown" in str(error)
 
 
 @pytest.mark.parametrize("saved_at", [12, 13, 14])
@@ -274,24 +149,6 @@ def test_a_state_goes_on_as_the_run_does_also_with_roots_on_their_way(refreshers
         assert [take_step(each, 3, step) for step in range(saved_at, 40)] == expected[saved_at:]
     with pytest.raises(ValueError, match="units"):
         refreshers(policy, 4).load_state_dict(state)
-
-
-def test_roots_that_are_published_are_not_kept(refreshers):
-    published = []
-    refresher = refreshers(Synchronous(2), 1, lambda unit, root: published.append((unit, root)))
-    for step in range(5):
-        if refresher.is_due(0, step):
-            refresher.submit(0, step, lambda: (torch.ones(2),))
-        assert refresher.current(0, step).value == ()
-    assert [(unit, root.version, root.step) for unit, root in published] == [
-        (0, 1, 0), (0, 2, 2), (0, 3, 4)
-    ]  # fmt: skip
-
-
-def test_steps_that_a_unit_leaves_out_make_it_due():
-    refresher = Refresher(Staggered(10), 1)
-    take_step(refresher, 1, 3)
-    assert take_step(refresher, 1, 57) == [(2, 57, 57.0)]
 
 
 def test_threads_end_with_the_refresher():
@@ -322,3 +179,41 @@ def test_threads_end_with_the_refresher():
 def test_settings_outside_their_range_are_refused(make):
     with pytest.raises(ValueError, match=r"at least|above|none of|drift|Executor"):
         make()
+
+
+def test_values_are_never_torn_or_older_than_before(refreshers):
+    """A reader beside the workers' writers: each value is of one job, and versions only rise."""
+    refresher = refreshers(Background(1, 3, workers=2), 1)
+    stop, torn, reads = threading.Event(), [], [0]
+
+    def read(last=0):
+        while not stop.is_set():
+            root = refresher.current(0, 0)
+            value = root.value[0]
+            if not bool((value == root.step).all()) or root.version < last:
+                torn.append((root, last))
+            last = root.version
+            reads[0] += 1
+
+    take_step(refresher, 1, 0)
+    reader = threading.Thread(target=read)
+    reader.start()
+    step = 0
+    while reads[0] < 10_000 or refresher.stats.refreshes <= 20:
+        step += 1
+        factor = torch.full((512,), float(step))
+        if refresher.is_due(0, step):
+            refresher.submit(0, step, lambda f=factor: (f.clone(),))
+    stop.set()
+    reader.join()
+    assert not torn
+    assert refresher.stats.refreshes > 20
+
+
+def test_an_executor_that_is_shut_down_is_a_failure(refreshers):
+    executor = ThreadPoolExecutor(1)
+    refresher = refreshers(Background(4, 2, executor=executor), 1)
+    take_step(refresher, 1, 0)
+    executor.shutdown()
+    _, error = until_error(refresher, lambda step: None, start=1)
+    assert "shutdown" in str(error)

@@ -1,7 +1,6 @@
 """Budgets that hold, values that come back bit for bit, and a disk that fails."""
 
 import random
-import resource
 import subprocess
 import sys
 import threading
@@ -99,18 +98,6 @@ def scan(store, keys, steps):
                 tensor.add_(1)
 
 
-def test_what_is_needed_farthest_in_the_future_goes_first(stores):
-    """A cyclic scan in a budget of half: the best is half loaded a step; LRU would load all."""
-    store = stores(5 * 400)
-    store.prefetch = lambda keys: None
-    for key in range(10):
-        store.put(key, torch.zeros(100))
-    scan(store, range(10), 2)
-    before = store.stats.loads
-    scan(store, range(10), 20)
-    assert store.stats.loads - before <= 20 * 6
-
-
 def test_tensors_are_prefetched_in_the_order_of_the_last_step(stores):
     store = stores(5 * 40_000)
     for key in range(10):
@@ -151,34 +138,6 @@ def test_without_room_anywhere_the_error_says_so_and_nothing_is_lost(stores):
     for key in range(4):
         with store.use([key]) as (tensor,):
             assert tensor.unique().item() == key
-
-
-def test_a_full_disk_is_an_error_before_anything_is_lost(stores):
-    store = stores(8000)
-    for key in range(5):
-        store.put(key, torch.full((1000,), float(key)))
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    import signal
-
-    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (store.stats.disk_bytes, before[1]))
-    try:
-        with pytest.raises(RuntimeError, match="scratch"):
-            store.put(5, torch.zeros(1000))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, ignored)
-    for key in range(5):
-        with store.use([key]) as (tensor,):
-            assert tensor.unique().item() == key
-    store.put(5, torch.zeros(1000))
-
-
-def test_a_folder_that_cannot_be_written_is_refused_at_the_start(tmp_path):
-    (tmp_path / "file").touch()
-    for folder in (tmp_path / "file", "/proc/nothing"):
-        with pytest.raises(RuntimeError, match="could not be made"):
-            Store(Tiers(1, disk=folder), CPU)
 
 
 def test_the_disk_tier_leaves_no_file_and_touches_no_other(stores, tmp_path):
@@ -245,35 +204,14 @@ def test_memory_of_the_process_falls_by_what_goes_to_disk(tmp_path):
 @pytest.mark.usefixtures("unchecked_types")
 @pytest.mark.parametrize(
     "budgets",
-    [{"device_bytes": -1}, {"host_bytes": -5}, {"host_bytes": True}, {"device_bytes": "2 GB"}],
+    [
+        {"device_bytes": -1},
+        {"host_bytes": True},
+        {"device_bytes": "2 GB"},
+        {"host_bytes": 100},  # which nothing would use
+        {"disk": "scratch"},
+    ],
 )
-def test_budgets_that_are_no_bytes_are_refused(budgets):
-    with pytest.raises(ValueError, match="at least 0"):
+def test_budgets_that_cannot_be_are_refused(budgets):
+    with pytest.raises(ValueError, match="_bytes"):
         Tiers(**budgets)
-
-
-@pytest.mark.parametrize("lower", [{"host_bytes": 100}, {"disk": "scratch"}])
-def test_lower_tiers_that_nothing_would_use_are_refused(lower):
-    with pytest.raises(ValueError, match="device_bytes"):
-        Tiers(**lower)
-
-
-def test_what_finds_the_host_in_use_goes_to_disk(stores):
-    store = stores(device_bytes=32, host_bytes=32)
-    for key in "abc":  # c on the device, one of the others on the host and one on disk
-        store.put(key, torch.full((8,), ord(key), dtype=torch.float32))
-    store.put("b", torch.full((4,), 1.0))  # in place of what is on the host, while c leaves
-    for key, value in (("a", ord("a")), ("b", 1), ("c", ord("c"))):
-        with store.use([key]) as (tensor,):
-            assert tensor.unique().tolist() == [value]
-
-
-def test_a_tensor_in_use_can_be_replaced_by_one_like_it(stores):
-    store = stores(device_bytes=32)
-    store.put("a", torch.zeros(8))
-    with store.use(["a"], is_written=False) as (old,):
-        store.put("a", torch.ones(8))
-        assert not old.any()
-    store.put("b", torch.zeros(8))
-    with store.use(["a"]) as (new,):
-        assert new.all()

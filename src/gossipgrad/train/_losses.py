@@ -182,7 +182,7 @@ def notes_on_shares(shares: ElasticStats | None) -> list[str]:
     ]
 
 
-_SHARES = f"{ElasticBatches.__module__}_dealer"
+_SHARES = ElasticBatches.__module__
 
 # Since when, until when if it came back, in seconds since 1970, and why.
 StoreLoss = dict[str, Any]

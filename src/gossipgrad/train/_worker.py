@@ -19,6 +19,7 @@ from gossipgrad.errors import GossipError
 
 from ._check import check
 from ._config import TrainConfig
+from ._device import find_backend
 from ._ending import MAILBOX, Ending
 from ._files import check_shared, leave_token, write_errors
 from ._layout import RunDir, claim
@@ -240,7 +241,10 @@ class _Worker:
             )
 
         if config.needs_every_rank:
-            dist.init_process_group("gloo", store=self._store, rank=rank, world_size=size)
+            # One answer for all: whoever writes it first.
+            own = find_backend(config, size)
+            backend = start.ask(lambda store: store.compare_set("backend", "", own)).decode()
+            dist.init_process_group(backend, store=self._store, rank=rank, world_size=size)
         return train_rank(
             config,
             job,
