@@ -16,9 +16,8 @@ from ._config import TrainConfig
 from ._files import where_weights_are, write_whole
 from ._invitation import withdraw
 from ._layout import RunDir
-from ._losses import choose_exported, known_joined
 from ._result import Outcome, RankResult, RunFailedError, exit_code_of
-from ._summary import compose, finish
+from ._summary import choose_exported, compose, finish, known_joined
 
 # Prefix of what the ranks of a run write into the store.
 MAILBOX = "gossipgrad/train"
