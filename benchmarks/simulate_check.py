@@ -108,7 +108,7 @@ def compare(cells: list[Cell]) -> list[dict]:
                 **{name: cell.get(name) for name in named},
                 "time_factor": cell.get("time_factor", 1.0),
                 "size_factor": cell.get("size_factor", 1.0),
-                "marked": bool(cell.get("marked")),
+                "marked": bool(cell["marks"]),
                 "measured_seconds": measured,
                 "from_rate_seconds": round(rough, 6),
                 "from_rate_error": round(rough / measured - 1, 4),

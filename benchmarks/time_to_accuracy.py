@@ -12,7 +12,7 @@ The gossip family takes about two hours on 2 cores. Runs that are done are kept,
 is tried again by the next call. Results are written when nothing is missing; before, what is done
 is written into the folder.
 
-Needs what `benchmarks.netlab` needs: Linux, root, iproute2.
+Needs what `benchmarks.network` needs: Linux, root, iproute2.
 
     python -m benchmarks.time_to_accuracy
     python -m benchmarks.time_to_accuracy --family sparse
@@ -36,12 +36,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks._alone import BusyError, alone
-from benchmarks._common import write
-from benchmarks._ends import ends_as_ctrl_c
-from benchmarks.netlab import NetlabError, Network
-from benchmarks.network._busy import CpuBusy
-from benchmarks.network._marks import MOST_BUSY_BY_OTHERS
+from benchmarks._common import BusyError, CpuBusy, alone, ends_as_ctrl_c, write
+from benchmarks.network import Network, NetworkError
+from benchmarks.network._cells import MOST_BUSY_BY_OTHERS
 
 SEEDS = 3
 BUSY = (
@@ -202,7 +199,7 @@ def train(command: list[str], task: Task, out: Path, timeout_seconds: float) -> 
 
     Raises:
         FailedRunError: It took too long, a rank failed, or the links did not hold their rates.
-        NetlabError: There is no laboratory here.
+        NetworkError: There is no laboratory here.
     """
     partial = out.with_name(f"{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -210,7 +207,7 @@ def train(command: list[str], task: Task, out: Path, timeout_seconds: float) -> 
     with Network(hosts=task.world_size, rate_bits_per_second=task.rate_bits_per_second) as network:
         try:
             figures = _trained(network, words, timeout_seconds)
-        except NetlabError as error:
+        except NetworkError as error:
             raise FailedRunError(str(error)) from error
     (partial / "measured.json").write_text(json.dumps(figures))
     partial.rename(out)
@@ -219,7 +216,6 @@ def train(command: list[str], task: Task, out: Path, timeout_seconds: float) -> 
 def _trained(network: Network, command: list[str], timeout_seconds: float) -> dict:
     """Runs the command on every host; what its hosts have sent, and how busy the machine was."""
     hosts = range(network.hosts)
-    network.verify()
     before = [network.counters(host).sent_bytes for host in hosts]
     own, busy = _own_user_seconds(), CpuBusy()
     processes = []
@@ -380,7 +376,7 @@ def main() -> int:
                     print(f"{run.name}: {100 * accuracy:.2f} % after {seconds:.1f} s", flush=True)
                 _report(family, seeds, base, failed)
             print(_report(family, seeds, base, failed))
-    except (BusyError, NetlabError) as error:
+    except (BusyError, NetworkError) as error:
         print(error, file=sys.stderr)
         return 2
     return 1 if failed else 0

@@ -3,7 +3,6 @@
 An MLP on Fashion-MNIST in one process with `gossipgrad.simulate.VirtualRanks`. All cells see the
 same samples in the same steps: the global batch, the epochs and the learning rate are one for all
 strategies and world sizes, and each rank takes its share of the batch. A cell that is done is kept.
-`gossipgrad simulate --curves benchmarks/results/virtual_ranks.json` reads the results.
 
     python -m benchmarks.virtual_ranks
     python -m benchmarks.virtual_ranks --only 128/gossip --seeds 1
@@ -20,7 +19,7 @@ import numpy as np
 import torch
 
 from benchmarks._common import once, write
-from benchmarks._fashion import Part, accuracy, cosine, fashion
+from benchmarks._tasks import Part, accuracy, cosine, whole
 from gossipgrad import data, models
 from gossipgrad.simulate import VirtualRanks
 from gossipgrad.topology import by_name
@@ -149,7 +148,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs/virtual_ranks"))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    train, test = fashion()
+    train, test = whole("fashion-mnist")
     setting = {"batch": GLOBAL_BATCH, "epochs": EPOCHS, "lr": PEAK_LR, "momentum": MOMENTUM}
     found = []
     for cell in cells(options.seeds):

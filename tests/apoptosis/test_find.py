@@ -101,12 +101,6 @@ def test_sums_over_positions_have_no_bound_for_the_worst_case():
         assert each.activation == known
 
 
-def test_shared_weights_stay():
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
-    model[2].weight = model[0].weight
-    assert find(model, torch.randn(3, 4)).neurons == ()
-
-
 @pytest.mark.parametrize(
     "norm", [nn.utils.parametrizations.spectral_norm, nn.utils.parametrizations.weight_norm]
 )
@@ -119,15 +113,6 @@ def test_weights_that_are_computed_stay(norm, place):
         assert session.neurons == ()
         assert "0" in session.refused
         assert session.describe().count("stays") == 2
-
-
-@pytest.mark.parametrize(
-    ("groups", "mode", "may"), [(1, "reflect", 1), (1, "circular", 1), (2, "zeros", 0)]
-)
-def test_padding_and_groups_of_convolutions(groups, mode, may):
-    conv = nn.Conv2d(4, 4, 3, padding=1, groups=groups, padding_mode=mode)
-    model = nn.Sequential(nn.Conv2d(2, 4, 1), nn.ReLU(), conv)
-    assert len(find(model, torch.randn(2, 2, 5, 5)).neurons) == may
 
 
 def test_transformers_and_attention():

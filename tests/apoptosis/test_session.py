@@ -116,16 +116,6 @@ def test_what_the_loss_notices_is_undone(harm):
             assert event.loss_before is not None
 
 
-def test_a_trial_leaves_no_trace():
-    plain, tried = network(), network()
-    for model, evaluate in ((plain, None), (tried, lambda: loss_of(tried))):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-        with gg.shrink(model, optimizer, budget=0.0, min_width=48, evaluate=evaluate, **SETTINGS):
-            train(model, optimizer, batches(65))
-    for one, two in zip(plain.parameters(), tried.parameters(), strict=True):
-        assert torch.equal(one, two)
-
-
 def test_plan_and_apply_are_two_steps_and_copies_follow(tmp_path):
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
@@ -194,23 +184,6 @@ def test_it_goes_on_from_a_checkpoint():
         torch.testing.assert_close(one, two)
 
 
-def test_worst_case_bounds_are_more_careful_and_hold():
-    removed = {}
-    for bound in ("sample", "worst-case"):
-        model = network()
-        with torch.no_grad():
-            model[0].weight[40:] = model[0].weight[:8] * 1.0001
-            model[0].bias[40:] = model[0].bias[:8]
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        with gg.shrink(model, optimizer, bound=bound, **SETTINGS) as session:
-            session.look()
-            model(next(batches(1, size=500))[0])
-            plan = session.plan(0.01)
-            removed[bound] = len(plan)
-            assert all(each.error <= 0.01 for each in plan.mergings)
-    assert 8 <= removed["worst-case"] <= removed["sample"]
-
-
 def test_convolutions_shrink_in_training():
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -227,3 +200,20 @@ def test_convolutions_shrink_in_training():
         assert min(session.widths().values()) >= 8
     assert model[1].running_mean.shape == model[1].weight.shape == (model[0].out_channels,)
     assert model[8].in_features == 16 * model[4].out_channels
+
+
+def test_worst_case_bounds_are_more_careful_and_hold():
+    removed = {}
+    for bound in ("sample", "worst-case"):
+        model = network()
+        with torch.no_grad():
+            model[0].weight[40:] = model[0].weight[:8] * 1.0001
+            model[0].bias[40:] = model[0].bias[:8]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        with gg.shrink(model, optimizer, bound=bound, **SETTINGS) as session:
+            session.look()
+            model(next(batches(1, size=500))[0])
+            plan = session.plan(0.01)
+            removed[bound] = len(plan)
+            assert all(each.error <= 0.01 for each in plan.mergings)
+    assert 8 <= removed["worst-case"] <= removed["sample"]

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks import time_to_accuracy as bench
-from benchmarks._alone import alone
+from benchmarks._common import alone
 from gossipgrad.cli._train import parse
 
 REACHED = {"ddp": 0.8, "gossip": 0.7, "gossip, a quarter more epochs": 0.9}

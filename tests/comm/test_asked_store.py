@@ -36,18 +36,6 @@ def test_a_store_that_hangs_is_awaited_no_longer_than_asked_and_heard_when_it_an
     until(lambda: answers() == b"1")
 
 
-def test_what_is_raised_while_waiting_ends_the_wait():
-    store = Hanging()
-    asked = AskedStore(store, timeout_seconds=60.0)
-
-    def interrupt():
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        asked.ask(lambda s: s.check(["a"]), listen=interrupt)
-    store.answers.set()
-
-
 def test_errors_are_those_of_the_store_and_it_is_asked_over_a_new_connection_then():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     asked = AskedStore(store)
@@ -74,15 +62,6 @@ def test_its_thread_ends_with_it():
     closed.close()
     del asked
     until(lambda: not any(thread.is_alive() for thread in both))
-
-
-def test_what_is_begun_is_asked_first_and_awaited():
-    store, told = Hanging(), []
-    asked = AskedStore(store, timeout_seconds=60.0)
-    asked.begin(lambda s: s.set("a", "1")).add_done_callback(lambda _: told.append("a"))
-    threading.Timer(0.1, store.answers.set).start()
-    assert asked.ask(lambda s: s.get("a")) == b"1"
-    assert told == ["a"]
 
 
 SCRIPT = """

@@ -14,32 +14,6 @@ def spec(numel, dtype=F32, name="w"):
     return TensorSpec(name, (numel,), dtype)
 
 
-def test_buckets_follow_the_reverse_order_and_are_full_at_their_size():
-    plan = BucketPlan.make([spec(n) for n in (1, 2, 3, 4)], bucket_bytes=20)
-    assert [bucket.indices for bucket in plan.buckets] == [(3, 2), (1, 0)]
-    assert [part.numel for part in plan.parts] == [7, 3]
-    assert plan.size_bytes == 40
-
-
-def test_a_tensor_above_the_size_ends_its_bucket():
-    plan = BucketPlan.make([spec(100), spec(1), spec(100)], bucket_bytes=16)
-    assert [bucket.indices for bucket in plan.buckets] == [(2,), (1, 0)]
-
-
-def test_types_have_buckets_of_their_own():
-    plan = BucketPlan.make([spec(2), spec(3, F64), spec(4), spec(5, F64)], bucket_bytes=1000)
-    assert [(b.indices, b.dtype, b.part.dtype) for b in plan.buckets] == [
-        ((3, 1), F64, F64),
-        ((2, 0), F32, F32),
-    ]
-
-
-def test_tensors_without_elements_make_no_bucket():
-    assert BucketPlan.make([spec(0), TensorSpec("e", (3, 0), F64)]).buckets == ()
-    plan = BucketPlan.make([spec(0), spec(2)])
-    assert plan.parts[0].numel == 2
-
-
 def test_a_narrow_wire_counts_its_own_bytes():
     plan = BucketPlan.make([spec(4), spec(4)], bucket_bytes=16, wire_dtype=BF16)
     assert [(b.indices, b.part.dtype, b.dtype) for b in plan.buckets] == [((1, 0), BF16, F32)]

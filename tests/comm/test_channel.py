@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from gossipgrad.comm import Channel, Hub, Liveness, Outcome, Part
+from gossipgrad.comm import Channel, Hub, Liveness, Outcome
 from support.links import RUN
 from support.waiting import quick, until
 
@@ -28,19 +28,6 @@ def both(a, b, round=0, value=0.0):
     return mine.received.tolist()
 
 
-def test_both_parts_arrive_in_any_order_of_buckets(channels):
-    sizes = (4, 2, 0)
-    a, b = channels(sizes=sizes)
-    mine = {i: post(a, 1, bucket=i, value=i, size=sizes[i]) for i in (0, 1, 2)}
-    theirs = {i: post(b, 0, bucket=i, value=10 + i, size=sizes[i]) for i in (2, 1, 0)}
-    for i in (1, 0, 2):
-        assert (a.take(mine[i], 30.0), b.take(theirs[i], 30.0)) == (D, D)
-        assert mine[i].received.tolist() == [10.0 + i] * sizes[i]
-    assert theirs[0].received.sub_(0.5).tolist() == [-0.5] * 4  # it may be written
-    assert mine[0].finished_seconds >= mine[0].posted_seconds
-    assert a.bytes_sent == a.bytes_received == 24
-
-
 def test_rounds_of_a_link_keep_apart_and_a_part_that_is_here_is_taken_at_once(channels):
     a, b = channels(credits=10)
     sent = [post(b, 0, round=r, value=r) for r in range(10)]
@@ -50,16 +37,6 @@ def test_rounds_of_a_link_keep_apart_and_a_part_that_is_here_is_taken_at_once(ch
     assert [x.received[0].item() for x in mine] == list(range(10))
     assert [b.take(x, 30.0) for x in sent] == [D] * 10
     assert a.early_bytes == 0
-
-
-def test_late_then_delivered_by_a_second_take(channels):
-    a, b = channels()
-    mine, start = post(a, 1), time.perf_counter()
-    assert a.take(mine, 0.1) is L
-    assert time.perf_counter() - start >= 0.1
-    post(b, 0, value=3)
-    assert (a.take(mine, 30.0), a.take(mine, 0.0)) == (D, D)
-    assert mine.received.tolist() == [3.0] * 4
 
 
 def test_a_peer_that_left_is_dead_and_what_it_posted_before_counts(channels, leave):
@@ -117,25 +94,6 @@ def test_credits_void_a_further_round_on_both_ends(channels):
     assert [x.received[0].item() for x in mine[:2]] == [3.0, 5.0]
 
 
-def test_a_round_voided_by_the_partner_ends_what_was_posted(channels):
-    a, b = channels()
-    mine = post(a, 1, round=4)
-    b.void(4, 0)
-    assert a.take(mine, 30.0) is V
-    both(a, b, round=5)
-
-
-def test_cancel_drops_the_part_should_it_come(channels):
-    a, b = channels()
-    mine = post(a, 1)
-    a.cancel(mine)
-    a.cancel(mine)
-    assert mine.outcome is V
-    assert b.take(post(b, 0), 30.0) is D
-    assert both(a, b, round=1, value=9) == [9.0] * 4
-    assert not a.early_bytes
-
-
 def test_directed_and_one_sided_rounds(channels):
     ends = channels(3)
     mine = [
@@ -155,31 +113,6 @@ def test_directed_and_one_sided_rounds(channels):
     takes = c.post(2, 0, part(0), send_to=None, recv_from=0)
     assert c.take(takes, 30.0) is D
     assert takes.received.tolist() == [1.0] * 4
-
-
-def test_a_posted_buffer_is_read_until_its_ticket_is_done(channels):
-    size = 1 << 18
-    a, b = channels(sizes=(size,), credits=4)
-    buffers = [part(r, size) for r in range(4)]
-    mine = [a.post(r, 0, buffers[r], send_to=1, recv_from=None) for r in range(4)]
-    theirs = [b.post(r, 0, part(0, size), send_to=None, recv_from=0) for r in range(4)]
-    for r in range(4):
-        until(lambda r=r: b.poll() or mine[r].ticket.done)
-        buffers[r].fill_(-1.0)
-    for r in range(4):
-        assert b.take(theirs[r], 30.0) is D
-        assert theirs[r].received.eq(r).all()
-
-
-def test_replan_goes_on_with_other_buckets(channels):
-    a, b = channels()
-    both(a, b)
-    for channel in (a, b):
-        channel.replan([Part(torch.float64, 2)])
-    x = a.post(1, 0, torch.ones(2).double(), send_to=1, recv_from=1)
-    y = b.post(1, 0, torch.zeros(2).double(), send_to=0, recv_from=0)
-    assert (a.take(x, 30.0), b.take(y, 30.0)) == (D, D)
-    assert y.received.dtype == torch.float64
 
 
 # -- generations ----------------------------------------------------------------------------------
@@ -287,17 +220,6 @@ def test_close_is_quick_while_peers_are_silent_dead_or_many(channels):
         return time.perf_counter() - start
 
     quick(closed, 1.5)
-
-
-@in_process
-def test_early_parts_of_a_peer_that_left_are_freed_with_its_generation(channels, leave):
-    a, b = channels()
-    b.post(5, 0, part(1), send_to=0, recv_from=None)
-    leave(b)
-    until(lambda: a.poll() or a.gone)
-    assert a.early_bytes == 16  # a directed round may still want it
-    a.enter(1, 1, [0])
-    assert a.early_bytes == 0
 
 
 @in_process

@@ -1,6 +1,5 @@
 """Threads around a channel: those that listen, buffers filled later, pacing, and how they end."""
 
-import gc
 import itertools
 import threading
 import time
@@ -8,9 +7,9 @@ import time
 import pytest
 import torch
 
-from gossipgrad.comm import Channel, Header, Hub, Kind, Liveness, Lost, Outcome, Part
+from gossipgrad.comm import Channel, Header, Hub, Kind, Outcome, Part
 from gossipgrad.errors import GossipError
-from support.links import RUN, make_transports, ours, until_none_but
+from support.links import RUN, ours, until_none_but
 from support.waiting import quick, until
 
 D, L, V, X = Outcome.DELIVERED, Outcome.LATE, Outcome.VOID, Outcome.DEAD_PEER
@@ -88,61 +87,6 @@ def test_two_threads_may_take_at_once(ranks):
     assert a.take(from_b, 30.0) is D
 
 
-def test_a_channel_that_is_closed_in_its_own_listener_ends():
-    """As when a session that nobody closed is collected there."""
-
-    class Closing(Liveness):
-        def hear_generation(self, generation):
-            a.close(0.0)
-
-    ends = make_transports("in-process", 2)
-    a, b = (Channel(end, run=RUN, plan=[], liveness=Closing()) for end in ends)
-    b.enter(1, 0, [0, 1])
-    thread = threading.Thread(target=a.poll, args=(30.0,), daemon=True)
-    thread.start()
-    thread.join(30.0)
-    assert a.closed
-    assert not thread.is_alive()
-
-
-def test_channels_that_nobody_closed_are_collected_without_waiting():
-    before = set(ours())
-
-    def collected():
-        ends = [
-            Channel(end, run=RUN, plan=[Part(torch.float32, 4)])
-            for end in make_transports("zeromq", 2)
-        ]
-        pair = post(ends[0], 1), post(ends[1], 0)
-        assert (ends[0].take(pair[0], 30.0), ends[1].take(pair[1], 30.0)) == (D, D)
-        for end in ends:
-            end.itself = end
-        start = time.perf_counter()
-        del ends, pair, end
-        gc.collect()
-        return time.perf_counter() - start
-
-    quick(collected, 2.0)
-    until_none_but(before)
-
-
-def test_an_interrupted_close_leaves_no_thread_and_no_link(monkeypatch):
-    before = {*ours()}
-    ends = make_transports("in-process", 2)
-    a = Channel(ends[0], run=RUN, plan=[Part(torch.float32, 4)])
-    post(a, 1, ready=lambda: None)  # a thread sends it
-    assert {*ours()} > before
-
-    def interrupted(timeout_seconds):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(a, "poll", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        a.close()
-    until_none_but(before)
-    until(lambda: any(isinstance(event, Lost) for event in ends[1].receive(0.0)))
-
-
 # -- buffers that are filled later ----------------------------------------------------------------
 
 
@@ -199,26 +143,6 @@ def test_a_buffer_that_cannot_be_filled_is_an_error_and_its_memory_is_free(ranks
     for fails in (lambda: a.take(mine[0], 30.0), lambda: post(a, 2)):
         with pytest.raises(GossipError, match="device lost"):
             fails()
-
-
-def test_closing_beside_a_stuck_buffer_ends_in_time(ranks):
-    a, stuck = ranks[0], threading.Event()
-    post(a, 1, ready=lambda: stuck.wait(60) and None)
-    start = time.perf_counter()
-    a.close(0.1)
-    assert time.perf_counter() - start < 30.0
-    stuck.set()
-
-
-def test_a_peer_that_is_lost_between_post_and_send_holds_no_ticket(channels):
-    a, b = channels()
-    go = threading.Event()
-    mine = post(a, 1, ready=lambda: go.wait(30) and None)
-    b.transport.close()
-    assert a.take(mine, 30.0) is X
-    assert not mine.ticket.done
-    go.set()
-    assert mine.ticket.wait(30.0)
 
 
 # -- pacing ---------------------------------------------------------------------------------------

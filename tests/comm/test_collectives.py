@@ -183,50 +183,6 @@ def test_what_one_end_counts_both_do_whatever_comes_between(schedule, acts, seed
         world.check()
 
 
-def test_a_collective_of_which_a_broken_link_told_nothing_spoils_no_later_round():
-    ranks = World()
-    ranks.cut(1)
-    for what in ("enter", "meet", "fail"):
-        getattr(ranks, what)(0)
-    for _ in range(3):
-        ranks.deliver(1)  # in vain
-    ranks.enter(1)
-    for _ in range(3):
-        ranks.deliver(0)
-    ranks.check()
-
-
-def test_many_collectives_leave_no_early_parts():
-    ranks = World()
-    for _ in range(20):
-        for what in ("post", "meet", "resume"):
-            for rank in (0, 1):
-                getattr(ranks, what)(rank)
-        ranks.deliver_all()
-    assert not any(end.early_bytes for end in ranks.ends)
-    ranks.check()
-
-
-@pytest.mark.parametrize("when", ["it fences", "it goes on", "it has sent, too"])
-def test_a_part_that_comes_after_a_failed_collective_counts_on_neither_end(when):
-    """The peer had sent it, and took it for void when it heard that this rank had begun one."""
-    ranks = World()
-    ranks.post(0), ranks.post(0)
-    if when == "it fences":
-        ranks.deliver(1), ranks.deliver(1)
-    ranks.meet(1)
-    ranks.deliver(0)
-    ranks.fail(1)
-    if when == "it has sent, too":
-        ranks.post(1), ranks.post(1)
-    ranks.deliver(1), ranks.deliver(1)
-    ranks.post(1), ranks.post(1)
-    ranks.deliver(0), ranks.deliver(0), ranks.deliver(0)
-    for mine in ranks.exchanges:
-        assert [e.outcome for e in list(mine.values())[:BUCKETS]] == [V] * BUCKETS
-    ranks.check()
-
-
 def test_rounds_may_go_back_after_a_collective(channels):
     """As when a state is loaded: what was sent of a round before does not count for it again."""
     a, b = channels()
@@ -243,29 +199,3 @@ def test_rounds_may_go_back_after_a_collective(channels):
     ]
     assert [end.take(x, 30.0) for end, x in zip((a, b), late, strict=True)] == [D, D]
     assert late[1].received.tolist() == [1.0] * 4
-
-
-def test_a_collective_that_failed_on_one_rank_alone_costs_a_few_rounds(channels):
-    a, b = channels()
-    a.fence()
-    for round in range(20):
-        sides = [
-            e.post(round, 0, torch.ones(4), send_to=1 - r, recv_from=1 - r)
-            for r, e in ((0, a), (1, b))
-        ]
-        a.poll()
-        if [e.take(x, 5.0) for e, x in zip((a, b), sides, strict=True)] == [D, D]:
-            break
-    assert round < 5
-
-
-def test_a_run_of_millions_of_collectives_goes_on_and_takes_in_members():
-    ranks = World()
-    for rank, end in enumerate(ranks.ends):
-        end.resume({0: 1 << 21, 1: 1 << 21}, 0)
-        ranks.post_round(rank)
-    for rank in ranks.ranks:
-        ranks.enter(rank)
-    ranks.deliver_all()
-    ranks.go_on(1)
-    ranks.check()

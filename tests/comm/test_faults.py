@@ -1,6 +1,5 @@
 """Faults that happen by script to what a rank sends."""
 
-import threading
 import time
 
 import pytest
@@ -52,18 +51,6 @@ def test_a_killed_rank_dies_without_a_word(channels):
     assert a.gone == {1: "was lost"}
     b.poll(0.0)
     b.close()
-
-
-def test_a_death_while_a_part_waits_to_be_sent_ends_the_wait_for_the_partners(channels):
-    _, b = channels(faults=Faults().kill(rank=1, round=0))
-    go = threading.Event()
-    mine = post(b, 0, 0, ready=lambda: go.wait(60) and None)
-    assert b.take(mine, 0.05) is L
-    go.set()
-    start = time.perf_counter()
-    with pytest.raises(ScriptedDeathError):
-        b.take(mine, 60.0)
-    assert time.perf_counter() - start < 30
 
 
 def test_a_script_in_words():

@@ -65,12 +65,6 @@ def test_views_strided_empty_scalar_and_parameters():
         assert scalar == 1
 
 
-def test_objects_of_json_come_in_the_order_of_ranks():
-    values = [{"name": "a", "sizes": [1, 2.5, None, True]}, "x" * 1000, ""]
-    assert run_ranks(3, lambda rank, group: group.all_gather_object(values[rank])) == [values] * 3
-    assert run_ranks(3, lambda rank, group: group.broadcast_object(rank, source=2)) == [2] * 3
-
-
 @pytest.mark.parametrize("at_once_bytes", [1024, 0], ids=["at once", "ring"])
 def test_what_all_have_is_gathered_in_the_order_of_ranks(at_once_bytes):
     def work(rank, group):
@@ -142,11 +136,6 @@ def test_a_store_that_hangs_is_awaited_up_to_the_timeout_and_named():
 def lost(rank):
     loss = Loss(generation=1, when_seconds=0.0, why="it hangs", left=False, by=0)
     return {rank: loss}
-
-
-def test_a_rank_that_was_lost_before_is_not_awaited_at_the_start():
-    with pytest.raises(GossipError, match=r"waited in vain .*: rank 1 was lost: it hangs"):
-        Group(dist.HashStore(), 0, 2, gone=lambda: lost(1))
 
 
 @pytest.mark.parametrize("comes", [False, True])
@@ -235,19 +224,6 @@ def test_a_signal_in_the_middle_of_a_collective_ends_it_everywhere(monkeypatch, 
             group.barrier()
 
     run_ranks(3, work)
-
-
-def test_a_rank_that_waits_for_the_others_to_come_may_close():
-    def work(rank, group):
-        group.enter(1, (0, 1))
-        if rank == 0:
-            closing = threading.Timer(0.1, group.close)
-            closing.start()
-            with pytest.raises(GossipError, match="this rank has closed its session"):
-                group.barrier()
-            closing.join()
-
-    run_ranks(2, work, timeout_seconds=60)
 
 
 def test_a_rank_that_stops_waiting_for_the_others_may_meet_them_later():

@@ -5,7 +5,6 @@ import threading
 import time
 
 import pytest
-import torch.distributed as dist
 
 from gossipgrad.comm import Heartbeats, Membership, MemberWatch, Record
 from gossipgrad.errors import EvictedError
@@ -81,26 +80,6 @@ def test_a_beat_in_which_a_rank_was_stopped_renews_no_lease(clock, store, starte
     assert watch.store_lost is None
 
 
-def test_a_beat_under_way_that_is_younger_than_a_lease_renews_it(clock, store, started):
-    watch, reading, goes_on = started(FIFTY), threading.Event(), threading.Event()
-
-    def before(what, key):
-        if what == "get":
-            reading.set()
-            assert goes_on.wait(60)
-
-    clock.seconds = 40.0
-    store.before = before
-    assert reading.wait(60)
-    clock.seconds = 70.0
-    asking = threading.Thread(target=watch.confirm)
-    asking.start()
-    goes_on.set()
-    asking.join(40)
-    assert not asking.is_alive()
-    assert watch.store_lost is None
-
-
 def test_a_store_that_hangs_is_awaited_for_one_lease_and_then_no_more(
     clock, store, started, caplog
 ):
@@ -119,56 +98,6 @@ def test_a_store_that_hangs_is_awaited_for_one_lease_and_then_no_more(
         free.set()
         until(lambda: watch.store_lost is None)
     assert ["the membership stays as it is" in r.message for r in caplog.records] == [True, False]
-
-
-@pytest.mark.parametrize("seconds", [35.0, 60.0])
-def test_a_store_that_is_slow_is_not_awaited_again_and_again(
-    clock, store, started, caplog, seconds
-):
-    """The lease is 50 s. Each beat of 35 s would renew it too late, and be awaited."""
-    took, beats = seconds, 0
-
-    def before(what, key):
-        nonlocal beats
-        if key == "membership":
-            clock.seconds += took
-            beats += 1
-            time.sleep(0.001)
-
-    with caplog.at_level(logging.WARNING):
-        store.before = before
-        watch = started(FIFTY)
-        until(lambda: watch.store_lost)
-        last = beats + 20
-        until(lambda: watch.is_member() and watch.store_lost and beats > last)
-        took = 0.0
-        until(lambda: watch.store_lost is None)
-    slow, again = (record.message for record in caplog.records)
-    assert "the rendezvous store is slow" in slow
-    assert "answers again" in again
-
-
-def test_a_store_that_is_lost_is_told_once_and_training_may_go_on(clock, store, started, caplog):
-    asked = 0
-
-    def fail(what, key):
-        nonlocal asked
-        asked += 1
-        raise dist.DistNetworkError("connection reset by peer\nand more")
-
-    with caplog.at_level(logging.WARNING):
-        watch = started(Heartbeats(interval_seconds=0.005, lease_seconds=0.02, silent_seconds=0.05))
-        store.before = fail
-        until(lambda: watch.store_lost and asked > 3)
-        assert watch.is_member()
-        watch.hear_end(1, left=False)
-        assert not watch.examine(0)
-        watch.leave()
-    assert [record.message for record in caplog.records] == [
-        "rank 0: the rendezvous store is lost (connection reset by peer); the membership stays as "
-        "it is (generation 0), and training goes on with ranks that can be reached"
-    ]
-    assert watch.latest.living == (0, 1)
 
 
 def test_a_connection_that_breaks_is_made_anew_and_what_broke_meanwhile_is_looked_at(

@@ -1,11 +1,10 @@
 import contextlib
-import math
 
 import pytest
 import torch
 from torch import nn
 
-from gossipgrad.comm import distance_to_mean, mean_buffers
+from gossipgrad.comm import mean_buffers
 from gossipgrad.errors import GossipError
 from support.ranks import run_ranks
 
@@ -37,13 +36,3 @@ def test_buffers_are_a_ranks_own_again_where_the_mean_is_not_had():
     with pytest.raises(GossipError, match="no mean"), mean_buffers(model, mean):
         raise AssertionError("it was entered")
     assert model.running_mean.tolist() == [0.0, 0.0]
-
-
-def test_the_distance_is_the_root_mean_square_over_ranks():
-    def rank_main(rank, group):
-        pieces = [torch.full((2,), float(rank)), torch.full((3,), -2.0 * rank).double()]
-        pairs = ((piece, group.mean_(piece.clone())) for piece in pieces)
-        return distance_to_mean(pairs, group.mean_)
-
-    # Ranks 0, 1 and 2 are 1, 0 and 1 from the mean in 2 elements, twice that in 3.
-    assert run_ranks(3, rank_main) == [math.sqrt((2 + 0 + 2 + 12 + 0 + 12) / 3)] * 3

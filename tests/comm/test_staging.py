@@ -4,10 +4,8 @@ import time
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor import Shard, distribute_tensor
 
-from gossipgrad.comm import BucketPlan, Outcome, Snapshot, SnapshotPool, TensorSpec, local, stage
+from gossipgrad.comm import BucketPlan, Outcome, Snapshot, SnapshotPool, TensorSpec, stage
 from support.waiting import quick
 
 CPU = torch.device("cpu")
@@ -81,20 +79,6 @@ def test_no_tensor_counts_as_zeros_and_a_narrow_wire_rounds():
         assert (payload.dtype, payload.tolist()) == (dtype, there)
         assert snapshot.take(0, [None])[0].eq(0).all()
     assert tensor[1] != 1.0
-
-
-def test_a_sharded_tensor_counts_by_its_local_shard():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = dist.init_device_mesh("cpu", (1,))
-        whole = torch.arange(6.0).reshape(3, 2)
-        tensor = distribute_tensor(whole, mesh, [Shard(0)])
-        snapshot = Snapshot(plan_of(tensor), CPU)
-        assert torch.equal(snapshot.take(0, [local(tensor)])[0].view(3, 2), whole)
-        local(tensor).add_(1)
-        assert torch.equal(tensor.full_tensor(), whole + 1)
-    finally:
-        dist.destroy_process_group()
 
 
 def test_a_snapshot_is_used_again_only_when_its_tickets_are_done():

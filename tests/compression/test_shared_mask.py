@@ -54,25 +54,6 @@ def test_a_cycle_covers_everything_once(numel, density):
         assert min(sizes) >= 1
 
 
-def test_stripes_are_independent():
-    """Which of two coordinates is taken tells nothing of the other, in space and in time."""
-    mask, cycles = SharedMask(0.5), 2000
-    taken = torch.zeros(cycles, 20)
-    for cycle in range(cycles):
-        taken[cycle, mask.indices(20, seed=9, round=2 * cycle)] = 1
-    stripes = taken[:, ::2] - 0.5
-    beside = stripes.T @ stripes / cycles * 4
-    assert (beside - torch.eye(10)).abs().max() < 5 / math.sqrt(cycles)
-    assert (stripes[1:] * stripes[:-1]).mean(0).abs().max() * 4 < 5 / math.sqrt(cycles)
-
-
-def test_densities_are_rounded_down_to_one_in_a_whole_number():
-    for whole in range(1, 2000):
-        assert SharedMask(1 / whole).cycle_rounds == whole
-    assert [SharedMask(density).cycle_rounds for density in (1, 0.99, 0.5, 0.3)] == [1, 2, 2, 4]
-    assert SharedMask(1).indices(5, seed=0, round=3).tolist() == [0, 1, 2, 3, 4]
-
-
 def test_densities_out_of_range_are_refused():
     assert SharedMask(1e-300).indices(9, seed=0, round=0).numel() == 1
     for density in (0, -0.1, 1.01, math.nan, math.inf, 1e-310):

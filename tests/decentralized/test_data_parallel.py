@@ -68,20 +68,6 @@ def test_loads_what_it_and_ddp_save():
         alone().load_state_dict({n: v for n, v in source.items() if n != "2.weight"})
 
 
-def test_inside_another_module_keys_have_no_prefix_either():
-    outer = nn.Sequential(alone(), nn.Linear(3, 1))
-    saved = outer.state_dict()
-    assert list(saved)[:2] == ["0.0.weight", "0.0.bias"]
-    other = nn.Sequential(alone(), nn.Linear(3, 1))
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.zero_()
-    other.load_state_dict(saved)
-    assert all(
-        torch.equal(a, b) for a, b in zip(other.parameters(), outer.parameters(), strict=True)
-    )
-
-
 def test_a_training_pass_without_an_optimizer_is_refused():
     model = alone()
     with pytest.raises(GossipError, match=r"this rank would train alone. Call model\.attach\("):
@@ -106,13 +92,6 @@ def test_every_setting_of_ddp_has_a_way_out():
     for name in set(ddp) - {"self", "module", "process_group"}:
         with pytest.raises(TypeError, match=f"not as in DistributedDataParallel. {name}: "):
             alone(**{name: None})
-
-
-@pytest.mark.parametrize("settings", [{"topology": "foo"}, {"every": 0}, {"transport": "pigeon"}])
-def test_what_no_group_could_have_is_refused_when_it_is_made(settings):
-    (value,) = settings.values()
-    with pytest.raises(ValueError, match=str(value)):
-        alone(**settings)
 
 
 def test_no_sync_lets_gradients_add_up():

@@ -72,16 +72,6 @@ def test_session_is_the_reference_bit_for_bit(world_size, settings):
     assert_same_bits(ours, theirs.w)
 
 
-@pytest.mark.parametrize("mode", ["sync", "overlap"])
-def test_an_average_within_a_period_is_not_taken_for_local_steps(mode):
-    settings = {"mode": mode, "average_every": 6, "local_steps": 4}
-    ours = train(4, STEPS, optimizer=adam, **settings)
-    theirs = reference(4, STEPS, **settings)
-    for mine, other in zip(ours, theirs.w, strict=True):
-        for a, b in zip(mine, other, strict=True):
-            torch.testing.assert_close(a, b.detach(), rtol=2e-5, atol=2e-6)
-
-
 @pytest.mark.parametrize(
     ("world_size", "settings"),
     [(2, {}), (4, {"topology": "hypercube", "exchanges": 2})],
@@ -110,25 +100,6 @@ def test_mean_over_ranks_follows_dilocos_recursion(mode):
     theirs = diloco(5, 12, 3, lr=0.7, momentum=0.9, gradients=set_gradients)
     expected = torch.cat([w.flatten() for w in theirs])
     torch.testing.assert_close(means[0], expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("mode", ["sync", "overlap"])
-def test_lr_1_without_momentum_is_plain_gossip(mode):
-    outer = gg.Nesterov(lr=1.0, momentum=0.0)
-    ours = train(3, 9, optimizer=adam, mode=mode, local_steps=1, outer=outer)
-    assert_same_bits(ours, train(3, 9, optimizer=adam, mode=mode))
-    ours = train(3, 9, optimizer=adam, mode=mode, local_steps=4, outer=outer)
-    assert_same_bits(ours, train(3, 9, optimizer=adam, mode=mode, every=4))
-
-
-def test_nothing_is_sent_between_the_ends_of_periods():
-    def use(me):
-        me.train(7)
-        return me.session.stats()
-
-    for stats in run_sessions(2, use, mode="sync", local_steps=4):
-        assert stats.rounds == 1
-        assert stats.bytes_sent == 4 * flat(network()).numel()
 
 
 @pytest.mark.parametrize("mode", ["sync", "overlap"])

@@ -1,7 +1,6 @@
 """The reference mixes optimizer state by the weights' rule, and leaves alone what is no state."""
 
 import torch
-from torch import nn
 
 from gossipgrad.decentralized._reference import Reference
 from gossipgrad.topology import by_name
@@ -32,28 +31,6 @@ def test_momentum_follows_the_weights_rule_in_its_rounds() -> None:
             assert_near(mine, 0.9 * before + models[0].vector.grad)
 
 
-def test_overlapped_state_that_did_not_exist_is_sent_as_zeros() -> None:
-    models = replicas(2)
-    optimizers = sgd(models, momentum=0.9)
-    reference = Reference(models, optimizers, by_name("ring", 2), payload="weights+state")
-    fill_gradients(models, 1)
-    reference.step()
-    for model, optimizer in zip(models, optimizers, strict=True):
-        assert torch.equal(buffer(optimizer, model.vector), model.vector.grad)
-
-
-def test_state_is_not_made_where_it_does_not_exist() -> None:
-    models = replicas(2)
-    optimizers = sgd(models, momentum=0.9)
-    schedule = by_name("ring", 2)
-    reference = Reference(models, optimizers, schedule, mode="sync", payload="weights+state")
-    fill_gradients(models, 1)
-    models[1].vector.grad = None
-    reference.step()
-    assert models[1].vector not in optimizers[1].state
-    assert_near(buffer(optimizers[0], models[0].vector), 0.5 * models[0].vector.grad)
-
-
 def test_second_moments_are_clamped_and_step_counters_stay() -> None:
     models = replicas(2)
     optimizers = [torch.optim.Adam(m.parameters(), betas=(0.9, 0.1)) for m in models]
@@ -68,34 +45,3 @@ def test_second_moments_are_clamped_and_step_counters_stay() -> None:
                 assert buffer(optimizer, w, "exp_avg_sq").min() >= 0.0
                 assert buffer(optimizer, w, "step") == step + 1
     assert reference.clamps > 0
-
-
-def test_step_counters_stay_where_they_have_the_parameters_shape() -> None:
-    models: list[nn.Module] = [nn.Module(), nn.Module()]
-    for model in models:
-        model.scale = nn.Parameter(torch.tensor(1.0))
-    optimizers = [torch.optim.Adam(model.parameters()) for model in models]
-    reference = Reference(
-        models, optimizers, by_name("ring", 2), mode="sync", payload="weights+state"
-    )
-    for step in range(2):
-        models[0].scale.grad = torch.tensor(1.0)
-        models[1].scale.grad = torch.tensor(1.0) if step else None
-        reference.step()
-    assert buffer(optimizers[0], models[0].scale, "step") == 2
-    assert buffer(optimizers[1], models[1].scale, "step") == 1
-
-
-def test_periodic_average_covers_mixed_state() -> None:
-    models = replicas(4)
-    optimizers = [torch.optim.Adam(m.parameters(), amsgrad=True) for m in models]
-    reference = Reference(
-        models, optimizers, by_name("dissemination", 4), payload="weights+state", average_every=2
-    )
-    for step in range(2):
-        fill_gradients(models, step)
-        reference.step()
-    for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
-        first, *others = [buffer(o, m.vector, key) for o, m in zip(optimizers, models, strict=True)]
-        assert first.abs().max() > 0
-        assert all(torch.equal(first, other) for other in others)

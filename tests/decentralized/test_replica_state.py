@@ -61,22 +61,6 @@ def test_goes_on_with_lists_and_with_what_stands_under_names(make):
     assert_same(replica_state(again, [theirs]), replica_state(model, [optimizer]))
 
 
-def test_tensors_in_lists_lie_beside_their_parameter_again():
-    """A parameter without storage stands for one on an accelerator."""
-    model, optimizer = replica(sgd)
-    held = {"past": [torch.ones(8, 6)], "step": torch.ones(())}
-    optimizer.state[model[0].weight] = held
-    state = replica_state(model, [optimizer])
-    (entry,) = state["optimizers"][0]["state"]
-    entry[2].remove(["past", 0])  # as if it had lain there
-    there = network().to("meta")
-    theirs = sgd(list(there.parameters()))
-    load_replica(there, [theirs], state)
-    loaded = theirs.state[there[0].weight]
-    assert loaded["past"][0].device.type == "meta"
-    assert loaded["step"].device.type == "cpu"
-
-
 @pytest.mark.parametrize(("key", "value"), [("set", {1}), (7, 1)])
 def test_what_cannot_be_saved_is_refused_by_name(key, value):
     model, optimizer = replica(sgd)

@@ -71,16 +71,3 @@ def test_states_have_the_mean_of_the_run_and_a_resumed_run_keeps_it(name):
     started = sum(start for _, start, _, _ in resumed) / WORLD_SIZE
     torch.testing.assert_close(started, mean, rtol=0, atol=1e-12)
     torch.testing.assert_close(resumed[0][3], expected(resumed), rtol=0, atol=1e-12)
-
-
-def test_the_position_goes_on_where_it_was():
-    def use(me):
-        me.train(5)
-        state, position = me.session.state_dict(), me.session.position
-        me.train(3)
-        me.session.load_state_dict(state)
-        assert me.session.position == position >= 5
-        me.train()
-        assert me.session.position > position
-
-    run_sessions(2, use, mode="stale")

@@ -1,13 +1,12 @@
 """A second loss inside a collective, and a lease that runs out in the middle of a step."""
 
-import threading
 import time
 
 import pytest
 import torch
 
 import gossipgrad as gg
-from support.deaths import QUICK, fall_silent, run_mortals
+from support.deaths import QUICK, run_mortals
 
 
 @pytest.mark.parametrize("when", ["before it connects", "in the middle"])
@@ -37,33 +36,3 @@ def test_a_second_loss_inside_a_collective_costs_no_more_than_the_first(when):
     first, second, *_ = run_mortals(4, main)
     assert torch.equal(first[0], second[0])
     assert max(first[1], second[1]) < QUICK.silent_seconds / 2
-
-
-def test_what_is_posted_waits_for_no_store():
-    """A lease runs out while the store hangs: a part is void at once, and nobody is held up."""
-    together = threading.Barrier(2)
-
-    def main(me):
-        me.train(3)
-        fall_silent(me.session)  # its thread asks nothing any more
-        watch, channel = me.session._members.watch, me.session._rounds.channel
-        watch._stopped = False
-        watch._confirmed_seconds -= 1000.0
-        sent, start = channel.bytes_sent, time.monotonic()
-        exchange = channel.post(
-            10**6,
-            0,
-            torch.zeros(channel.plan[0].numel, dtype=channel.plan[0].dtype),
-            send_to=1 - me.rank,
-            recv_from=1 - me.rank,
-        )
-        seconds = time.monotonic() - start
-        assert exchange.outcome is not None
-        assert not exchange.open
-        assert channel.bytes_sent == sent
-        watch._stopped = True
-        together.wait(60)
-        return seconds
-
-    beats = gg.Heartbeats(interval_seconds=0.03, lease_seconds=15.0, silent_seconds=60.0)
-    assert max(run_mortals(2, main, heartbeats=beats)) < 10.0

@@ -98,26 +98,6 @@ def test_a_session_does_what_the_reference_says(world_size, settings):
     assert_same_bits(*both(world_size, **settings))
 
 
-def test_the_reference_keeps_its_sum_with_what_is_outstanding():
-    models = [network(seed, torch.float64) for seed in range(4)]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.0) for model in models]
-    reference = MaskedReference(
-        models,
-        optimizers,
-        by_name("dissemination", 4),
-        lambda t, i: MASK.indices(reference.w[0][i].numel(), seed=i, round=t),
-    )
-    kept = reference.invariant()
-    for _ in range(5):
-        for rank, model in enumerate(models):
-            set_gradients(model, rank, 0)
-        reference.step()
-        reference.outstanding = reference._exchange([reference._values(r) for r in range(4)])
-        for before, now in zip(kept, reference.invariant(), strict=True):
-            torch.testing.assert_close(now, before)
-        reference.outstanding = [None] * 4
-
-
 def still(mode, world_size, rounds, compress, **settings):
     """Replicas that are apart, after rounds without updates: before, consensus, distance, stats."""
 
@@ -146,13 +126,6 @@ def test_the_mean_is_kept_in_every_mode(mode, wire_dtype):
     for _, mean, held, _, _ in found:
         for now in (mean, held):
             assert (now - before.mean(0)).abs().sum() <= 2e-6 * before.abs().sum()
-
-
-def test_replicas_meet_more_slowly_by_the_density():
-    """A round takes away `density` of what one of all weights does: 20 rounds here are as 2."""
-    (_, _, _, whole, _), *_ = still("sync", 8, 2, None)
-    (_, _, _, masked, _), *_ = still("sync", 8, 20, gg.SharedMask(0.1))
-    assert masked == pytest.approx(whole, rel=0.35)
 
 
 def test_messages_snapshots_and_memory_shrink():

@@ -8,7 +8,7 @@ from torch import nn
 
 import gossipgrad as gg
 from support.replicas import adam, network, plain_sgd
-from support.sessions import no_gradients, run_sessions
+from support.sessions import run_sessions
 
 WAY_OUT = r"zero_grad\(set_to_none=True\) and step\(\); the partner mixes what was sent"
 OPTIMIZERS = {
@@ -168,42 +168,6 @@ def test_gradients_are_clipped_after_they_are_mixed():
 
     make = lambda rank: nn.Linear(1, 1, bias=False)  # noqa: E731
     run_sessions(2, use, make=make, payload="gradients+weights")
-
-
-def test_a_wire_of_fp16_holds_no_infinity():
-    large = torch.tensor([[1e5, -3e38]])
-
-    def use(me):
-        with torch.no_grad():
-            me.model.weight.copy_(large)
-        me.session.accept_changes()
-        me.train(2)
-        return me.model.weight.tolist()
-
-    make = lambda rank: nn.Linear(2, 1, bias=False)  # noqa: E731
-    settings = {"gradients": no_gradients, "wire_dtype": torch.float16}
-    found = run_sessions(2, use, make=make, **settings)
-    assert found == [[[pytest.approx(1e5), pytest.approx(-3e38)]]] * 2
-
-
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (
-            lambda: nn.ParameterList([nn.Parameter(torch.zeros(2, dtype=torch.complex64))]),
-            r"'0' is complex \(torch.complex64\): train torch.view_as_real",
-        ),
-        (
-            lambda: nn.ParameterList([nn.Parameter(torch.zeros(2).to_sparse())]),
-            "'0' is sparse",
-        ),
-    ],
-)
-def test_what_has_no_average_is_refused_by_name(build, message):
-    model = build()
-    optimizer = torch.optim.SGD(list(model.parameters()), lr=0.1)
-    with pytest.raises(ValueError, match=message):
-        gg.gossip(model, optimizer)
 
 
 @pytest.mark.parametrize("payload", ["weights", "gradients+weights"])

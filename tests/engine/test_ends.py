@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import gossipgrad as gg
-from support.links import ours, until_none_but
 from support.ranks import run_ranks
 from support.replicas import backward, network, sgd, transport_by_name
 from support.sessions import run_sessions
@@ -117,26 +116,3 @@ def test_a_session_nobody_closed_says_leave_when_it_is_collected(payload):
     membership = run_ranks(2, rank_main)[1]
     assert membership.living == (1,)
     assert membership.gone[0].left
-
-
-def test_an_interrupted_close_leaves_no_thread(monkeypatch):
-    """Else the heartbeats of a rank that has gone would hold its number."""
-    before = {*ours()}
-
-    def use(me):
-        me.train()
-        me.group.barrier()
-        rounds = me.session._rounds
-        if me.rank == 0:
-            monkeypatch.setattr(rounds, "drain", interrupt)
-        with contextlib.suppress(KeyboardInterrupt):
-            me.session.close()
-        rounds.channel.close(0.0)
-        return me.group.broken
-
-    assert all(run_sessions(2, use, leaves_together=False))
-    until_none_but(before)
-
-
-def interrupt(*_, **__):
-    raise KeyboardInterrupt

@@ -127,27 +127,3 @@ def test_a_closure_with_gradients_in_the_payload_is_refused():
         me.optimizer.step(None)
 
     run_sessions(2, use, **BOTH)
-
-
-def test_a_round_without_a_snapshot_is_void_on_both_ends():
-    """Weights and state travel together: when one cannot, neither does, and the mean is kept."""
-
-    def use(me):
-        pool = next(flow for flow in me.session.flows if flow.name == "state").pool
-        acquire = pool.acquire
-        me.train(3)
-        if me.rank == 0:
-            pool.acquire = lambda *_: None
-        me.train()
-        pool.acquire = acquire
-        me.train(2)
-        return me.group.all_reduce_(me.weights()), me.outcomes["void"]
-
-    def alone(me):
-        me.train(6)
-        return me.group.all_reduce_(me.weights())
-
-    (total, first), (_, second) = run_sessions(2, use, payload="weights+state", mode="sync")
-    expected, _ = run_sessions(2, alone, every=100)
-    assert 0 < first <= second
-    torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-5)

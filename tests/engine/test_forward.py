@@ -1,7 +1,6 @@
 """Mode sync: what is sent after the update is mixed as the next forward pass reads it."""
 
 import copy
-import pickle
 import threading
 import time
 
@@ -203,18 +202,3 @@ def test_a_late_partner_holds_the_forward_pass_up_to_the_deadline_and_is_mixed_l
     assert seconds < 5
     assert late >= 1
     torch.testing.assert_close(weight, other)
-
-
-def test_copies_of_the_model_belong_to_no_session():
-    def rank_main(rank, group):
-        model = nn.Linear(2, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with gg.gossip(model, optimizer, process_group=group, mode="sync") as session:
-            copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
-            model(torch.ones(1, 2)).sum().backward()
-            optimizer.step()
-            for each in copies:
-                each(torch.ones(1, 2))
-            session.agree("done")
-
-    run_ranks(2, rank_main)

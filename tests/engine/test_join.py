@@ -265,30 +265,3 @@ def test_three_become_six_at_once_and_two_are_left(mode):
     assert set(membership.lost) == {0, 5}
     assert membership.gone[1].left
     assert membership.gone[3].left
-
-
-def test_a_number_is_never_given_twice_and_joiners_give_addresses():
-    def member(me, run):
-        if me.rank == 0:
-            run.invite(me.session, 0)
-        me.train_until(lambda: done)
-        read.append(me.session.membership)
-        return read[-1]
-
-    def joiner(me, run):
-        rank = me.session.rank
-        if rank == 2:
-            run.invite(me.session, 1)
-            me.train_until(lambda: 3 in me.session.membership.living)
-            return
-        me.train_until(lambda: 2 in me.session.membership.gone)
-        assert me.session.membership.joined.keys() == {2, 3}
-        me.train_until(lambda: delivered(me) > 3)
-        done.append(rank)
-        me.train_until(lambda: len(read) == 2)  # who is gone has no introduction any more
-
-    done, read = [], []
-    membership, *_ = run_open(2, member, joiner, newcomers=2)
-    assert done == [3]
-    assert membership.joined[2].introduction == (), "who is gone listens nowhere"
-    assert membership.joined[3].introduction

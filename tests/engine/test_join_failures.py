@@ -150,36 +150,6 @@ def test_a_loop_that_fails_to_carry_is_told_to_the_joiner_and_trains_on(monkeypa
     assert min(first, second) > 0
 
 
-class Remembering(torch.nn.Module):
-    """Keeps bytes and numbers beside its parameters."""
-
-    def __init__(self, seed):
-        super().__init__()
-        self.inner, self.kept = network(seed=seed), None
-
-    def forward(self, x):
-        return self.inner(x)
-
-    def get_extra_state(self):
-        return {"bytes": b"\x00\xff", "seen": 7, "kept": self.kept}
-
-    def set_extra_state(self, state):
-        self.kept = state
-
-
-def test_extra_state_of_modules_comes_with_the_replica():
-    def member(me, run):
-        if me.rank == 0:
-            run.invite(me.session)
-        me.train_until(lambda: 2 in me.session.membership.living)
-
-    def joiner(me, run):
-        return me.session.replica.model.kept
-
-    *_, kept = run_open(2, member, joiner, build=Remembering)
-    assert kept == {"bytes": b"\x00\xff", "seen": 7, "kept": None}
-
-
 def test_a_run_that_is_over_is_told(past_run):
     address, run = past_run
     model = network()
@@ -216,13 +186,6 @@ def test_what_does_not_fit_is_refused_by_name_before_anything_is_loaded(past_run
     with pytest.raises(ValueError, match=f"this is not what the run trains: {what}"):
         gg.join(model, optimizer, past_run[0], **settings)
     assert all(map(torch.equal, before, model.parameters()))
-
-
-def test_a_parameter_of_a_sparse_session_is_refused():
-    model = network()
-    trained = sgd(list(model.parameters()))
-    with gg.sparsify(model, trained), pytest.raises(ValueError, match="in a session of sparsify"):
-        gg.join(model, sgd(list(model.parameters())), "127.0.0.1:1/members/1")
 
 
 def test_another_secret_is_refused_and_no_replica_is_copied(monkeypatch, tmp_path):
@@ -281,12 +244,3 @@ def test_where_nobody_can_join_there_is_no_address(settings, why):
             session.join_address()
 
     run_ranks(2, main)
-
-
-def test_a_run_of_one_rank_is_joined_by_nobody():
-    model = network()
-    with (
-        gg.gossip(model, sgd(list(model.parameters()))) as session,
-        pytest.raises(ValueError, match="begin with two"),
-    ):
-        session.join_address()

@@ -63,18 +63,6 @@ def test_who_is_left_by_a_death_or_an_exception_goes_on_alone(end):
     assert run_mortals(2, main) == [True, None]
 
 
-def test_who_comes_when_all_others_have_ended_is_told_that_it_is_alone(caplog):
-    def use(me):
-        me.train(3)
-        if me.rank == 0:
-            me.train_until(lambda: me.session.membership.living == (0,))
-            me.mean()
-            me.mean()
-
-    run(2, use)
-    assert sum("its own replica" in record.message for record in caplog.records) == 1
-
-
 @pytest.mark.parametrize("connected", [True, False], ids=["connected", "in a new generation"])
 def test_whoever_does_not_come_is_named_within_seconds(connected, caplog, monkeypatch):
     for name, seconds in (("LATE_SECONDS", 0.3), ("_SHOWS_SECONDS", 0.05)):
@@ -99,18 +87,6 @@ def test_whoever_does_not_come_is_named_within_seconds(connected, caplog, monkey
     assert come.is_set()
     assert len(named()) == 2, "each rank that waits says so once"
     assert all("rank 1 " in text for text in named())
-
-
-def test_who_never_calls_gossip_is_named_within_seconds(caplog, monkeypatch):
-    monkeypatch.setattr("gossipgrad.comm._rendezvous.LATE_SECONDS", 0.2)
-    import torch.distributed as dist
-
-    store = dist.HashStore()
-    with pytest.raises(gg.GossipError, match="rank 1"):
-        gg.Group(store, 0, 2, timeout_seconds=1.0, call="gossipgrad.gossip()")
-    said = [r.message for r in caplog.records if "gossip()" in r.message]
-    assert len(said) == 1
-    assert "rank 1 " in said[0]
 
 
 def test_the_state_of_the_consensus_comes_to_one_rank_and_leaves_the_weights_alone(recwarn):
@@ -139,23 +115,3 @@ def test_the_lowest_that_lives_gets_the_state_of_the_consensus_where_its_rank_is
         return me.session.consensus_state_dict() is not None
 
     assert run_mortals(3, main) == [None, True, False]
-
-
-@pytest.mark.parametrize("others_call_it", [False, True])
-def test_a_rank_that_trains_on_while_the_others_wait_is_told_that_its_rounds_are_void(
-    others_call_it, caplog, monkeypatch
-):
-    monkeypatch.setattr("gossipgrad.engine._rounds._MOSTLY_VOID_SECONDS", 0.1)
-
-    def has_warned():
-        return sum("rounds were void" in record.message for record in caplog.records)
-
-    def use(me):
-        me.train(60)
-        if me.rank == 1 and not others_call_it:
-            me.train_until(has_warned)
-            me.train(100)
-        me.mean()
-
-    run(2, use)
-    assert has_warned() == (not others_call_it)

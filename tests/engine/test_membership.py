@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 import gossipgrad as gg
 from gossipgrad.comm import Group, Hub
-from gossipgrad.decentralized import check_settings
 from support.deaths import QUICK, fall_silent, run_mortals, take_for_dead
 from support.ranks import run_ranks
 from support.replicas import flat, network, set_gradients, sgd
@@ -127,19 +126,6 @@ def test_collectives_are_among_the_living(call):
     assert all_equal(run_mortals(4, main))
 
 
-def test_periodic_averages_go_on_among_the_living():
-    def main(me):
-        me.train(4)
-        if me.rank == 3:
-            me.die()
-        me.train_until(lambda: me.session.membership.generation > 0)
-        before = me.session.stats().averages
-        me.train_until(lambda: me.session.stats().averages > before + 2)
-        return True
-
-    assert run_mortals(4, main, average_every=2) == [True, True, True, None]
-
-
 def test_a_rank_that_leaves_in_order_is_not_lost():
     """Its links end before it says so: nobody takes it for dead as soon as that."""
 
@@ -214,48 +200,6 @@ def test_a_rank_that_hangs_holds_the_others_up_until_it_is_given_up(where):
     assert all_equal(means)
 
 
-@pytest.mark.parametrize("entered", [False, True])
-def test_an_interrupt_while_a_generation_is_taken_up_loses_nothing_of_it(entered):
-    def main(me):
-        me.train(3)
-        me.session.group.barrier()
-        if me.rank == 1:
-            me.die()
-        channel = me.session._rounds.channel
-        enter = channel.enter
-
-        def interrupted(*arguments):
-            channel.enter = enter
-            if entered:
-                enter(*arguments)
-            raise KeyboardInterrupt
-
-        channel.enter = interrupted
-        with pytest.raises(KeyboardInterrupt):
-            me.train_until(lambda: False)
-        me.train(1)
-        generation = me.session.membership.generation
-        assert channel.generation == me.session.group.generation == generation > 0
-        me.train_without(1)
-        return me.mean()
-
-    assert all_equal(run_mortals(3, main))
-
-
-def test_two_generations_that_are_learnt_at_once():
-    def main(me):
-        me.train(2)
-        if me.rank in (1, 2):
-            me.die()
-        watch, channel = me.session._members.watch, me.session._rounds.channel
-        until(lambda: channel.poll() or watch.latest.living == (0, 3), 60)
-        me.train_without(1, 2)
-        me.train(4)
-        return me.mean()
-
-    assert all_equal(run_mortals(4, main, gradients=set_gradients))
-
-
 def test_without_heartbeats_the_membership_is_fixed():
     def main(me):
         me.train(3)
@@ -268,11 +212,6 @@ def test_without_heartbeats_the_membership_is_fixed():
         return me.session.membership.generation
 
     assert run_mortals(3, main, heartbeats=None) == [0, None, 0]
-
-
-def test_heartbeats_are_checked():
-    with pytest.raises(ValueError, match=r"heartbeats must be gg.Heartbeats\(...\), or None"):
-        check_settings(heartbeats=3)
 
 
 def test_a_run_starts_with_those_who_are_there():

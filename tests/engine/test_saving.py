@@ -1,7 +1,5 @@
 """Saving one of several replicas that differ: warned of once, and what does keep them all."""
 
-import copy
-import pickle
 from functools import partial
 
 import pytest
@@ -28,15 +26,6 @@ def test_the_replica_of_one_rank_is_warned_of_once():
     with pytest.warns(UserWarning, match=r"(?s)replicas may differ.*session\.consensus") as seen:
         on_two_ranks(save)
     assert len(seen) == 1
-
-
-def test_copies_of_the_model_are_silent():
-    def save(me):
-        me.train()
-        for other in (copy.deepcopy(me.model), pickle.loads(pickle.dumps(me.model))):
-            other.state_dict()
-
-    on_two_ranks(save)
 
 
 def test_where_replicas_are_equal_there_is_no_warning():

@@ -1,6 +1,7 @@
 """How long a step waits for a partner: slow links are awaited, silent ones are not."""
 
 import threading
+import time
 
 import pytest
 import torch
@@ -10,7 +11,6 @@ from gossipgrad import topology
 from gossipgrad.comm import Faults, FaultyTransport
 
 # Private: through a session, a wait of known length would take as long.
-from gossipgrad.engine import _pacing
 from gossipgrad.engine._waits import Deadlines
 from support.sessions import run_sessions
 
@@ -26,17 +26,6 @@ def test_a_few_stragglers_do_not_move_it_and_a_lasting_change_does():
     assert deadlines.of(1) == pytest.approx(2.0)
 
 
-@pytest.mark.parametrize(
-    ("floor", "ceiling", "seconds", "wait"),
-    [(0.5, 0.7, 0.0, 0.5), (0.5, 0.7, 0.6, 0.6), (0.5, 0.7, 5.0, 0.7), (3.0, 1.0, 0.0, 1.0)],
-)
-def test_floor_and_ceiling_are_the_users(floor, ceiling, seconds, wait):
-    deadlines = Deadlines(floor_seconds=floor, ceiling_seconds=ceiling, deviations=1.0)
-    for _ in range(40):
-        deadlines.note(0, seconds)
-    assert deadlines.of(0) == pytest.approx(wait)
-
-
 def test_stuck_partners_do_not_stop_the_others(monkeypatch):
     """Two of six ranks are alive and silent; each link waits for its own, nobody for all."""
     monkeypatch.setattr(Deadlines, "of", lambda self, peer: 0.02 if peer in (4, 5) else 60.0)
@@ -45,13 +34,13 @@ def test_stuck_partners_do_not_stop_the_others(monkeypatch):
         faults.drop(rank=4, round=number).drop(rank=5, round=number)
 
     def use(me):
-        me.train(40 if me.rank < 4 else 0)
+        me.train(20 if me.rank < 4 else 0)
         return me.outcomes["delivered"]
 
     wrap = lambda link: FaultyTransport(link, faults)  # noqa: E731
     delivered = run_sessions(6, use, topology=pairs, wrap=wrap)
     for rank in range(4):
-        met = [pairs.peers(number, rank).send_to for number in range(40)]
+        met = [pairs.peers(number, rank).send_to for number in range(20)]
         assert delivered[rank] >= 0.6 * sum(partner < 4 for partner in met)
 
 
@@ -95,26 +84,33 @@ def doubles():
     return torch.nn.Linear(3, 2, dtype=torch.float64)
 
 
+class LeavesLater:
+    """The ticket of a message that has left when an event is set."""
+
+    def __init__(self, left):
+        self._left, self.wait = left, left.wait
+
+    @property
+    def done(self):
+        return self._left.is_set()
+
+
 class Holding:
     """A transport that delivers, but keeps the memory of what it has sent until the end."""
 
-    done = False
-
     def __init__(self, inner, ended):
-        self._inner = inner
-        self.wait = ended.wait
+        self._inner, self._ended = inner, ended
 
     def send(self, peer, header, payload=None):
         self._inner.send(peer, header, payload)
-        return self
+        return LeavesLater(self._ended)
 
     def __getattr__(self, name):
         return getattr(self._inner, name)
 
 
-def test_the_waits_of_a_step_share_one_deadline(monkeypatch):
-    """The second round never leaves: its step waits for a part, and then for a snapshot."""
-    monkeypatch.setattr(_pacing, "_PATIENCE_SECONDS", 30.0)
+def test_the_waits_of_a_step_share_one_deadline():
+    """The second round does not leave in time: its step waits for a part, then for a snapshot."""
     ended = threading.Event()
 
     def use(me):
@@ -134,3 +130,63 @@ def test_the_waits_of_a_step_share_one_deadline(monkeypatch):
     ):
         assert late == 1
         assert 1.0 <= seconds < 1.7
+
+
+def test_a_partner_that_takes_nothing_holds_up_the_next_round_once():
+    """All messages of a round share one wait, of two seconds."""
+    ended = threading.Event()
+
+    def use(me):
+        me.train(2)
+        start = time.perf_counter()
+        me.session.wait()
+        seconds = time.perf_counter() - start
+        me.group.barrier()
+        ended.set()
+        return seconds, me.outcomes
+
+    for seconds, outcomes in run_sessions(
+        2,
+        use,
+        wrap=lambda link: Holding(link, ended),
+        mode="sync",
+        bucket_bytes=40,
+        heartbeats=None,
+    ):
+        assert outcomes["delivered"] == sum(outcomes.values()) > 2
+        assert seconds < 3.9
+
+
+class SlowTransport:
+    """Its messages take a while to leave, and no two do so at once."""
+
+    def __init__(self, inner):
+        self._inner, self.leaving = inner, []
+
+    def send(self, peer, header, payload=None):
+        sent = self._inner.send(peer, header, payload)
+        if payload is None:
+            return sent
+        assert all(ticket.done for ticket in self.leaving), "two rounds leave at once"
+        left = threading.Event()
+        threading.Timer(0.05, left.set).start()
+        self.leaving.append(LeavesLater(left))
+        return self.leaving[-1]
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+
+def test_a_round_leaves_after_the_one_before():
+    links = []
+
+    def wrap(inner):
+        links.append(SlowTransport(inner))
+        return links[-1]
+
+    def use(me):
+        me.train(6)
+        assert me.outcomes["delivered"] >= 5
+
+    run_sessions(3, use, wrap=wrap)
+    assert [len(link.leaving) for link in links] == [7, 7, 7]

@@ -105,20 +105,6 @@ def test_a_pending_change_stops_every_ranks_collective():
     after_one_step(use)
 
 
-def test_weights_that_come_back_unchanged_are_no_change():
-    """An EMA swapped in for evaluation and out again writes the same bits."""
-
-    def use(me):
-        kept = [p.detach().clone() for p in me.model.parameters()]
-        with torch.no_grad():
-            for p, own in zip(me.model.parameters(), kept, strict=True):
-                p.zero_()
-                p.copy_(own)
-        me.train()
-
-    after_one_step(use)
-
-
 def half_frozen(rank):
     model = network()
     model[0].requires_grad_(False)

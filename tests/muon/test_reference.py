@@ -21,10 +21,6 @@ def ring(n, weight=0.25):
     return W
 
 
-def full(n):
-    return torch.full((n, n), 1 / n, dtype=torch.float64)
-
-
 def same_start(n, *shape):
     generator = torch.Generator().manual_seed(0)
     return torch.randn(1, *shape, generator=generator, dtype=torch.float64).repeat(n, 1, 1)
@@ -86,30 +82,8 @@ def test_with_tracking_the_gap_closes(name):
     assert problem.gap(X.mean(0)) < 1e-6
 
 
-def steps_to_one(n, W, *, tracks):
-    """Proposition 5.1: f = x_1^2 / 2, noise of +-50 in x_2, from x_1 = 10 until 1."""
-    X = torch.tensor([[10.0], [0.0]], dtype=torch.float64).repeat(n, 1, 1)
-    reference = Reference("ed", X, b=0.0, tracks=tracks, polar=by_norm)
-    generator = torch.Generator().manual_seed(0)
-    for k in range(400):
-        G = X.clone()
-        signs = torch.randint(0, 2, (n,), generator=generator)
-        G[:, 1, 0] = 50.0 * (2 * signs - 1).double()
-        X = reference.step(G, 1.0, W)
-        if X[:, 0, 0].mean().abs() <= 1:
-            return k + 1
-    raise AssertionError("never")
-
-
 def by_norm(H):
     return H / H.norm(dim=(1, 2), keepdim=True).clamp_min(1e-300)
-
-
-def test_polarise_then_average_gains_nothing_from_more_agents_and_tracking_does():
-    assert [steps_to_one(n, full(n), tracks=False) for n in (1, 8, 64, 256)] == [115] * 4
-    assert steps_to_one(8, full(8), tracks=True) < 40
-    assert steps_to_one(64, full(64), tracks=True) < 25
-    assert steps_to_one(64, ring(64), tracks=True) < 60
 
 
 class Quadratic:

@@ -109,14 +109,6 @@ def test_none_of_all_plans_finishes_earlier(seed):
     assert finish_of(groups, backward, sizes, methods) == pytest.approx(found.finish_seconds)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_none_finishes_earlier_with_more_tensors_and_one_method(seed):
-    backward, sizes, methods = case(seed, tensors=10)
-    found = plan(backward, sizes, methods[:1])
-    least = least_of_all(backward, sizes, methods[:1])
-    assert found.finish_seconds == pytest.approx(least, rel=1e-12)
-
-
 @pytest.mark.parametrize("seed", range(12))
 def test_what_is_proved_holds_where_fronts_are_cut(seed, monkeypatch):
     monkeypatch.setattr(_optimal, "_WIDTHS", (1, 2))  # a front of 256 is cut in no small case

@@ -95,15 +95,6 @@ def test_the_greedy_rule_is_that_of_the_published_code(seed):
     assert [(group.start, group.stop) for group in found.groups] == wanted
 
 
-def test_the_published_rule_binds_the_first_two():
-    method = affine("sparse", (0.0, 0.0), (1.0, 0.0))
-    backward, sizes = [1, 100, 100], [1, 1, 1]
-    bound = omgs_greedy(backward, sizes, method, as_published=True)
-    free = omgs_greedy(backward, sizes, method)
-    assert [(group.start, group.stop) for group in bound.groups] == [(0, 2), (2, 3)]
-    assert [(group.start, group.stop) for group in free.groups] == [(0, 1), (1, 2), (2, 3)]
-
-
 def mg_wfbp_in_letters(t_b, p, t_c, alpha):
     L = len(p)
     t_b, p = [0, *reversed(t_b)], [0, *reversed(p)]

@@ -197,23 +197,6 @@ def test_a_step_that_the_disk_fails_can_be_taken_again(cls, call, good, tmp_path
     optimizer.close()
 
 
-@each
-def test_a_step_that_was_interrupted_can_be_taken_again(cls):
-    model = net()
-    optimizer = cls(model, refresh=gg.Synchronous(3))
-    train(model, optimizer, range(4))
-
-    def interrupt():
-        raise KeyboardInterrupt
-
-    make_job, optimizer.make_job = optimizer.make_job, lambda unit, group: interrupt
-    with pytest.raises(KeyboardInterrupt):
-        train(model, optimizer, range(4, 9))
-    optimizer.make_job = make_job
-    train(model, optimizer, range(4, 9))
-    assert optimizer.refresh_stats.oldest <= 2
-
-
 def test_a_budget_below_a_unit_is_refused_at_once(tmp_path):
     with pytest.raises(ValueError, match="device_bytes"):
         gg.SOAP(net(), storage=gg.Tiers(device_bytes=100, disk=tmp_path))
@@ -425,39 +408,3 @@ def test_groups_closures_schedulers_weight_decay_and_a_scaler(cls):
     steps = 2 if cls is gg.Shampoo else 1  # the first of the others makes the factors
     torch.testing.assert_close(p.detach(), torch.full((3, 3), 0.95**steps))
     assert cls(net()).add_param_group({"params": [("new", nn.Parameter(torch.ones(2, 2)))]}) is None
-
-
-@each
-def test_parameters_that_are_none_are_refused(cls):
-    parameters = net().parameters()
-    cls(parameters)
-    with pytest.raises(ValueError, match="once"):
-        cls(parameters)  # the iterator is at its end
-
-
-@each
-def test_a_schedule_may_change_the_momentum(cls):
-    model = net()
-    optimizer = cls(model)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.02, total_steps=20)
-    for step in range(13):
-        train(model, optimizer, [step])
-        schedule.step()
-    assert {group["betas"][0] for group in optimizer.param_groups} != {0.95}
-    cls(net()).load_state_dict(optimizer.state_dict())
-
-
-@each
-def test_it_learns_faster_than_adamw(cls):
-    """On a toy, both by the same search for a learning rate; with margin."""
-
-    def final(make):
-        losses = []
-        for lr in (3e-3, 1e-2, 3e-2):
-            model = net()
-            train(model, make(model, lr), range(120))
-            losses.append(sum(backward(model, 1000 + i).item() for i in range(5)))
-        return min(losses)
-
-    ours = final(lambda model, lr: cls(model, lr=lr))
-    assert ours < 0.9 * final(lambda model, lr: torch.optim.AdamW(model.parameters(), lr=lr))

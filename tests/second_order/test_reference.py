@@ -81,34 +81,3 @@ def test_blocks_are_each_a_matrix_of_its_own():
             part = expected[r0:r1, c0:c1].clone()
             expected[r0:r1, c0:c1] = rule.step(part, gradient[r0:r1, c0:c1])
     torch.testing.assert_close(weight.detach(), expected, rtol=1e-6, atol=1e-7)
-
-
-SHARES = [("SOAP", 0.1), ("KLShampoo", 1.0), ("Shampoo", 0.1)]
-
-
-@pytest.mark.parametrize(("name", "share"), SHARES)
-def test_a_quadratic_is_solved(name, share):
-    """|A (W - C) B|^2, condition numbers of 100; KL-Shampoo bounds d^(-1/2) by 10 to 12 here."""
-    torch.manual_seed(1)
-    left, right = (torch.linalg.qr(torch.randn(n, n))[0] for n in (8, 12))
-    a = left * torch.logspace(0, -2, 8) @ left.mT
-    b = right * torch.logspace(0, -2, 12) @ right.mT
-    wanted = torch.randn(8, 12)
-
-    def train(make):
-        weight = nn.Parameter(torch.zeros(8, 12))
-        optimizer = make([weight])
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 400)
-        for _ in range(400):
-            optimizer.zero_grad()
-            loss = (a @ (weight - wanted) @ b).square().sum()
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-        return loss.item()
-
-    cls = getattr(gg, name)
-    rates = (0.1, 0.03, 0.01)
-    ours = min(train(lambda w, lr=lr: cls(w, lr=lr, weight_decay=0.0)) for lr in rates)
-    adam = min(train(lambda w, lr=lr: torch.optim.Adam(w, lr=lr)) for lr in rates)
-    assert ours < share * adam

@@ -3,7 +3,6 @@
 import random
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -44,18 +43,6 @@ def test_no_staleness_is_synchronous():
     assert run(Background(7, max_staleness=0), 5, 60)[0] == run(Synchronous(7), 5, 60)[0]
 
 
-def test_staggered_units_share_the_window():
-    refresher = Refresher(Staggered(4), 8)
-    computed = []
-    for step in range(20):
-        before = refresher.stats.refreshes
-        take_step(refresher, 8, step)
-        computed.append(refresher.stats.refreshes - before)
-    assert computed[0] == 8
-    assert computed[5:] == [2] * 15
-    assert refresher.stats.oldest == 3
-
-
 @pytest.mark.parametrize("on_bound", ["block", "synchronous"])
 @pytest.mark.parametrize(("every", "staleness"), [(10, 5), (1, 2), (4, 9)])
 def test_no_root_is_older_than_the_bound_with_workers_slowed_at_random(every, staleness, on_bound):
@@ -81,35 +68,6 @@ def test_no_root_is_older_than_the_bound_with_workers_slowed_at_random(every, st
     stats = refresher.stats
     assert every - 1 <= stats.oldest <= every - 1 + staleness
     assert stats.waits + stats.synchronous > 0
-
-
-def test_values_are_never_torn_or_older_than_before(refreshers):
-    """A reader beside the workers' writers: each value is of one job, and versions only rise."""
-    refresher = refreshers(Background(1, 3, workers=2), 1)
-    stop, torn, reads = threading.Event(), [], [0]
-
-    def read(last=0):
-        while not stop.is_set():
-            root = refresher.current(0, 0)
-            value = root.value[0]
-            if not bool((value == root.step).all()) or root.version < last:
-                torn.append((root, last))
-            last = root.version
-            reads[0] += 1
-
-    take_step(refresher, 1, 0)
-    reader = threading.Thread(target=read)
-    reader.start()
-    step = 0
-    while reads[0] < 10_000 or refresher.stats.refreshes <= 20:
-        step += 1
-        factor = torch.full((512,), float(step))
-        if refresher.is_due(0, step):
-            refresher.submit(0, step, lambda f=factor: (f.clone(),))
-    stop.set()
-    reader.join()
-    assert not torn
-    assert refresher.stats.refreshes > 20
 
 
 def test_a_fixed_delay_takes_a_root_up_in_the_same_step_whatever_the_workers_speed():
@@ -196,11 +154,6 @@ def test_jobs_that_always_fail_end_in_an_error_with_their_cause(refreshers, poli
     assert refresher.current(0, step + 2).step == step + 1  # it can go on
 
 
-def test_without_a_first_root_the_failure_is_raised_at_once():
-    with pytest.raises(GossipError, match="unit 0"):
-        take_step(Refresher(Synchronous(5), 1), 1, 0, fail)
-
-
 def test_a_worker_that_hangs_raises_after_a_bound_and_the_others_go_on(refreshers):
     stuck = threading.Event()
     refresher = refreshers(Background(4, 2, workers=2, timeout_seconds=0.1), 2)
@@ -214,47 +167,6 @@ def test_a_worker_that_hangs_raises_after_a_bound_and_the_others_go_on(refresher
     assert step == 4 + 2
     stuck.set()
     take_step(refresher, 2, step)
-
-
-def test_training_goes_on_beside_a_worker_that_hangs_where_no_root_is_needed(refreshers):
-    stuck = threading.Event()
-    refresher = refreshers(Background(4, 2, workers=2, on_bound="graft-only"), 2)
-
-    def hang():
-        stuck.wait(60)
-        return (torch.ones(1),)
-
-    for step in range(60):
-        used = take_step(refresher, 2, step, hang if step == 4 else None)
-        time.sleep(0.001)
-    assert used[0] is None
-    assert refresher.stats.graft_only >= 50
-    stuck.set()
-
-
-class Dies(BaseException):
-    pass
-
-
-def test_a_worker_that_dies_is_a_failure(refreshers):
-    def die():
-        raise Dies
-
-    refresher = refreshers(Background(4, 2), 1)
-    for step in range(20):
-        take_step(refresher, 1, step, die if step == 4 else None)
-        time.sleep(0.001)
-    assert refresher.stats.failed == 1
-    assert refresher.stats.refreshes > 3
-
-
-def test_an_executor_that_is_shut_down_is_a_failure(refreshers):
-    executor = ThreadPoolExecutor(1)
-    refresher = refreshers(Background(4, 2, executor=executor), 1)
-    take_step(refresher, 1, 0)
-    executor.shutdown()
-    _, error = until_error(refresher, lambda step: None, start=1)
-    assert "shutdown" in str(error)
 
 
 @pytest.mark.parametrize("saved_at", [12, 13, 14])
@@ -274,24 +186,6 @@ def test_a_state_goes_on_as_the_run_does_also_with_roots_on_their_way(refreshers
         assert [take_step(each, 3, step) for step in range(saved_at, 40)] == expected[saved_at:]
     with pytest.raises(ValueError, match="units"):
         refreshers(policy, 4).load_state_dict(state)
-
-
-def test_roots_that_are_published_are_not_kept(refreshers):
-    published = []
-    refresher = refreshers(Synchronous(2), 1, lambda unit, root: published.append((unit, root)))
-    for step in range(5):
-        if refresher.is_due(0, step):
-            refresher.submit(0, step, lambda: (torch.ones(2),))
-        assert refresher.current(0, step).value == ()
-    assert [(unit, root.version, root.step) for unit, root in published] == [
-        (0, 1, 0), (0, 2, 2), (0, 3, 4)
-    ]  # fmt: skip
-
-
-def test_steps_that_a_unit_leaves_out_make_it_due():
-    refresher = Refresher(Staggered(10), 1)
-    take_step(refresher, 1, 3)
-    assert take_step(refresher, 1, 57) == [(2, 57, 57.0)]
 
 
 def test_threads_end_with_the_refresher():
@@ -322,3 +216,32 @@ def test_threads_end_with_the_refresher():
 def test_settings_outside_their_range_are_refused(make):
     with pytest.raises(ValueError, match=r"at least|above|none of|drift|Executor"):
         make()
+
+
+def test_values_are_never_torn_or_older_than_before(refreshers):
+    """A reader beside the workers' writers: each value is of one job, and versions only rise."""
+    refresher = refreshers(Background(1, 3, workers=2), 1)
+    stop, torn, reads = threading.Event(), [], [0]
+
+    def read(last=0):
+        while not stop.is_set():
+            root = refresher.current(0, 0)
+            value = root.value[0]
+            if not bool((value == root.step).all()) or root.version < last:
+                torn.append((root, last))
+            last = root.version
+            reads[0] += 1
+
+    take_step(refresher, 1, 0)
+    reader = threading.Thread(target=read)
+    reader.start()
+    step = 0
+    while reads[0] < 10_000 or refresher.stats.refreshes <= 20:
+        step += 1
+        factor = torch.full((512,), float(step))
+        if refresher.is_due(0, step):
+            refresher.submit(0, step, lambda f=factor: (f.clone(),))
+    stop.set()
+    reader.join()
+    assert not torn
+    assert refresher.stats.refreshes > 20

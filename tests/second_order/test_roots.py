@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from gossipgrad.second_order import eigenbasis, inverse_root, newton_inverse_root, power_step
-from gossipgrad.second_order._symmetric import add_gram, pack, packed_shape, unpack
 
 
 def spectrum(n, condition, count=1, dtype=torch.float64):
@@ -13,19 +12,6 @@ def spectrum(n, condition, count=1, dtype=torch.float64):
     q = torch.linalg.qr(torch.randn(count, n, n, dtype=torch.float64))[0]
     d = torch.logspace(0, -torch.log10(torch.tensor(condition)).item(), n, dtype=torch.float64)
     return (q * d @ q.mT).to(dtype), q, d
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 7, 8, 33])
-def test_packed_sums_are_the_whole_ones_in_half_the_memory(n):
-    torch.manual_seed(n)
-    start, x = torch.randn(3, n, n, dtype=torch.float64), torch.randn(3, n, 5, dtype=torch.float64)
-    start = start + start.mT
-    packed = pack(start)
-    assert packed[0].numel() == n * (n + 1) // 2
-    assert packed[0].shape == packed_shape(n)
-    torch.testing.assert_close(unpack(packed), start, rtol=0, atol=0)
-    add_gram(packed, x, 0.9, 0.3)
-    torch.testing.assert_close(unpack(packed), 0.9 * start + 0.3 * x @ x.mT)
 
 
 @pytest.mark.parametrize(

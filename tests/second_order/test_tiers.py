@@ -99,18 +99,6 @@ def scan(store, keys, steps):
                 tensor.add_(1)
 
 
-def test_what_is_needed_farthest_in_the_future_goes_first(stores):
-    """A cyclic scan in a budget of half: the best is half loaded a step; LRU would load all."""
-    store = stores(5 * 400)
-    store.prefetch = lambda keys: None
-    for key in range(10):
-        store.put(key, torch.zeros(100))
-    scan(store, range(10), 2)
-    before = store.stats.loads
-    scan(store, range(10), 20)
-    assert store.stats.loads - before <= 20 * 6
-
-
 def test_tensors_are_prefetched_in_the_order_of_the_last_step(stores):
     store = stores(5 * 40_000)
     for key in range(10):
@@ -172,13 +160,6 @@ def test_a_full_disk_is_an_error_before_anything_is_lost(stores):
         with store.use([key]) as (tensor,):
             assert tensor.unique().item() == key
     store.put(5, torch.zeros(1000))
-
-
-def test_a_folder_that_cannot_be_written_is_refused_at_the_start(tmp_path):
-    (tmp_path / "file").touch()
-    for folder in (tmp_path / "file", "/proc/nothing"):
-        with pytest.raises(RuntimeError, match="could not be made"):
-            Store(Tiers(1, disk=folder), CPU)
 
 
 def test_the_disk_tier_leaves_no_file_and_touches_no_other(stores, tmp_path):
@@ -250,30 +231,3 @@ def test_memory_of_the_process_falls_by_what_goes_to_disk(tmp_path):
 def test_budgets_that_are_no_bytes_are_refused(budgets):
     with pytest.raises(ValueError, match="at least 0"):
         Tiers(**budgets)
-
-
-@pytest.mark.parametrize("lower", [{"host_bytes": 100}, {"disk": "scratch"}])
-def test_lower_tiers_that_nothing_would_use_are_refused(lower):
-    with pytest.raises(ValueError, match="device_bytes"):
-        Tiers(**lower)
-
-
-def test_what_finds_the_host_in_use_goes_to_disk(stores):
-    store = stores(device_bytes=32, host_bytes=32)
-    for key in "abc":  # c on the device, one of the others on the host and one on disk
-        store.put(key, torch.full((8,), ord(key), dtype=torch.float32))
-    store.put("b", torch.full((4,), 1.0))  # in place of what is on the host, while c leaves
-    for key, value in (("a", ord("a")), ("b", 1), ("c", ord("c"))):
-        with store.use([key]) as (tensor,):
-            assert tensor.unique().tolist() == [value]
-
-
-def test_a_tensor_in_use_can_be_replaced_by_one_like_it(stores):
-    store = stores(device_bytes=32)
-    store.put("a", torch.zeros(8))
-    with store.use(["a"], is_written=False) as (old,):
-        store.put("a", torch.ones(8))
-        assert not old.any()
-    store.put("b", torch.zeros(8))
-    with store.use(["a"]) as (new,):
-        assert new.all()

@@ -127,29 +127,6 @@ def test_ranks_that_differ_are_told_what_in(settings, message):
     run_ranks(2, rank_main)
 
 
-def test_rounds_that_differ_end_the_step_before_anything_is_sent():
-    def rank_main(rank, group):
-        model = network()
-        with CommHook(model, process_group=group, density=lambda step: 0.5) as state:
-            backward_of(model, rank, 0)
-            step(model, state, [2])
-            kept = state.state_dict()
-            state.load_state_dict({**kept, "rounds": 7 + rank})
-            with pytest.raises(gg.GossipError, match="after 8 rounds on rank 1, but 7 on rank 0"):
-                step(model, state, [2])
-            group.barrier()
-
-    run_ranks(2, rank_main)
-
-
-def test_a_density_that_is_none_on_one_rank_ends_the_start_of_all():
-    def rank_main(rank, group):
-        with pytest.raises((ValueError, gg.GossipError), match=("density is 2", "rank")[1 - rank]):
-            CommHook(network(), process_group=group, density=0.1 + 1.9 * rank)
-
-    run_ranks(2, rank_main)
-
-
 def test_a_state_that_some_ranks_have_loaded_ends_the_step_of_those_who_have_not():
     def rank_main(rank, group):
         model = network()

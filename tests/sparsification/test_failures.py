@@ -7,321 +7,181 @@ import torch
 from torch import nn
 
 import gossipgrad as gg
-from gossipgrad.sparsification import _planner
 from support.ranks import run_ranks
 from support.replicas import network, sgd
-from support.sparse import assume_costs, backward_of, same_weights, start, states_after
+from support.sparse import on_ranks, same_weights
 from support.unchecked import types_unchecked
-
-
-def copies(model):
-    return [p.detach().clone() for p in model.parameters()]
 
 
 @pytest.mark.parametrize("momentum", [None, 0.9])
 def test_a_rank_that_is_gone_breaks_the_step_of_the_others_and_nothing_else(momentum):
-    def rank_main(rank, group):
-        model, optimizer, session = start(group, momentum_correction=momentum)
-        for step in range(3):
-            backward_of(model, rank, step)
-            optimizer.step()
-        if rank == 2:
-            session.close()
+    def use(me):
+        me.train(3)
+        if me.rank == 2:
             return
-        weights, state = copies(model), session.state_dict()["session"]
-        model.zero_grad()
-        with pytest.raises(gg.GossipError, match=r"save session\.state_dict"):
-            backward_of(model, rank, 3)
-        own = [p.grad.clone() for p in model.parameters()]
-        with pytest.raises(gg.GossipError, match="not aggregated any more"):
-            optimizer.step()
-        assert same_weights([list(model.parameters()), weights])
-        after = session.state_dict()["session"]
-        assert len(after["velocities"]) == (0 if momentum is None else 4)
-        for kind in ("residuals", "velocities"):
-            torch.testing.assert_close(after[kind], state[kind], rtol=1e-4, atol=1e-6)
-        session.close()
-        backward_of(model, rank, 3)
-        assert same_weights([[p.grad for p in model.parameters()], own])
+        weights, kept = me.weights(), [me.carried(kind) for kind in ("residuals", "velocities")]
+        with pytest.raises(gg.GossipError, match=r"session\.state_dict"):
+            me.backward()
+        own = me.gradients()
+        with pytest.raises(gg.GossipError):
+            me.optimizer.step()
+        assert same_weights([me.weights(), weights])
+        after = [me.carried(kind) for kind in ("residuals", "velocities")]
+        assert len(after[1]) == (0 if momentum is None else 4)
+        torch.testing.assert_close(after, kept, rtol=1e-4, atol=1e-6)
+        me.session.close()
+        me.backward()
+        assert same_weights([me.gradients(), own])
 
-    run_ranks(3, rank_main)
+    on_ranks(use, world_size=3, momentum_correction=momentum, together=False)
 
 
-def test_an_exception_inside_backward_is_told_to_the_others_at_once():
+def fails_in_backward(me):
+    def fail(grad):
+        raise ZeroDivisionError
+
+    me.model[0].weight.register_hook(fail)
+    me.backward()
+
+
+@pytest.mark.parametrize("where", ["in backward", "in the round of a step"])
+def test_an_exception_on_one_rank_is_told_to_the_others_at_once(where):
     told = threading.Event()
 
-    def rank_main(rank, group):
-        model, optimizer, session = start(group)
-        with session:
-            backward_of(model, rank, 0)
-            optimizer.step()
-            kept = session.state_dict()["session"]["residuals"]
-            if rank == 0:
+    def make():
+        is_sparse = where != "in backward" and threading.current_thread().name == "rank 0"
+        return network() if where == "in backward" else nn.Embedding(5, 3, sparse=is_sparse)
 
-                def fail(grad):
-                    raise ZeroDivisionError
+    def use(me):
+        if where == "in backward":
+            me.train()
+            kept = me.carried()
+            with pytest.raises(gg.GossipError if me.rank else ZeroDivisionError):
+                me.backward() if me.rank else fails_in_backward(me)
+            torch.testing.assert_close(me.carried(), kept)
+        else:
+            with me.session.no_sync():
+                me.model(torch.tensor([1, 2])).sum().backward()
+            with pytest.raises(gg.GossipError):
+                me.optimizer.step()
+        if me.rank:
+            told.set()
+        with pytest.raises(gg.GossipError):
+            me.optimizer.step()
+        assert told.wait(20)  # leaving would tell it, too
 
-                handle = model[0].weight.register_hook(fail)
-                with pytest.raises(ZeroDivisionError):
-                    backward_of(model, rank, 1)
-                handle.remove()
-            else:
-                with pytest.raises(gg.GossipError, match="the collective did not come about"):
-                    backward_of(model, rank, 1)
-                told.set()
-            torch.testing.assert_close(session.state_dict()["session"]["residuals"], kept)
-            with pytest.raises(gg.GossipError, match="not aggregated any more"):
-                backward_of(model, rank, 2)
-            assert told.wait(20)  # leaving would tell it, too
-
-    run_ranks(2, rank_main)
+    on_ranks(use, "single", make=make, together=False)
 
 
-@pytest.mark.parametrize(("work", "failing"), [("measure_methods", 1), ("_computed", 0)])
-def test_an_exception_between_rounds_ends_them_on_all_ranks_and_the_last_one_counts(
-    monkeypatch, work, failing
-):
-    """The step of the last round is then taken as without a plan."""
-    if work == "_computed":
-        assume_costs(monkeypatch, sparse=1e-3, dense=1e-2)
-    real = getattr(_planner, work)
+def test_sparse_gradients_are_refused_with_the_way_out():
+    def use(me):
+        with pytest.raises(gg.GossipError, match="sparse=False"):
+            me.model(torch.tensor([1, 2])).sum().backward()
 
-    def fails_there(*args, **kwargs):
-        thread = threading.current_thread().name
-        if thread in (f"rank {failing}", "gossipgrad plan_0"):
-            raise MemoryError("it does not fit")
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(_planner, work, fails_there)
-
-    def rank_main(rank, group):
-        model, optimizer, session = start(group, "optimal")
-        error = MemoryError if rank == failing else gg.GossipError
-
-        def steps():
-            for step in range(20):
-                backward_of(model, rank, step)
-                optimizer.step()
-
-        with session:
-            with pytest.raises(error) as raised:
-                steps()
-            assert "take their step" in "".join(raised.value.__notes__)
-            optimizer.step()
-            state = session.state_dict()
-            with pytest.raises(gg.GossipError, match="came between two rounds"):
-                optimizer.step()
-            with pytest.raises(gg.GossipError, match="came between two rounds"):
-                backward_of(model, rank, 7)
-        return state
-
-    states = run_ranks(2, rank_main)
-    rounds = states[0]["session"]["counted"]["rounds"]
-    for state, expected in zip(states, states_after(rounds, plan="single"), strict=True):
-        torch.testing.assert_close(state["shard"], expected["shard"], rtol=0, atol=0)
-        of, like = (each["session"] for each in (state, expected))
-        torch.testing.assert_close(of["residuals"], like["residuals"], rtol=0, atol=0)
+    on_ranks(use, "single", make=lambda: nn.Embedding(5, 3, sparse=True), together=False)
 
 
 def test_unequal_step_counts_end_without_a_hang():
-    def rank_main(rank, group):
-        model, optimizer, session = start(group)
-        with session:
-            for step in range(3 + rank):
-                try:
-                    backward_of(model, rank, step)
-                except gg.GossipError:
-                    assert step == 3
-                    return
-                optimizer.step()
-            assert rank == 0
+    def use(me):
+        for step in range(3 + me.rank):
+            try:
+                me.train()
+            except gg.GossipError:
+                assert step == 3
+                return
+        assert me.rank == 0
 
-    run_ranks(2, rank_main)
-
-
-def test_ranks_that_differ_are_told_what_in():
-    def settings(rank, group):
-        model = network()
-        with pytest.raises(gg.AgreementError, match=r"'density' is 0\.1 on rank 1, but 0\.2"):
-            gg.sparsify(
-                model, sgd(list(model.parameters())), process_group=group, density=0.2 - rank / 10
-            )
-
-    run_ranks(2, settings)
+    on_ranks(use, together=False)
 
 
 @pytest.mark.parametrize("late", [lambda: 1 / 0, lambda: 2], ids=["raises", "none"])
 def test_a_course_of_the_density_that_goes_wrong_is_told_on_all(late):
     """It is that of rank 0 for all; those of others are not asked for."""
 
-    def rank_main(rank, group):
-        def density(step):
-            return 0.5 if step < 102 and (rank == 0 or step == 0) else late()
+    def density(step):
+        mine = threading.current_thread().name != "rank 1"
+        return 0.5 if step < 102 and (mine or step == 0) else late()
 
-        model, optimizer, session = start(group, "single", density=density)
-        with session:
-            for _ in range(102):
-                optimizer.step()
-            for _ in range(2):
-                with pytest.raises(gg.GossipError, match="asked about round 102"):
-                    backward_of(model, rank, 2)
-            group.barrier()
+    def use(me):
+        for _ in range(102):
+            me.optimizer.step()
+        for _ in range(2):
+            with pytest.raises(gg.GossipError, match="round 102"):
+                me.backward()
 
-    run_ranks(2, rank_main)
+    on_ranks(use, "single", density=density)
 
 
-def test_a_table_of_densities_need_not_go_beyond_the_run():
-    table = [0.5, 0.25, 0.125]
-
-    def rank_main(rank, group):
-        model, optimizer, session = start(group, "single", density=table.__getitem__)
-        found = []
-        with session:
-            for step in range(3):
-                backward_of(model, rank, step)
-                optimizer.step()
-                found.append(session._aggregation.density)
-            assert found == table
-            with pytest.raises(gg.GossipError, match="asked about round 3: IndexError"):
-                backward_of(model, rank, 3)
-            group.barrier()
-
-    run_ranks(2, rank_main)
+def freeze(me):
+    me.model[0].requires_grad_(False)
 
 
-def freeze(model, session):
-    model[0].requires_grad_(False)
-
-
-def leave(model, session):
-    session.close()
+def leave(me):
+    me.session.close()
 
 
 @pytest.mark.parametrize(
     ("change", "error"), [(freeze, gg.AgreementError), (leave, gg.GossipError)]
 )
 def test_replicas_that_cannot_be_made_equal_do_not_train_on_alone(change, error):
-    def rank_main(rank, group):
-        model, optimizer, session = start(group)
-        backward_of(model, rank, 0)
-        optimizer.step()
-        if rank:
-            change(model, session)
-        weights = copies(model)
+    def use(me):
+        me.train()
+        if me.rank:
+            change(me)
+        weights = me.weights()
         with pytest.raises(error):
-            session.broadcast_()
-        if rank and change is leave:
+            me.session.broadcast_()
+        if me.rank and change is leave:
             return
-        residuals = session.state_dict()["session"]["residuals"]
-        assert residuals.keys() == {name for name, _ in model.named_parameters()}
-        for use in (
-            lambda: backward_of(model, rank, 1),
-            optimizer.step,
-            session.broadcast_,
-            session.consensus().__enter__,
-        ):
-            with pytest.raises(gg.GossipError, match=r"the session is over.* Close it"):
-                use()
-        assert same_weights([list(model.parameters()), weights])
-        session.close()
-        backward_of(model, rank, 1)
-        optimizer.step()
+        assert me.carried().keys() == {name for name, _ in me.model.named_parameters()}
+        consensus = me.session.consensus().__enter__
+        for call in (me.backward, me.optimizer.step, me.session.broadcast_, consensus):
+            with pytest.raises(gg.GossipError):
+                call()
+        assert same_weights([me.weights(), weights])
+        me.session.close()
+        me.train()
 
-    run_ranks(2, rank_main)
+    on_ranks(use, together=False)
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    "settings",
     [
-        ({"density": 0.0}, r"density is 0.0: it is the share .* such as 0.001"),
-        ({"density": {"*.weight": 0.1}}, r'needs an entry "\*"'),
-        ({"density": {"nothing": 0.1, "*": 0.1}}, r"'nothing' never counts"),
-        ({"density": {"*": 0.1, "*.bias": 0.1}}, r"'\*.bias' never counts"),
-        (
-            {"density": {"0.*": 0.1, "2.*": 0.1, "*.bias": 0.1, "*": 0.1}},
-            r"'\*.bias' never counts: .* Put narrow patterns before wide",
-        ),
-        ({"density": lambda step: 2}, "density at step 0 is 2"),
-        ({"plan": "best"}, "there is no plan 'best': it is one of 'optimal', .* a threshold"),
-        ({"plan": 0}, "plan=0 is a threshold in bytes"),
-        ({"select": "all"}, "select must be one of 'per_group', 'per_tensor', got 'all'"),
-        ({"methods": ("sparse", "sparse")}, r"methods must be some of .*, each once"),
-        ({"methods": ()}, "methods must be some of"),
-        ({"value_dtype": torch.int8}, "value_dtype must be one of torch.float32"),
-        ({"momentum_correction": 1.0}, "momentum_correction is 1.0: it is the momentum itself"),
-        ({"momentum_correction": 0.9}, "has one of its own: use torch.optim.SGD.*momentum=0"),
-        ({"scaler": 3}, "scaler must be the torch.amp.GradScaler .*, got 3"),
-        ({"recorder": 3}, r"a method span\(name, .*got 3"),
+        {"density": 0.0},
+        {"density": {"*.weight": 0.1}},
+        {"density": {"nothing": 0.1, "*": 0.1}},
+        {"density": {"*": 0.1, "*.bias": 0.1}},
+        {"density": {"0.*": 0.1, "2.*": 0.1, "*.bias": 0.1, "*": 0.1}},
+        {"density": lambda step: 2},
+        {"plan": "best"},
+        {"plan": 0},
+        {"select": "all"},
+        {"methods": ("sparse", "sparse")},
+        {"methods": ()},
+        {"value_dtype": torch.int8},
+        {"momentum_correction": 1.0},
+        {"momentum_correction": 0.9},  # beside the optimizer's own
+        {"scaler": 3},
+        {"recorder": 3},
+        {"replan": 100},
     ],
 )
-def test_wrong_settings(settings, message):
+def test_wrong_settings_are_refused_by_name(settings):
     model = network()
-    with types_unchecked(), pytest.raises(ValueError, match=message):
+    named = {"density": r"density|entry|never counts", "momentum_correction": "momentum"}
+    (name,) = settings
+    with (
+        types_unchecked(),
+        pytest.raises(ValueError, match=named.get(name, "span" if name == "recorder" else name)),
+    ):
         gg.sparsify(model, sgd(list(model.parameters())), **settings)
 
 
-def test_an_optimizer_of_another_model_is_refused():
-    optimizer = sgd(list(network().parameters()))
-    with pytest.raises(ValueError, match="none is one of this Sequential: give the model that"):
-        gg.sparsify(network(), optimizer)
-
-
-def test_an_optimizer_may_train_more_than_the_model():
-    extra = nn.Parameter(torch.zeros(2))
-    model = network()
-    with gg.sparsify(model, sgd([*model.parameters(), extra])) as session:
-        assert session.world_size == 1
-
-
-def test_what_a_session_of_equal_replicas_cannot_do_is_refused_with_the_way_out():
-    with start(None)[-1] as session, pytest.raises(gg.GossipError, match=r"broadcast_\(\)"):
-        session.accept_changes()
-
-
-def test_sparse_gradients_are_refused_with_the_way_out():
-    def rank_main(rank, group):
-        model = nn.Embedding(5, 3, sparse=True)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with (
-            gg.sparsify(model, optimizer, process_group=group, plan="single", density=0.5),
-            pytest.raises(gg.GossipError, match="sparse=False"),
-        ):
-            model(torch.tensor([1, 2])).sum().backward()
-
-    run_ranks(2, rank_main)
-
-
-def test_a_step_whose_round_is_refused_ends_the_session_on_all_ranks():
-    told = threading.Event()
-
-    def rank_main(rank, group):
-        model = nn.Embedding(5, 3, sparse=rank == 0)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with gg.sparsify(
-            model, optimizer, process_group=group, plan="single", density=0.5
-        ) as session:
-            with session.no_sync():
-                model(torch.tensor([1, 2])).sum().backward()
-            message = "the collective did not come about" if rank else "sparse=False"
-            with pytest.raises(gg.GossipError, match=message):
-                optimizer.step()
-            if rank:
-                told.set()
-            with pytest.raises(gg.GossipError, match="not aggregated any more"):
-                optimizer.step()
-            assert told.wait(20)  # leaving would tell it, too
-
-    run_ranks(2, rank_main)
-
-
-@pytest.mark.parametrize("density", [0.01, 0.001, gg.sparsification.Warmup(then=0.005)])
+@pytest.mark.parametrize("density", [0.001, gg.sparsification.Warmup(then=0.005)])
 def test_a_density_that_costs_accuracy_is_warned_of(density):
-    def rank_main(rank, group):
-        with start(group, "single", density=density)[-1]:
-            group.barrier()
-
-    with pytest.warns(UserWarning, match="Leave density out") as warned:
-        run_ranks(2, rank_main)
+    with pytest.warns(UserWarning, match="density") as warned:
+        on_ranks(lambda me: None, "single", density=density)
     assert len(warned) == 2  # one a rank
 
 
@@ -330,16 +190,15 @@ def test_the_default_density_falls_by_steps_to_a_hundredth():
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with gg.sparsify(model, optimizer, process_group=group, plan="single") as session:
-            backward_of(model, rank, 0)
-            optimizer.step()
-            group.barrier()
-            assert session.stats().groups[0].chosen == 83
-            state = session.state_dict()
-            state["session"]["counted"]["rounds"] = 1000
-            session.load_state_dict(state)
-            backward_of(model, rank, 1)
-            optimizer.step()
-            group.barrier()
-            return session.stats().groups[0].chosen
+            chosen = []
+            for rounds in (0, 1000):
+                state = session.state_dict()
+                state["session"]["counted"]["rounds"] = rounds
+                session.load_state_dict(state)
+                model(torch.ones(2, 6) + rank).sum().backward()
+                optimizer.step()
+                chosen.append(session.stats().groups[0].chosen)
+                group.barrier()
+            return chosen
 
-    assert run_ranks(2, rank_main) == [1, 1]  # of 83, rounded up
+    assert run_ranks(2, rank_main) == [[83, 1]] * 2  # of 83, rounded up

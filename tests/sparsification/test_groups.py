@@ -1,115 +1,50 @@
-"""Groups of several methods and tensors: what they carry over, and what none may lose."""
-
-import threading
+"""What is carried over outlives rounds and tensors that are odd."""
 
 import pytest
 import torch
 from torch import nn
 
-import gossipgrad as gg
-from gossipgrad.planning import Merge
-from support.ranks import run_ranks
-from support.sparse import backward_of, same_weights, start
+from support.sparse import on_ranks, same_weights
 
 
-@pytest.mark.parametrize("cuts", [False, True], ids=["one group", "a group without any"])
-def test_what_is_carried_over_outlives_a_dense_round_that_is_not_finite(cuts):
+def test_what_is_carried_over_outlives_a_whole_round_that_is_not_finite():
     """A scaler skips such a step; nothing of the residuals may have been spent on it."""
 
-    def overflow(model, rank, step):
-        hook = model[2].bias.register_hook(lambda g: g * float("inf")) if rank else None
-        backward_of(model, rank, step)
+    def overflow(me):
+        hook = me.model[2].bias.register_hook(lambda g: g * float("inf")) if me.rank else None
+        me.backward()
         if hook is not None:
             hook.remove()
 
-    def rank_main(rank, group):
-        model, optimizer, session = start(group, "single", density=0.02)
-        with session:
-            if cuts:  # the first group has nothing to carry over, and is where it happens
-                session._aggregation.regroup((Merge(0, 1, "dense"), Merge(1, 4, "sparse")))
-            for step in range(3):
-                backward_of(model, rank, step)
-                optimizer.step()
-            before = session.state_dict()["session"]["residuals"]
-            first = [Merge(0, 1, "dense")] if cuts else []
-            session._aggregation.regroup((*first, Merge(len(first), 4, "dense")))
-            overflow(model, rank, 3)
-            assert session.stats().nonfinite_rounds == 1
-            after = session.state_dict()["session"]["residuals"]
-            assert before.keys() == after.keys() != set()
-            assert all(torch.equal(before[name], after[name]) for name in before)
-            backward_of(model, rank, 4)
-            assert not session.state_dict()["session"]["residuals"]
-            overflow(model, rank, 5)
-            assert session.stats().nonfinite_rounds == 2
+    def use(me):
+        me.train(3)
+        before = me.carried()
+        overflow(me)
+        assert me.session.stats().nonfinite_rounds == 1
+        after = me.carried()
+        assert before.keys() == after.keys() != set()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        me.backward()
+        assert not any(each.any() for each in me.carried().values())
 
-    run_ranks(2, rank_main)
-
-
-def test_velocities_go_with_their_tensors_to_other_groups():
-    def run(*, regroups):
-        def rank_main(rank, group):
-            model, optimizer, session = start(group, momentum_correction=0.9)
-            with session:
-                for step in range(6):
-                    if regroups and step == 3:
-                        session._aggregation.regroup(session._aggregation.merges)
-                    backward_of(model, rank, step)
-                    optimizer.step()
-                session.group.barrier()
-            return [p.detach() for p in model.parameters()]
-
-        return run_ranks(2, rank_main)
-
-    assert same_weights(run(regroups=True) + run(regroups=False))
-
-
-def test_what_is_carried_over_outlives_groups_that_cannot_be_made():
-    all_stepped = threading.Barrier(2)
-
-    def rank_main(rank, group):
-        model, optimizer, session = start(group, momentum_correction=0.9)
-        with session:
-            for step in range(2):
-                backward_of(model, rank, step)
-                optimizer.step()
-            all_stepped.wait(20)
-            kept = session.state_dict()["session"]
-            aggregation = session._aggregation
-            names, carried = aggregation.names, aggregation.carried_over()
-            odd = torch.zeros(5, 5)
-            with pytest.raises(RuntimeError, match="size of tensor"):
-                aggregation.regroup(
-                    (Merge(0, 4, "sparse"),),
-                    names=names[::-1],
-                    carried=carried | {names[0]: carried[names[0]]._replace(residual=odd)},
-                )
-            now = session.state_dict()["session"]
-            assert (now["plan"], now["rounds_without"]) == (kept["plan"], kept["rounds_without"])
-            for kind in ("residuals", "velocities"):
-                torch.testing.assert_close(now[kind], kept[kind], rtol=0, atol=0)
-            assert session.stats().rounds == 2
-            with pytest.raises(gg.GossipError, match="making new groups failed"):
-                backward_of(model, rank, 2)
-        assert session.stats().rounds == 2
-
-    run_ranks(2, rank_main)
+    density = lambda step: 0.02 if step < 3 else 1.0  # noqa: E731
+    on_ranks(use, "single", density=density)
 
 
 @pytest.mark.filterwarnings("ignore:density=:UserWarning")
 def test_momentum_is_corrected_where_narrow_gradients_add_up_to_more_than_their_type_holds():
-    def rank_main(rank, group):
+    def make():
         model = nn.Module()
         model.p = nn.Parameter(torch.zeros(100_000, dtype=torch.float16))
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        settings = {"plan": "single", "density": 1e-4, "momentum_correction": 0.5}
-        with gg.sparsify(model, optimizer, process_group=group, **settings) as session:
-            for _ in range(3):
-                model.p.grad = torch.ones_like(model.p)
-                optimizer.step()
-            return session.state_dict()["session"]["residuals"]["p"].max()
+        return model
 
-    for largest in run_ranks(2, rank_main):
+    def use(me):
+        for _ in range(3):
+            me.model.p.grad = torch.ones_like(me.model.p)
+            me.optimizer.step()
+        return me.carried()["p"].max()
+
+    for largest in on_ranks(use, "single", make=make, density=1e-4, momentum_correction=0.5):
         assert largest == 1 + 1.5 + 1.75
 
 
@@ -119,16 +54,20 @@ def test_momentum_is_corrected_where_narrow_gradients_add_up_to_more_than_their_
     ids=["layerwise", "per_tensor", "single"],
 )
 def test_parameters_without_elements_are_left_alone(settings):
-    def rank_main(rank, group):
+    def make():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 3))
+        with torch.no_grad():
+            model[0].weight.fill_(0.1)
+            model[0].bias.zero_()
         model.empty = nn.Parameter(torch.zeros(0))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with gg.sparsify(model, optimizer, process_group=group, density=0.2, **settings) as session:
-            for _ in range(2):
-                (model[0](torch.ones(2, 6) + rank).sum() + model.empty.sum()).backward()
-                optimizer.step()
-            assert sum(of.tensors for of in session.stats().groups) == 2
-        return [p.detach() for p in model.parameters()]
+        return model
 
-    assert same_weights(run_ranks(2, rank_main))
+    def use(me):
+        for _ in range(2):
+            (me.model[0](torch.ones(2, 6) + me.rank).sum() + me.model.empty.sum()).backward()
+            me.optimizer.step()
+        assert sum(of.tensors for of in me.session.stats().groups) == 2
+        return me.weights()
+
+    assert same_weights(on_ranks(use, make=make, **settings))

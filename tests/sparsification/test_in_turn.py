@@ -79,24 +79,3 @@ def test_a_gradient_that_no_optimizer_of_a_session_has_is_warned_of_once():
     with pytest.warns(UserWarning, match=r"'0\.weight' .*requires_grad_\(False\)") as told:
         run_ranks(2, rank_main)
     assert len(told) == 2  # one a rank
-
-
-def test_the_gradients_of_another_session_are_not():
-    store = dist.HashStore()
-
-    def rank_main(rank, group):
-        model = layers()
-        model[0].bias.requires_grad_(False)
-        first, second = (torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model)
-        other = Group(dist.PrefixStore("other", store), rank, 2, timeout_seconds=60.0)
-        with (
-            gg.sparsify(model, first, process_group=group, plan="single") as session,
-            gg.sparsify(model, second, process_group=other, plan="single"),
-        ):
-            for _ in range(2):
-                model(torch.ones(2, 4)).sum().backward()
-                first.step()
-                second.step()
-            session.group.barrier()
-
-    run_ranks(2, rank_main)

@@ -1,15 +1,16 @@
-"""How long a session lives: as its optimizer does, kept by the user or not."""
+"""How long a session lives, and what it leaves behind."""
 
 import gc
 import threading
 import weakref
 
 import pytest
+import torch
 
 import gossipgrad as gg
 from support.ranks import run_ranks
-from support.replicas import network
-from support.sparse import backward_of, same_weights, start
+from support.replicas import network, sgd
+from support.sparse import backward_of, on_ranks, same_weights, start
 
 
 def all_dropped(ranks: int) -> threading.Barrier:
@@ -40,29 +41,98 @@ def test_a_session_ends_with_its_model_and_optimizer():
         backward_of(model, rank, 0)
         optimizer.step()
         group.barrier()
-        thread = session._aggregation.queue._thread
-        return [weakref.ref(each) for each in (session, model[0].weight)], thread
+        return [weakref.ref(each) for each in (session, model[0].weight)]
 
     def rank_main(rank, group):
-        gone, thread = trained(rank, group)
+        gone = trained(rank, group)
         dropped.wait()
         assert [each() for each in gone] == [None, None]
-        thread.join(20)
-        assert not thread.is_alive()
-        with pytest.raises(gg.GossipError, match="closed its session"):
+        with pytest.raises(gg.GossipError):
             group.barrier()
 
     run_ranks(2, rank_main)
 
 
-def test_a_model_may_outlive_its_optimizer_and_with_it_the_session():
-    dropped = all_dropped(2)
+def in_a_hook(session):
+    session.close()
 
+
+def on_another_thread(session):
+    closing = threading.Thread(target=session.close)
+    closing.start()
+    closing.join(20)
+    assert not closing.is_alive()
+
+
+@pytest.mark.parametrize("plan", ["layerwise", "single"])
+@pytest.mark.parametrize("close", [in_a_hook, on_another_thread])
+def test_closed_in_the_middle_of_a_pass(close, plan):
+    """Nobody hangs, and no gradient of one rank is taken."""
+
+    def use(me):
+        me.train(2)
+        weights = me.weights()
+        if me.rank == 1:
+            with pytest.raises(gg.GossipError, match=r"session\.state_dict"):
+                me.backward()
+            return
+
+        def hook(grad):
+            handle.remove()
+            close(me.session)
+
+        rounds, handle = me.session.stats().rounds, me.model[0].weight.register_hook(hook)
+        with pytest.raises(gg.GossipError):
+            me.backward()
+        own = me.gradients()
+        assert same_weights([me.weights(), weights])
+        assert me.session.stats().rounds == rounds
+        me.backward()
+        assert same_weights([me.gradients(), own])
+
+    on_ranks(use, plan, together=False)
+
+
+SECOND = {
+    "sparsify": lambda model: gg.sparsify(model, torch.optim.SGD(model.parameters()), density=0.2),
+    "CommHook": lambda model: gg.sparsification.CommHook(model, density=0.2),
+}
+
+
+@pytest.mark.parametrize(("first", "second"), [("sparsify", "CommHook"), ("CommHook", "sparsify")])
+def test_a_second_session_is_refused_until_the_first_is_closed(first, second):
+    model = network()
+    with SECOND[first](model), pytest.raises(ValueError, match=r"'0\.weight'"):
+        SECOND[second](model)
+    with SECOND[second](model):
+        pass
+
+
+def test_sessions_of_other_parameters_go_together_until_they_have_the_same():
+    model = network()
+    frozen = model[0].requires_grad_(False)
+    one, other = sgd([*model[0].parameters()]), sgd([*model[2].parameters()])
+    with gg.sparsify(model, other) as session:
+        frozen.requires_grad_(True)
+        with gg.sparsify(model[0], one):
+            other.add_param_group({"params": [*model[0].parameters()]})
+            with pytest.raises(ValueError, match=r"'0\.weight'"):
+                session.broadcast_()
+
+
+def test_a_session_that_failed_to_begin_or_that_nobody_kept_leaves_no_mark():
     def rank_main(rank, group):
-        model, plain = start(group)[0], network()
-        dropped.wait()
-        for each in (model, plain):
-            backward_of(each, rank, 0)
-        assert same_weights([[p.grad for p in each.parameters()] for each in (model, plain)])
+        own = network()
+        with pytest.raises(gg.AgreementError) as kept:
+            start(group, model=own, density=0.1 + rank / 10)
+        with gg.sparsify(own, sgd(list(own.parameters()))):
+            return kept
 
     run_ranks(2, rank_main)
+    model = network()
+    with pytest.raises(ValueError, match="density") as kept:
+        gg.sparsification.CommHook(model, density=0.0)
+    for begin in SECOND.values():
+        begin(model)
+    with SECOND["sparsify"](model):
+        del kept

@@ -4,26 +4,33 @@ import pytest
 import torch
 from torch import nn
 
-import gossipgrad as gg
 from gossipgrad.sparsification import deal_states
-from support.ranks import run_ranks
 from support.replicas import network
-from support.sparse import assume_costs, backward_of, same_weights, start, states_after
+from support.sparse import assume_costs, on_ranks, same_weights, start, states_after
+
+
+def another():
+    """Weights that a state takes the place of."""
+    return network(1)
+
+
+def refuses(states, match, prepare=lambda me: None, **settings):
+    """No rank loads its state, and none of its weights changes."""
+
+    def use(me):
+        prepare(me)
+        before = me.weights()
+        with pytest.raises(ValueError, match=match):
+            me.session.load_state_dict(states[me.rank])
+        assert same_weights([me.weights(), before])
+
+    on_ranks(use, **{"make": another, **settings})
 
 
 def test_states_of_different_steps_do_not_belong_together():
     states = [states_after(3 + 2 * rank)[rank] for rank in range(2)]
-
-    def rank_main(rank, group):
-        model, _, session = start(group, model=network(1))
-        with session:
-            before = [p.detach().clone() for p in model.parameters()]
-            with pytest.raises(ValueError, match="saved after 3 and 5 rounds"):
-                session.load_state_dict(states[rank])
-            assert same_weights([list(model.parameters()), before])
-
-    run_ranks(2, rank_main)
-    with pytest.raises(ValueError, match="saved after 3 and 5 rounds"):
+    refuses(states, "3 and 5 rounds")
+    with pytest.raises(ValueError, match="3 and 5 rounds"):
         deal_states(states, 3)
 
 
@@ -35,18 +42,9 @@ def test_states_of_two_runs_do_not_belong_together(monkeypatch):
     assert deal_states(states, 2)
     for name in whole["planner"]:
         states[1]["session"] = {**whole, "planner": {**whole["planner"], name: "another"}}
-        with pytest.raises(ValueError, match="of ranks 0 and 1 were saved"):
+        with pytest.raises(ValueError, match="ranks 0 and 1"):
             deal_states(states, 2)
-
-    def rank_main(rank, group):
-        model, _, session = start(group, "optimal", model=network(1))
-        with session:
-            before = [p.detach().clone() for p in model.parameters()]
-            with pytest.raises(ValueError, match="of ranks 0 and 1 were saved"):
-                session.load_state_dict(states[rank])
-            assert same_weights([list(model.parameters()), before])
-
-    run_ranks(2, rank_main)
+    refuses(states, "ranks 0 and 1", plan="optimal")
 
 
 @pytest.mark.parametrize("kind", ["residuals", "velocities"])
@@ -54,32 +52,27 @@ def test_a_state_of_tensors_of_other_shapes_changes_nothing(kind):
     """On no rank; of one element, it would be spread over all."""
     states = states_after(3, momentum_correction=0.9)
 
-    def rank_main(rank, group):
-        model, optimizer, session = start(group, model=network(1), momentum_correction=0.9)
-        with session:
-            backward_of(model, rank, 0)
-            optimizer.step()
-            before = session.state_dict()["session"]
-            for odd, said in (
-                (torch.zeros(99), r"has the shape \(99,\), the parameter \(3,\)"),
-                (torch.zeros(1), r"has the shape \(1,\), the parameter \(3,\)"),
-                ([0.0] * 3, r"has no shape, the parameter \(3,\)"),
+    def use(me):
+        me.train()
+        before = me.carried(kind)
+        for odd in (torch.zeros(99), torch.zeros(1), [0.0] * 3):
+            state = states[me.rank]["session"]
+            if me.rank:
+                state = {**state, kind: {**state[kind], "2.bias": odd}}
+            for load in (
+                lambda state=state: me.session.load_own_state(state),
+                lambda state=state: me.session.load_state_dict(
+                    {**states[me.rank], "session": state}
+                ),
             ):
-                state = states[rank]["session"]
-                if rank:
-                    state = {**state, kind: {**state[kind], "2.bias": odd}}
-                with pytest.raises(ValueError, match=f"on rank 1: what is .* '2.bias' {said}"):
-                    session.load_own_state(state)
-                with pytest.raises(ValueError, match=f"on rank 1: what is .* '2.bias' {said}"):
-                    session.load_state_dict({**states[rank], "session": state})
-            after = session.state_dict()["session"]
-            assert all(torch.equal(before[kind][name], now) for name, now in after[kind].items())
-            session.load_state_dict(states[rank])
-            session.group.barrier()
+                with pytest.raises(ValueError, match=r"on rank 1: .* '2\.bias'"):
+                    load()
+        assert all(torch.equal(before[name], now) for name, now in me.carried(kind).items())
+        me.session.load_state_dict(states[me.rank])
 
-    run_ranks(2, rank_main)
+    on_ranks(use, make=another, momentum_correction=0.9)
     states[1]["session"][kind]["2.bias"] = torch.zeros(1)
-    with pytest.raises(ValueError, match=r"'2.bias' has the shape \(1,\) on one rank and \(3,\)"):
+    with pytest.raises(ValueError, match=r"'2\.bias'"):
         deal_states(states, 1)
 
 
@@ -88,16 +81,14 @@ def test_states_are_dealt_to_another_number_of_ranks_with_the_mean_they_carry():
     weights = list(states[0]["model"].values())
     dealt = deal_states(states, 3)
 
-    def second(rank, group):
-        model, _, session = start(group, "single", model=network(1))
-        with session:
-            session.load_state_dict(dealt[rank])
-            assert session.stats().rounds == 3
-            assert len(session.stats().groups) == 1  # as asked for here
-            assert same_weights([list(model.parameters()), weights])
-            return session.state_dict()["session"]["residuals"]
+    def second(me):
+        me.session.load_state_dict(dealt[me.rank])
+        assert me.session.stats().rounds == 3
+        assert len(me.session.stats().groups) == 1  # as asked for here
+        assert same_weights([me.weights(), weights])
+        return me.carried()
 
-    carried = run_ranks(3, second)
+    carried = on_ranks(second, "single", world_size=3, make=another)
     names = states[0]["session"]["residuals"]
     assert names
     for name in names:
@@ -109,23 +100,20 @@ def test_states_are_dealt_to_another_number_of_ranks_with_the_mean_they_carry():
 
 
 def test_states_that_do_not_fit_are_refused_on_all_ranks():
-    def rank_main(rank, group):
-        model, optimizer, session = start(group)
-        with session:
-            backward_of(model, rank, 0)
-            optimizer.step()
-            state = session.state_dict()
-            wrong = {**state, "session": {**state["session"], "rank": 0}}
-            with pytest.raises(ValueError, match="on rank 1: it is the state of rank 0"):
-                session.load_state_dict(wrong)
-            with pytest.raises(ValueError, match="it is no state that state_dict"):
-                session.load_state_dict({"model": {}})
-            for odd in ({"counted": {}}, {"version": 2}, {"plan": 5}):
-                with pytest.raises(ValueError, match="on rank 0: it is no state that a session"):
-                    session.load_own_state({**state["session"], **odd})
-            session.load_state_dict(state)
+    def use(me):
+        me.train()
+        state = me.session.state_dict()
+        wrong = {**state, "session": {**state["session"], "rank": 0}}
+        with pytest.raises(ValueError, match=r"rank 1: .*rank 0"):
+            me.session.load_state_dict(wrong)
+        with pytest.raises(ValueError, match="no state"):
+            me.session.load_state_dict({"model": {}})
+        for odd in ({"counted": {}}, {"version": 2}, {"plan": 5}):
+            with pytest.raises(ValueError, match="no state"):
+                me.session.load_own_state({**state["session"], **odd})
+        me.session.load_state_dict(state)
 
-    run_ranks(2, rank_main)
+    on_ranks(use)
 
 
 @pytest.mark.parametrize(
@@ -137,38 +125,24 @@ def test_saved_groups_come_back_where_the_same_plan_is_asked_for(settings, metho
     states = states_after(20, plan="optimal")
     assert {made[2] for made in states[0]["session"]["plan"]["groups"]} == {"dense"}
 
-    def rank_main(rank, group):
-        model, optimizer, session = start(
-            group, model=network(1), **{"plan": "optimal", **settings}
-        )
-        with session:
-            session.load_state_dict(states[rank])
-            assert {of.method for of in session.stats().groups} == {method}
-            assert session.stats().residual_ratio is None
-            for step in range(5):
-                backward_of(model, rank, step)
-                optimizer.step()
-            assert {of.method for of in session.stats().groups} == {method}
-            assert session.stats().rounds == 25
-            session.group.barrier()
+    def use(me):
+        me.session.load_state_dict(states[me.rank])
+        assert {of.method for of in me.session.stats().groups} == {method}
+        assert me.session.stats().residual_ratio is None
+        me.train(5)
+        assert {of.method for of in me.session.stats().groups} == {method}
+        assert me.session.stats().rounds == 25
 
-    run_ranks(2, rank_main)
+    on_ranks(use, make=another, **{"plan": "optimal", **settings})
 
 
 def test_a_state_of_other_trained_parameters_changes_nothing():
-    states = states_after(3)
-
-    def rank_main(rank, group):
-        model = network(1)
+    def half_frozen():
+        model = another()
         model[0].bias.requires_grad_(False)
-        _, _, session = start(group, model=model)
-        with session:
-            before = [p.detach().clone() for p in model.parameters()]
-            with pytest.raises(ValueError, match=r"'0\.bias' was trained .* and is not here"):
-                session.load_state_dict(states[rank])
-            assert same_weights([list(model.parameters()), before])
+        return model
 
-    run_ranks(2, rank_main)
+    refuses(states_after(3), r"'0\.bias'", make=half_frozen)
 
 
 @pytest.mark.parametrize("freezing", [{1}, {0, 1}])
@@ -178,17 +152,9 @@ def test_a_state_is_refused_where_what_is_trained_has_changed_since_the_start(fr
     if len(freezing) == 2:
         for state in states:
             state["session"]["plan"]["names"].remove("0.bias")
-
-    def rank_main(rank, group):
-        model, _, session = start(group, model=network(1))
-        with session:
-            model[0].bias.requires_grad_(rank not in freezing)
-            before = [p.detach().clone() for p in model.parameters()]
-            with pytest.raises(ValueError, match=r"rank .: '0\.bias' is not trained now, .*first"):
-                session.load_state_dict(states[rank])
-            assert same_weights([list(model.parameters()), before])
-
-    run_ranks(2, rank_main)
+    refuses(
+        states, r"'0\.bias'", lambda me: me.model[0].bias.requires_grad_(me.rank not in freezing)
+    )
 
 
 def test_a_plan_measured_by_another_number_of_ranks_is_not_kept(monkeypatch):
@@ -196,55 +162,36 @@ def test_a_plan_measured_by_another_number_of_ranks_is_not_kept(monkeypatch):
     settings = {"plan": "optimal", "methods": ("sparse",)}
     dealt = deal_states(states_after(20, **settings), 3)
 
-    def rank_main(rank, group):
-        model, optimizer, session = start(group, model=network(1), **settings)
-        with session:
-            session.load_state_dict(dealt[rank])
-            assert session.plan is None
-            for step in range(20):
-                backward_of(model, rank, step)
-                optimizer.step()
-            assert session.plan is not None
-            session.group.barrier()
+    def use(me):
+        me.session.load_state_dict(dealt[me.rank])
+        assert me.session.plan is None
+        me.train(20)
+        assert me.session.plan is not None
 
-    run_ranks(3, rank_main)
-
-
-class Normed(nn.Sequential):
-    """With statistics that are each rank's own."""
-
-    def __init__(self):
-        super().__init__(nn.BatchNorm1d(6), nn.Linear(6, 3))
+    on_ranks(use, world_size=3, make=another, **settings)
 
 
 @pytest.mark.parametrize("deals", [False, True])
 def test_statistics_of_batchnorm_stay_each_rank_s_own(deals):
-    kept = {}
+    def make():
+        return nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3))
 
-    def trained(rank, group):
-        model, optimizer, session = start(group, model=Normed())
-        with session:
-            for _ in range(2):
-                optimizer.zero_grad()
-                model(torch.randn(8, 6) + rank).sum().backward()
-                optimizer.step()
-            kept[rank] = model[0].running_mean.clone()
-            group.barrier()
-            return session.state_dict()
+    def trained(me):
+        for _ in range(2):
+            me.model(torch.randn(8, 6) + me.rank).sum().backward()
+            me.optimizer.step()
+        me.group.barrier()
+        return me.session.state_dict(), me.model[0].running_mean.clone()
 
-    states = run_ranks(2, trained)
+    states, kept = zip(*on_ranks(trained, make=make), strict=True)
     states = deal_states(states, 2) if deals else states
 
-    def loaded(rank, group):
-        model, _, session = start(group, model=Normed())
-        with session:
-            session.load_state_dict(states[rank])
-            group.barrier()
-        return model[0].running_mean
+    def loaded(me):
+        me.session.load_state_dict(states[me.rank])
+        return me.model[0].running_mean
 
-    for rank, mean in enumerate(run_ranks(2, loaded)):
-        assert torch.equal(mean, kept[rank])
-    assert not torch.equal(kept[0], kept[1])
+    assert all(map(torch.equal, on_ranks(loaded, make=make), kept))
+    assert not torch.equal(*kept)
 
 
 def test_one_rank_counts_on_and_gives_up_what_several_carried_over():
@@ -253,32 +200,14 @@ def test_one_rank_counts_on_and_gives_up_what_several_carried_over():
     with session:
         with pytest.warns(UserWarning, match="given up"):
             session.load_state_dict(state)
-        backward_of(model, 0, 3)
+        model(torch.ones(2, 6)).sum().backward()
         own = [p.grad.clone() for p in model.parameters()]
         optimizer.step()
         assert same_weights([own, [p.grad for p in model.parameters()]])
-        assert session.stats().rounds == 4
         states = deal_states([session.state_dict()], 2)
 
-    def several(rank, group):
-        with start(group)[-1] as session:
-            session.load_state_dict(states[rank])
-            assert session.stats().rounds == 4
-            group.barrier()
+    def several(me):
+        me.session.load_state_dict(states[me.rank])
+        return me.session.stats().rounds
 
-    run_ranks(2, several)
-
-
-def test_a_session_that_is_over_has_no_state_but_figures():
-    def rank_main(rank, group):
-        model, optimizer, session = start(group)
-        with session:
-            backward_of(model, rank, 0)
-            optimizer.step()
-            figures = session.stats()
-            session.group.barrier()
-        with pytest.raises(gg.GossipError, match="the session is closed"):
-            session.state_dict()
-        assert session.stats() == figures
-
-    run_ranks(2, rank_main)
+    assert on_ranks(several) == [4, 4]

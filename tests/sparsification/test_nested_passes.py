@@ -5,8 +5,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import gossipgrad as gg
-from support.ranks import run_ranks
-from support.sparse import same_weights, start
+from support.sparse import on_ranks, same_weights
 
 
 def batch_of(rank, step):
@@ -45,18 +44,16 @@ def not_reentrant(model, x):
 def trained(forwards, steps=4, **settings):
     """The weights after some steps in which `forwards[rank](model, x)` is the model."""
 
-    def rank_main(rank, group):
-        model, optimizer, session = start(group, "layerwise", **settings)
-        with session:
-            for step in range(steps):
-                optimizer.zero_grad()
-                forwards[rank](model, batch_of(rank, step)).square().mean().backward()
-                optimizer.step()
-            assert session.stats().rounds == steps
-            session.group.barrier()
-        return [p.detach().clone() for p in model.parameters()]
+    def use(me):
+        for step in range(steps):
+            me.optimizer.zero_grad()
+            x = batch_of(me.rank, step)
+            forwards[me.rank](me.model, x).square().mean().backward()
+            me.optimizer.step()
+        assert me.session.stats().rounds == steps
+        return me.weights()
 
-    return run_ranks(2, rank_main)
+    return on_ranks(use, **settings)
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # in its forward
@@ -74,58 +71,25 @@ def test_a_pass_with_checkpoints_is_one_round(forwards):
 
 
 def test_a_parameter_of_two_segments_is_refused_by_name_and_nobody_hangs():
-    def rank_main(rank, group):
-        model, optimizer, session = start(group, "layerwise")
-        with session:
-            h = checkpoint(model[0], batch_of(rank, 0), use_reentrant=True)
-            out = each_in_one(model, h[:, :6])
-            with pytest.raises(gg.GossipError, match="Checkpoint with use_reentrant=False"):
-                out.sum().backward()
-            with pytest.raises(gg.GossipError, match="not aggregated any more"):
-                optimizer.step()
+    def use(me):
+        h = checkpoint(me.model[0], batch_of(me.rank, 0), use_reentrant=True)
+        out = each_in_one(me.model, h[:, :6])
+        with pytest.raises(gg.GossipError, match="use_reentrant=False"):
+            out.sum().backward()
+        with pytest.raises(gg.GossipError):
+            me.optimizer.step()
 
-    run_ranks(2, rank_main)
-
-
-def raised_after_a_segment(model, rank):
-    """The loss of a pass that has raised between a checkpointed segment and what is before it."""
-
-    def fail(grad):
-        raise ZeroDivisionError
-
-    h = model[0](batch_of(rank, 0))
-    h.register_hook(fail)
-    loss = checkpoint(model[1:], h, use_reentrant=True).sum()
-    with pytest.raises(ZeroDivisionError):
-        loss.backward()
-    return loss
-
-
-def test_a_session_whose_pass_raised_lets_go_though_its_graph_is_kept():
-    def rank_main(rank, group):
-        model, optimizer, session = start(group, "layerwise")
-        with session:
-            loss = raised_after_a_segment(model, rank)
-            with pytest.raises(gg.GossipError):
-                optimizer.step()
-        optimizer.step()
-        with gg.sparsify(model, optimizer):
-            return loss.item()
-
-    run_ranks(2, rank_main)
+    on_ranks(use, together=False)
 
 
 def test_a_pass_inside_a_hook_is_a_round_of_its_own():
-    def rank_main(rank, group):
-        model, optimizer, session = start(group, "layerwise")
-        with session:
-            other = model(batch_of(rank, 1)).sum()
-            out = model(batch_of(rank, 0))
-            out.register_hook(lambda grad: other.backward())
-            out.sum().backward()
-            optimizer.step()
-            assert session.stats().rounds == 2
-            session.group.barrier()
-        return [p.detach().clone() for p in model.parameters()]
+    def use(me):
+        other = me.model(batch_of(me.rank, 1)).sum()
+        out = me.model(batch_of(me.rank, 0))
+        out.register_hook(lambda grad: other.backward())
+        out.sum().backward()
+        me.optimizer.step()
+        assert me.session.stats().rounds == 2
+        return me.weights()
 
-    assert same_weights(run_ranks(2, rank_main))
+    assert same_weights(on_ranks(use))

@@ -8,11 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-import gossipgrad as gg
 from gossipgrad.planning import Merge, Plan
-from support.ranks import run_ranks
 from support.replicas import network
-from support.sparse import assume_costs, backward_of, same_weights, slow_down, start, train
+from support.sparse import assume_costs, on_ranks, same_weights, slow_down, train
 
 DECIDED = 40  # rounds after which a small model has its plan, and has compared it
 
@@ -68,26 +66,22 @@ class Wide(nn.Module):
 def test_no_step_waits_long_for_a_plan():
     """All gradients whole take a second on this network, and a step takes some hundredths."""
 
-    def rank_main(rank, group):
-        slow_down(group, bytes_per_second=2e6)
-        model = Wide()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    def use(me):
+        slow_down(me.group, bytes_per_second=2e6)
         took = []
-        with gg.sparsify(model, optimizer, process_group=group, density=0.02) as session:
-            for _ in range(200):
-                begun = time.perf_counter()
-                optimizer.zero_grad()
-                model().backward()
-                optimizer.step()
-                took.append(time.perf_counter() - begun)
-                if session.plan is not None and len(took) % 20 == 0:
-                    break
-            assert session.plan is not None
-            assert session.stats().refused is None
-            group.barrier()
+        for _ in range(200):
+            begun = time.perf_counter()
+            me.optimizer.zero_grad()
+            me.model().backward()
+            me.optimizer.step()
+            took.append(time.perf_counter() - begun)
+            if me.session.plan is not None and len(took) % 20 == 0:
+                break
+        assert me.session.plan is not None
+        assert me.session.stats().refused is None
         return max(took[1:])
 
-    assert max(run_ranks(2, rank_main)) < 0.8
+    assert max(on_ranks(use, "optimal", make=Wide, density=0.02)) < 0.8
 
 
 def test_nothing_is_compressed_where_dense_is_predicted_to_win_and_it_is_said(monkeypatch, caplog):
@@ -106,88 +100,42 @@ def test_the_faster_in_real_steps_stays(monkeypatch, dense_seconds, method):
     """Whatever was predicted: here, that sparse gradients are a little faster."""
     assume_costs(monkeypatch, sparse=1e-3, dense=2e-3)
 
-    def rank_main(rank, group):
-        slow_down(group, dense_seconds=dense_seconds)
-        gather = group.all_gather_into_
+    def use(me):
+        slow_down(me.group, dense_seconds=dense_seconds)
+        gather = me.group.all_gather_into_
 
         def slow_gather(gathered, mine):
             time.sleep(0.03)
             return gather(gathered, mine)
 
-        group.all_gather_into_ = slow_gather
-        model, optimizer, session = start(group, "optimal", density=0.1)
-        with session:
-            for step in range(DECIDED):
-                backward_of(model, rank, step)
-                optimizer.step()
-            group.barrier()
-            return session.stats()
+        me.group.all_gather_into_ = slow_gather
+        me.train(DECIDED)
+        return me.session.stats()
 
-    for stats in run_ranks(2, rank_main):
+    for stats in on_ranks(use, "optimal", density=0.1):
         assert {group.method for group in stats.groups} == {method}
         assert (stats.refused is None) == (method == "sparse")
         took = stats.compared_seconds
         assert (took["dense"] < took["plan"]) == (method == "dense")
 
 
-def test_a_plan_is_for_the_density_after_the_warm_up_and_compared_then(monkeypatch):
-    assume_costs(monkeypatch, sparse=1e-3, dense=1.1e-3)
-    warmup = gg.sparsification.Warmup(steps=20, then=0.01)
-
-    def rank_main(rank, group):
-        model, optimizer, session = start(group, "optimal", density=warmup)
-        with session:
-            for step in range(40):
-                backward_of(model, rank, step)
-                optimizer.step()
-            assert session.plan is not None
-            assert not session.stats().compared_seconds
-            for step in range(40, 40 + DECIDED):
-                backward_of(model, rank, step)
-                optimizer.step()
-            group.barrier()
-            return session.stats().compared_seconds
-
-    for compared in run_ranks(2, rank_main):
-        assert compared.keys() == {"plan", "dense"}
-
-
 def test_plans_are_made_anew_when_that_is_asked_for(monkeypatch):
-    def rank_main(rank, group):
-        model, optimizer, session = start(group, "optimal", methods=("sparse",))
-        found = []
-        with session:
-            for step in range(2 * DECIDED):
-                if step == DECIDED:
-                    found.append(session.plan)
-                    session.replan()
-                    assert session.plan is None
-                backward_of(model, rank, step)
-                optimizer.step()
-            group.barrier()
-            return [*found, session.plan]
+    def use(me):
+        me.train(DECIDED)
+        plans = [me.session.plan]
+        me.session.replan()
+        assert me.session.plan is None
+        me.train(DECIDED)
+        return [*plans, me.session.plan]
+
+    def unmeasured(me):
+        with pytest.raises(ValueError, match="measures nothing"):
+            me.session.replan()
 
     assume_costs(monkeypatch, sparse=1e-3)
-    for plans in run_ranks(2, rank_main):
+    for plans in on_ranks(use, "optimal", methods=("sparse",)):
         assert None not in plans
-
-    def unmeasured(rank, group):
-        with (
-            start(group, "single")[-1] as session,
-            pytest.raises(ValueError, match="measures nothing"),
-        ):
-            session.replan()
-
-    run_ranks(2, unmeasured)
-
-
-def test_the_old_way_to_plan_anew_says_what_to_use():
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=r"session\.replan\(\)"):
-        gg.sparsify(model, optimizer, replan=100)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'replans'"):
-        gg.sparsify(model, optimizer, replans=100)
+    on_ranks(unmeasured, "single")
 
 
 def test_a_plan_can_be_given():
@@ -200,15 +148,6 @@ def test_a_plan_can_be_given():
     for _, (kept, stats) in told:
         assert kept == plan
         assert [of.method for of in stats.groups] == ["sparse", "dense"]
-
-    def short(rank, group):
-        model = network()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        wrong = Plan(groups=plan.groups[:1], finish_seconds=1.0, lower_bound_seconds=0.5)
-        with pytest.raises(ValueError, match="the plan is for 3 tensors, the model trains 4"):
-            gg.sparsify(model, optimizer, process_group=group, plan=wrong)
-
-    run_ranks(2, short)
 
 
 def test_a_plan_finds_its_tensors_by_name():
@@ -231,53 +170,40 @@ def test_a_plan_finds_its_tensors_by_name():
 
 
 @pytest.mark.parametrize(
-    ("names", "message"),
+    ("names", "tensors", "named"),
     [
-        (("2.bias", "body.weight", "0.bias", "head"), "does not train: 'body.weight'. Make it"),
-        (("2.bias", "2.weight", "0.bias"), "does not name a tensor that .* trains: '0.weight'"),
+        ((), 3, "3 tensors, the model trains 4"),
+        (("2.bias", "body.weight", "0.bias", "head"), 4, "'body.weight'"),
+        (("2.bias", "2.weight", "0.bias"), 3, "'0.weight'"),
     ],
 )
-def test_a_plan_for_other_tensors_is_refused(names, message):
-    groups = (Merge(0, len(names), "sparse"),)
+def test_a_plan_for_other_tensors_is_refused(names, tensors, named):
+    groups = (Merge(0, tensors, "sparse"),)
     plan = Plan(groups=groups, finish_seconds=1.0, lower_bound_seconds=0.5, names=names)
-
-    def other(rank, group):
-        model = network()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with pytest.raises(ValueError, match=message):
-            gg.sparsify(model, optimizer, process_group=group, plan=plan)
-
-    run_ranks(2, other)
+    with pytest.raises(ValueError, match=named):
+        on_ranks(lambda me: None, plan)
 
 
 @pytest.mark.parametrize("more", [{}, {"momentum_correction": 0.9}])
 def test_a_measured_plan_goes_on_after_a_resume_bit_for_bit(monkeypatch, more):
     assume_costs(monkeypatch, sparse=1e-3)
-    states, settings = {}, {"plan": "optimal", "methods": ("sparse",), **more}
+    settings = {"plan": "optimal", "methods": ("sparse",), **more}
 
-    def first(rank, group):
-        model, optimizer, session = start(group, **settings)
-        with session:
-            for step in range(DECIDED):
-                if step == DECIDED - 3:
-                    states[rank] = session.state_dict()
-                backward_of(model, rank, step)
-                optimizer.step()
-            session.group.barrier()
-        return [p.detach() for p in model.parameters()]
+    def first(me):
+        me.train(DECIDED - 3)
+        state = me.session.state_dict()
+        me.train(3)
+        return state, me.weights()
 
-    def second(rank, group):
-        model, optimizer, session = start(group, model=network(1), **settings)
-        with session:
-            session.load_state_dict(states[rank])
-            assert session.plan is not None
-            for step in range(DECIDED - 3, DECIDED):
-                backward_of(model, rank, step)
-                optimizer.step()
-            session.group.barrier()
-        return [p.detach() for p in model.parameters()]
+    def second(me):
+        me.session.load_state_dict(states[me.rank])
+        assert me.session.plan is not None
+        me.steps = DECIDED - 3
+        me.train(3)
+        return me.weights()
 
-    assert same_weights(run_ranks(2, first) + run_ranks(2, second))
+    states, weights = zip(*on_ranks(first, **settings), strict=True)
+    assert same_weights([*weights, *on_ranks(second, make=lambda: network(1), **settings)])
 
 
 @pytest.mark.parametrize("saved_at", [4, 14, 22])
@@ -285,20 +211,13 @@ def test_a_state_from_before_the_decision_leads_to_a_plan(monkeypatch, saved_at)
     """Also where training went on beside it, in memory."""
     assume_costs(monkeypatch, sparse=1e-3, dense=1.1e-3)
 
-    def rank_main(rank, group):
-        model, optimizer, session = start(group, "optimal")
-        with session:
-            for step in range(DECIDED):
-                if step == saved_at:
-                    state = session.state_dict()
-                backward_of(model, rank, step)
-                optimizer.step()
-            session.load_state_dict(state)
-            for step in range(DECIDED):
-                backward_of(model, rank, step)
-                optimizer.step()
-            group.barrier()
-            return session.stats().compared_seconds
+    def use(me):
+        me.train(saved_at)
+        state = me.session.state_dict()
+        me.train(DECIDED - saved_at)
+        me.session.load_state_dict(state)
+        me.train(DECIDED)
+        return me.session.stats().compared_seconds
 
-    for compared in run_ranks(2, rank_main):
+    for compared in on_ranks(use, "optimal"):
         assert "plan" in compared

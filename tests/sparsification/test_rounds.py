@@ -8,17 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-import gossipgrad as gg
 from gossipgrad.planning import Merge
-from support.ranks import run_ranks
 from support.replicas import network
-from support.sparse import backward_of, same_weights, start
+from support.sparse import on_ranks, same_weights
 
 
 class Bare(torch.optim.Optimizer):
     """Adds up the gradients that it is given."""
 
-    def __init__(self, parameters):
+    def __init__(self, parameters, lr):
         super().__init__(parameters, {})
         self.sums = [torch.zeros_like(p) for g in self.param_groups for p in g["params"]]
 
@@ -30,6 +28,12 @@ class Bare(torch.optim.Optimizer):
 
 def mean(values):
     return [torch.stack(each).mean(0) for each in zip(*values, strict=True)]
+
+
+def rest_of(me):
+    """What is carried over of each parameter."""
+    carried = me.carried()
+    return [carried.get(name, torch.zeros_like(p)) for name, p in me.model.named_parameters()]
 
 
 @settings(max_examples=12)
@@ -45,49 +49,39 @@ def mean(values):
     select=st.sampled_from(["per_group", "per_tensor"]),
     value_dtype=st.sampled_from([None, torch.bfloat16]),
 )
-def test_nothing_is_lost_whatever_is_planned_anew(
-    world_size, plans, cuts, density, select, value_dtype
-):
+def test_nothing_is_lost_whatever_is_planned_anew(world_size, plans, cuts, **more):
     """Applied means, plus the mean of what is carried over, are the sum of the mean gradients."""
 
-    def rank_main(rank, group):
-        model = network(dtype=torch.float64)
-        optimizer = Bare(model.parameters())
-        own = [torch.zeros_like(p) for p in model.parameters()]
-        with gg.sparsify(
-            model,
-            optimizer,
-            process_group=group,
-            plan="single",
-            density=density,
-            select=select,
-            methods=("sparse", "dense"),
-            value_dtype=value_dtype,
-        ) as session:
-            for number, methods in enumerate(plans):
-                session._aggregation.regroup(merges(methods, cuts))
-                for step in range(2):
-                    with session.no_sync():
-                        backward_of(model, rank, 10 * number + step)
-                    for total, p in zip(own, model.parameters(), strict=True):
-                        total.add_(p.grad)
-                    optimizer.step()
-            carried = session.state_dict()["session"]["residuals"]
-            rest = [carried.get(name, torch.zeros_like(p)) for name, p in model.named_parameters()]
-        return own, optimizer.sums, rest
+    def merges(methods):
+        edges = [0, *(i + 1 for i, cut in enumerate(cuts) if cut), 4]
+        return tuple(Merge(a, b, methods[a]) for a, b in pairwise(edges))
 
-    told = run_ranks(world_size, rank_main)
+    def use(me):
+        own = [torch.zeros_like(p) for p in me.model.parameters()]
+        for number, methods in enumerate(plans):
+            me.session._aggregation.regroup(merges(methods))  # no public door mixes them at will
+            for step in range(2):
+                with me.session.no_sync():
+                    me.backward(10 * number + step)
+                for total, p in zip(own, me.model.parameters(), strict=True):
+                    total.add_(p.grad)
+                me.optimizer.step()
+        return own, me.optimizer.sums, rest_of(me)
+
+    told = on_ranks(
+        use,
+        "single",
+        world_size=world_size,
+        make=lambda: network(dtype=torch.float64),
+        optimizer=Bare,
+        together=False,
+        methods=("sparse", "dense"),
+        **more,
+    )
     applied, rest, due = told[0][1], mean([r for _, _, r in told]), mean([o for o, _, _ in told])
     for a, r, d in zip(applied, rest, due, strict=True):
         torch.testing.assert_close(a + r, d, rtol=1e-9, atol=1e-9)
-    for _, sums, _ in told:
-        assert all(torch.equal(a, s) for a, s in zip(applied, sums, strict=True))
-
-
-def merges(methods, cuts):
-    """Groups of the four tensors of a network, cut where `cuts` says."""
-    edges = [0, *(i + 1 for i, cut in enumerate(cuts) if cut), 4]
-    return tuple(Merge(a, b, methods[a]) for a, b in pairwise(edges))
+    assert same_weights([sums for _, sums, _ in told])
 
 
 class Branches(nn.Module):
@@ -98,32 +92,22 @@ class Branches(nn.Module):
         self.branch = nn.Linear(6, 6)
         self.trunk = nn.Linear(6, 3)
 
-    def forward(self, x, *, with_branch):
-        return self.trunk(self.branch(x) if with_branch else x)
-
 
 @pytest.mark.parametrize("plan", ["single", "layerwise"])
 @pytest.mark.parametrize("density", [0.2, 1.0])
 def test_parameters_without_a_gradient_count_as_zeros(plan, density):
     """One of the three ranks has one of the branch: the mean is a third, less what is to come."""
 
-    def rank_main(rank, group):
-        model = Branches()
-        optimizer = Bare(model.parameters())
-        with gg.sparsify(
-            model, optimizer, process_group=group, plan=plan, density=density
-        ) as session:
-            for step in range(6):
-                optimizer.zero_grad()
-                used = model if (rank + step) % 3 == 0 else model.trunk
-                sum(3 * p.sum() for p in used.parameters()).backward()
-                optimizer.step()
-            session.group.barrier()
-            carried = session.state_dict()["session"]["residuals"]
-        named = model.named_parameters()
-        return optimizer.sums, [carried.get(name, torch.zeros_like(p)) for name, p in named]
+    def use(me):
+        for step in range(6):
+            me.optimizer.zero_grad()
+            used = me.model if (me.rank + step) % 3 == 0 else me.model.trunk
+            sum(3 * p.sum() for p in used.parameters()).backward()
+            me.optimizer.step()
+        me.group.barrier()
+        return me.optimizer.sums, rest_of(me)
 
-    told = run_ranks(3, rank_main)
+    told = on_ranks(use, plan, world_size=3, make=Branches, optimizer=Bare, density=density)
     assert same_weights([sums for sums, _ in told])
     rest = mean([carried for _, carried in told])
     for of_step, applied, left in zip((1, 1, 3, 3), told[0][0], rest, strict=True):
@@ -131,189 +115,122 @@ def test_parameters_without_a_gradient_count_as_zeros(plan, density):
         assert density < 1 or not left.any()
 
 
-@pytest.mark.parametrize("density", [0.2, 1.0])
-def test_passes_that_add_up_may_use_other_parts_on_other_ranks(density):
-    """Each pass is a round; who has nothing new in the second has the mean of the first there."""
-
-    def rank_main(rank, group):
-        torch.manual_seed(0)
-        model = Branches()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with gg.sparsify(model, optimizer, process_group=group, plan="single", density=density):
-            for step in range(3):
-                optimizer.zero_grad()
-                x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
-                model(x, with_branch=True).square().mean().backward()
-                model(x, with_branch=rank == 0).square().mean().backward()
-                optimizer.step()
-        return [p.detach() for p in model.parameters()]
-
-    assert same_weights(run_ranks(2, rank_main))
-
-
 def test_gradients_out_of_the_order_of_the_plan_are_sent_in_it():
     """Each rank has them in another order."""
 
-    def rank_main(rank, group):
-        model = nn.ParameterList(nn.Parameter(torch.zeros(4)) for _ in range(2))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with gg.sparsify(
-            model, optimizer, process_group=group, plan="layerwise", density=1.0
-        ) as session:
-            one, other = ((1 + i) * model[i].sum() for i in ((0, 1) if rank else (1, 0)))
-            (one + other).backward()
-            came = list(session._aggregation.stamps())
-        return came, [p.grad.unique().tolist() for p in model]
+    def use(me):
+        order = (0, 1) if me.rank else (1, 0)
+        sum((1 + i) * me.model[i].sum() for i in order).backward()
+        return [p.grad.unique().tolist() for p in me.model]
 
-    told = run_ranks(2, rank_main)
-    assert told[0][0] != told[1][0]
-    assert [grads for _, grads in told] == [[[1.0], [2.0]]] * 2
+    make = lambda: nn.ParameterList(nn.Parameter(torch.zeros(4)) for _ in range(2))  # noqa: E731
+    assert on_ranks(use, make=make, density=1.0) == [[[1.0], [2.0]]] * 2
 
 
 def test_accumulated_gradients_are_those_of_one_batch():
     def run(parts):
-        def rank_main(rank, group):
-            model = network(dtype=torch.float64)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            with gg.sparsify(
-                model, optimizer, process_group=group, plan="layerwise", density=0.2
-            ) as session:
-                for step in range(4):
-                    optimizer.zero_grad()
-                    generator = torch.Generator().manual_seed(10 * step + rank)
-                    batch = torch.randn(8, 6, generator=generator, dtype=torch.float64)
-                    *early, last = batch.chunk(parts)
-                    for part in early:
-                        with session.no_sync():
-                            (model(part).square().sum() / 8).backward()
-                    (model(last).square().sum() / 8).backward()
-                    optimizer.step()
-                assert session.stats().rounds == 4
-            return [p.detach() for p in model.parameters()]
+        def use(me):
+            for step in range(4):
+                me.optimizer.zero_grad()
+                generator = torch.Generator().manual_seed(10 * step + me.rank)
+                batch = torch.randn(8, 6, generator=generator, dtype=torch.float64)
+                *early, last = batch.chunk(parts)
+                for part in early:
+                    with me.session.no_sync():
+                        (me.model(part).square().sum() / 8).backward()
+                (me.model(last).square().sum() / 8).backward()
+                me.optimizer.step()
+            assert me.session.stats().rounds == 4
+            return me.weights()
 
-        return run_ranks(2, rank_main)[0]
+        return on_ranks(use, make=lambda: network(dtype=torch.float64))[0]
 
-    for whole, parted in zip(run(1), run(4), strict=True):
-        torch.testing.assert_close(whole, parted)
+    torch.testing.assert_close(run(1), run(4))
 
 
 def test_a_step_without_a_backward_pass_of_its_own_is_a_round():
     """By hand, and with all passes inside no_sync(): no optimizer steps with one rank's own."""
 
-    def rank_main(rank, group):
-        model, optimizer, session = start(group, "single", density=1.0)
-        with session:
-            for p in model.parameters():
-                p.grad = torch.full_like(p, float(rank))
-            optimizer.step()
-            assert all(bool((p.grad == 0.5).all()) for p in model.parameters())
-            optimizer.zero_grad()
-            with session.no_sync():
-                backward_of(model, rank, 0)
-            optimizer.step()
-            assert session.stats().rounds == 2
-        return [p.detach() for p in model.parameters()]
+    def use(me):
+        for p in me.model.parameters():
+            p.grad = torch.full_like(p, float(me.rank))
+        me.optimizer.step()
+        assert all(bool((grad == 0.5).all()) for grad in me.gradients())
+        me.optimizer.zero_grad()
+        with me.session.no_sync():
+            me.backward(0)
+        me.optimizer.step()
+        assert me.session.stats().rounds == 2
+        return me.weights()
 
-    assert same_weights(run_ranks(2, rank_main))
+    assert same_weights(on_ranks(use, "single", density=1.0))
 
 
-def test_a_closure_is_one_round_for_each_of_its_backward_passes():
-    def rank_main(rank, group):
-        model = network()
-        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
-        with gg.sparsify(
-            model, optimizer, process_group=group, plan="single", density=1.0
-        ) as session:
-            passes = []
-
-            def closure():
-                optimizer.zero_grad()
-                backward_of(model, rank, 0)
-                passes.append(1)
-                return torch.tensor(1.0)
-
-            optimizer.step(closure)
-            assert session.stats().rounds == len(passes) > 0
-        return [p.detach() for p in model.parameters()]
-
-    assert same_weights(run_ranks(2, rank_main))
+def two(parameters, lr):
+    parameters = list(parameters)
+    return [torch.optim.SGD(part, lr=lr) for part in (parameters[:2], parameters[2:])]
 
 
 def test_a_step_that_a_scaler_leaves_out_is_left_out_by_all_optimizers():
     """Else what met would be applied and, as the round is taken back, carried over as well."""
+    x = torch.ones(4, 6)
 
-    def rank_main(rank, group):
-        model = network()
-        both = [torch.optim.SGD(model[i].parameters(), lr=0.1) for i in (0, 2)]
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        settings = {"plan": "layerwise", "density": 0.2, "scaler": scaler}
-        with gg.sparsify(model, both, process_group=group, **settings) as session:
-            for overflows in (False, True, False):
-                model.zero_grad()
-                before = [p.detach().clone() for p in model.parameters()]
-                carried = session.state_dict()["session"]["residuals"]
-                factor = float("inf") if overflows and rank else 1.0
-                loss = model(torch.ones(4, 6) + rank).square().mean()
-                scaler.scale(loss + factor * model[0].weight.sum()).backward()
-                for optimizer in both:
-                    scaler.step(optimizer)
-                scaler.update()
-                now = list(model.parameters())
-                same = [torch.equal(a, b) for a, b in zip(now, before, strict=True)]
-                assert same == [overflows] * 4
-                if overflows:
-                    kept = session.state_dict()["session"]["residuals"]
-                    torch.testing.assert_close(kept, carried)
-                    assert any(bool(each.any()) for each in kept.values())
-            assert session.stats().nonfinite_rounds == 1
-            session.group.barrier()
-        return [p.detach() for p in model.parameters()]
+    def use(me):
+        for overflows in (False, True, False):
+            me.model.zero_grad()
+            before, carried = me.weights(), me.carried()
+            factor = float("inf") if overflows and me.rank else 1.0
+            loss = me.model(x + me.rank).square().mean() + factor * me.model[0].weight.sum()
+            me.scaler.scale(loss).backward()
+            for optimizer in me.optimizer:
+                me.scaler.step(optimizer)
+            me.scaler.update()
+            same = [torch.equal(a, b) for a, b in zip(me.weights(), before, strict=True)]
+            assert same == [overflows] * 4
+            if overflows:
+                torch.testing.assert_close(me.carried(), carried)
+                assert any(bool(each.any()) for each in carried.values())
+        assert me.session.stats().nonfinite_rounds == 1
+        return me.weights()
 
-    assert same_weights(run_ranks(2, rank_main))
+    assert same_weights(on_ranks(use, optimizer=two, scales=True))
 
 
 def test_residuals_follow_the_scale_of_the_loss():
     """Scales are powers of two: whatever they are, the weights are the same to the last bit."""
 
     def run(scales):
-        def rank_main(rank, group):
-            model = network()
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=scales is not None)
-            settings = {"plan": "layerwise", "density": 0.2, "process_group": group}
-            with gg.sparsify(model, optimizer, scaler=scaler, **settings):
-                for step in range(5):
-                    optimizer.zero_grad()
-                    generator = torch.Generator().manual_seed(10 * step + rank)
-                    loss = model(torch.randn(4, 6, generator=generator)).square().mean()
-                    scaler.scale(loss).backward()
-                    scaler.step(optimizer)
-                    if scales is not None:
-                        scaler.update(scales[step])
-            return [p.detach() for p in model.parameters()]
+        def use(me):
+            for step in range(5):
+                me.optimizer.zero_grad()
+                generator = torch.Generator().manual_seed(10 * step + me.rank)
+                me.scaled_backward(torch.randn(4, 6, generator=generator))
+                if scales is None:
+                    me.optimizer.step()
+                else:
+                    me.scaler.step(me.optimizer)
+                    me.scaler.update(scales[step])
+            return me.weights()
 
-        return run_ranks(2, rank_main)[0]
+        return on_ranks(use, scales=scales is not None)[0]
 
-    scaled = run([4.0, 4.0, 1.0, 8.0, 0.5])
-    assert all(torch.equal(a, b) for a, b in zip(scaled, run(None), strict=True))
+    assert same_weights([run([4.0, 4.0, 1.0, 8.0, 0.5]), run(None)])
 
 
 def test_starved_tensors_are_told_of_and_per_tensor_selection_starves_none():
-    def starved(select, rounds):
-        def rank_main(rank, group):
-            model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-            with gg.sparsify(
-                model, optimizer, process_group=group, plan="single", density=0.02, select=select
-            ) as session:
-                for _ in range(rounds):
-                    for p in model.parameters():
-                        p.grad = torch.full_like(p, 1e-9)
-                    model[0].weight.grad[0, 0] = 1.0
-                    optimizer.step()
-                return session.stats()
+    def make():
+        return nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
 
-        return run_ranks(2, rank_main)[0]
+    def starved(select, rounds):
+        def use(me):
+            for _ in range(rounds):
+                for p in me.model.parameters():
+                    p.grad = torch.full_like(p, 1e-9)
+                me.model[0].weight.grad[0, 0] = 1.0
+                me.optimizer.step()
+            return me.session.stats()
+
+        return on_ranks(use, "single", make=make, density=0.02, select=select)[0]
 
     stats = starved("per_group", 190)
     assert stats.starved_after == 189
@@ -325,19 +242,17 @@ def test_starved_tensors_are_told_of_and_per_tensor_selection_starves_none():
 
 
 def test_memory_and_bytes_are_as_stated():
-    def rank_main(rank, group):
-        model, _, session = start(group, "single", density=0.1)
-        with session:
-            backward_of(model, rank, 0)
-            stats = session.stats()
-            made = session._aggregation.groups[0]
-            assert stats.all_reduce_bytes == 4 * made.numel * 4 // 3
-            (of,) = stats.groups
-            assert (of.tensors, of.elements, of.method) == (4, made.numel, "sparse")
-            assert of.chosen == made.numel // 10
-            assert stats.bytes_sent == of.bytes_sent == 2 * made._message.nbytes
-            messages = 4 * made._message.nbytes
-            assert stats.extra_memory_bytes == 2 * 4 * made.numel + messages
-            assert stats.residual_ratio > 0
+    def use(me):
+        me.backward()
+        stats, numel = me.session.stats(), 83
+        (of,) = stats.groups
+        assert stats.all_reduce_bytes == 4 * numel * 4 // 3
+        assert (of.tensors, of.elements, of.method) == (4, numel, "sparse")
+        assert of.chosen == numel // 10
+        message = of.bytes_sent // 2  # goes over two links
+        assert 8 * of.chosen >= message - 8 > 0
+        assert stats.bytes_sent == of.bytes_sent
+        assert stats.extra_memory_bytes == 2 * 4 * numel + 4 * message
+        assert stats.residual_ratio > 0
 
-    run_ranks(3, rank_main)
+    on_ranks(use, "single", world_size=3, density=0.1)

@@ -2,234 +2,166 @@
 
 import pytest
 import torch
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import gossipgrad as gg
-from support.ranks import run_ranks
 from support.replicas import network
-from support.sparse import backward_of, same_weights, start, states_after
+from support.sparse import on_ranks, same_weights
+
+WHOLE = {"plan": "single", "density": 1.0}
 
 
-def begin(group, model=None, **settings):
-    return start(group, model=model, **{"plan": "single", "density": 1.0, **settings})
+def by_hand(me):
+    for p in me.model.parameters():
+        p.grad = torch.full_like(p, float(me.rank))
 
 
-def by_hand(session, model, rank):
-    for p in model.parameters():
-        p.grad = torch.full_like(p, float(rank))
-
-
-def inside_no_sync(session, model, rank):
-    with session.no_sync():
-        backward_of(model, rank, 9)
-
-
-@pytest.mark.parametrize("gradients", [by_hand, inside_no_sync])
-def test_the_first_step_after_a_resume_is_a_round_like_any_other(gradients):
-    states = states_after(3, plan="single", density=1.0)
-
-    def second(rank, group):
-        model, optimizer, session = begin(group)
-        with session:
-            session.load_state_dict(states[rank])
-            gradients(session, model, rank)
-            optimizer.step()
-            assert session.stats().rounds == 4
-        return [p.detach() for p in model.parameters()]
-
-    assert same_weights(run_ranks(2, second))
+def inside_no_sync(me):
+    with me.session.no_sync():
+        me.backward(9)
 
 
 def test_gradients_that_came_after_a_round_meet_before_the_step():
     """The mean of both passes, also where one rank left out a part of the model in the second."""
 
-    def rank_main(rank, group):
-        model, optimizer, session = begin(group)
-        with session:
-            sum((rank + 1) * p.sum() for p in model.parameters()).backward()
-            with session.no_sync():
-                of = model.parameters() if rank else model[0].parameters()
-                sum(10 * p.sum() for p in of).backward()
-            optimizer.step()
-            assert session.stats().rounds == 2
-        return [p.grad for p in model.parameters()]
+    def use(me):
+        sum((me.rank + 1) * p.sum() for p in me.model.parameters()).backward()
+        with me.session.no_sync():
+            of = me.model.parameters() if me.rank else me.model[0].parameters()
+            sum(10 * p.sum() for p in of).backward()
+        me.optimizer.step()
+        assert me.session.stats().rounds == 2
+        return me.gradients()
 
-    told = run_ranks(2, rank_main)
+    told = on_ranks(use, **WHOLE)
     assert same_weights(told)
     assert [set(g.flatten().tolist()) for g in told[0]] == [{11.5}, {11.5}, {6.5}, {6.5}]
 
 
 def test_a_step_in_the_middle_of_a_backward_pass_is_refused():
-    def rank_main(rank, group):
-        model, optimizer, session = begin(group, plan="layerwise")
-        with session:
-            model[0].weight.register_post_accumulate_grad_hook(lambda p: optimizer.step())
-            with pytest.raises(gg.GossipError, match="in the middle of a backward pass"):
-                backward_of(model, rank, 0)
+    def use(me):
+        me.model[0].weight.register_post_accumulate_grad_hook(lambda p: me.optimizer.step())
+        with pytest.raises(gg.GossipError):
+            me.backward()
 
-    run_ranks(2, rank_main)
+    on_ranks(use, density=1.0, together=False)
 
 
 def test_a_pass_that_breaks_after_a_round_leaves_no_step():
     """The first of two passes has met: that makes no step with what the second left behind."""
 
-    def rank_main(rank, group):
-        model, optimizer, session = begin(group)
-        with session:
-            backward_of(model, rank, 0)
-            if rank:
-                return
-            with pytest.raises(gg.GossipError):
-                model(torch.ones(1, 6)).sum().backward()
-            with pytest.raises(gg.GossipError, match="not aggregated any more"):
-                optimizer.step()
+    def use(me):
+        me.backward()
+        if me.rank:
+            return
+        with pytest.raises(gg.GossipError):
+            me.model(torch.ones(1, 6)).sum().backward()
+        with pytest.raises(gg.GossipError):
+            me.optimizer.step()
 
-    run_ranks(2, rank_main)
+    on_ranks(use, together=False, **WHOLE)
 
 
 def test_a_scaler_needs_the_last_pass_of_a_step_to_be_a_round():
-    def rank_main(rank, group):
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        model, optimizer, session = begin(group, scaler=scaler)
-        with session:
-            loss = model(torch.ones(4, 6)).square().mean()
-            with session.no_sync():
-                scaler.scale(loss).backward(retain_graph=True)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            with session.no_sync():
-                scaler.scale(model(torch.ones(4, 6)).square().mean()).backward()
-            with pytest.raises(gg.GossipError, match=r"outside no_sync\(\)"):
-                scaler.step(optimizer)
+    x = torch.ones(4, 6)
 
-    run_ranks(2, rank_main)
+    def use(me):
+        with me.session.no_sync():
+            me.scaled_backward(x)
+        me.scaled_backward(x)
+        me.scaled_step()
+        with me.session.no_sync():
+            me.scaled_backward(x)
+        with pytest.raises(gg.GossipError):
+            me.scaled_step()
+
+    on_ranks(use, scales=True, together=False, **WHOLE)
 
 
 def test_a_parameter_that_was_not_trained_at_the_start_is_not_stepped_alone():
-    def rank_main(rank, group):
+    def make():
         model = network()
         model[0].requires_grad_(False)
-        model, optimizer, session = begin(group, model)
-        with session:
-            backward_of(model, rank, 0)
-            optimizer.step()
-            model[0].requires_grad_(True)
-            backward_of(model, rank, 1)
-            with pytest.raises(gg.ReplicaChangedError, match=r"'0\.weight' .*broadcast_\(\)"):
-                optimizer.step()
-            session.broadcast_()
-            backward_of(model, rank, 1)
-            optimizer.step()
-            session.group.barrier()
-        return [p.detach() for p in model.parameters()]
+        return model
 
-    assert same_weights(run_ranks(2, rank_main))
+    def use(me):
+        me.train()
+        me.model[0].requires_grad_(True)
+        me.backward()
+        with pytest.raises(gg.ReplicaChangedError, match=r"'0\.weight'"):
+            me.optimizer.step()
+        me.session.broadcast_()
+        me.train()
+        return me.weights()
 
-
-def test_a_warm_up_goes_on_after_the_replicas_were_made_equal_again():
-    def rank_main(rank, group):
-        warm_up = gg.sparsification.Warmup(densities=(1.0,), steps=3, then=0.05)
-        model, optimizer, session = begin(group, density=warm_up)
-        with session:
-            for step in range(4):
-                backward_of(model, rank, step)
-                optimizer.step()
-            before = session.stats()
-            session.broadcast_()
-            backward_of(model, rank, 4)
-            after = session.stats()
-            assert (before.rounds, after.rounds) == (4, 5)
-            assert before.groups[0].chosen == after.groups[0].chosen == 4
-            optimizer.step()
-            session.group.barrier()
-
-    run_ranks(2, rank_main)
+    assert same_weights(on_ranks(use, make=make, **WHOLE))
 
 
 @pytest.mark.parametrize("plan", ["single", "optimal"])
 def test_a_parameter_that_is_frozen_behind_the_session_is_not_stepped(plan):
     """Also where the plan is made meanwhile: in the seventh round."""
 
-    def rank_main(rank, group):
-        model, optimizer, session = begin(group, plan=plan)
-        with session:
-            for step in range(6):
-                backward_of(model, rank, step)
-                optimizer.step()
-            model[0].bias.requires_grad_(False)
-            frozen = model[0].bias.detach().clone()
-            backward_of(model, rank, 6)
-            with pytest.raises(gg.ReplicaChangedError, match=r"'0\.bias' .*broadcast_\(\)"):
-                optimizer.step()
-            session.broadcast_()
-            for step in range(6, 8):
-                backward_of(model, rank, step)
-                optimizer.step()
-            assert torch.equal(model[0].bias, frozen)
-            session.group.barrier()
-        return [p.detach() for p in model.parameters()]
+    def use(me):
+        me.train(6)
+        me.model[0].bias.requires_grad_(False)
+        frozen = me.model[0].bias.detach().clone()
+        me.backward()
+        with pytest.raises(gg.ReplicaChangedError, match=r"'0\.bias'"):
+            me.optimizer.step()
+        me.session.broadcast_()
+        me.train(2)
+        assert torch.equal(me.model[0].bias, frozen)
+        return me.weights()
 
-    assert same_weights(run_ranks(2, rank_main))
+    assert same_weights(on_ranks(use, plan, density=1.0))
 
 
-@pytest.mark.parametrize("methods", [("sparse",), ("dense",)])
-@pytest.mark.parametrize("nothing", [None, 0.0])
+@pytest.mark.parametrize(
+    ("methods", "nothing"), [(("sparse",), None), (("sparse",), 0.0), (("dense",), None)]
+)
 def test_a_rank_without_gradients_gets_those_of_the_others_and_sends_nothing(methods, nothing):
-    def rank_main(rank, group):
-        model, optimizer, session = begin(group, density=0.1, methods=methods)
-        with session:
-            backward_of(model, rank, 0)
-            optimizer.step()
-            kept = session.state_dict()["session"]["residuals"]
-            optimizer.zero_grad()
-            if rank:
-                for p in model.parameters():
-                    p.grad = None if nothing is None else torch.zeros_like(p)
-            else:
-                backward_of(model, rank, 1)
-            optimizer.step()
-            now = session.state_dict()["session"]["residuals"]
-            same = all(torch.equal(kept[name], now[name]) for name in kept)
-            assert same == (rank == 1 or methods == ("dense",))
-            assert session.stats().rounds == 2
-            session.group.barrier()
-        return [p.detach() for p in model.parameters()] + [p.grad for p in model.parameters()]
+    def use(me):
+        me.train()
+        kept = me.carried()
+        me.optimizer.zero_grad()
+        if me.rank:
+            for p in me.model.parameters():
+                p.grad = None if nothing is None else torch.zeros_like(p)
+        else:
+            me.backward()
+        me.optimizer.step()
+        now = me.carried()
+        same = all(torch.equal(kept[name], now[name]) for name in kept)
+        assert same == (me.rank == 1 or methods == ("dense",))
+        assert me.session.stats().rounds == 2
+        return me.weights() + me.gradients()
 
-    told = run_ranks(2, rank_main)
+    told = on_ranks(use, "single", density=0.1, methods=methods)
     assert same_weights(told)
     assert any(bool(g.any()) for g in told[1][4:])
 
 
 def test_what_has_not_met_when_a_closure_returns_does_so_then():
-    def rank_main(rank, group):
-        model, optimizer, session = begin(group)
-
+    def use(me):
         def closure():
-            inside_no_sync(session, model, rank)
+            inside_no_sync(me)
             return 1.0
 
-        with session:
-            inside_no_sync(session, model, rank)
-            assert optimizer.step(lambda: 7.0) == 7.0
-            assert session.stats().rounds == 1
-            assert optimizer.step(closure=closure) == 1.0
-            assert session.stats().rounds == 2
-            backward_of(model, rank, 2)
-            optimizer.step(lambda: 7.0)
-            assert session.stats().rounds == 3
-            optimizer.step(closure if rank else lambda: backward_of(model, rank, 3))
-            assert session.stats().rounds == 4
-            session.group.barrier()
-        return [p.detach() for p in model.parameters()]
+        inside_no_sync(me)
+        assert me.optimizer.step(lambda: 7.0) == 7.0
+        assert me.session.stats().rounds == 1
+        assert me.optimizer.step(closure=closure) == 1.0
+        assert me.session.stats().rounds == 2
+        me.optimizer.step(closure if me.rank else lambda: me.backward(3))
+        assert me.session.stats().rounds == 3
+        return me.weights()
 
-    assert same_weights(run_ranks(2, rank_main))
+    assert same_weights(on_ranks(use, **WHOLE))
 
 
 class Deaf(torch.optim.Optimizer):
     """Takes a closure, as the signature demands, and does not call it."""
 
-    def __init__(self, parameters):
+    def __init__(self, parameters, lr):
         super().__init__(parameters, {})
 
     def step(self, closure=None):
@@ -237,140 +169,58 @@ class Deaf(torch.optim.Optimizer):
 
 
 def test_an_optimizer_that_does_not_call_its_closure_does_not_train_on_alone():
-    def rank_main(rank, group):
-        model = network()
-        optimizer = Deaf(model.parameters())
-        with gg.sparsify(model, optimizer, process_group=group, plan="single") as session:
-            backward_of(model, rank, 0)
-            optimizer.step(lambda: None)
-            with session.no_sync():
-                backward_of(model, rank, 1)
-            for _ in range(2):
-                with pytest.raises(gg.GossipError, match="did not call the closure"):
-                    optimizer.step(lambda: None)
+    def use(me):
+        me.backward()
+        me.optimizer.step(lambda: None)
+        inside_no_sync(me)
+        for _ in range(2):
+            with pytest.raises(gg.GossipError):
+                me.optimizer.step(lambda: None)
 
-    run_ranks(2, rank_main)
-
-
-def test_an_optimizer_state_is_made_by_a_step_that_no_scaler_saw():
-    """torch.distributed.checkpoint steps with zeros and no learning rate to have one."""
-
-    def rank_main(rank, group):
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        model = network()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # keeps none: at any time
-        with gg.sparsify(
-            model, optimizer, process_group=group, plan="single", density=0.1, scaler=scaler
-        ) as session:
-            scaler.scale(model(torch.ones(4, 6) + rank).square().mean()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            kept = session.state_dict()["session"]["residuals"]
-            get_optimizer_state_dict(model, optimizer)
-            now = session.state_dict()["session"]["residuals"]
-            assert any(bool(each.any()) for each in kept.values())
-            assert all(torch.equal(kept[name], now[name]) for name in kept)
-            session.group.barrier()
-        return [p.detach() for p in model.parameters()]
-
-    assert same_weights(run_ranks(2, rank_main))
+    on_ranks(use, optimizer=Deaf, together=False, **WHOLE)
 
 
 def test_a_step_that_no_scaler_saw_takes_nothing_that_is_scaled():
     """The other rank's `.grad` is to be divided by the scale, which this one has missed."""
+    x = torch.ones(4, 6)
 
-    def rank_main(rank, group):
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        model, optimizer, session = begin(group, density=0.1, scaler=scaler)
-        with session:
-            scaler.scale(model(torch.ones(4, 6)).square().mean()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            before = [p.detach().clone() for p in model.parameters()]
-            if rank:
-                with pytest.raises(gg.GossipError, match="others had some, scaled"):
-                    optimizer.step()
-                assert same_weights([before, list(model.parameters())])
-            else:
-                scaler.scale(model(torch.ones(4, 6)).square().mean()).backward()
+    def use(me):
+        me.scaled_backward(x)
+        me.scaled_step()
+        me.optimizer.zero_grad()
+        before = me.weights()
+        if me.rank:
+            with pytest.raises(gg.GossipError):
+                me.optimizer.step()
+            assert same_weights([before, me.weights()])
+        else:
+            me.scaled_backward(x)
 
-    run_ranks(2, rank_main)
+    on_ranks(use, "single", density=0.1, scales=True, together=False)
 
 
 def test_gradients_by_hand_after_a_step_that_a_scaler_left_out_are_no_round_gone_by():
-    def rank_main(rank, group):
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        model, optimizer, session = begin(group, scaler=scaler)
-        with session:
-            scaler.scale(model(torch.full((4, 6), float("inf"))).sum()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            assert optimizer.state_dict()["state"] == {}
-            by_hand(session, model, rank + 1)
-            with pytest.raises(gg.GossipError, match="write none by hand"):
-                optimizer.step()
+    def use(me):
+        me.scaled_backward(torch.full((4, 6), float("inf")))
+        me.scaled_step()
+        assert me.optimizer.state_dict()["state"] == {}
+        by_hand(me)
+        with pytest.raises(gg.GossipError):
+            me.optimizer.step()
 
-    run_ranks(2, rank_main)
-
-
-def test_zeros_that_a_frozen_parameter_was_left_with_are_no_gradient():
-    def rank_main(rank, group):
-        model = network()
-        backward_of(model, 0, 0)
-        model.zero_grad(set_to_none=False)
-        model[0].requires_grad_(False)
-        model, optimizer, session = begin(group, model)
-        with session:
-            for step in range(2):
-                x = torch.ones(2, 6) + rank + step
-                model(x).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=False)
-            model[0].bias.grad.fill_(1.0)
-            with pytest.raises(gg.ReplicaChangedError, match=r"'0\.bias' has a gradient"):
-                optimizer.step()
-            session.group.barrier()
-        return [p.detach() for p in model.parameters()]
-
-    assert same_weights(run_ranks(2, rank_main))
-
-
-def test_no_sync_goes_on_after_broadcast():
-    def rank_main(rank, group):
-        model, optimizer, session = begin(group)
-        with session:
-            with session.no_sync():
-                session.broadcast_()
-                backward_of(model, rank, 0)
-                own = [p.grad.clone() for p in model.parameters()]
-                assert session.stats().rounds == 0
-            optimizer.step()
-            assert session.stats().rounds == 1
-            assert not same_weights([own, [p.grad for p in model.parameters()]])
-            backward_of(model, rank, 1)
-            assert session.stats().rounds == 2
-            session.group.barrier()
-
-    run_ranks(2, rank_main)
+    on_ranks(use, scales=True, together=False, **WHOLE)
 
 
 def test_a_step_without_gradients_on_any_rank_sends_nothing():
     """It goes by zeros, and nothing that is carried over is spent on it."""
 
-    def rank_main(rank, group):
-        model, optimizer, session = begin(group, density=0.1)
-        with session:
-            backward_of(model, rank, 0)
-            optimizer.step()
-            optimizer.zero_grad()
-            kept = session.state_dict()["session"]["residuals"]
-            before = [p.detach().clone() for p in model.parameters()]
-            optimizer.step()
-            now = session.state_dict()["session"]["residuals"]
-            assert all(torch.equal(kept[name], now[name]) for name in kept)
-            assert same_weights([before, list(model.parameters())])
-            session.group.barrier()
+    def use(me):
+        me.train()
+        me.optimizer.zero_grad()
+        kept, before = me.carried(), me.weights()
+        me.optimizer.step()
+        now = me.carried()
+        assert all(torch.equal(kept[name], now[name]) for name in kept)
+        assert same_weights([before, me.weights()])
 
-    run_ranks(2, rank_main)
+    on_ranks(use, "single", density=0.1)

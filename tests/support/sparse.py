@@ -17,8 +17,10 @@ from support.ranks import run_ranks
 from support.replicas import network, sgd
 
 __all__ = [
+    "Rank",
     "assume_costs",
     "backward_of",
+    "on_ranks",
     "same_weights",
     "slow_down",
     "start",
@@ -48,6 +50,76 @@ def start(
     return model, optimizer, session
 
 
+class Rank:
+    """One rank in its session, its model, optimizer and scaler; steps are numbered from 0."""
+
+    def __init__(self, rank: int, group: Group, model, optimizer, session, scaler) -> None:
+        self.rank, self.group, self.scaler = rank, group, scaler
+        self.model: nn.Sequential = model
+        self.optimizer: torch.optim.Optimizer = optimizer
+        self.session: gg.SparseSession = session
+        self.steps = 0
+
+    def backward(self, step: int | None = None) -> None:
+        """A backward pass of the step that comes next, or of another."""
+        backward_of(self.model, self.rank, self.steps if step is None else step)
+
+    def train(self, steps: int = 1) -> None:
+        """Makes some steps."""
+        for _ in range(steps):
+            self.backward()
+            self.optimizer.step()
+            self.steps += 1
+
+    def scaled_backward(self, x: torch.Tensor) -> None:
+        """A backward pass of a scaled loss; gradients add up."""
+        self.scaler.scale(self.model(x).square().mean()).backward()
+
+    def scaled_step(self) -> None:
+        """The step of the scaler, and its update."""
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def weights(self) -> list[torch.Tensor]:
+        """A copy of the parameters."""
+        return [p.detach().clone() for p in self.model.parameters()]
+
+    def gradients(self) -> list[torch.Tensor]:
+        """A copy of the gradients."""
+        return [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
+
+    def carried(self, kind: str = "residuals") -> dict[str, torch.Tensor]:
+        """What a state holds of that kind, by name of a parameter."""
+        return self.session.state_dict()["session"][kind]
+
+
+def on_ranks(
+    use: Callable[[Rank], Any],
+    plan: Any = "layerwise",
+    *,
+    world_size: int = 2,
+    make: Callable[[], nn.Module] = network,
+    optimizer: Callable = torch.optim.SGD,
+    scales: bool = False,
+    together: bool = True,
+    **settings: Any,
+) -> list[Any]:
+    """What `use(me)` returns on each rank; they leave together, or as soon as each is done."""
+    settings = {"density": 0.2, "plan": plan, **settings}
+
+    def rank_main(rank: int, group: Group) -> Any:
+        model, scaler = make(), torch.amp.GradScaler("cpu", init_scale=4.0, enabled=scales)
+        made = optimizer(model.parameters(), lr=0.1)
+        more = {"scaler": scaler} if scales else {}
+        with gg.sparsify(model, made, process_group=group, **settings, **more) as session:
+            result = use(Rank(rank, group, model, made, session, scaler))
+            if together:
+                group.barrier()
+        return result
+
+    return run_ranks(world_size, rank_main)
+
+
 def states_after(
     steps: int,
     world_size: int = 2,
@@ -57,18 +129,14 @@ def states_after(
 ) -> list[dict[str, Any]]:
     """The states of all ranks so many steps after `states`, or after their start."""
 
-    def rank_main(rank: int, group: Group) -> dict[str, Any]:
-        model, optimizer, session = start(group, **settings)
-        with session:
-            if states is not None:
-                session.load_state_dict(states[rank])
-            for step in range(steps):
-                backward_of(model, rank, step)
-                optimizer.step()
-            session.group.barrier()
-            return session.state_dict()
+    def use(me: Rank) -> dict[str, Any]:
+        if states is not None:
+            me.session.load_state_dict(states[me.rank])
+        me.train(steps)
+        me.group.barrier()
+        return me.session.state_dict()
 
-    return run_ranks(world_size, rank_main)
+    return on_ranks(use, world_size=world_size, **settings)
 
 
 def same_weights(told: Sequence[Sequence[torch.Tensor]]) -> bool:

@@ -4,7 +4,6 @@ import json
 import sys
 
 import pytest
-import tyro
 
 from gossipgrad import cli
 from gossipgrad.cli._topology import TopologyOptions, run
@@ -74,10 +73,3 @@ def test_what_does_not_fit_is_an_error_not_a_trace(tmp_path, capsys):
     for options in ({"rounds": -1}, {"max_rounds": 0}, {"world_size": 2000, "image": tmp_path}):
         with pytest.raises(ValueError, match=r"-1|max-rounds 0|2000"):
             TopologyOptions(**{"world_size": 4, **options})
-
-
-def test_options_come_from_the_command_line():
-    arguments = "--world-size 6 --schedule matching --no-rotate --seed 2 --rounds 1 --weight 0.4"
-    assert tyro.cli(TopologyOptions, args=arguments.split()) == TopologyOptions(
-        world_size=6, schedule="matching", rotate=False, seed=2, rounds=1, weight=0.4
-    )

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gossipgrad import topology
-from gossipgrad.topology import Peers, Schedule, from_graph, from_matrix
+from gossipgrad.topology import Schedule, from_graph, from_matrix
 
 
 def pairs_met(schedule: Schedule) -> list[tuple[int, int]]:
@@ -33,14 +32,6 @@ def test_every_edge_once_a_period_in_at_most_one_round_more_than_the_degree(node
     assert pairs_met(schedule) == edges_of(graph)
     degree = max(dict(graph.degree).values())
     assert degree <= schedule.period <= degree + 1
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_dense_graphs_stay_within_one_round_more_than_the_degree(seed):
-    graph = networkx.gnp_random_graph(31, 0.8, seed=seed)
-    schedule = from_graph(graph, seed=seed)
-    assert pairs_met(schedule) == edges_of(graph)
-    assert schedule.period <= max(dict(graph.degree).values()) + 1
 
 
 @pytest.mark.parametrize(
@@ -71,13 +62,6 @@ def test_the_graph_and_the_seed_decide_not_the_order_it_was_built_in():
     assert len({from_graph(larger, seed=seed) for seed in range(5)}) > 1
 
 
-def test_one_rank_meets_nobody():
-    graph = networkx.Graph()
-    graph.add_node(0)
-    assert from_graph(graph).peers(3, 0) == Peers(None, None)
-    assert from_matrix(np.ones((1, 1))).peers(3, 0) == Peers(None, None)
-
-
 def test_a_matrix_gives_each_pair_its_entry():
     weights = np.array(
         [[0.5, 0.2, 0.0, 0.3], [0.2, 0.7, 0.1, 0.0], [0.0, 0.1, 0.5, 0.4], [0.3, 0.0, 0.4, 0.3]]
@@ -92,17 +76,6 @@ def test_a_matrix_gives_each_pair_its_entry():
             seen[rank, partner] = schedule.weight(t, rank, default=0.5)
             assert schedule.mixing_matrix(t)[rank, partner] == seen[rank, partner]
     assert np.array_equal(seen, weights - np.diag(weights.diagonal()))
-
-
-def test_small_weights_apply_the_matrix_to_first_order():
-    laplacian = networkx.laplacian_matrix(networkx.petersen_graph()).toarray()
-    errors = []
-    for step in (1e-2, 1e-3):
-        weights = np.eye(10) - step * laplacian
-        schedule = from_matrix(weights)
-        product = topology.mixing_product(schedule, schedule.period)
-        errors.append(np.abs(product - weights).max())
-    assert errors[1] < errors[0] / 50
 
 
 def test_weights_are_equal_at_both_ends_and_compared_to_the_last_bit():

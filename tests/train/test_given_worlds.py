@@ -24,7 +24,7 @@ LOST_STORE = "the rendezvous store is lost"
 
 def guide_command(program: str, having: str) -> str:
     """The one command of the section on several machines that has such an option."""
-    section = GUIDE.read_text().split("## Who lets the others live")[1]
+    section = GUIDE.read_text().split("## Launchers that keep survivors")[1]
     (command,) = re.findall(rf"^{program} .*{having}.*$", section, re.MULTILINE)
     return command
 

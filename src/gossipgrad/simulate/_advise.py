@@ -14,15 +14,13 @@ from torch.optim import SGD, Optimizer
 from gossipgrad.comm import Group, resolve_group
 from gossipgrad.planning import Profile
 
-from ._collective_steps import AllReduce
+from ._collective_steps import AllReduce, Merged
 from ._gossip_steps import Gossip
-from ._merged_steps import Merged
+from ._model import Strategy, Workers
 from ._network import Network
 from ._predict import Prediction, predict
 from ._probe import probe
 from ._record import record_profile
-from ._setting import Strategy
-from ._workers import Workers
 
 __all__ = ["Advice", "Candidate", "Choice", "advise", "candidates"]
 

@@ -88,14 +88,17 @@ class Metrics:
         """Since the start."""
         return self._now() - self._start
 
-    def count_step(self, loss: float, samples: int, step_seconds: float) -> None:
-        """Add a finished step of `samples` samples with mean loss `loss`."""
+    def count_step(self, samples: int, step_seconds: float) -> None:
+        """Add a finished step of `samples` samples."""
         self.steps += 1
         self.samples += samples
         self.train_seconds += step_seconds
-        self._loss_sum += loss * samples
         self.epoch_samples += samples
         self._epoch_seconds += step_seconds
+
+    def count_loss(self, loss: float, samples: int) -> None:
+        """Add the mean loss of `samples` samples, as soon as it is read from the device."""
+        self._loss_sum += loss * samples
 
     def state(self, *, epoch_batches: int) -> dict[str, Any]:
         """What was counted and written so far; an epoch has `epoch_batches` batches."""
