@@ -40,7 +40,7 @@ def evaluated(rank: int, store: object, name: str) -> tuple[float, float, float,
     test = TestPart(job_on(line_dataset()), rank=rank, world_size=2)
     strategy = start(rank, name, model, torch.optim.SGD(model.parameters(), lr=0.1))
     norm.running_mean.fill_(10.0 * rank)  # as after a step on its own samples
-    evaluation = strategy.evaluate(test, final=True)
+    evaluation = strategy.evaluate(test, epoch=0, final=True)
     own = float(norm.running_mean)
     model.load_state_dict(evaluation.weights)
     exported = test.accuracy(model)
@@ -113,7 +113,7 @@ def stopped(rank: int, store: Any, name: str, first: int) -> tuple[int, bool, li
         optimizer.step()
         optimizer.zero_grad()
     evaluation = strategy.evaluate(
-        TestPart(job_on(dataset), rank=rank, world_size=world_size), final=True
+        TestPart(job_on(dataset), rank=rank, world_size=world_size), epoch=0, final=True
     )
     dist.barrier()
     strategy.close()

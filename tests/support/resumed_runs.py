@@ -30,7 +30,7 @@ def state_of(folder: Path, rank: int, step: int | None = None) -> dict[str, Any]
     session = state.get("session")
     strategy = {k: v for k, v in state["strategy"].items() if "seconds" not in k}
     # A stop takes an evaluation more; in the others are times.
-    left_out = ("first", "before", "evaluations")
+    left_out = ("first", "before")
     strategy = {k: v for k, v in strategy.items() if k not in left_out}
     batches = state["batches"] and state["batches"]["shuffle"]
     return {

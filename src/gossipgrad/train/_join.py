@@ -266,10 +266,9 @@ class RunJoiner:
     def make_loop_state(self, strategy: RunningStrategy, batches: ElasticBatches) -> LoopState:
         """Where the run is, by the donor's state and the newest epoch in the store; local."""
         self._batches = batches
-        carried, strategy_state = self.carried, dict(self.carried["strategy"])
+        carried = self.carried
         epoch = max(carried["epoch"], batches.newest_epoch() or 0)
-        strategy_state["evaluations"] += epoch - carried["epoch"]  # one at the end of each
-        strategy.load_state_dict(strategy_state)
+        strategy.load_state_dict(carried["strategy"])
         self.begun_step = strategy.position(0)
         metrics = {
             "steps": self.begun_step,

@@ -306,7 +306,7 @@ class Loop:
         metrics = self.metrics
         self._read_losses()
         with self.spans.measure("evaluate", metrics.steps):
-            evaluation = self.strategy.evaluate(self.test, final=final)
+            evaluation = self.strategy.evaluate(self.test, epoch=epoch, final=final)
         if evaluation is None or not metrics.epoch_samples:
             return evaluation
         event = metrics.write(

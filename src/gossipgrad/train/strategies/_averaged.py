@@ -69,10 +69,10 @@ class Averaged(InSession):
         if self._session.group.broken is not None:
             raise explain(GossipError(self._session.group.broken), "an average over all ranks")
 
-    def evaluate(self, test: TestPart, *, final: bool) -> Evaluation:
+    def evaluate(self, test: TestPart, *, epoch: int, final: bool) -> Evaluation:
         """Evaluate the consensus, shared out over the ranks."""
         try:
-            return consensus_evaluation(self._session, self.model, test, final=final)
+            return consensus_evaluation(self._session, self.model, test, epoch=epoch, final=final)
         except GossipError as error:
             raise explain(error, "an average over all ranks") from error
 

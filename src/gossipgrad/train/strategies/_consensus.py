@@ -64,7 +64,7 @@ class MissedError(GossipError):
     """The others are at a later evaluation: this one came about for them, and broke here.
 
     Attributes:
-        latest: The number of theirs; 0 where it is not known.
+        latest: The epoch of theirs; 0 where it is not known.
     """
 
     def __init__(self, message: str, *, latest: int = 0) -> None:
@@ -77,8 +77,8 @@ def consensus_evaluation(
     model: nn.Module,
     test: TestPart,
     *,
+    epoch: int,
     final: bool,
-    number: int = 0,
 ) -> Evaluation:
     """Evaluate the consensus, shared out over the living ranks; a collective of these.
 
@@ -90,8 +90,8 @@ def consensus_evaluation(
         session: Whose consensus.
         model: What it trains.
         test: What to evaluate on.
+        epoch: At whose end, or in which, this rank evaluates; one may fail on some ranks alone.
         final: Whether this rank comes for the last time.
-        number: Which evaluation of this rank it is, where one may fail on some ranks alone.
 
     Raises:
         MissedError: The others are at a later evaluation.
@@ -100,11 +100,12 @@ def consensus_evaluation(
     while True:
         with session.consensus():
             group = session.group
-            came = group.all_gather_object([number, final])
+            came = group.all_gather_object([epoch, final])
             latest = max(other for other, _ in came)
-            if number < latest:
+            if epoch < latest:
                 raise MissedError(
-                    f"evaluation {number} broke on rank {group.rank}; others are at {latest}",
+                    f"the evaluation of epoch {epoch + 1} broke on rank {group.rank}; others are "
+                    f"at epoch {latest + 1}",
                     latest=latest,
                 )
             if any(other < latest for other, _ in came):

@@ -34,7 +34,7 @@ class Gossip(InSession):
         measures_disagreement: bool = False,
     ) -> None:
         super().__init__(replica.model, session)
-        self._evaluations = self._ahead = 0
+        self._ahead = 0
         self._joiner = replica.joiner
         self._has_left = False
         self._measures_disagreement = measures_disagreement
@@ -53,7 +53,7 @@ class Gossip(InSession):
         self._word: StopFlag | None = None
         self.membership_changes()  # of one that joins, what was before
 
-    def evaluate(self, test: TestPart, *, final: bool) -> Evaluation | None:
+    def evaluate(self, test: TestPart, *, epoch: int, final: bool) -> Evaluation | None:
         """Evaluate the consensus of the living, shared out over them.
 
         One that leaves the run before its end evaluates its own replica, when it has left. One that
@@ -65,14 +65,13 @@ class Gossip(InSession):
             self._joiner.flush()
             self._session.close()  # or the others' steps would wait
             return alone(self.model, test, final=True, is_consensus=False)
-        self._evaluations += 1
         problem = ""
         for _ in range(TRIES):
             try:
                 if not self._has_met and not final:
                     self._session.group.unless = self._train_on
                 evaluation = consensus_evaluation(
-                    self._session, self.model, test, final=final, number=self._evaluations
+                    self._session, self.model, test, epoch=epoch, final=final
                 )
                 self._has_met = True
                 return replace(evaluation, disagreement=self._disagreement(test))
@@ -84,7 +83,7 @@ class Gossip(InSession):
                     break
                 if not final:
                     return None
-                self._evaluations = error.latest
+                epoch = error.latest
             except GossipError as error:
                 problem = str(error)
             finally:
@@ -152,12 +151,12 @@ class Gossip(InSession):
         return self.is_stale or super().checkpoint_due(steps, every)
 
     def state_dict(self) -> dict[str, Any]:
-        """How many evaluations there were, and steps before this session."""
-        return {"evaluations": self._evaluations, "ahead": self._ahead}
+        """Steps before this session."""
+        return {"ahead": self._ahead}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` gave."""
-        self._evaluations, self._ahead = state["evaluations"], state["ahead"]
+        self._ahead = state["ahead"]
 
     def skip_steps(self, steps: int) -> None:
         """Count the steps that were made before this session."""

@@ -92,7 +92,7 @@ class Lockstep(RunningStrategy):
     def _finish_backward(self) -> None:
         """What has to come between the backward pass and the update."""
 
-    def evaluate(self, test: TestPart, *, final: bool) -> Evaluation:
+    def evaluate(self, test: TestPart, *, epoch: int, final: bool) -> Evaluation:
         """Evaluate the replica, shared out over the ranks."""
         try:
             with mean_buffers(self._replica, self._mean):

@@ -134,9 +134,9 @@ class PostLocal(RunningStrategy):
         """Run the backward pass; see `RunningStrategy.backward`."""
         self._part.backward(loss)
 
-    def evaluate(self, test: TestPart, *, final: bool) -> Evaluation | None:
+    def evaluate(self, test: TestPart, *, epoch: int, final: bool) -> Evaluation | None:
         """Evaluate as the part under way does."""
-        return self._part.evaluate(test, final=final)
+        return self._part.evaluate(test, epoch=epoch, final=final)
 
     def traffic(self) -> Traffic:
         """What both parts have cost."""

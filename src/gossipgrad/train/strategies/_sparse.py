@@ -115,11 +115,11 @@ class Sparse(Lockstep):
         """The session."""
         return {"session": self._session}
 
-    def evaluate(self, test: TestPart, *, final: bool) -> Evaluation:
+    def evaluate(self, test: TestPart, *, epoch: int, final: bool) -> Evaluation:
         """Evaluate as all in lockstep do; at the end, also note what was planned and starved."""
         if final:
             self.notes += self._plan_notes()
-        return super().evaluate(test, final=final)
+        return super().evaluate(test, epoch=epoch, final=final)
 
     def traffic(self) -> Traffic:
         """Exposed time measured, bytes computed."""

@@ -263,10 +263,15 @@ class RunningStrategy(ABC):
         return []
 
     @abstractmethod
-    def evaluate(self, test: TestPart, *, final: bool) -> Evaluation | None:
+    def evaluate(self, test: TestPart, *, epoch: int, final: bool) -> Evaluation | None:
         """Evaluate the model that stands for all ranks; a collective but for `local`.
 
         None on a rank that joined the others as they were at it already: it has no part in it.
+
+        Args:
+            test: What to evaluate on.
+            epoch: At whose end, or in which, the ranks evaluate.
+            final: Whether this rank evaluates for the last time.
         """
 
     @abstractmethod
