@@ -288,3 +288,18 @@ def local_steps() -> str:
         lines.append(line)
     heads = [f"{ranks} ranks, H = {steps}" for ranks in (8, 32) for steps in (8, 32)]
     return table(["", *heads], lines)
+
+
+@register("gpu")
+def gpu() -> str:
+    cells = results("gpu")["step"]
+    rows = []
+    for name in cells[0]["contestants"]:
+        row = [name]
+        for cell in cells:
+            held = cell["contestants"][name]
+            ratio = f", {held['ratio_to_no_exchange']:.2f}" if name != "no exchange" else ""
+            row.append(f"{held['ms_median']:.0f} ms{ratio}")
+        rows.append(row)
+    head = [f"batch {cell['batch']}" for cell in cells]
+    return table(["time of a step, ratio to no exchange", *head], rows)
