@@ -118,13 +118,23 @@ def test_apoptosis():
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_those_of_two_processes(monkeypatch, tmp_path):
+def test_steps_of_two_processes():
     first, second = in_processes(2, step.take_turns, 1, 1)
     assert first.keys() == second.keys() == step.TASKS.keys()
     for times in first.values():
         assert step.summary(times)["ddp"]["ratio_to_ddp_median"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_what_the_ring_costs():
     for rank in in_processes(2, shuffle.blocks_of_steps, 1, 2):
         assert rank["bytes_sent_per_step"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_encryption(monkeypatch, tmp_path):
     found = written(monkeypatch, tmp_path, encryption, "--repeats", "2")
     for of in found["results"].values():
         assert of["encrypted"]["cpu_seconds_per_megabyte_sent"] > 0
