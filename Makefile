@@ -9,7 +9,7 @@ WORKERS ?= $(shell echo $$(( 2 * $$(getconf _NPROCESSORS_ONLN) )))
 # Processes of tests read what others have compiled, also where the environment keeps Python from it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-slow lint format types docs bench bench-network bench-network-full bench-chaos clean
+.PHONY: demo test test-slow test-gpu lint format types docs bench bench-network bench-network-full bench-chaos clean
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -26,6 +26,10 @@ test: $(READY) lint types
 # large models, networks of namespaces, a browser, storms, the pages; as root on Linux runs all
 test-slow: $(READY)
 	$(BIN)/python -m pytest -n auto --dist loadfile -m "slow and not gpu"
+
+# on a machine with a CUDA device
+test-gpu: $(READY)
+	$(BIN)/python -m pytest -m gpu
 
 lint: $(READY)
 	$(BIN)/ruff format --check --quiet

@@ -1,8 +1,8 @@
 """Is gossip as accurate as all-reduce at equal epochs?
 
 Trains with `gossipgrad train`, the same seeds for every contestant, and pairs the accuracies of the
-exported models by seed. Cells that are done are kept between calls: an interrupted benchmark goes
-on where it stopped.
+exported models by seed. Runs that are done are kept: an interrupted benchmark goes on where it
+stopped.
 
     python -m benchmarks.accuracy
     python -m benchmarks.accuracy --workloads    # larger ones, three seeds
@@ -14,118 +14,77 @@ predicted right.
 
 import argparse
 import json
-import math
 import statistics
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
-from scipy.stats import t as student
-
-from benchmarks._common import write
+from benchmarks._common import half_width_95, write
 
 CONTESTANTS = {
-    "allreduce": ["--strategy", "allreduce"],
-    "gossip": ["--strategy", "gossip"],
-    "gossip, weights+state": ["--strategy", "gossip", "--payload", "weights+state"],
+    "allreduce": "--strategy allreduce",
+    "gossip": "--strategy gossip",
+    "gossip, weights+state": "--strategy gossip --payload weights+state",
 }
-
-
-@dataclass(frozen=True)
-class Task:
-    """What is trained, and how long."""
-
-    name: str
-    world_size: int
-    options: tuple[str, ...]
-    contestants: tuple[str, ...] = ("allreduce", "gossip")
-
-    @property
-    def command(self) -> list[str]:
-        """The options of `gossipgrad train` that all contestants share."""
-        return [*self.options, "--nproc", str(self.world_size)]
-
-
-FASHION = ("--data", "fashion-mnist", "--model", "lenet", "--epochs", "10", "--lr", "0.02")
-DIGITS = ("--data", "digits", "--model", "mlp", "--epochs", "20")
-TASKS = [
-    Task("digits, MLP", 4, DIGITS, tuple(CONTESTANTS)),
+ALL = tuple(CONTESTANTS)
+FASHION = "--data fashion-mnist --model lenet --epochs 10 --lr 0.02 --batch-size"
+CIFAR = "--data cifar10-small --model resnet20 --batch-size 32 --lr 0.1 --epochs 5"
+SHAKESPEARE = "--data shakespeare --model gpt --optimizer adamw --batch-size 4 --lr 0.002"
+# What is trained, by how many workers, with which options, and by whom.
+TASKS = (
+    ("digits, MLP", 4, "--data digits --model mlp --epochs 20", ALL),
     # 256 samples a step over all ranks in both, so that equal epochs are equal steps.
-    Task("Fashion-MNIST, LeNet", 4, (*FASHION, "--batch-size", "64")),
-    Task("Fashion-MNIST, LeNet", 8, (*FASHION, "--batch-size", "32")),
-]
-
-CIFAR = ("--data", "cifar10-small", "--model", "resnet20", "--batch-size", "32", "--lr", "0.1")
-SHAKESPEARE = (
-    "--data",
-    "shakespeare",
-    "--model",
-    "gpt",
-    "--optimizer",
-    "adamw",
-    "--batch-size",
-    "4",
+    ("Fashion-MNIST, LeNet", 4, f"{FASHION} 64", ALL[:2]),
+    ("Fashion-MNIST, LeNet", 8, f"{FASHION} 32", ALL[:2]),
 )
-RISING = ("--warmup-epochs", "1")
-WORKLOADS = [
-    Task("CIFAR-10 small, ResNet-20", 4, (*CIFAR, "--epochs", "5", *RISING)),
+WORKLOADS = (
+    ("CIFAR-10 small, ResNet-20", 4, f"{CIFAR} --warmup-epochs 1", ALL[:2]),
     # Adam divides by moments of its own gradients: what each rank keeps to itself may matter here.
-    Task(
-        "Shakespeare, GPT",
-        4,
-        (*SHAKESPEARE, "--lr", "0.002", "--epochs", "2", *RISING),
-        tuple(CONTESTANTS),
-    ),
-]
+    ("Shakespeare, GPT", 4, f"{SHAKESPEARE} --epochs 2 --warmup-epochs 1", ALL),
+)
 
 
-def run(task: Task, contestant: str, seed: int, folder: Path) -> dict:
-    """The summary of one run; from disk if it was done before."""
-    slug = "-".join(
-        part.replace(" ", "").replace(",", "-").lower()
-        for part in (task.name, str(task.world_size), contestant, str(seed))
-    )
-    out = folder / slug
-    summary = out / "summary.json"
-    if not summary.exists():
-        command = [sys.executable, "-m", "gossipgrad", "train", *task.command]
-        command += [*CONTESTANTS[contestant], "--seed", str(seed), "--trace", "0", "--quiet"]
+def trained(options: list[str], out: Path) -> dict:
+    """The summary of a run of `gossipgrad train`; from disk if it was done before."""
+    if not (out / "summary.json").exists():
+        command = [sys.executable, "-m", "gossipgrad", "train", *options, "--trace", "0", "--quiet"]
         subprocess.run([*command, "--out", str(out), "--overwrite"], check=True)
-    return json.loads(summary.read_text())
+    return json.loads((out / "summary.json").read_text())
 
 
-def interval(differences: list[float]) -> tuple[float, float]:
-    """Mean and half-width of its 95 % interval (Student's t)."""
-    n = len(differences)
-    spread = statistics.stdev(differences) / math.sqrt(n)
-    return statistics.fmean(differences), float(student.ppf(0.975, n - 1)) * spread
-
-
-def compare(task: Task, seeds: int, folder: Path) -> dict:
+def compare(
+    name: str, world_size: int, options: str, contestants: tuple[str, ...], seeds: int, folder: Path
+) -> dict:
     """All contestants on one task, differences to all-reduce paired by seed, in points."""
-    accuracies: dict[str, list[float]] = {name: [] for name in task.contestants}
+    command = [*options.split(), "--nproc", str(world_size)]
+    accuracies: dict[str, list[float]] = {contestant: [] for contestant in contestants}
     for seed in range(seeds):
-        for name in task.contestants:
-            summary = run(task, name, seed, folder)
-            accuracies[name].append(summary["accuracy"])
-            print(task.name, task.world_size, name, seed, summary["accuracy"], flush=True)
-    row = {
-        "task": task.name,
-        "world_size": task.world_size,
-        "command": "gossipgrad train " + " ".join(task.command),
+        for contestant in contestants:
+            out = f"{name}-{world_size}-{contestant}-{seed}".replace(" ", "").replace(",", "-")
+            own = [*command, *CONTESTANTS[contestant].split(), "--seed", str(seed)]
+            accuracies[contestant].append(trained(own, folder / out.lower())["accuracy"])
+            print(name, world_size, contestant, seed, accuracies[contestant][-1], flush=True)
+    differences = {
+        contestant: [
+            100 * (a - b)
+            for a, b in zip(accuracies[contestant], accuracies["allreduce"], strict=True)
+        ]
+        for contestant in contestants[1:]
+    }
+    return {
+        "task": name,
+        "world_size": world_size,
+        "command": f"gossipgrad train {' '.join(command)}",
         "seeds": list(range(seeds)),
         "accuracy": accuracies,
-        "difference_to_allreduce_points": {},
+        "difference_to_allreduce_points": {
+            contestant: {
+                "mean": round(statistics.fmean(found), 3),
+                "half_width_95": round(half_width_95(found) or 0.0, 3),
+            }
+            for contestant, found in differences.items()
+        },
     }
-    for name in [name for name in task.contestants if name != "allreduce"]:
-        pairs = zip(accuracies[name], accuracies["allreduce"], strict=True)
-        mean, half = interval([100 * (a - b) for a, b in pairs])
-        row["difference_to_allreduce_points"][name] = {
-            "mean": round(mean, 3),
-            "half_width_95": round(half, 3),
-        }
-    return row
 
 
 def main() -> None:
@@ -138,7 +97,8 @@ def main() -> None:
     name = "workloads" if options.workloads else "accuracy"
     seeds = options.seeds or (3 if options.workloads else 5)
     folder = options.folder or Path("runs") / name
-    rows = [compare(task, seeds, folder) for task in (WORKLOADS if options.workloads else TASKS)]
+    tasks = WORKLOADS if options.workloads else TASKS
+    rows = [compare(*task, seeds, folder) for task in tasks]
     print(write(name, {"rows": rows}, module="accuracy"))
 
 

@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 import gossipgrad as gg
 from benchmarks._common import RESULTS, made_by, write
+from benchmarks._tasks import whole
 from gossipgrad import data
 from gossipgrad.models import GPT, ResNet20
 
@@ -119,85 +120,57 @@ def doubled_resnet() -> nn.Module:
     return model
 
 
-def images(name: str) -> list[tuple[Tensor, Tensor]]:
-    """Training and test part of a data set, whole in memory."""
-    loaded = data.load(name)
-    return [part.batch(torch.arange(len(part))) for part in (loaded.train, loaded.test)]
+def settings(steps: int, batches: int = 16, /, **budgets: float) -> dict[str, dict[str, Any]]:
+    """Of `gg.shrink` by name, 24 events over a run at most."""
+    every = steps // 24
+    common = {"every": every, "batches": min(batches, every)}
+    return {name: {**common, "budget": budget} for name, budget in budgets.items()}
+
+
+def adamw(decay: float) -> Callable[[Any, float], torch.optim.Optimizer]:
+    return lambda parameters, lr: torch.optim.AdamW(parameters, lr=lr, weight_decay=decay)
 
 
 def fashion_mlp(part: float) -> Task:
-    train, test = images("fashion-mnist")
+    train, test = whole("fashion-mnist")
     steps = int(part * 5 * len(train[0]) // 128)
-    common = {"every": steps // 24, "batches": min(16, steps // 24)}
     return Task(
         lambda widths=(1024, 1024): mlp(784, 10, widths),
-        train,
-        test,
-        128,
-        momentum,
-        0.05,
-        steps,
-        accuracy,
-        {
-            "careful": {**common, "budget": 0.0012},
-            "bold": {**common, "budget": 0.0045},
-        },
+        *(train, test, 128, momentum, 0.05, steps, accuracy),
+        settings(steps, careful=0.0012, bold=0.0045),
         controls=True,
     )
 
 
 def fashion_lenet(part: float) -> Task:
-    train, test = images("fashion-mnist")
+    train, test = whole("fashion-mnist")
     steps = int(part * 2 * len(train[0]) // 128)
-    common = {"every": steps // 24, "batches": min(16, steps // 24)}
     return Task(
         lambda widths=(32, 64, 256, 128): lenet(widths),
-        train,
-        test,
-        128,
-        momentum,
-        0.05,
-        steps,
-        accuracy,
-        {"careful": {**common, "budget": 0.003}, "bold": {**common, "budget": 0.02}},
+        *(train, test, 128, momentum, 0.05, steps, accuracy),
+        settings(steps, careful=0.003, bold=0.02),
         controls=True,
     )
 
 
 def cifar_resnet(part: float) -> Task:
-    train, test = images("cifar10-small")
+    train, test = whole("cifar10-small")
     steps = int(part * 3 * len(train[0]) // 64)
     common = {"every": steps // 20, "batches": min(16, steps // 20)}
     return Task(
         doubled_resnet,
-        train,
-        test,
-        64,
-        momentum,
-        0.05,
-        steps,
-        accuracy,
+        *(train, test, 64, momentum, 0.05, steps, accuracy),
         {"bold": {**common, "budget": 0.02, "events": 8}},
     )
 
 
 def shakespeare_gpt(part: float) -> Task:
-    loaded = data.load("shakespeare")
-    train = loaded.train.batch(torch.arange(len(loaded.train)))
-    test = loaded.test.batch(torch.arange(min(256, len(loaded.test))))
-    size = loaded.info.num_classes
-    steps = int(part * 600)
-    common = {"every": steps // 24, "batches": min(8, steps // 24)}
+    train, test = whole("shakespeare")
+    size, steps = data.info("shakespeare").num_classes, int(part * 600)
     return Task(
         lambda: GPT(size, layers=2, width=64, heads=4),
-        train,
-        test,
-        16,
-        lambda parameters, lr: torch.optim.AdamW(parameters, lr=lr, weight_decay=0.01),
-        3e-3,
-        steps,
-        minus_loss,
-        {"careful": {**common, "budget": 0.003}, "bold": {**common, "budget": 0.02}},
+        *(train, (test[0][:256], test[1][:256]), 16, adamw(0.01), 3e-3, steps, minus_loss),
+        settings(steps, 8, careful=0.003, bold=0.02),
     )
 
 
@@ -209,17 +182,11 @@ def higgs(part: float) -> Task:
     x, y = x[order], y[order]
     x = (x - x[5000:].mean(0)) / x[5000:].std(0)
     steps = int(part * 12 * (len(x) - 5000) // 128)
-    common = {"every": steps // 24, "batches": min(16, steps // 24)}
+    train, test = (x[5000:], y[5000:]), (x[:5000], y[:5000])
     return Task(
         lambda widths=(300, 300, 300): mlp(28, 2, widths, dropout=0.2),
-        (x[5000:], y[5000:]),
-        (x[:5000], y[:5000]),
-        128,
-        lambda parameters, lr: torch.optim.AdamW(parameters, lr=lr),
-        3e-3,
-        steps,
-        area_under_curve,
-        {"careful": {**common, "budget": 0.003}, "bold": {**common, "budget": 0.02}},
+        *(train, test, 128, adamw(0.01), 3e-3, steps, area_under_curve),
+        settings(steps, careful=0.003, bold=0.02),
         controls=True,
     )
 
@@ -295,25 +262,23 @@ def compare(name: str, seeds: int, part: float) -> dict[str, Any]:
                 control = train_once(task, seed, None, widths)
                 runs.setdefault(f"control of {variant}", []).append(control)
                 tell(name, f"control of {variant}", runs)
-    whole = runs["whole"]
+    ratios = {
+        "times_fewer_parameters": "parameters",
+        "times_less_processor_time": "seconds",
+        "times_faster_later_steps": "seconds_of_later_steps",
+    }
     table = {}
     for variant, each in runs.items():
-        pairs = list(zip(whole, each, strict=True))
+        pairs = list(zip(runs["whole"], each, strict=True))
         table[variant] = {
             "metric": statistics.mean(run["metric"] for run in each),
             "metric_difference": statistics.mean(b["metric"] - a["metric"] for a, b in pairs),
-            "times_fewer_parameters": statistics.mean(
-                a["parameters"] / b["parameters"] for a, b in pairs
-            ),
-            "times_less_processor_time": statistics.mean(
-                a["seconds"] / b["seconds"] for a, b in pairs
-            ),
-            "times_faster_later_steps": statistics.mean(
-                a["seconds_of_later_steps"] / b["seconds_of_later_steps"] for a, b in pairs
-            ),
+            **{
+                name: statistics.mean(a[key] / b[key] for a, b in pairs)
+                for name, key in ratios.items()
+            },
         }
-    settings = {variant: dict(each) for variant, each in task.shrinks.items()}
-    return {"steps": task.steps, "settings": settings, "table": table, "runs": runs}
+    return {"steps": task.steps, "settings": task.shrinks, "table": table, "runs": runs}
 
 
 def tell(name: str, variant: str, runs: dict[str, list[dict[str, Any]]]) -> None:

@@ -22,14 +22,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from benchmarks._common import write
+from benchmarks._common import quartiles, write
 from gossipgrad import checkpoint
 
 SEED = 0
 PARAMETERS = (1_000_000, 10_000_000, 25_000_000)
 TENSORS = 100
-LOAD = "load_average"  # of the machine just before, other work among it
 ALONE_STEPS = 20
 
 
@@ -99,36 +99,24 @@ class Background:
         }
 
 
-def tensors_of(state: Any) -> list[Tensor]:
-    if isinstance(state, Tensor):
-        return [state]
-    if isinstance(state, dict | list):
-        items = state.values() if isinstance(state, dict) else state
-        return [tensor for item in items for tensor in tensors_of(item)]
-    return []
-
-
 def ways(state: dict[str, Any], folder: Path, background: Background) -> dict[str, Callable]:
     """What is compared; each takes the number of the turn, and gives seconds by name."""
     path, at_once = folder / "state.pt", folder / "at-once"
-
-    def timed(name: str, act: Callable[[int], object]) -> Callable[[int], dict[str, float]]:
-        return lambda number: {name: seconds_of(lambda: act(number))}
-
+    timed: dict[str, Callable[[int], object]] = {
+        "torch_save": lambda _: torch_save(state, path, to_the_disk=False),
+        "torch_save_fsync": lambda _: torch_save(state, path, to_the_disk=True),
+        "save": lambda number: checkpoint.save(
+            at_once, state, rank=0, world_size=1, step=number, keep=1
+        ),
+        "load": lambda _: checkpoint.load(at_once, rank=0),
+        "torch_load": lambda _: torch.load(path, weights_only=True),
+    }
     return {
         "background": lambda number: background.save(state, number),
-        "torch_save": timed("torch_save", lambda _: torch_save(state, path, to_the_disk=False)),
-        "torch_save_fsync": timed(
-            "torch_save_fsync", lambda _: torch_save(state, path, to_the_disk=True)
-        ),
-        "save": timed(
-            "save",
-            lambda number: checkpoint.save(
-                at_once, state, rank=0, world_size=1, step=number, keep=1
-            ),
-        ),
-        "load": timed("load", lambda _: checkpoint.load(at_once, rank=0)),
-        "torch_load": timed("torch_load", lambda _: torch.load(path, weights_only=True)),
+        **{
+            name: lambda number, name=name, act=act: {name: seconds_of(lambda: act(number))}
+            for name, act in timed.items()
+        },
     }
 
 
@@ -156,9 +144,9 @@ def row(parameters: int, repeats: int, folder: Path, order: random.Random) -> di
         raise SystemExit(f"of {repeats + 1} states {stats.saved} were saved")
     found = {
         "parameters": parameters,
-        "state_bytes": sum(tensor.nbytes for tensor in tensors_of(state)),
+        "state_bytes": sum(t.nbytes for t in tree_leaves(state) if isinstance(t, Tensor)),
         "file_bytes": stats.size_bytes,
-        LOAD: load,
+        "load_average": load,  # of the machine just before, other work among it
         "held_first_seconds": first["held"],
     }
     found["quartiles_seconds"] = {name: quartiles(seconds) for name, seconds in taken.items()}
@@ -171,13 +159,6 @@ def row(parameters: int, repeats: int, folder: Path, order: random.Random) -> di
         flush=True,
     )
     return found
-
-
-def quartiles(values: list[float]) -> list[float]:
-    """Lower quartile, median, upper quartile; all of them the one where there is no other."""
-    if len(values) == 1:
-        values = 2 * values
-    return statistics.quantiles(values, n=4, method="inclusive")
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import gossipgrad as gg
 from benchmarks._common import once, write
-from benchmarks._fashion import Part, accuracy, cosine, fashion
+from benchmarks._tasks import Part, accuracy, cosine, whole
 from gossipgrad import data, models
 from gossipgrad.compression import SparseFormat, top_k
 from gossipgrad.simulate import VirtualRanks
@@ -37,7 +37,7 @@ Mix = Callable[[int, Tensor], int]
 """Mixes replicas, the rows of a matrix, in a round; the bytes that each rank sent."""
 
 
-def whole(schedule: Schedule, every: int = 1) -> Mix:
+def all_weights(schedule: Schedule, every: int = 1) -> Mix:
     """All weights."""
 
     def mix(step: int, w: Tensor) -> int:
@@ -110,11 +110,11 @@ def contestants(seed: int, initial: Tensor) -> dict[str, tuple[str, Mix]]:
     rotating, fixed = dissemination(WORLD_SIZE, seed=seed), ring(WORLD_SIZE)
     return {
         "nothing": ("none", lambda step, w: 0),
-        "all weights": ("dissemination", whole(rotating)),
-        "all weights, every=10": ("dissemination", whole(rotating, every=10)),
+        "all weights": ("dissemination", all_weights(rotating)),
+        "all weights, every=10": ("dissemination", all_weights(rotating, every=10)),
         "SharedMask(0.1)": ("dissemination", masked(rotating, gg.SharedMask(0.1), seed)),
         "SharedMask(0.01)": ("dissemination", masked(rotating, gg.SharedMask(0.01), seed)),
-        "all weights, ring": ("ring", whole(fixed)),
+        "all weights, ring": ("ring", all_weights(fixed)),
         "SharedMask(0.1), ring": ("ring", masked(fixed, gg.SharedMask(0.1), seed)),
         "CHOCO-SGD 0.1, ring": ("ring", differences(fixed, 0.1, initial)),
         "CHOCO-SGD 0.01, ring": ("ring", differences(fixed, 0.01, initial)),
@@ -189,18 +189,18 @@ def main() -> None:
     """Runs what is missing and writes the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--samples", type=int, help="of each part, for a try")
     parser.add_argument("--folder", type=Path, default=Path("runs/compressed_gossip"))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    train, test = fashion()
+    train, test = whole("fashion-mnist")
+    train, test = ((x[: options.samples], y[: options.samples]) for x, y in (train, test))
     results = []
     for seed in range(options.seeds):
         for name in contestants(0, torch.zeros(1)):
             path = options.folder / f"{name.replace(' ', '-')}-{seed}.json"
             of = {"contestant": name, "seed": seed}
-            results.append(
-                once(path, of, lambda name=name, seed=seed: run(name, seed, train, test))
-            )
+            results.append(once(path, of, lambda of=(name, seed): run(*of, train, test)))
             print(results[-1], flush=True)
     setting = {
         "data": "fashion-mnist",

@@ -19,7 +19,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,13 +29,13 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 import gossipgrad as gg
-from benchmarks._common import RESULTS, write
+from benchmarks._common import RESULTS, half_width_95, write
+from benchmarks._tasks import Part, Text, accuracy, cosine, whole
 from gossipgrad import data, models
 from gossipgrad.simulate import VirtualRanks
 
 SEEDS = (0, 1, 2)
 SEARCH_SEED = 100
-STUDENT_95 = 4.303  # two degrees of freedom
 NAME = "equal_accuracy"
 
 
@@ -56,47 +56,16 @@ class Task:
     rates: tuple[float, ...]
 
 
+def _task(data: str, model: str, optimizer: str, batch: int, steps: int, *rates: float) -> Task:
+    return Task(data=data, model=model, optimizer=optimizer, batch=batch, steps=steps, rates=rates)
+
+
 TASKS = {
-    "mlp": Task(
-        data="fashion-mnist",
-        model="mlp",
-        optimizer="sgd",
-        batch=2048,
-        steps=580,
-        rates=(0.1, 0.2),
-    ),
-    "mlp-adam": Task(
-        data="fashion-mnist",
-        model="mlp",
-        optimizer="adam",
-        batch=512,
-        steps=468,
-        rates=(0.01, 0.02),
-    ),
-    "lenet": Task(
-        data="fashion-mnist",
-        model="lenet",
-        optimizer="sgd",
-        batch=1024,
-        steps=290,
-        rates=(0.1, 0.2),
-    ),
-    "resnet20": Task(
-        data="cifar10-small",
-        model="resnet20",
-        optimizer="sgd",
-        batch=256,
-        steps=160,
-        rates=(0.1, 0.2),
-    ),
-    "gpt": Task(
-        data="shakespeare",
-        model="gpt",
-        optimizer="adam",
-        batch=64,
-        steps=400,
-        rates=(0.004, 0.008),
-    ),
+    "mlp": _task("fashion-mnist", "mlp", "sgd", 2048, 580, 0.1, 0.2),
+    "mlp-adam": _task("fashion-mnist", "mlp", "adam", 512, 468, 0.01, 0.02),
+    "lenet": _task("fashion-mnist", "lenet", "sgd", 1024, 290, 0.1, 0.2),
+    "resnet20": _task("cifar10-small", "resnet20", "sgd", 256, 160, 0.1, 0.2),
+    "gpt": _task("shakespeare", "gpt", "adam", 64, 400, 0.004, 0.008),
 }
 CONTEXT = 64
 
@@ -133,86 +102,59 @@ class Images:
     """Fashion-MNIST or CIFAR-10 small, shuffled anew in each epoch."""
 
     def __init__(self, task: Task) -> None:
-        self.info = data.info(task.data)
-        loaded = data.load(task.data)
-        self.train, self.test = (
-            part.batch(torch.arange(len(part))) for part in (loaded.train, loaded.test)
-        )
-        self.name = task.model
+        self.info, self.name = data.info(task.data), task.model
+        (self.x, self.y), self.test = whole(task.data)
 
     def model(self) -> nn.Module:
         """A new one."""
         return models.build(self.name, self.info)
 
-    def batches(self, task: Task, seed: int) -> Any:
+    def batches(self, task: Task, seed: int) -> Iterator[Part]:
         """Inputs and labels of each step."""
-        x, y = self.train
         generator = torch.Generator().manual_seed(seed)
         order = torch.empty(0, dtype=torch.long)
         for _ in range(task.steps):
             if len(order) < task.batch:
-                order = torch.randperm(len(x), generator=generator)
+                order = torch.randperm(len(self.x), generator=generator)
             taken, order = order[: task.batch], order[task.batch :]
-            yield x[taken], y[taken]
+            yield self.x[taken], self.y[taken]
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Percent and nats on the test part."""
         x, y = self.test
         with torch.inference_mode():
             outputs = torch.cat([model(part) for part in x.split(1000)])
-        accuracy = 100 * float((outputs.argmax(1) == y).double().mean())
-        return {"accuracy": accuracy, "loss": float(F.cross_entropy(outputs, y))}
-
-    @staticmethod
-    def loss(outputs: Tensor, labels: Tensor) -> Tensor:
-        """Of one rank."""
-        return F.cross_entropy(outputs, labels)
+        return {"accuracy": 100 * accuracy(model, self.test), "loss": float(loss(outputs, y))}
 
 
-class Text(Images):
+class Windows:
     """Random windows of tiny Shakespeare."""
 
     def __init__(self, task: Task) -> None:
-        loaded = data.load(task.data)
-        self.vocabulary = loaded.info.num_classes
-        self.parts = [
-            (torch.cat(list(inputs)).long(), torch.cat(list(labels)).long())
-            for inputs, labels in (
-                part.batch(torch.arange(len(part))) for part in (loaded.train, loaded.test)
-            )
-        ]
+        self.text = Text(CONTEXT)
 
     def model(self) -> nn.Module:
         """Two layers of width 64."""
-        return models.GPT(self.vocabulary, context=CONTEXT, layers=2, width=64, heads=4)
+        return models.GPT(self.text.vocabulary, context=CONTEXT, layers=2, width=64, heads=4)
 
-    def windows(self, part: int, generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
-        """Inputs and labels of random places."""
-        inputs, labels = self.parts[part]
-        starts = torch.randint(len(inputs) - CONTEXT, (count,), generator=generator)
-        places = starts[:, None] + torch.arange(CONTEXT)
-        return inputs[places], labels[places]
-
-    def batches(self, task: Task, seed: int) -> Any:
+    def batches(self, task: Task, seed: int) -> Iterator[Part]:
         """Inputs and labels of each step."""
         generator = torch.Generator().manual_seed(seed)
         for _ in range(task.steps):
-            yield self.windows(0, generator, task.batch)
+            yield self.text.windows(0, generator, task.batch)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Nats on 1,000 windows of the test part, the same for all."""
-        x, y = self.windows(1, torch.Generator().manual_seed(0), 1000)
+        x, y = self.text.windows(1, torch.Generator().manual_seed(0), 1000)
         with torch.inference_mode():
-            losses = [
-                self.loss(model(inputs), labels)
-                for inputs, labels in zip(x.split(100), y.split(100), strict=True)
-            ]
+            pairs = zip(x.split(100), y.split(100), strict=True)
+            losses = [loss(model(inputs), labels) for inputs, labels in pairs]
         return {"loss": float(torch.stack(losses).mean())}
 
-    @staticmethod
-    def loss(outputs: Tensor, labels: Tensor) -> Tensor:
-        """Of one rank."""
-        return F.cross_entropy(outputs.flatten(0, 1), labels.flatten())
+
+def loss(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Of one rank."""
+    return F.cross_entropy(outputs.flatten(0, -2), labels.flatten())
 
 
 def maker(task: Task, rate: float, *, rule: bool) -> Callable[[list[nn.Parameter]], Optimizer]:
@@ -223,7 +165,7 @@ def maker(task: Task, rate: float, *, rule: bool) -> Callable[[list[nn.Parameter
     return lambda parameters: kind(parameters, lr=rate, weight_decay=0.01)
 
 
-def train(task: Task, source: Images, ranks: int, way: dict[str, Any], rate: float, seed: int):
+def train(task: Task, source: Any, ranks: int, way: dict[str, Any], rate: float, seed: int):
     """One run; accuracy of the mean of all replicas."""
     options = dict(way)
     rule = options.pop("rule", False)
@@ -232,17 +174,15 @@ def train(task: Task, source: Images, ranks: int, way: dict[str, Any], rate: flo
         source.model(),
         ranks,
         optimizer=maker(task, rate, rule=rule),
-        loss=source.loss,
+        loss=loss,
         batching="loop" if task.model == "gpt" and "strategy" not in way else "auto",
         seed=seed if options.get("strategy") is None else 0,
         **options,
     )
     began, warmup = time.perf_counter(), max(1, task.steps // 20)
     for step, (x, y) in enumerate(source.batches(task, seed)):
-        done = (step - warmup) / (task.steps - warmup)
-        factor = (step + 1) / warmup if step < warmup else 0.5 * (1 + math.cos(math.pi * done))
         for group in replicas.optimizer.param_groups:
-            group["lr"] = rate * factor
+            group["lr"] = cosine(rate, step, task.steps, warmup)
         replicas.step(*(part.reshape(ranks, -1, *part.shape[1:]) for part in (x, y)))
     found = source.evaluate(replicas.consensus_model().eval())
     return found | {"seconds": round(time.perf_counter() - began, 1)}
@@ -262,7 +202,7 @@ class Runs:
         path = RESULTS / f"{NAME}.json"
         kept = json.loads(path.read_text()) if path.exists() else {"runs": {}, "rows": []}
         self.done, self.rows = kept["runs"], kept["rows"]
-        self.sources: dict[str, Images] = {}
+        self.sources: dict[str, Any] = {}
 
     def run(self, name: str, ranks: int, way: str, rate: float, seed: int) -> dict[str, float]:
         """What a run came to."""
@@ -270,7 +210,7 @@ class Runs:
         if key not in self.done:
             task = TASKS[name]
             if name not in self.sources:
-                self.sources[name] = (Text if task.model == "gpt" else Images)(task)
+                self.sources[name] = (Windows if task.model == "gpt" else Images)(task)
             options = ways(task)[way][1]
             self.done[key] = train(task, self.sources[name], ranks, options, rate, seed)
             print(key, self.done[key], flush=True)
@@ -313,8 +253,7 @@ def row(runs: Runs, name: str, ranks: int, way: str, seeds: int) -> dict[str, An
     figures |= {"bytes": ways(TASKS[name])[way][0], "mean": round(statistics.mean(values), 3)}
     figures["difference"] = round(statistics.mean(differences), 3)
     if len(values) == len(SEEDS):
-        spread = STUDENT_95 * statistics.stdev(differences) / math.sqrt(len(differences))
-        figures["interval"] = round(spread, 3)
+        figures["interval"] = round(half_width_95(differences) or 0.0, 3)
     return figures
 
 

@@ -8,15 +8,12 @@ in this process, and writes:
 * `loss`: the training loss (mean over ranks, over all rows) after `loss_step` steps, with the
   paired differences to `sync`: same seed, same initial weights, same batches.
 
-Run from the repository root, under five minutes on one core:
-
-    python -m benchmarks.reference_drift
+    python -m benchmarks.reference_drift    # under five minutes on one core
 """
 
 import argparse
 import statistics
-import time
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from sklearn.datasets import load_digits
@@ -27,10 +24,11 @@ from benchmarks._common import write
 from gossipgrad.decentralized._reference import Reference
 from gossipgrad.topology import dissemination
 
-BATCH_ROWS = 16
-LEARNING_RATE = 0.05
-MOMENTUM = 0.9
-STRATEGIES = {
+BATCH_ROWS, LEARNING_RATE, MOMENTUM = 16, 0.05, 0.9
+TRAIN_ROWS = 1440
+WORLD_SIZES, AT_STEPS = (4, 8), (50, 200, 800, 2000)
+LOSS_STEP, LOSS_SEEDS = 50, range(5)
+STRATEGIES: dict[str, dict[str, Any]] = {
     "sync": {"mode": "sync"},
     "overlap": {"mode": "overlap"},
     "overlap, weights+state": {"mode": "overlap", "payload": "weights+state"},
@@ -40,173 +38,112 @@ STRATEGIES = {
     "gradients+weights": {"payload": "gradients+weights"},
     "local": {"every": 2**62},  # its first round never closes
 }
-LOSS_STRATEGIES = ["sync", "overlap", "overlap, weights+state", "lagged", "lagged, weights+state"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Digits:
-    """Rows to train on and rows held out."""
-
-    inputs: Tensor
-    labels: Tensor
-    test_inputs: Tensor
-    test_labels: Tensor
-
-
-def load() -> Digits:
-    digits = load_digits()
-    inputs = torch.tensor(digits.data / 16.0, dtype=torch.float32)
-    labels = torch.tensor(digits.target)
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    train, test = order[:1440], order[1440:]
-    return Digits(
-        inputs=inputs[train],
-        labels=labels[train],
-        test_inputs=inputs[test],
-        test_labels=labels[test],
-    )
+LOSS_STRATEGIES = ("sync", "overlap", "overlap, weights+state", "lagged", "lagged, weights+state")
 
 
 class Run:
     """One strategy on p ranks: equal initial weights, a shard of its own for each rank."""
 
-    def __init__(self, digits: Digits, strategy: str, world_size: int, seed: int) -> None:
-        self.digits = digits
+    def __init__(self, rows: tuple[Tensor, Tensor], way: str, world_size: int, seed: int) -> None:
+        self.inputs, self.labels = rows
         self.models: list[nn.Module] = []
         for _ in range(world_size):
             torch.manual_seed(seed)
-            self.models.append(
-                nn.Sequential(
-                    nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)
-                )
-            )
+            hidden = nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU()
+            self.models.append(nn.Sequential(*hidden, nn.Linear(32, 10)))
         optimizers = [
             torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
             for model in self.models
         ]
         schedule = dissemination(world_size, seed=seed)
-        self.reference = Reference(self.models, optimizers, schedule, **STRATEGIES[strategy])
+        self.reference = Reference(self.models, optimizers, schedule, **STRATEGIES[way])
         self.generator = torch.Generator().manual_seed(seed)
-        rows = torch.randperm(len(digits.labels), generator=self.generator)
-        self.shards = rows.tensor_split(world_size)
+        order = torch.randperm(len(self.labels), generator=self.generator)
+        self.shards = order.tensor_split(world_size)
 
     def step(self) -> None:
         for model, shard in zip(self.models, self.shards, strict=True):
-            chosen = torch.randint(len(shard), (BATCH_ROWS,), generator=self.generator)
-            rows = shard[chosen]
+            rows = shard[torch.randint(len(shard), (BATCH_ROWS,), generator=self.generator)]
             model.zero_grad()
-            F.cross_entropy(model(self.digits.inputs[rows]), self.digits.labels[rows]).backward()
+            F.cross_entropy(model(self.inputs[rows]), self.labels[rows]).backward()
         self.reference.step()
 
     @torch.no_grad()
     def loss(self) -> float:
-        losses = [
-            F.cross_entropy(model(self.digits.inputs), self.digits.labels).item()
-            for model in self.models
-        ]
+        """Mean over ranks, over all rows."""
+        losses = [F.cross_entropy(m(self.inputs), self.labels).item() for m in self.models]
         return statistics.fmean(losses)
 
-    @torch.no_grad()
-    def consensus_accuracy(self) -> float:
-        names = [name for name, _ in self.models[0].named_parameters()]
-        mean = dict(zip(names, (w.float() for w in self.reference.consensus()), strict=True))
-        scores = torch.func.functional_call(self.models[0], mean, (self.digits.test_inputs,))
-        return (scores.argmax(1) == self.digits.test_labels).double().mean().item()
 
-
-def drift(digits: Digits, world_size: int, rounds: int, at: list[int], seed: int) -> list[dict]:
-    """Consensus distance at the given steps, and where the mean model got to, per strategy."""
+def drift(rows: tuple[Tensor, Tensor], world_size: int, steps: int) -> list[dict]:
+    """Consensus distance at the given steps, by strategy."""
     results = []
-    for strategy in STRATEGIES:
-        run = Run(digits, strategy, world_size, seed)
+    for way in STRATEGIES:
+        run = Run(rows, way, world_size, 0)
         distances = {}
-        for step in range(1, rounds + 1):
+        for step in range(1, steps + 1):
             run.step()
-            if step in at:
+            if step in AT_STEPS:
                 distances[str(step)] = run.reference.consensus_distance()
-        results.append(
-            {
-                "world_size": world_size,
-                "strategy": strategy,
-                "seed": seed,
-                "consensus_distance": distances,
-                "accuracy_of_consensus": run.consensus_accuracy(),
-                "loss_of_replicas": run.loss(),
-            }
-        )
-        row = "  ".join(f"{distance:8.4f}" for distance in distances.values())
-        print(f"p={world_size}  {strategy:24s} {row}", flush=True)
+        row = {"world_size": world_size, "strategy": way, "seed": 0}
+        results.append({**row, "consensus_distance": distances, "loss_of_replicas": run.loss()})
+        print(results[-1], flush=True)
     return results
 
 
-def losses(digits: Digits, world_size: int, step: int, seeds: list[int]) -> list[dict]:
-    """Loss after `step` steps over the seeds, and its paired differences to sync."""
-    by_strategy: dict[str, list[float]] = {}
-    for strategy in LOSS_STRATEGIES:
-        by_strategy[strategy] = []
-        for seed in seeds:
-            run = Run(digits, strategy, world_size, seed)
-            for _ in range(step):
-                run.step()
-            by_strategy[strategy].append(run.loss())
+def losses(rows: tuple[Tensor, Tensor], world_size: int) -> list[dict]:
+    """Loss over the seeds, and its paired differences to sync."""
+    found: dict[str, list[float]] = {}
     results = []
-    for strategy, values in by_strategy.items():
-        differences = [v - s for v, s in zip(values, by_strategy["sync"], strict=True)]
-        result = {
-            "world_size": world_size,
-            "strategy": strategy,
-            "losses": values,
-            "mean": statistics.fmean(values),
-            "standard_deviation": statistics.stdev(values),
-            "minus_sync": differences,
-            "minus_sync_mean": statistics.fmean(differences),
-            "minus_sync_standard_deviation": statistics.stdev(differences),
-        }
-        results.append(result)
-        print(
-            f"p={world_size}  {strategy:24s} loss {result['mean']:.4f} "
-            f"(sd {result['standard_deviation']:.4f}), minus sync "
-            f"{result['minus_sync_mean']:+.4f} (sd {result['minus_sync_standard_deviation']:.4f})",
-            flush=True,
+    for way in LOSS_STRATEGIES:
+        found[way] = []
+        for seed in LOSS_SEEDS:
+            run = Run(rows, way, world_size, seed)
+            for _ in range(LOSS_STEP):
+                run.step()
+            found[way].append(run.loss())
+        differences = [v - s for v, s in zip(found[way], found["sync"], strict=True)]
+        results.append(
+            {
+                "world_size": world_size,
+                "strategy": way,
+                "losses": found[way],
+                "mean": statistics.fmean(found[way]),
+                "standard_deviation": statistics.stdev(found[way]),
+                "minus_sync_mean": statistics.fmean(differences),
+                "minus_sync_standard_deviation": statistics.stdev(differences),
+            }
         )
+        print(results[-1], flush=True)
     return results
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Drift and loss of each mixing rule.")
-    parser.add_argument("--world-sizes", type=int, nargs="+", default=[4, 8])
-    parser.add_argument("--rounds", type=int, default=2000)
-    parser.add_argument("--drift-seed", type=int, default=0)
-    parser.add_argument("--loss-step", type=int, default=50)
-    parser.add_argument("--loss-seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    """Trains, prints and writes."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--steps", type=int, default=AT_STEPS[-1])
     options = parser.parse_args()
-    if len(options.loss_seeds) < 2:
-        parser.error("--loss-seeds: give two or more, a spread needs them")
-
     torch.set_num_threads(1)
-    start_seconds = time.perf_counter()
-    digits = load()
-    at = [step for step in (50, 200, 800, 2000) if step <= options.rounds]
-    drifts: list[dict] = []
-    loss: list[dict] = []
-    for world_size in options.world_sizes:
-        drifts += drift(digits, world_size, options.rounds, at, options.drift_seed)
-        loss += losses(digits, world_size, options.loss_step, options.loss_seeds)
-    figures = {
+    digits = load_digits()
+    inputs = torch.tensor(digits.data / 16.0, dtype=torch.float32)
+    train = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(0))[:TRAIN_ROWS]
+    rows = inputs[train], torch.tensor(digits.target)[train]
+    figures: dict[str, Any] = {
         "setting": {
-            "data": "scikit-learn digits, 1440 rows to train on, 357 held out, one shard a rank",
+            "data": "scikit-learn digits, 1440 rows to train on, one shard a rank",
             "model": "64-64-32-10 MLP, ReLU",
             "optimizer": f"SGD, lr {LEARNING_RATE}, momentum {MOMENTUM}",
             "batch_rows_per_rank": BATCH_ROWS,
             "topology": "dissemination, rotating",
-            "drift_seed": options.drift_seed,
-            "loss_step": options.loss_step,
-            "loss_seeds": options.loss_seeds,
+            "loss_step": LOSS_STEP,
+            "loss_seeds": list(LOSS_SEEDS),
         },
-        "seconds": round(time.perf_counter() - start_seconds, 1),
-        "consensus_distance": drifts,
-        "loss": loss,
+        "consensus_distance": [],
+        "loss": [],
     }
+    for world_size in WORLD_SIZES:
+        figures["consensus_distance"] += drift(rows, world_size, options.steps)
+        figures["loss"] += losses(rows, world_size)
     print(write("reference_drift", figures))
 
 

@@ -29,7 +29,8 @@ from torch.optim import Optimizer
 
 import gossipgrad as gg
 from benchmarks._common import write
-from gossipgrad import data, models
+from benchmarks._tasks import Part, Text, whole
+from gossipgrad import models
 
 STEPS, SEEDS = 300, 3
 RATES = (1e-3, 3e-3, 1e-2)
@@ -59,50 +60,34 @@ def late(steps: int) -> Make:
 class Gpt:
     """A small GPT on Shakespeare."""
 
-    def __init__(self, batch: int = 8) -> None:
-        set_ = data.load("shakespeare")
-        self.parts = [
-            (torch.cat(list(inputs)).long(), torch.cat(list(labels)).long())
-            for inputs, labels in (
-                part.batch(torch.arange(len(part))) for part in (set_.train, set_.test)
-            )
-        ]
-        self.vocabulary, self.batch = set_.info.num_classes, batch
+    batch = 8
+
+    def __init__(self) -> None:
+        self.text = Text(CONTEXT)
+        self.sample = self.text.windows
 
     def model(self) -> nn.Module:
         """A new one."""
-        return models.GPT(self.vocabulary, context=CONTEXT, layers=2, width=64, heads=4)
-
-    def sample(self, part: int, generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
-        """Random windows."""
-        inputs, labels = self.parts[part]
-        starts = torch.randint(len(inputs) - CONTEXT, (count,), generator=generator)
-        places = starts[:, None] + torch.arange(CONTEXT)
-        return inputs[places], labels[places]
+        return models.GPT(self.text.vocabulary, context=CONTEXT, layers=2, width=64, heads=4)
 
 
 class Perceptron:
     """A perceptron on Fashion-MNIST."""
 
-    def __init__(self, batch: int = 128) -> None:
-        set_ = data.load("fashion-mnist")
-        self.parts = [
-            (F.avg_pool2d(inputs.float(), 2), labels)
-            for inputs, labels in (
-                part.batch(torch.arange(len(part))) for part in (set_.train, set_.test)
-            )
-        ]
-        self.batch = batch
+    batch = 128
+
+    def __init__(self) -> None:
+        self.parts = [(F.avg_pool2d(x.float(), 2), y.long()) for x, y in whole("fashion-mnist")]
 
     def model(self) -> nn.Module:
         """A new one."""
         return models.MLP(196, 10, hidden_size=64)
 
-    def sample(self, part: int, generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
+    def sample(self, part: int, generator: torch.Generator, count: int) -> Part:
         """Random samples."""
         inputs, labels = self.parts[part]
         chosen = torch.randint(len(inputs), (count,), generator=generator)
-        return inputs[chosen], labels[chosen].long()
+        return inputs[chosen], labels[chosen]
 
 
 def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -154,11 +139,6 @@ def search(task: Any, make: Make, steps: int) -> tuple[float, dict[float, dict[s
             return best, found
 
 
-def train_all(task: Any, make: Make, lr: float, steps: int, seeds: range) -> list[dict[str, Any]]:
-    """One run for each seed."""
-    return [train(task, make, lr, steps, seed) for seed in seeds]
-
-
 def reaches(run: dict[str, Any], loss: float, steps: int) -> float | None:
     """The share of steps after which a run is at this loss, between evaluations by a line."""
     before = (0, float("inf"))
@@ -170,45 +150,36 @@ def reaches(run: dict[str, Any], loss: float, steps: int) -> float | None:
     return None
 
 
-def loss() -> None:
+def loss(steps: int, seeds: int) -> None:
     """Trains, and writes `results/second_order_loss.json` after each part."""
-    figures: dict[str, Any] = {"setting": {"steps": STEPS, "seeds": SEEDS}}
-    for name in ("gpt", "mlp"):
-        task = Gpt() if name == "gpt" else Perceptron()
-        steps = STEPS
+    figures: dict[str, Any] = {"setting": {"steps": steps, "seeds": seeds}}
+    for name, kind in (("gpt", Gpt), ("mlp", Perceptron)):
+        task, targets = kind(), list[float]()
         of: dict[str, Any] = {"optimizers": {}, "late": {}}
         figures[name] = of
-        targets: list[float] = []
-
         for each, make in OPTIMIZERS.items():
             lr, tried = search(task, make, steps)
-            runs = [tried[lr], *train_all(task, make, lr, steps, range(1, SEEDS))]
+            runs = [tried[lr], *(train(task, make, lr, steps, seed) for seed in range(1, seeds))]
             finals = [one["loss"][-1] for one in runs]
             targets = targets or finals
-            shares = [reaches(one, t, steps) for one, t in zip(runs, targets, strict=True)]
-            per_step = statistics.median(one["seconds"] / steps for one in runs)
-            in_step = statistics.median(one["in_step"] / steps for one in runs)
             of["optimizers"][each] = {
                 "lr": lr,
                 "searched": {str(k): v["loss"][-1] for k, v in sorted(tried.items())},
                 "final": finals,
                 "mean": statistics.mean(finals),
-                "share_of_steps": shares,
-                "ms_a_step": 1e3 * per_step,
-                "ms_in_optimizer": 1e3 * in_step,
+                "share_of_steps": [
+                    reaches(one, target, steps) for one, target in zip(runs, targets, strict=True)
+                ],
+                "ms_a_step": 1e3 * statistics.median(one["seconds"] / steps for one in runs),
+                "ms_in_optimizer": 1e3 * statistics.median(one["in_step"] / steps for one in runs),
             }
-            print(
-                f"{name} {each:10} lr {lr:g}: {statistics.mean(finals):.4f} {finals}, {shares}, "
-                f"{1e3 * per_step:.1f} ms, of it {1e3 * in_step:.1f} in the optimizer",
-                flush=True,
-            )
+            print(name, each, of["optimizers"][each], flush=True)
             write("second_order_loss", figures, module="second_order")
         lr = of["optimizers"]["SOAP"]["lr"]
-        for steps_late in (1, 3, 5, 10):
-            runs = train_all(task, late(steps_late), lr, steps, range(SEEDS))
-            finals = [one["loss"][-1] for one in runs]
-            of["late"][steps_late] = finals
-            print(f"{name} late {steps_late}: {statistics.mean(finals):.4f} {finals}", flush=True)
+        for late_by in (1, 3, 5, 10):
+            runs = [train(task, late(late_by), lr, steps, seed) for seed in range(seeds)]
+            of["late"][late_by] = [one["loss"][-1] for one in runs]
+            print(name, "late", late_by, of["late"][late_by], flush=True)
             write("second_order_loss", figures, module="second_order")
 
 
@@ -260,13 +231,16 @@ class Contestant:
             self.threads.clear()
 
     def figures(self) -> dict[str, Any]:
+        (wall, worst), (thread, worst_thread) = (
+            (statistics.median(times), float(np.percentile(times, 99)))
+            for times in (self.walls, self.threads)
+        )
         return {
-            "median_ms": 1e3 * statistics.median(self.walls),
-            "p99_ms": 1e3 * float(np.percentile(self.walls, 99)),
-            "p99_over_median": float(np.percentile(self.walls, 99)) / statistics.median(self.walls),
-            "thread_median_ms": 1e3 * statistics.median(self.threads),
-            "thread_p99_over_median": float(np.percentile(self.threads, 99))
-            / statistics.median(self.threads),
+            "median_ms": 1e3 * wall,
+            "p99_ms": 1e3 * worst,
+            "p99_over_median": worst / wall,
+            "thread_median_ms": 1e3 * thread,
+            "thread_p99_over_median": worst_thread / thread,
             "wall_seconds": self.total,
             "cpu_seconds": self.cpu,
             "steps": len(self.walls),
@@ -291,9 +265,11 @@ def main() -> None:
     """Answers one question."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n", 1)[0])
     parser.add_argument("question", choices=("loss", "spikes"))
+    parser.add_argument("--steps", type=int, default=STEPS, help="of a run, for a try")
+    parser.add_argument("--seeds", type=int, default=SEEDS)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    loss() if options.question == "loss" else spikes()
+    loss(options.steps, options.seeds) if options.question == "loss" else spikes()
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import json
 import math
 import os
 import random
-import statistics
 import subprocess
 import sys
 import time
@@ -29,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks._common import write
+from benchmarks._common import quartiles, write
 from gossipgrad.compression import top_k
 
 SEED = 0
@@ -87,11 +86,6 @@ def compare(values: Tensor, count: int, order: random.Random) -> dict[str, Any]:
         }
         for name, spent in taken.items()
     }
-
-
-def quartiles(values: list[float]) -> list[float]:
-    """Lower quartile, median, upper quartile."""
-    return statistics.quantiles(values, n=4, method="inclusive")
 
 
 def peaks(numel: int) -> dict[str, dict[str, int]]:

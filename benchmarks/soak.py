@@ -12,15 +12,12 @@ the line of least squares may rise by what `ALLOWED` says.
 
 import argparse
 import gc
-import json
-import multiprocessing
-import os
 import resource
+import statistics
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -29,6 +26,7 @@ from torch import nn
 
 import gossipgrad as gg
 from benchmarks._common import write
+from benchmarks._processes import in_processes
 from gossipgrad import checkpoint
 
 RANKS, STEPS, SAMPLES, BUCKET_BYTES = 4, 150_000, 120, 128
@@ -46,6 +44,7 @@ ALLOWED = {
     "threads": (0.0, 0.5),
     "blocks": (0.005, 0.0),
 }
+Samples = list[dict[str, int]]
 
 
 def sizes() -> dict[str, int]:
@@ -61,21 +60,6 @@ def sizes() -> dict[str, int]:
     }
 
 
-def growth(at: Sequence[float], values: Sequence[float]) -> float:
-    """What the line of least squares through some values rises by.
-
-    Example:
-        >>> growth([0, 1, 2, 3], [5, 6, 7, 8]), growth([0, 1, 2, 3], [5, 7, 5, 7])
-        (3.0, 1.2)
-    """
-    middle, mean = fmean(at), fmean(values)
-    spread = sum((x - middle) ** 2 for x in at)
-    if not spread:  # nothing was exchanged between the samples
-        return float(values[-1] - values[0])
-    slope = sum((x - middle) * (y - mean) for x, y in zip(at, values, strict=True)) / spread
-    return slope * (max(at) - min(at))
-
-
 def judge(samples: Sequence[Mapping[str, float]]) -> dict[str, dict[str, Any]]:
     """Of each measure of one rank and part: mean, growth, what is allowed, whether it is flat."""
     half = samples[len(samples) // 2 :]
@@ -83,7 +67,10 @@ def judge(samples: Sequence[Mapping[str, float]]) -> dict[str, dict[str, Any]]:
     found = {}
     for measure, (share, least) in ALLOWED.items():
         values = [sample[measure] for sample in half]
-        mean, grew = fmean(values), growth(at, values)
+        grew = float(values[-1] - values[0])
+        if len(set(at)) > 1:
+            grew = statistics.linear_regression(at, values).slope * (max(at) - min(at))
+        mean = statistics.fmean(values)
         allowed = max(share * mean, least)
         found[measure] = {
             "mean": round(mean, 1),
@@ -94,30 +81,22 @@ def judge(samples: Sequence[Mapping[str, float]]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def rank_main(rank: int, world_size: int, port: int, folder: Path, steps: int) -> None:
-    """All parts, one after the other; samples go into the folder."""
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    found = {
-        name: _run(name, rank, world_size, store, folder / name, steps, *part)
-        for name, part in PARTS.items()
-    }
-    (folder / f"rank{rank}.json").write_text(json.dumps(found))
+def train(world: dist.ProcessGroup, folder: Path, steps: int) -> dict[str, Samples]:
+    """All parts, one after the other, on one rank; samples of each."""
+    return {name: _part(world, folder / name, steps, *part) for name, part in PARTS.items()}
 
 
-def _run(
-    name: str,
-    rank: int,
-    world_size: int,
-    store: dist.Store,
+def _part(
+    world: dist.ProcessGroup,
     folder: Path,
     steps: int,
     mode: str,
     topology: str,
     share: float,
     sessions: int,
-) -> list[dict[str, int]]:
+) -> Samples:
     torch.manual_seed(0)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     generator = torch.Generator().manual_seed(rank)
@@ -125,7 +104,7 @@ def _run(
     own, samples, before = max(1, round(share * steps / sessions)), [], 0
     every = max(1, own * sessions // SAMPLES)
     for number in range(sessions):
-        group = gg.Group(dist.PrefixStore(f"{name}/{number}", store), rank, world_size)
+        save_to = folder / str(number)
         with (
             gg.gossip(
                 model,
@@ -133,11 +112,9 @@ def _run(
                 topology=topology,
                 mode=mode,
                 bucket_bytes=BUCKET_BYTES,
-                process_group=group,
+                process_group=gg.Group.from_process_group(world),
             ) as session,
-            checkpoint.Saver(
-                folder / str(number), rank=rank, world_size=world_size, keep=2
-            ) as saver,
+            checkpoint.Saver(save_to, rank=rank, world_size=world_size, keep=2) as saver,
         ):
             for step in range(1, own + 1):
                 nn.functional.mse_loss(model(x), y).backward()
@@ -159,38 +136,14 @@ def _run(
 
 
 def run(steps: int, ranks: int = RANKS) -> dict[str, dict[str, Any]]:
-    """Runs all parts in processes; by part, exchanges and what was found of each rank.
-
-    Raises:
-        RuntimeError: A rank failed.
-    """
-    # torch asks for the name of whoever connects, and a resolver may not answer.
-    os.environ.setdefault("RES_OPTIONS", "timeout:1")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo"])
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with tempfile.TemporaryDirectory(prefix="gossipgrad-soak-") as name:
-        folder = Path(name)
-        processes = [
-            context.Process(target=rank_main, args=(rank, ranks, store.port, folder, steps))
-            for rank in range(ranks)
-        ]
-        try:
-            for process in processes:
-                process.start()
-            for rank, process in enumerate(processes):
-                process.join()
-                if process.exitcode:
-                    raise RuntimeError(f"rank {rank} ended with exit code {process.exitcode}")
-        finally:
-            for process in processes:
-                process.kill()
-        told = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
+    """Runs all parts in processes; by part, exchanges and what was found of each rank."""
+    with tempfile.TemporaryDirectory(prefix="gossipgrad-soak-") as folder:
+        found = in_processes(ranks, train, Path(folder), steps)
     return {
         part: {
             # each counts at both ends
-            "exchanges": sum(one[part][-1]["exchanges"] for one in told) // 2,
-            "found": {str(rank): judge(one[part]) for rank, one in enumerate(told)},
+            "exchanges": sum(one[part][-1]["exchanges"] for one in found) // 2,
+            "found": {str(rank): judge(one[part]) for rank, one in enumerate(found)},
         }
         for part in PARTS
     }

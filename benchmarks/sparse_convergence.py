@@ -25,9 +25,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import gossipgrad as gg
-from benchmarks._common import once, write
-from benchmarks._fashion import cosine
-from benchmarks.accuracy import interval
+from benchmarks._common import half_width_95, once, write
+from benchmarks._tasks import cosine
 from gossipgrad import data, models
 from gossipgrad.compression import top_k
 from gossipgrad.models import training_loss
@@ -325,9 +324,8 @@ def rows_of(found: Iterable[tuple[Cell, dict]]) -> list[dict]:
             "difference_to_dense_points": differences,
         }
         if len(differences) > 1:
-            mean, half = interval(differences)
-            row["mean_difference_points"] = round(mean, 3)
-            row["half_width_95_points"] = round(half, 3)
+            row["mean_difference_points"] = round(statistics.fmean(differences), 3)
+            row["half_width_95_points"] = round(half_width_95(differences) or 0.0, 3)
         rows.append(row)
     return rows
 

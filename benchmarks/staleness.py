@@ -2,8 +2,8 @@
 
 Eight virtual ranks train an MLP on Fashion-MNIST in mode stale, with `max_staleness` from 0 to 8:
 once with every exchange as late as it allows, once with every exchange in time, which shows what
-the smaller weight alone costs. The same samples, seeds and initial weights for all. A cell that is
-done is kept between calls. Beside it, how often ranks of unequal pace come to mix at all.
+the smaller weight alone costs. The same samples, seeds and initial weights for all. Runs that are
+done are kept. Beside it, how often ranks of unequal pace come to mix at all.
 
     python -m benchmarks.staleness
 """
@@ -12,15 +12,15 @@ import argparse
 import heapq
 import random
 import statistics
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from benchmarks._common import once, write
-from benchmarks._fashion import Part, accuracy, cosine, fashion
+from benchmarks._tasks import Part, accuracy, cosine, whole
 from gossipgrad import Stale, data, models
 from gossipgrad.decentralized._reference_stale import Message, StaleReference
 from gossipgrad.simulate import VirtualRanks
@@ -37,6 +37,9 @@ DELAYS = (0.0, 0.5, 2.0)
 PACE_STALENESS = (0, 1, 2, 4)
 JITTER = 0.1
 PACE_STEPS = 150
+WORLD_SIZE, BATCH_SIZE, EPOCHS, LEARNING_RATE, MOMENTUM = 8, 64, 6, 0.05, 0.9
+STALENESS = tuple(range(9))
+DISTANCE_EVERY = 20  # steps
 
 
 class Clocked(StaleReference):
@@ -96,115 +99,55 @@ def pace_rows() -> list[dict]:
         for delay in DELAYS:
             for d in PACE_STALENESS:
                 first, *others = mixes_per_step(paces, d, delay)
-                rows.append(
-                    {
-                        "ranks": name,
-                        "message_steps": delay,
-                        "max_staleness": d,
-                        "mixes_per_step_first": round(first, 3),
-                        "mixes_per_step_others": round(sum(others) / len(others), 3),
-                    }
-                )
+                row: dict[str, Any] = {"ranks": name, "message_steps": delay, "max_staleness": d}
+                row["mixes_per_step_first"] = round(first, 3)
+                row["mixes_per_step_others"] = round(statistics.fmean(others), 3)
+                rows.append(row)
     return rows
 
 
-WORLD_SIZE = 8
-BATCH_SIZE = 64
-EPOCHS = 6
-LEARNING_RATE = 0.05
-MOMENTUM = 0.9
-STALENESS = tuple(range(9))
-DISTANCE_EVERY = 20  # steps
+# How late exchanges come, and the largest staleness, None for modes that have none.
+CONTESTANTS: list[tuple[str, int | None]] = [
+    *(("allreduce", None), ("overlap", None)),
+    *(("stale, late", d) for d in STALENESS),
+    *(("stale, in time", d) for d in STALENESS),
+]
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """One run.
-
-    Attributes:
-        contestant: "allreduce", "overlap", "stale, late" or "stale, in time".
-        max_staleness: Of mode stale, None for the others.
-        seed: Of initial weights, samples and partners.
-    """
-
-    contestant: str
-    max_staleness: int | None
-    seed: int
-
-    @property
-    def name(self) -> str:
-        parts = [self.contestant.replace(", ", "-").replace(" ", "-"), self.max_staleness]
-        return "-".join(str(part) for part in (*parts, self.seed) if part is not None)
-
-    @property
-    def settings(self) -> dict:
-        """What virtual ranks are told."""
-        if self.contestant == "allreduce":
-            return {"strategy": "allreduce"}
-        topology = matching(WORLD_SIZE, seed=self.seed)
-        if self.max_staleness is None:
-            return {"topology": topology}
-        delay = self.max_staleness if self.contestant == "stale, late" else 0
-        mode = Stale(max_staleness=self.max_staleness)
-        return {"topology": topology, "mode": mode, "delay": delay}
+def settings(contestant: str, d: int | None, seed: int) -> dict[str, Any]:
+    """Of virtual ranks."""
+    if contestant == "allreduce":
+        return {"strategy": "allreduce"}
+    topology = matching(WORLD_SIZE, seed=seed)
+    if d is None:
+        return {"topology": topology}
+    delay = d if contestant == "stale, late" else 0
+    return {"topology": topology, "mode": Stale(max_staleness=d), "delay": delay}
 
 
-def cells(seeds: int) -> list[Cell]:
-    """Every cell, seed by seed."""
-    contestants = [("allreduce", None), ("overlap", None)]
-    contestants += [("stale, late", d) for d in STALENESS]
-    contestants += [("stale, in time", d) for d in STALENESS]
-    return [Cell(name, d, seed) for seed in range(seeds) for name, d in contestants]
-
-
-def run(cell: Cell, train: Part, test: Part) -> dict:
-    """The figures of one cell."""
+def run(contestant: str, d: int | None, seed: int, train: Part, test: Part) -> dict[str, float]:
+    """The figures of one run."""
     x, y = train
-    torch.manual_seed(cell.seed)
+    torch.manual_seed(seed)
     ranks = VirtualRanks(
         models.build("mlp", data.info("fashion-mnist")),
         WORLD_SIZE,
         optimizer=lambda p: torch.optim.SGD(p, lr=LEARNING_RATE, momentum=MOMENTUM),
-        **cell.settings,
+        **settings(contestant, d, seed),
     )
-    step_samples = WORLD_SIZE * BATCH_SIZE
-    steps = len(y) // step_samples
+    steps = len(y) // (WORLD_SIZE * BATCH_SIZE)
     distances: list[float] = []
     for epoch in range(EPOCHS):
-        order = np.random.default_rng((cell.seed, epoch)).permutation(len(y))[
-            : steps * step_samples
-        ]
-        for chosen in torch.from_numpy(order).view(steps, WORLD_SIZE, BATCH_SIZE):
+        order = np.random.default_rng((seed, epoch)).permutation(len(y))
+        order = order[: steps * WORLD_SIZE * BATCH_SIZE].reshape(steps, WORLD_SIZE, BATCH_SIZE)
+        for chosen in torch.from_numpy(order):
             rate = cosine(LEARNING_RATE, ranks.steps, EPOCHS * steps)
             ranks.optimizer.param_groups[0]["lr"] = rate
             ranks.step(x[chosen], y[chosen])
             if ranks.steps % DISTANCE_EVERY == 0:
                 distances.append(ranks.consensus_distance())
-    return {
-        "accuracy": accuracy(ranks.consensus_model(), test),
-        "mean_distance": statistics.fmean(distances),
-    }
-
-
-def table(results: list[tuple[Cell, dict]]) -> list[dict]:
-    """One row a contestant and staleness: means over the seeds."""
-    groups: dict[tuple, list[tuple[Cell, dict]]] = {}
-    for cell, figures in results:
-        groups.setdefault((cell.contestant, cell.max_staleness), []).append((cell, figures))
-    return [
-        {
-            "contestant": contestant,
-            "max_staleness": d,
-            "weight": None if d is None else round(Stale(max_staleness=d).weight, 4),
-            **{
-                name: round(statistics.fmean(figures[name] for _, figures in found), 5)
-                for name in ("accuracy", "mean_distance")
-            },
-            "accuracies": [figures["accuracy"] for _, figures in found],
-            "seeds": [cell.seed for cell, _ in found],
-        }
-        for (contestant, d), found in groups.items()
-    ]
+    found = accuracy(ranks.consensus_model(), test)
+    return {"accuracy": found, "mean_distance": statistics.fmean(distances)}
 
 
 def main() -> None:
@@ -214,13 +157,21 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs/staleness"))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    train, test = fashion()
-    results = []
-    for cell in cells(options.seeds):
-        path = options.folder / f"{cell.name}.json"
-        figures = once(path, asdict(cell), lambda cell=cell: run(cell, train, test))
-        results.append((cell, figures))
-        print(cell.name, figures, flush=True)
+    parts, rows = whole("fashion-mnist"), []
+    for contestant, d in CONTESTANTS:
+        found = []
+        for seed in range(options.seeds):
+            of = {"contestant": contestant, "max_staleness": d, "seed": seed}
+            name = "-".join(str(value) for value in of.values() if value is not None)
+            path = options.folder / f"{name.replace(', ', '-').replace(' ', '-')}.json"
+            found.append(once(path, of, lambda of=(contestant, d, seed): run(*of, *parts)))
+            print(name, found[-1], flush=True)
+        row: dict[str, Any] = {"contestant": contestant, "max_staleness": d}
+        row["weight"] = None if d is None else round(Stale(max_staleness=d).weight, 4)
+        for key in ("accuracy", "mean_distance"):
+            row[key] = round(statistics.fmean(figures[key] for figures in found), 5)
+        row["accuracies"] = [figures["accuracy"] for figures in found]
+        rows.append(row | {"seeds": list(range(options.seeds))})
     setting = {
         "data": "fashion-mnist",
         "model": "mlp",
@@ -231,12 +182,8 @@ def main() -> None:
         "momentum": MOMENTUM,
         "topology": "matching",
     }
-    figures = {
-        "setting": setting,
-        "rows": table(results),
-        "pace_setting": f"steps of length 1, log-normal with sigma {JITTER}; nothing is trained",
-        "pace": pace_rows(),
-    }
+    pace = f"steps of length 1, log-normal with sigma {JITTER}; nothing is trained"
+    figures = {"setting": setting, "rows": rows, "pace_setting": pace, "pace": pace_rows()}
     print(write("staleness", figures))
 
 

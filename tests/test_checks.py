@@ -7,13 +7,13 @@ import pytest
 from beartype import beartype
 from jaxtyping import TypeCheckError
 
-from gossipgrad.simulate._setting import together
+from gossipgrad.simulate._model import synchronize
 
 
 def test_shapes_are_checked():
-    assert together(np.array([1.0, 2.0]), 0.5).tolist() == [2.5, 2.5]
+    assert synchronize(np.array([1.0, 2.0]), 0.5).tolist() == [2.5, 2.5]
     with pytest.raises(TypeCheckError, match="end"):
-        together(np.zeros((2, 2)), 0.5)
+        synchronize(np.zeros((2, 2)), 0.5)
 
 
 def test_checks_of_types_leave_the_filters_of_warnings_alone(monkeypatch):

@@ -26,8 +26,6 @@ from gossipgrad.train._worker import worker_main
 from ._script import Fault, Script
 from ._training import load_subset
 
-__all__ = ["Events", "arm", "worker"]
-
 
 class Events:
     """The file that all processes of a script write to; one line is written at once."""
@@ -83,9 +81,9 @@ class _Trigger:
         timer.start()
 
 
-def worker(script: dict[str, Any], start: int, folder: Path, subset: Path) -> int:
+def worker(script: Script, start: int, folder: Path, subset: Path) -> int:
     """A worker of the launcher, with the faults of this start of the run armed."""
-    arm(Script.from_json(script), folder, subset, int(os.environ["RANK"]), start=start)
+    arm(script, folder, subset, int(os.environ["RANK"]), start=start)
     return worker_main()
 
 

@@ -1,12 +1,14 @@
-"""Fault scripts: which setting, which faults, drawn by seed and told in words."""
+"""Fault scripts: which setting, which faults, drawn by seed alone.
+
+Seeds below 200 are faults in one start of a run, those below 240 runs that are resumed, and the
+rest runs that others join. The order of draws is fixed: a seed stays the same script.
+"""
 
 import random
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from gossipgrad import topology
-
-__all__ = ["Fault", "Script", "Setting", "draw_faults", "draw_setting"]
 
 # How often each kind of script is drawn. The first four kill, of one rank to all but one.
 _KINDS = {
@@ -30,6 +32,26 @@ _SOON_LOST_AFTER_SECONDS = 2.0
 _CUT_SECONDS = (0.5, 4.0)
 _SLOW_BITS_PER_SECOND = (1e6, 2e7)
 _LAST_SHARE = 0.8  # of the run, in which faults begin
+
+FIRST_RESUMED = 200
+FIRST_JOINED = 240
+SCRIPTS = 280
+_RESUMED = {
+    "all die": 5,
+    "all die twice": 2,
+    "one dies, then all": 2,
+    "one pauses, then all die": 2,
+}
+_JOINED = {
+    "some join": 4,
+    "some join, later more": 2,
+    "some join, one dies": 4,
+    "some join, one pauses": 3,
+}
+_EVERY = (20, 50, 90)
+_LATER_MOMENTS = ("between", "exchange", "anytime", "consensus")
+_SHORT_PAUSE_SECONDS = (0.5, 3.0)  # well below what makes a partner late
+_LAST_SHARE_RESUMED = 0.75  # of the run, in which all are killed for the first time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,30 +182,18 @@ class Script:
         """Ranks that stand still for a while, which is a long step of their own."""
         return {rank for fault in self.faults if fault.kind == "pause" for rank in fault.ranks}
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
 
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "Script":
-        """The script that `to_json` wrote."""
-        faults = tuple(
-            Fault(**fault | {"ranks": tuple(fault["ranks"])}) for fault in values["faults"]
-        )
-        return cls(**values | {"setting": Setting(**values["setting"]), "faults": faults})
-
-
-def draw_setting(rng: random.Random) -> Setting:
+def _draw_setting(rng: random.Random) -> Setting:
     """What is trained."""
     p = rng.choice((3, 4, 5, 6))
     mode = rng.choice(("overlap", "sync", "stale"))
     return Setting(world_size=p, topology=rng.choice(_topologies(p, mode)), mode=mode)
 
 
-def draw_faults(seed: int, *, steps: int, evaluations: int) -> Script:
+def _draw_faults(seed: int, *, steps: int, evaluations: int) -> Script:
     """A script of faults in one start, for runs of so many steps and evaluations on each rank."""
     rng = random.Random(seed)
-    setting = draw_setting(rng)
+    setting = _draw_setting(rng)
     p = setting.world_size
     kind = rng.choices(list(_KINDS), list(_KINDS.values()))[0]
     draw = _Draw(rng, p, steps, evaluations)
@@ -264,3 +274,92 @@ class _Draw:
             "number": self._rng.randint(1, max(1, round(_LAST_SHARE * total))),
             "seconds_in": round(self._rng.uniform(0.0, into), 4),
         }
+
+
+def draw_script(seed: int, *, steps: int, evaluations: int) -> Script:
+    """The script of a seed, for runs of so many steps and evaluations on each rank."""
+    if seed < FIRST_RESUMED:
+        return _draw_faults(seed, steps=steps, evaluations=evaluations)
+    return _draw_resumed(seed, steps) if seed < FIRST_JOINED else _draw_joined(seed, steps)
+
+
+def _draw_resumed(seed: int, steps: int) -> Script:
+    rng = random.Random(seed)
+    setting = _draw_setting(rng)
+    p = setting.world_size
+    kind = rng.choices(list(_RESUMED), list(_RESUMED.values()))[0]
+    every = rng.choice(_EVERY)
+    ranks = rng.sample(range(p), p)
+    at = rng.randint(2 * every + 10, round(_LAST_SHARE_RESUMED * steps))
+    before = rng.randint(5, at - 5)
+    faults = []
+    if kind == "one dies, then all":
+        one, *ranks = ranks
+        faults.append(Fault(kind="kill", ranks=(one,), moment="between", number=before))
+    elif kind == "one pauses, then all die":
+        held, moment = (rng.choice(ranks),), rng.choice(_LATER_MOMENTS[:3])
+        faults.append(_pause(rng, held, before, moment))
+    moment = rng.choice(_LATER_MOMENTS)
+    faults.append(_kill(rng, tuple(ranks), at, moment, steps_an_evaluation=75 // p))
+    if kind == "all die twice":
+        later = rng.randint(at + 10, round(0.9 * steps))
+        again = rng.sample(range(p), p)
+        faults.append(_kill(rng, tuple(again), later, rng.choice(_LATER_MOMENTS[:3]), start=2))
+    return Script(
+        seed=seed,
+        setting=setting,
+        kind=f"{kind}; resumed",
+        faults=tuple(faults),
+        checkpoint_every=every,
+        resumes=2 if kind == "all die twice" else 1,
+        exact=setting.mode != "stale" and kind != "one dies, then all",
+    )
+
+
+def _draw_joined(seed: int, steps: int) -> Script:
+    rng = random.Random(seed)
+    setting = _draw_setting(rng)
+    p = setting.world_size
+    kind = rng.choices(list(_JOINED), list(_JOINED.values()))[0]
+    clock, one, *_ = rng.sample(range(p), p)
+
+    def join() -> Fault:
+        at = rng.randint(20, steps)
+        return Fault(
+            kind="join", ranks=(clock,), moment="between", number=at, count=rng.choice((1, 1, 2))
+        )
+
+    faults = [join()]
+    if kind == "some join, later more":
+        faults.append(join())
+    near = faults[0].number + rng.randint(-15, 60)  # before, meanwhile or after
+    if kind == "some join, one dies":
+        faults.append(_kill(rng, (one,), near, rng.choice(_LATER_MOMENTS[:3])))
+    elif kind == "some join, one pauses":
+        faults.append(_pause(rng, (one,), near, "between"))
+    return Script(seed=seed, setting=setting, kind=kind, faults=tuple(faults))
+
+
+def _pause(rng: random.Random, ranks: tuple[int, ...], at: int, moment: str) -> Fault:
+    seconds = round(rng.uniform(*_SHORT_PAUSE_SECONDS), 1)
+    return Fault(kind="pause", ranks=ranks, moment=moment, number=at, seconds=seconds)
+
+
+def _kill(
+    rng: random.Random,
+    ranks: tuple[int, ...],
+    at: int,
+    moment: str,
+    *,
+    start: int = 1,
+    steps_an_evaluation: int = 1,
+) -> Fault:
+    into = {"consensus": 0.01, "anytime": 0.02}.get(moment, 0.0)
+    return Fault(
+        kind="kill",
+        ranks=ranks,
+        moment=moment,
+        number=-(-at // steps_an_evaluation) if moment == "consensus" else at,
+        seconds_in=round(rng.uniform(0.0, into), 4),
+        start=start,
+    )

@@ -5,20 +5,20 @@ a rank that trains alone from the first step on comes out where all together do,
 point, and a thousand test images more or less right would be seen.
 """
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from gossipgrad import data
 from gossipgrad.data import Dataset, TensorSamples
 from gossipgrad.train import GossipConfig, TrainConfig
 
 from ._script import Script
-
-__all__ = ["EVALUATIONS", "LONGER", "STEPS", "config_for", "load_subset", "save_subset"]
 
 _NAME = "fashion-mnist"
 _TRAIN_SAMPLES, _TEST_SAMPLES = 2400, 5000
@@ -71,3 +71,35 @@ def load_subset(path: Path, *_: Any, **__: Any) -> Dataset:
         train=TensorSamples(parts["x"], parts["y"]),
         test=TensorSamples(parts["test_x"], parts["test_y"]),
     )
+
+
+def differences(ours: Path, twin: Path, ranks: int) -> list[str]:
+    """Where the metrics of any rank, but for times, or the exported models differ in any bit."""
+    found = []
+    for rank in range(ranks):
+        mine, other = (_metrics(folder / f"metrics-rank{rank}.jsonl") for folder in (ours, twin))
+        if len(mine) != len(other):
+            found.append(f"rank {rank} wrote {len(mine)} lines of metrics, its twin {len(other)}")
+        pairs = enumerate(zip(mine, other, strict=False), 1)
+        first = next((number for number, (a, b) in pairs if a != b), None)
+        if first is not None:
+            found.append(
+                f"metrics of rank {rank} differ from its twin's in line {first}: "
+                f"{mine[first - 1]} is not {other[first - 1]}"
+            )
+    one, other = (load_file(folder / "model.safetensors") for folder in (ours, twin))
+    if one.keys() != other.keys():
+        return [*found, "the models have other tensors than their twin's"]
+    if differ := [name for name, tensor in one.items() if not _same_bits(tensor, other[name])]:
+        found.append(f"the model differs from its twin's in {', '.join(differ)}")
+    return found
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    alike = (one.dtype, one.shape) == (other.dtype, other.shape)
+    return alike and torch.equal(*(each.flatten().view(torch.uint8) for each in (one, other)))
+
+
+def _metrics(file: Path) -> list[dict[str, Any]]:
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [{k: v for k, v in json.loads(line).items() if "second" not in k} for line in lines]

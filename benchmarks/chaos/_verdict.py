@@ -2,13 +2,11 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from statistics import median
+from dataclasses import asdict
 from typing import Any
 
 from ._script import Script
 from ._training import LONGER
-
-__all__ = ["judge", "print_table"]
 
 _POINTS = 1.0  # of accuracy that faults may cost
 _SPARE_SECONDS = 20.0  # beyond the undisturbed run and the faults themselves
@@ -25,7 +23,7 @@ def judge(script: Script, found: dict[str, Any], undisturbed: dict[str, Any]) ->
         undisturbed: The record of a run of the same setting without faults.
     """
     summary = found["summary"] or {}
-    results = {int(rank): result for rank, result in found["results"].items()}
+    results = found["results"]
     survivors = sorted(results)
     accuracies = {rank: results[rank]["own_accuracy"] for rank in survivors}
     accuracy = summary.get("accuracy")
@@ -60,35 +58,19 @@ def judge(script: Script, found: dict[str, Any], undisturbed: dict[str, Any]) ->
     why += _not_joined(found)
     if found.get("starts", starts) != starts:
         why.append(f"came to its end in start {found['starts']} of {starts}")
-    steps = {
-        rank: found["steps_seconds"][str(rank)]
-        for rank in survivors
-        if rank not in script.paused and found["steps_seconds"][str(rank)]
-    }
+    steps = [found["steps_seconds"][rank] for rank in survivors if rank not in script.paused]
     return {
         "seed": script.seed,
-        **script.to_json()["setting"],
+        **asdict(script.setting),
         "kind": script.kind,
         "faults": [str(fault) for fault in script.faults],
-        "faults_begun": len(found["begun"]),
-        "bit_for_bit": found["differs"] == [] if "differs" in found else None,
-        "joined": sorted(one["rank"] for one in summary.get("joined", [])),
-        "way": "hosts" if script.of_links else "launcher",
         "outcome": "failed" if why else "as promised",
         "why": why,
         "seconds": round(found["seconds"], 2),
-        "survivors": survivors,
         "accuracy": accuracy,
-        "accuracy_per_survivor": [accuracies[rank] for rank in survivors],
-        "undisturbed_accuracy": undisturbed["accuracy"],
         "points_lost": _points(undisturbed["accuracy"], [*accuracies.values()]),
-        "model_is_consensus": summary.get("model_is_consensus"),
-        "longest_survivor_step_seconds": max((max(s) for s in steps.values()), default=None),
-        "median_survivor_step_seconds": median([x for s in steps.values() for x in s])
-        if steps
-        else None,
-        "steps_per_rank": summary.get("steps_per_rank"),
-        "lost_because": summary.get("lost_because"),
+        "longest_survivor_step_seconds": max((max(s) for s in steps if s), default=None),
+        "summary": summary,
     }
 
 
@@ -115,7 +97,7 @@ def _end(script: Script, found: dict[str, Any]) -> list[str]:
         return [] if found["exit_code"] == 0 else [f"exit code {found['exit_code']}"]
     told = []
     for rank, code in found["exit_codes"].items():
-        if code != 0 and int(rank) not in script.killed | script.disturbed:
+        if code != 0 and rank not in script.killed | script.disturbed:
             told.append(f"rank {rank} ended with exit code {code}")
     if found["summary"] is None:
         told.append("no rank has put the run together")
@@ -136,27 +118,27 @@ def _may_be_evicted(script: Script, summary: dict[str, Any]) -> set[int]:
     return {rank for rank in script.disturbed if "for dead" in _because(summary, rank)}
 
 
+def kinds_of(records: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """By kind of script, and of all: how many, how many as promised, and what they lost at most."""
+    found = {}
+    for kind, count in [*Counter(r["kind"] for r in records).most_common(), ("all", len(records))]:
+        rows = [record for record in records if kind in (record["kind"], "all")]
+        points = [r["points_lost"] for r in rows if r["points_lost"] is not None]
+        steps = [r["longest_survivor_step_seconds"] or 0.0 for r in rows]
+        found[kind] = {
+            "scripts": count,
+            "as_promised": sum(record["outcome"] == "as promised" for record in rows),
+            "worst_points_lost": max(points, default=0.0),
+            "longest_step_seconds": round(max(steps, default=0.0), 3),
+        }
+    return found
+
+
 def print_table(records: Sequence[dict[str, Any]]) -> None:
     """A line a kind of script, then those that failed."""
-    done = [record for record in records if record["outcome"] != "left out"]
-    kinds = Counter(record["kind"] for record in done)
-    print(f"{'':24} {'scripts':>7} {'as promised':>11} {'worst points':>12} {'longest step':>12}")
-    for kind, count in [*kinds.most_common(), ("all", len(done))]:
-        rows = [record for record in done if kind in (record["kind"], "all")]
-        fine = sum(record["outcome"] == "as promised" for record in rows)
-        points = [r["points_lost"] for r in rows if r["points_lost"] is not None]
-        steps = [
-            r["longest_survivor_step_seconds"]
-            for r in rows
-            if r["longest_survivor_step_seconds"] is not None
-        ]
-        print(
-            f"{kind:24} {count:7} {fine:11} {max(points, default=0.0):12.2f} "
-            f"{max(steps, default=0.0):10.2f} s"
-        )
-    if left_out := len(records) - len(done):
-        print(f"{left_out} scripts left out: faults of links need Linux, root, `ip` and `tc`")
-    for record in done:
+    for kind, figures in kinds_of(records).items():
+        print(f"{kind:26}", ", ".join(f"{name} {value}" for name, value in figures.items()))
+    for record in records:
         if record["outcome"] != "as promised":
             print(f"seed {record['seed']} failed: {'; '.join(record.get('why', []))}")
             print(f"    {record['world_size']} ranks, {record['topology']}, {record['mode']}")

@@ -7,6 +7,7 @@ full size; gossip() sends a snapshot and keeps its own default.
 
 import threading
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,10 +38,12 @@ class Surroundings:
     Attributes:
         profile: Scaled to the budget.
         size_factor: By how much its sizes are smaller than those of the network.
+        sparse: What contestants of sparse gradients need beside (`_sparse.Sparsified`).
     """
 
     profile: Profile
     size_factor: float
+    sparse: Any = None
 
     def bucket_bytes(self, full_size: int) -> int:
         """A bucket that holds the same share of the model as `full_size` does at full size."""

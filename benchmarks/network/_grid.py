@@ -1,109 +1,171 @@
-"""What is measured: world sizes, rates, profiles cut to a budget, repeats."""
+"""What is measured: profiles cut to a budget, world sizes, rates, contestants, repeats."""
 
 from dataclasses import dataclass, replace
+from itertools import product
 
 from gossipgrad.planning import Profile
 
-from ._kinds import ALONE, BARE, CONTESTANTS, PAYLOADS
+from ._kinds import ALONE, GOSSIP, SPARSE
+from ._links import MOST_BITS_PER_SECOND
 
 
 @dataclass(frozen=True, kw_only=True)
-class Budget:
-    """A profile, and by how much its times and sizes are changed to fit the machine.
+class Place:
+    """A profile replayed by some workers on links of a rate, and who is measured there.
 
     Attributes:
-        world_sizes: Where it is measured; None for all of the grid's.
-        rates: On which links; None for all of the grid's.
+        profile: Of the network.
+        time_factor: By how much times are longer in the replay.
+        size_factor: By how much sizes are smaller.
+        world_size: Workers.
+        rate: Bits a second of each shaped link.
+        names: Contestants.
+        density: The share of a gradient that is sent, where gradients are sparse.
     """
 
     profile: str
     time_factor: float
     size_factor: float
-    world_sizes: tuple[int, ...] | None = None
-    rates: tuple[float, ...] | None = None
+    world_size: int
+    rate: float
+    names: tuple[str, ...]
+    density: float | None = None
 
     def scaled(self) -> Profile:
         """The profile that is replayed."""
         return Profile.load(self.profile).scaled(time=self.time_factor, size=self.size_factor)
 
+    def key(self) -> dict[str, object]:
+        """By what its cells are known."""
+        return {
+            "profile": self.profile,
+            "time_factor": self.time_factor,
+            "size_factor": self.size_factor,
+            "world_size": self.world_size,
+            "rate_bits_per_second": self.rate,
+            "density": self.density,
+        }
+
+    @property
+    def full_rate(self) -> float:
+        """Of the links that these stand for at full size."""
+        return float(f"{self.rate * self.time_factor / self.size_factor:.6g}")
+
     def __str__(self) -> str:
-        """In words; a link stands for one that is faster by the size that was taken away."""
-        times = self.time_factor / self.size_factor
-        return (
-            f"{self.profile}, times by {self.time_factor:g}, sizes by {self.size_factor:g}: "
-            f"100 Mbit/s here are {times / 10:.3g} Gbit/s at full size"
-        )
+        density = "" if self.density is None else f", density {self.density:g}"
+        return f"{self.profile}, p = {self.world_size}, {self.rate / 1e6:g} Mbit/s{density}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """Cells to measure, and how often.
+    """Places, and how often and how long their contestants take turns.
 
     Attributes:
+        places: Where.
         blocks: Repeats of every contestant; they take turns.
         block_seconds: About how long a block is, a step at least.
-        payload_places: World size and rate where gossip with state is measured; None is all.
         hurried: Of a period, run what differs alone: a local step stands for those like it.
         patience_seconds: How long to wait for other programs, before each turn.
-        only: Contestants.
+        out: The results are called so.
     """
 
-    world_sizes: tuple[int, ...]
-    rates: tuple[float, ...]
-    budgets: tuple[Budget, ...]
+    places: tuple[Place, ...]
     blocks: int
     block_seconds: float
-    payload_places: tuple[tuple[int, float], ...] | None = None
     hurried: bool = False
     patience_seconds: float = 0.0
-    only: tuple[str, ...] = tuple(CONTESTANTS)
-
-    def names(self, world_size: int, rate: float, budget: Budget) -> tuple[str, ...]:
-        """Who is measured in a place."""
-        places = self.payload_places
-        with_state = places is None or ((world_size, rate) in places and budget == self.budgets[0])
-        asked = (*BARE, *(name for name in CONTESTANTS if name in self.only))
-        return tuple(name for name in asked if with_state or name not in PAYLOADS)
+    out: str = "network"
 
 
-# The budget: under 8 MB a worker, so that 16 workers on 2 cores have the processors for it, and
-# steps of 0.9 s, of which the replay's own cost is 1 %: all workers end their steps at once, on two
-# cores. Bare exchanges then take from a thirtieth of the compute to one and a half of it. Times are
-# stretched by 100 and 200 times what sizes are.
+ALL = tuple(GOSSIP)
+STATELESS = tuple(name for name in ALL if "state" not in name)
+# A worker holds under 8 MB, so that 16 on 2 cores have the processors for it, and steps take 0.9 s,
+# of which the replay's own cost is 1 %. Bare exchanges then take from a thirtieth of the compute to
+# one and a half of it. Times are stretched by 100 and 200 times what sizes are.
+_RESNET50, _GPT2 = ("resnet50", 3.0, 0.03), ("gpt2", 3.0, 0.015)
+
+
+def _places(
+    budget: tuple[str, float, float],
+    world_sizes: tuple[int, ...],
+    rates: tuple[float, ...],
+    names: tuple[str, ...],
+) -> tuple[Place, ...]:
+    profile, times, sizes = budget
+    return tuple(
+        Place(
+            profile=profile,
+            time_factor=times,
+            size_factor=sizes,
+            world_size=world_size,
+            rate=rate,
+            names=names,
+        )
+        for world_size, rate in product(world_sizes, rates)
+        if world_size * rate <= MOST_BITS_PER_SECOND
+    )
+
+
 QUICK = Grid(
-    world_sizes=(4, 8, 16),
-    rates=(1e8, 1e9, 1e10),
-    budgets=(
-        Budget(profile="resnet50", time_factor=3.0, size_factor=0.03),
-        Budget(profile="gpt2", time_factor=3.0, size_factor=0.015, world_sizes=(8,), rates=(1e8,)),
+    places=(
+        *_places(_RESNET50, (4, 8, 16), (1e9,), STATELESS),
+        *_places(_RESNET50, (4, 16), (1e8,), STATELESS),
+        *_places(_RESNET50, (8,), (1e8,), ALL),
+        *_places(_GPT2, (8,), (1e8,), STATELESS),
     ),
     blocks=5,
     block_seconds=0.6,
-    payload_places=((8, 1e8),),
     hurried=True,
     patience_seconds=3.0,
 )
 FULL = Grid(
-    world_sizes=(4, 8, 16),
-    rates=(1e8, 3e8, 1e9, 4e9, 1e10),
-    budgets=(
-        QUICK.budgets[0],
-        Budget(profile="gpt2", time_factor=3.0, size_factor=0.015),
-        Budget(profile="resnet50", time_factor=3.0, size_factor=0.15),
-        Budget(profile="googlenet", time_factor=6.0, size_factor=0.15),
-        Budget(profile="vgg16", time_factor=2.0, size_factor=0.02),
-        Budget(profile="gpt2", time_factor=8.0, size_factor=0.03),
+    places=tuple(
+        place
+        for budget in (
+            *(_RESNET50, _GPT2, ("resnet50", 3.0, 0.15), ("googlenet", 6.0, 0.15)),
+            *(("vgg16", 2.0, 0.02), ("gpt2", 8.0, 0.03)),
+        )
+        for place in _places(budget, (4, 8, 16), (1e8, 3e8, 1e9, 4e9), ALL)
     ),
     blocks=9,
     block_seconds=4.0,
     patience_seconds=60.0,
 )
 # What mode sync exposes: exchanges from a thirtieth of the compute to as long as the compute.
+_SYNC = (
+    *("bare exchange", "bare all-reduce", ALONE, "gossip", "gossip, sync"),
+    *("gossip, sync, in backward", "ddp"),
+)
 SYNC = replace(
     QUICK,
-    world_sizes=(4, 8),
-    rates=(3e7, 1e8, 3e8, 1e9),
-    budgets=QUICK.budgets[:1],
-    only=(ALONE, "gossip", "gossip, sync", "gossip, sync, in backward", "ddp"),
+    places=_places(_RESNET50, (4, 8), (3e7, 1e8, 3e8, 1e9), _SYNC),
+    out="network_sync",
 )
-GRIDS = {"quick": QUICK, "full": FULL, "sync": SYNC}
+
+_SPARSE = (ALONE, "ddp", "ddp, fp16 hook", *SPARSE)
+_FULL_RATE = 1e9
+# Slow enough that what the workers do on two processors is little beside what they wait for.
+_FACTORS = {
+    "resnet50": (8.0, 0.06),
+    "vgg16": (4.0, 0.012),
+    "gpt2": (8.0, 0.012),
+    "lstm": (8.0, 0.025),
+}
+SPARSE_GRID = Grid(
+    places=tuple(
+        Place(
+            profile=profile,
+            time_factor=times,
+            size_factor=sizes,
+            world_size=16,
+            rate=_FULL_RATE * sizes / times,  # the proportions of full size
+            names=_SPARSE,
+            density=0.001,
+        )
+        for profile, (times, sizes) in _FACTORS.items()
+    ),
+    blocks=3,
+    block_seconds=0.5,
+    out="sparse_network",
+)
+GRIDS = {"quick": QUICK, "full": FULL, "sync": SYNC, "sparse": SPARSE_GRID}

@@ -21,6 +21,7 @@ from ._contestants import (
     Local,
     Surroundings,
 )
+from ._sparse import RIVALS, Rival, Sparsified
 
 ALONE = "no communication"
 
@@ -31,8 +32,7 @@ class Kind:
 
     Attributes:
         make: Gets rank-local surroundings, returns a contestant.
-        bare: The bare transfer that its second bound is made of, None if it sends nothing.
-        mixes: Whether it mixes in every step.
+        bare: The bare transfer that its bound is made of, None if it sends nothing.
         steps: Steps of a block are a multiple of this.
         warm_up: Steps of each block that are not counted: with nothing in flight the first one is
             shorter.
@@ -40,68 +40,62 @@ class Kind:
             step before long; if they began together all would end their steps at once, and wait for
             the processors that they share as no hosts do.
         least: Steps of a block that are counted, at least.
+        rival: How its plan is made, for those of sparse gradients.
     """
 
     make: Callable[[Surroundings], Contestant]
     bare: str | None = None
-    mixes: bool = True
     steps: int = 1
     warm_up: int = 0
     in_step: bool = True
     least: int = 1
+    rival: Rival | None = None
 
 
-def _hidden(make: Callable[[Surroundings], Contestant], bare: str = "exchange") -> Kind:
+def _hidden(make: Callable[[Surroundings], Contestant], bare: str = "bare exchange") -> Kind:
     """One whose transfers are hidden behind the compute of the next step."""
     return Kind(make=make, bare=bare, warm_up=2, in_step=False, least=2)
 
 
-CONTESTANTS: dict[str, Kind] = {
-    ALONE: Kind(make=Alone, mixes=False, in_step=False),
+BARE = (
+    *("bare exchange", "bare exchange, bf16", "bare exchange, state", f"bare exchange, {SELDOM}"),
+    *("bare all-reduce", "bare all-reduce, fp16"),
+)
+GOSSIP: dict[str, Kind] = {
+    **{
+        name: Kind(
+            make=lambda s, name=name: Bare(s, name.removeprefix("bare ")),
+            steps=STATE_EVERY if name.endswith(SELDOM) else 1,
+        )
+        for name in BARE
+    },
+    ALONE: Kind(make=Alone, in_step=False),
     "gossip": _hidden(Gossip),
     # The next forward pass waits for what a step of `sync` has sent: steps have to follow steps.
     "gossip, sync": _hidden(lambda s: Gossip(s, "sync")),
     "gossip, sync, in backward": _hidden(lambda s: Gossip(s, "sync", update="in-backward")),
     "gossip, bf16 wire": _hidden(
-        lambda s: Gossip(s, wire_dtype=torch.bfloat16), bare="exchange, bf16"
+        lambda s: Gossip(s, wire_dtype=torch.bfloat16), bare="bare exchange, bf16"
     ),
     "gossip, state": _hidden(
-        lambda s: Gossip(s, payload=gg.WeightsAndState()), bare="exchange, state"
+        lambda s: Gossip(s, payload=gg.WeightsAndState()), bare="bare exchange, state"
     ),
     f"gossip, {SELDOM}": replace(
         _hidden(
             lambda s: Gossip(s, payload=gg.WeightsAndState(every=STATE_EVERY)),
-            bare=f"exchange, {SELDOM}",
+            bare=f"bare exchange, {SELDOM}",
         ),
         steps=STATE_EVERY,
     ),
-    "ddp": Kind(make=DDP, bare="all-reduce"),
-    "ddp, fp16 hook": Kind(make=lambda s: DDP(s, "fp16"), bare="all-reduce, fp16"),
+    "ddp": Kind(make=DDP, bare="bare all-reduce", rival=Rival("ddp", ("dense",))),
+    "ddp, fp16 hook": Kind(
+        make=lambda s: DDP(s, "fp16"), bare="bare all-reduce, fp16", rival=Rival("ddp", ("fp16",))
+    ),
     "ddp, PowerSGD": Kind(make=lambda s: DDP(s, "PowerSGD")),
-    "agd": Kind(make=Layerwise, bare="all-reduce"),
-    "local SGD, period 8": Kind(make=Local, mixes=False, steps=PERIOD),
+    "agd": Kind(make=Layerwise, bare="bare all-reduce"),
+    "local SGD, period 8": Kind(make=Local, steps=PERIOD),
     "Decent-DP, ring": _hidden(lambda s: DecentDP(s, "ring")),
     "Decent-DP, one-peer exponential": _hidden(lambda s: DecentDP(s, "one-peer-exp")),
 }
-BARE: dict[str, Kind] = {
-    what: Kind(
-        make=lambda s, what=what: Bare(s, what),
-        mixes=False,
-        steps=STATE_EVERY if what.endswith(SELDOM) else 1,
-    )
-    for what in (
-        *("exchange", "exchange, bf16", "exchange, state", f"exchange, {SELDOM}"),
-        *("all-reduce", "all-reduce, fp16"),
-    )
-}
-PAYLOADS = tuple(name for name in (*BARE, *CONTESTANTS) if "state" in name)
-
-
-def kind_of(name: str) -> Kind:
-    """What is known of a contestant or a bare transfer."""
-    return (CONTESTANTS | BARE)[name]
-
-
-def label(name: str) -> str:
-    """Its name in a cell."""
-    return f"bare {name}" if name in BARE else name
+SPARSE = {name: Kind(make=Sparsified, rival=rival) for name, rival in RIVALS.items()}
+KINDS = GOSSIP | SPARSE

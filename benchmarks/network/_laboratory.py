@@ -12,17 +12,21 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
-from benchmarks.netlab._traffic import idle
+from benchmarks._common import CpuBusy
 
-from ._busy import CpuBusy
-from ._hosts import Hosts, Loopback
+from ._links import MOST_BITS_PER_SECOND
+from ._network import Network
 
+BLOCK_SECONDS = 240.0  # the longest a block may take
 _START_SECONDS = 180.0
+_ORDER_SECONDS = 180.0
 _STORE_PORT = 29500
 _LEAD_SECONDS = 0.05  # between the order to run and the start
 _STILL_SECONDS = 0.03  # links are silent when so long next to nothing has passed
 _STILL_BYTES_PER_HOST = 4096
 _DRAIN_SECONDS = 60.0
+_FAST_BITS_PER_SECOND = 1e9
+_QUIET_SHARE = 0.2
 ROOT = Path(__file__).parents[2]
 
 
@@ -35,23 +39,15 @@ class Laboratory:
 
     Args:
         network: The hosts; they stay the caller's.
-        hosts: How many there are.
-
-    Attributes:
-        worker: The module that a worker runs.
     """
 
-    worker = "benchmarks.network._worker"
-
-    def __init__(self, network: Hosts, hosts: int) -> None:
-        self.network = network
-        self._hosts = hosts
+    def __init__(self, network: Network) -> None:
+        self._network = network
         self._joined = 0
         self._workers: list[subprocess.Popen] = []
-        self._said: list[IO[bytes]] = []
-        self._files = contextlib.ExitStack()
+        self._output: list[IO[bytes]] = []
         self._orders: dict[int, Connection] = {}
-        self._ports = 0
+        self._groups = 0
         try:
             self._start()
         except BaseException:
@@ -71,57 +67,59 @@ class Laboratory:
 
     def join(self, world_size: int) -> None:
         """Makes a new default process group of the first workers."""
-        self._ports += 1  # a port that was closed may not be listened on again at once
-        address, wanted = self.network.address(0), _STORE_PORT + self._ports
-        if isinstance(self.network, Loopback):
-            wanted = 0  # whatever is free: others live here, too
-        (port,) = self._tell({0: ("listen", (address, wanted))}, 120.0)
-        self._tell({r: ("join", (r, world_size, address, port)) for r in range(world_size)}, 120.0)
+        self._groups += 1  # a port that was closed may not be listened on again at once
+        address, port = self._network.address(0), _STORE_PORT + self._groups
+        self._ask({r: ("join", (r, world_size, address, port)) for r in range(world_size)})
         self._joined = world_size
 
     def leave(self) -> None:
-        """Lets the contestants and the group go."""
-        self._everyone("leave", (), 120.0)
+        """Closes the contestants and the group."""
+        self._ask_all("leave")
         self._joined = 0
 
-    def refusal(self, world_size: int, rate_bits_per_second: float) -> str | None:
-        """Why links of so many hosts cannot have this rate here, None if they can."""
-        return self.network.refusal(world_size, rate_bits_per_second)
-
     def set_rate(self, rate_bits_per_second: float | None) -> None:
-        """Shapes the links of the joined hosts and tries them out; None for a fast one.
+        """Shapes the links of all hosts; None for a fast one.
 
         Raises:
-            NetlabError: The machine cannot carry it, or did not when it was tried.
+            NetworkError: The machine cannot carry it on the joined hosts.
         """
-        self.network.shape(self._joined, rate_bits_per_second)
+        fast = min(_FAST_BITS_PER_SECOND, MOST_BITS_PER_SECOND / self._joined)
+        rate = rate_bits_per_second or fast
+        self._network.set_rates(dict.fromkeys(range(self._network.hosts), rate), used=self._joined)
 
     def wait_until_quiet(self, patience_seconds: float) -> None:
         """Waits a bounded time for other programs to leave the processors alone."""
-        if patience_seconds:
-            idle(patience_seconds)
+        deadline = time.monotonic() + patience_seconds
+        while time.monotonic() < deadline:
+            busy = CpuBusy()
+            time.sleep(0.3)
+            if busy.shares(0.0)[0] <= _QUIET_SHARE:
+                return
 
-    def make(self, name: str, profile: dict, size_factor: float, *more: Any) -> int:
-        """Makes a contestant on all ranks; the bytes of its parameters on one."""
-        return self._everyone("make", (name, profile, size_factor, *more), 180.0)[0]
+    def make(self, name: str, profile: dict, size_factor: float, sparse: Any = None) -> None:
+        """Makes a contestant on all ranks."""
+        self._ask_all("make", name, profile, size_factor, sparse)
 
-    def settle(self, name: str, steps: int, timeout_seconds: float) -> dict[str, Any]:
+    def settle(self, name: str, steps: int) -> dict[str, Any]:
         """Steps with hardly any compute, not measured: links and buffers come to what they will be.
 
         Returns:
             `seconds` of a step of the slowest rank; `memory_bytes`: by how much the worker's memory
             has been larger since the contestant was made, at most, on the worst rank.
         """
-        told = self._everyone("settle", (name, steps), timeout_seconds)
+        answers = self._ask_all("settle", name, steps, timeout_seconds=BLOCK_SECONDS)
         self._drain()
-        return {what: max(one[what] for one in told) for what in ("seconds", "memory_bytes")}
+        return {what: max(one[what] for one in answers) for what in ("seconds", "memory_bytes")}
+
+    def measured(self, name: str) -> dict[str, Any]:
+        """What a session of `gg.sparsify` that plans itself has measured, on rank 0."""
+        return self._ask_all("measured", name)[0]
 
     def run(
         self,
         name: str,
         warm_up: int,
         steps: int,
-        timeout_seconds: float,
         *,
         spread_seconds: float = 0.0,
         hurried: bool = False,
@@ -132,89 +130,75 @@ class Laboratory:
             name: Of the contestant.
             warm_up: Steps before those that are measured.
             steps: Those.
-            timeout_seconds: For all of them together.
             spread_seconds: Within which the ranks begin, one after the other.
             hurried: Take steps of a period that are like the one before as that one.
 
         Returns:
-            `seconds`: of each step, the mean over the steps of the slowest rank; `steps_run`;
-            `late_share`: of the worst rank; `cpu_seconds` of all ranks, a step; `cpu_busy`: share
-            of the machine; `cpu_busy_by_others`; `bytes_on_wire`: sent by a host, a step; `clocks`:
-            what contestants count, a step, mean of the ranks; `uneven_share`: how much later than
-            told the last rank began, of the time it took.
+            `seconds`: of each step, the mean over the steps of the slowest rank; `late_share`: of
+            the worst rank; `cpu_seconds` of all ranks, a step; `cpu_busy`: share of the machine;
+            `cpu_busy_by_others`; `bytes_on_wire`: sent by a host, a step; `uneven_share`: how much
+            later than planned the last rank began, of the time it took.
         """
-        before = self.network.passed_bytes(self._joined)
+        before = self._network.passed_bytes(self._joined)
         busy, own = CpuBusy(), _user_seconds()
-        load_former_states = time.perf_counter() + _LEAD_SECONDS
+        begin = time.perf_counter() + _LEAD_SECONDS
         delay = spread_seconds / self._joined
-        told = self._tell(
+        answers = self._ask(
             {
-                rank: ("run", (name, warm_up, steps, hurried, load_former_states + rank * delay))
+                rank: ("run", (name, warm_up, steps, hurried, begin + rank * delay))
                 for rank in range(self._joined)
             },
-            timeout_seconds,
+            BLOCK_SECONDS,
         )
-        own = _user_seconds() - own + sum(one["user_seconds"] for one in told)
+        own = _user_seconds() - own + sum(one["user_seconds"] for one in answers)
         cpu_busy, by_others = busy.shares(own)
         sent = self._drain() - before
-        late = max(one["started_late_seconds"] for one in told)
+        slowest = max(one["seconds"] for one in answers)
         return {
-            "uneven_share": late / max(sum(one["seconds"]) for one in told),
-            "seconds": max(sum(one["seconds"]) / steps for one in told),
-            "steps_run": told[0]["steps_run"],
-            "late_share": max(
-                one["late_seconds"] / one["planned_seconds"] if one["planned_seconds"] else 0.0
-                for one in told
-            ),
-            "cpu_seconds": sum(sum(one["cpu_seconds"]) for one in told) / steps,
+            "seconds": slowest / steps,
+            "uneven_share": max(one["started_late_seconds"] for one in answers) / slowest,
+            "late_share": max(one["late_share"] for one in answers),
+            "cpu_seconds": sum(one["cpu_seconds"] for one in answers) / steps,
             "cpu_busy": cpu_busy,
             "cpu_busy_by_others": by_others,
-            "clocks": {
-                what: sum(one["clocks"][what] for one in told) / steps / len(told)
-                for what in told[0]["clocks"]
-            },
-            "bytes_on_wire": sent / (steps + warm_up) / len(told),
+            "bytes_on_wire": sent / (steps + warm_up) / len(answers),
         }
 
     def restart(self) -> None:
         """New workers in place of the old ones."""
-        self._end()
+        self.close()
         self._joined = 0
         self._start()
 
     def close(self) -> None:
         """Ends the workers, whatever they are at."""
-        self._end()
-
-    def _end(self) -> None:
         for orders in self._orders.values():
             orders.close()
         for worker in self._workers:
             worker.kill()
             worker.wait()
-        self._files.close()
-        self._workers, self._orders, self._said = [], {}, []
+        for output in self._output:
+            output.close()
+        self._workers, self._orders, self._output = [], {}, []
 
     def _start(self) -> None:
-        hosts = self._hosts
+        hosts = self._network.hosts
         # What has a name is gone once all have connected: a process that is killed leaves nothing.
         with (
-            contextlib.ExitStack() as files,
             tempfile.TemporaryDirectory(prefix="gossipgrad-") as folder,
             Listener(f"{folder}/orders", family="AF_UNIX", backlog=hosts) as listener,
         ):
             for host in range(hosts):
-                self._said.append(files.enter_context(tempfile.TemporaryFile()))
+                self._output.append(tempfile.TemporaryFile())  # noqa: SIM115
+                environment = self._network.environment(host)
+                command = [sys.executable, "-m", "benchmarks.network._worker"]
                 self._workers.append(
-                    self.network.popen(
+                    self._network.popen(
                         host,
-                        [
-                            *(sys.executable, "-m", self.worker),
-                            *("--socket", f"{folder}/orders", "--host", str(host)),
-                        ],
-                        env=self._environment(host),
-                        stdout=self._said[-1],
-                        stderr=self._said[-1],
+                        [*command, f"{folder}/orders", str(host)],
+                        env=os.environ | environment | {"OMP_NUM_THREADS": "1"},
+                        stdout=self._output[-1],
+                        stderr=self._output[-1],
                         cwd=ROOT,
                     )
                 )
@@ -224,28 +208,23 @@ class Laboratory:
                 try:
                     orders = listener.accept()
                 except TimeoutError:
-                    self._check_alive()
+                    for rank, worker in enumerate(self._workers):
+                        if worker.poll() is not None:
+                            raise WorkerError(self._last_words(rank)) from None
                     if time.monotonic() > deadline:
-                        raise WorkerError(
-                            f"{hosts - len(self._orders)} of {hosts} workers did not start in "
-                            f"{_START_SECONDS:g} s"
-                        ) from None
+                        raise WorkerError(f"no {hosts} workers in {_START_SECONDS:g} s") from None
                     continue
                 self._orders[orders.recv()] = orders
-            self._files = files.pop_all()
 
-    def _environment(self, host: int) -> dict[str, str]:
-        return {
-            **os.environ,
-            **self.network.environment(host),
-            "OMP_NUM_THREADS": "1",
-        }
+    def _ask_all(
+        self, method: str, *arguments: Any, timeout_seconds: float = _ORDER_SECONDS
+    ) -> list[Any]:
+        return self._ask(dict.fromkeys(range(self._joined), (method, arguments)), timeout_seconds)
 
-    def _everyone(self, method: str, arguments: tuple, timeout_seconds: float) -> list[Any]:
-        orders = dict.fromkeys(range(self._joined), (method, arguments))
-        return self._tell(orders, timeout_seconds)
-
-    def _tell(self, orders: dict[int, tuple[str, tuple]], timeout_seconds: float) -> list[Any]:
+    def _ask(
+        self, orders: dict[int, tuple[str, tuple]], timeout_seconds: float = _ORDER_SECONDS
+    ) -> list[Any]:
+        """Sends an order to each rank; the answers in the order of ranks."""
         what = next(iter(orders.values()))[0]
         for rank, order in orders.items():
             try:
@@ -258,10 +237,8 @@ class Laboratory:
             waiting = {self._orders[rank]: rank for rank in orders if rank not in answers}
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise WorkerError(
-                    f"{what}: ranks {sorted(waiting.values())} did not answer in "
-                    f"{timeout_seconds:g} s"
-                )
+                late = sorted(waiting.values())
+                raise WorkerError(f"{what}: ranks {late} did not answer in {timeout_seconds:g} s")
             for connection in ready:
                 rank = waiting[connection]  # type: ignore[index]
                 try:
@@ -273,26 +250,21 @@ class Laboratory:
                 answers[rank] = answer
         return [answers[rank] for rank in sorted(answers)]
 
-    def _check_alive(self) -> None:
-        for rank, worker in enumerate(self._workers):
-            if worker.poll() is not None:
-                raise WorkerError(self._last_words(rank))
-
     def _last_words(self, rank: int) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._workers[rank].wait(5.0)
-        said = self._said[rank].fileno()
-        text = os.pread(said, os.fstat(said).st_size, 0).decode(errors="replace")
-        lines = text.strip().splitlines() or ["no word"]
+        output = self._output[rank].fileno()
+        text = os.pread(output, os.fstat(output).st_size, 0).decode(errors="replace")
+        lines = text.strip().splitlines() or ["no output"]
         return f"worker {rank} ended with {self._workers[rank].returncode}: {lines[-1][:300]}"
 
     def _drain(self) -> int:
         """Waits until what is still under way has arrived; the bytes sent so far."""
         deadline = time.monotonic() + _DRAIN_SECONDS
-        before = self.network.passed_bytes(self._joined)
+        before = self._network.passed_bytes(self._joined)
         while True:
             time.sleep(_STILL_SECONDS)
-            now = self.network.passed_bytes(self._joined)
+            now = self._network.passed_bytes(self._joined)
             if now - before <= _STILL_BYTES_PER_HOST * self._joined:
                 return now
             if time.monotonic() > deadline:

@@ -1,15 +1,13 @@
-"""A worker of the laboratory: joins groups, makes contestants and runs blocks, as it is told.
+"""A worker of the laboratory: joins groups, makes contestants and runs blocks of steps on order.
 
 It lives in a host's network namespace; orders come through a socket of the file system, which
 namespaces share, so that they take nothing of the shaped links.
 """
 
-import argparse
 import gc
 import resource
+import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict
 from datetime import timedelta
 from multiprocessing.connection import Client
 from pathlib import Path
@@ -20,10 +18,10 @@ import torch.distributed as dist
 
 from gossipgrad.planning import Profile
 
-from ._block import run_block
 from ._contestants import Contestant, Surroundings
-from ._kinds import kind_of
+from ._kinds import KINDS
 from ._replay import sharpen_sleep
+from ._sparse import Sparsified
 
 _GROUP_SECONDS = 120.0
 _HARDLY = 0.02  # of the compute
@@ -37,44 +35,29 @@ class Worker:
         self._bytes_before: dict[str, int] = {}  # of memory, when it was made
         self._store: dist.TCPStore | None = None
 
-    def listen(self, address: str, port: int) -> int:
-        """Opens the store of the next group, on a free port if that is 0; which it is.
-
-        The port is taken from then on: none that was free a moment ago has to be so still.
-        """
-        self._store = _store(address, port, is_master=True)
-        return self._store.port
-
     def join(self, rank: int, world_size: int, address: str, port: int) -> None:
-        """Makes the default process group; rank 0 keeps the store that it has opened."""
-        if rank:
-            self._store = _store(address, port, is_master=False)
+        """Makes the default process group; rank 0 keeps its store."""
+        timeout = timedelta(seconds=_GROUP_SECONDS)
+        self._store = dist.TCPStore(
+            address, port, is_master=rank == 0, timeout=timeout, wait_for_workers=False
+        )
         dist.init_process_group(
-            "gloo",
-            store=self._store,
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=_GROUP_SECONDS),
+            "gloo", store=self._store, rank=rank, world_size=world_size, timeout=timeout
         )
 
-    def make(self, name: str, profile: dict, size_factor: float, *more: Any) -> int:
-        """Makes a contestant; the bytes of its parameters. What is more goes to `compete`."""
+    def make(self, name: str, profile: dict, size_factor: float, sparse: Any) -> None:
+        """Makes a contestant."""
         # The kernel keeps a high-water mark: from here on it is this contestant's.
         Path("/proc/self/clear_refs").write_text("5")
         self._bytes_before[name] = _memory_bytes("VmRSS")
-        surroundings = Surroundings(profile=Profile.from_json(profile), size_factor=size_factor)
-        made = self.compete(name, surroundings, *more)
-        self._held[name] = made
+        surroundings = Surroundings(
+            profile=Profile.from_json(profile), size_factor=size_factor, sparse=sparse
+        )
+        self._held[name] = KINDS[name].make(surroundings)
         # What stays is not looked at again: a collection in a block would hold up this rank, and
         # with it all that wait for it.
         gc.collect()
         gc.freeze()
-        model = getattr(made, "model", None)
-        return 0 if model is None else sum(p.nbytes for p in model.parameters())
-
-    def compete(self, name: str, surroundings: Surroundings, *more: Any) -> Contestant:
-        """A contestant by its name."""
-        return kind_of(name).make(surroundings)
 
     def settle(self, name: str, steps: int) -> dict[str, float]:
         """Steps with hardly any compute, after a barrier that takes the others along."""
@@ -86,27 +69,53 @@ class Worker:
             contestant.step()
         seconds = (time.perf_counter() - start) / steps
         contestant.device.pace = 1.0
-        return {
-            "seconds": seconds,
-            "memory_bytes": _memory_bytes("VmHWM") - self._bytes_before[name],
-        }
+        memory = _memory_bytes("VmHWM") - self._bytes_before[name]
+        return {"seconds": seconds, "memory_bytes": memory}
+
+    def measured(self, name: str) -> dict[str, Any]:
+        """What a session has measured that plans itself."""
+        dist.barrier()
+        contestant = self._held[name]
+        assert isinstance(contestant, Sparsified)
+        return contestant.measured()
 
     def run(
-        self, name: str, warm_up: int, steps: int, hurried: bool, load_former_states: float
+        self, name: str, warm_up: int, steps: int, hurried: bool, begin: float
     ) -> dict[str, Any]:
-        """Runs a block from a moment (`time.perf_counter`, the same in all processes) on."""
+        """Runs a block from a moment (`time.perf_counter`, the same in all processes) on.
+
+        Steps of the warm-up are not measured; in a hurry, a step that is like the one before is not
+        run, and takes what that one took.
+        """
+        contestant, device = self._held[name], self._held[name].device
         user = resource.getrusage(resource.RUSAGE_SELF).ru_utime
-        late = max(0.0, time.perf_counter() - load_former_states)
-        time.sleep(max(0.0, load_former_states - time.perf_counter()))
-        block = run_block(self._held[name], warm_up, steps, hurried=hurried)
+        late = max(0.0, time.perf_counter() - begin)
+        time.sleep(max(0.0, begin - time.perf_counter()))
+        for _ in range(warm_up):
+            contestant.step()
+        device.reset()
+        seconds: list[float] = []
+        cpu_seconds: list[float] = []
+        for _ in range(steps):
+            if hurried and seconds and contestant.skip():
+                seconds.append(seconds[-1])
+                cpu_seconds.append(cpu_seconds[-1])
+                continue
+            start, cpu = time.perf_counter(), time.process_time()
+            contestant.step()
+            seconds.append(time.perf_counter() - start)
+            cpu_seconds.append(time.process_time() - cpu)
+        planned = device.planned_seconds
         return {
-            **asdict(block),
+            "seconds": sum(seconds),
+            "cpu_seconds": sum(cpu_seconds),
+            "late_share": device.late_seconds / planned if planned else 0.0,
             "started_late_seconds": late,
             "user_seconds": resource.getrusage(resource.RUSAGE_SELF).ru_utime - user,
         }
 
     def leave(self) -> None:
-        """Lets go of all contestants and of the group."""
+        """Closes all contestants and the group."""
         for contestant in self._held.values():
             contestant.close()
         self._held.clear()
@@ -117,50 +126,33 @@ class Worker:
         gc.collect()
 
 
-def _store(address: str, port: int, *, is_master: bool) -> dist.TCPStore:
-    timeout = timedelta(seconds=_GROUP_SECONDS)
-    return dist.TCPStore(address, port, is_master=is_master, timeout=timeout)
-
-
 def _memory_bytes(what: str) -> int:
     with Path("/proc/self/status").open() as status:
         return next(int(line.split()[1]) << 10 for line in status if line.startswith(f"{what}:"))
 
 
-def _load() -> None:
-    """A step of training: what torch loads for the first one is no contestant's memory."""
-    weight = torch.ones(1, requires_grad=True)
-    optimizer = torch.optim.SGD([weight])
-    weight.sum().backward()
-    optimizer.step()
-
-
-def main(kind: type[Worker] = Worker) -> None:
+def main(socket: str, host: int) -> None:
     """Carries out orders until the socket closes."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--socket", required=True)
-    parser.add_argument("--host", type=int, required=True)
-    options = parser.parse_args()
     torch.set_num_threads(1)
     sharpen_sleep()
-    _load()
-    worker = kind()
-    with Client(options.socket, family="AF_UNIX") as orders:
-        orders.send(options.host)
+    # A step of training: what torch loads for the first one is no contestant's memory.
+    weight = torch.ones(1, requires_grad=True)
+    weight.sum().backward()
+    torch.optim.SGD([weight]).step()
+    worker = Worker()
+    with Client(socket, family="AF_UNIX") as orders:
+        orders.send(host)
         while True:
             try:
                 method, arguments = orders.recv()
             except EOFError:
                 return
-            orders.send(_carry_out(getattr(worker, method), arguments))
-
-
-def _carry_out(method: Callable[..., Any], arguments: tuple) -> tuple[bool, Any]:
-    try:
-        return True, method(*arguments)
-    except Exception as error:
-        return False, f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
+            try:
+                answer = True, getattr(worker, method)(*arguments)
+            except Exception as error:
+                answer = False, f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
+            orders.send(answer)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1], int(sys.argv[2]))

@@ -1,8 +1,8 @@
-"""Sparse gradients, second order, checkpoints, simulation, encryption."""
+"""Sparse gradients, second order, merge plans."""
 
 import statistics
 
-from ._write import ended, rate, register, results, spread, table
+from ._write import register, results, spread, table
 
 
 @register("sparse convergence")
@@ -41,74 +41,22 @@ def sparse_convergence() -> str:
 
 @register("sparse network")
 def sparse_network() -> str:
-    shown = (
-        "no communication",
-        "DDP fp32",
-        "DDP fp16",
-        "wfbp",
-        "mg-wfbp",
-        "topk",
-        "lags",
-        "greedy",
-    )
-    cells = {
-        cell["profile"]: cell
-        for cell in results("sparse_network")["cells"]
-        if (cell["world_size"], cell["rate_bits_per_second"], cell["density"]) == (16, 1e9, 0.001)
-    }
+    names = ("no communication", "wfbp", "mg-wfbp", "topk", "lags", "greedy", "ours")
+    shown = dict(zip(names, names, strict=True))
+    shown = {names[0]: names[0], "DDP fp32": "ddp", "DDP fp16": "ddp, fp16 hook"} | shown
+    cells: dict[str, dict[str, dict]] = {}
+    for cell in results("sparse_network")["cells"]:
+        full_rate = cell["rate_bits_per_second"] * cell["time_factor"] / cell["size_factor"]
+        if (cell["world_size"], round(full_rate), cell["density"]) == (16, 10**9, 0.001):
+            cells.setdefault(cell["profile"], {})[cell["contestant"]] = cell
     lines = []
-    for name in (*shown, "ours"):
+    for name, contestant in shown.items():
         line = [name]
-        for cell in cells.values():
-            of = cell["contestants"][name]
-            times = [1e3 * seconds / cell["time_factor"] for seconds in of["step_seconds"]]
+        for of in (found[contestant] for found in cells.values()):
+            times = [1e3 * seconds / of["time_factor"] for seconds in of["step_seconds"]]
             line.append(spread(times, "{:.0f}") + "*" * bool(of["marks"]))
         lines.append(line)
     return table(["", *cells], lines)
-
-
-@register("sparse time to accuracy")
-def sparse_time_to_accuracy() -> str:
-    lines = []
-    for row in results("sparse_time_to_accuracy")["rows"]:
-        shares = [share for share in row["shares_of_ddp_time"].values() if share is not None]
-        lines.append(
-            [
-                f"{row['task']}, {rate(row)}",
-                *(ended(runs) for runs in row["runs"].values()),
-                spread(shares, "{:.2f}"),
-            ]
-        )
-    ways = ["DDP", "omgs", "a quarter more epochs", "half more epochs"]
-    return table(["", *ways, "time, of DDP's"], lines)
-
-
-@register("selection")
-def selection() -> str:
-    found = results("selection")
-    lines = []
-    for cell in found["cells"]:
-        if (cell["threads"], cell["distribution"]) != (1, "accumulator"):
-            continue
-        for density in ("0.001", "0.01"):
-            if cell["numel"] not in (1 << 20, 25_000_000, 100_000_000):
-                continue
-            ways = cell["densities"][density]
-            times = [
-                1e3 * ways[way]["cpu_seconds_quartiles"][1]
-                for way in ("torch.topk", "np.argpartition", "top_k")
-            ]
-            held = found["memory"][str(cell["numel"])][density]
-            lines.append(
-                [
-                    f"{cell['numel']:,}",
-                    f"{100 * float(density):g} %",
-                    *(f"{time:,.0f} ms" if time >= 100 else f"{time:.2g} ms" for time in times),
-                    *(f"{held[way] / 1e6:,.1f} MB" for way in ("torch.topk", "top_k")),
-                ]
-            )
-    ways = ["`torch.topk`", "`np.argpartition`", "`top_k`"]
-    return table(["values", "density", *ways, "memory of torch", "ours"], lines)
 
 
 @register("plans")
@@ -169,66 +117,3 @@ def second_order_loss() -> str:
     alone = found["gpt"]["optimizers"]["AdamW"]["ms_a_step"]
     heads = ["GPT: steps, loss", "perceptron: steps, loss", f"ms a step, GPT (AdamW {alone:.1f})"]
     return table(["", *heads], rows)
-
-
-@register("virtual ranks")
-def virtual_ranks() -> str:
-    found = {
-        (row["strategy"], row["world_size"]): row
-        for row in results("virtual_ranks")["rows"]
-        if row["model"] == "mlp"
-        and (row["lr_factor"], row["epochs_factor"], row["batch_factor"]) == (1, 1, 1)
-    }
-    rows = []
-    for way in (
-        "allreduce",
-        "gossip",
-        "gossip, no rotation",
-        "gossip, state",
-        "every-log-p",
-        "local",
-    ):
-        cells = [f"{100 * found[way, size]['accuracy_mean']:.2f}" for size in (8, 32, 128)]
-        rows.append([way, *cells])
-    return table(["", "8 ranks", "32 ranks", "128 ranks"], rows)
-
-
-@register("checkpoint")
-def checkpoint() -> str:
-    columns = {
-        "held": "`Saver.save`",
-        "slowed": "and in slower steps",
-        "torch_save": "`torch.save`",
-        "save": "`checkpoint.save`",
-    }
-    rows = []
-    for row in results("checkpoint")["rows"]:
-        line = [f"{12 * row['parameters'] / 1e6:.0f} MB"]
-        for key in columns:
-            low, middle, high = (
-                f"{1e3 * seconds:,.0f}" if abs(seconds) >= 0.1 else f"{1e3 * seconds:.3g}"
-                for seconds in row["quartiles_seconds"][key]
-            )
-            line.append(f"{middle} ms ({low} to {high})")
-        rows.append(line)
-    return table(["state", *columns.values()], rows)
-
-
-@register("encryption")
-def encryption() -> str:
-    rows = []
-    for size, ways in results("encryption")["results"].items():
-        ends = [ways["plain"], ways["encrypted"]]
-        rows.append(
-            [
-                size,
-                *(
-                    f"{1e3 * of['seconds_median']:.1f} ms, "
-                    f"{of['bytes_per_second_each_way'] / 1e6:.0f} MB/s"
-                    for of in ends
-                ),
-                *(f"{1e3 * of['cpu_seconds_per_megabyte_sent']:.1f} ms a MB" for of in ends),
-            ]
-        )
-    heads = ["plain", "encrypted", "plain, processor", "encrypted, processor"]
-    return table(["a message", *heads], rows)

@@ -87,12 +87,12 @@ def _network_cells() -> dict[tuple[str, int, float], tuple[float, bool]]:
 
     `gossip, sync` is of the later run, in which it hid behind the next forward pass.
     """
-    cells = [c for c in results("network") if c["contestant"] != "gossip, sync"]
-    cells += [c for c in results("network_sync") if c["contestant"] == "gossip, sync"]
+    cells = [c for c in results("network")["cells"] if c["contestant"] != "gossip, sync"]
+    cells += [c for c in results("network_sync")["cells"] if c["contestant"] == "gossip, sync"]
     return {
         (cell["contestant"], cell["world_size"], cell["rate_bits_per_second"]): (
             cell["step_seconds_median"],
-            cell["marked"],
+            bool(cell["marks"]),
         )
         for cell in cells
         if cell["profile"] == "resnet50" and not cell["error"]
@@ -227,23 +227,6 @@ def loss_at_step_50() -> str:
     return table(["", "4 ranks", "minus `sync`", "8 ranks", "minus `sync`"], lines)
 
 
-@register("pace")
-def pace() -> str:
-    found: dict[tuple[str, float], dict[int, float]] = {}
-    for row in results("staleness")["pace"]:
-        by_d = found.setdefault((row["ranks"], row["message_steps"]), {})
-        by_d[row["max_staleness"]] = row["mixes_per_step_others"]
-    shown = [
-        *(("8 alike", 0.5), ("8 alike", 2.0), ("32 alike", 2.0)),
-        *(("8, one takes twice as long", 2.0), ("8, one takes half as long", 0.5)),
-    ]
-    rows = [
-        [ranks, f"{steps:g} steps", *(f"{found[ranks, steps][d]:.2f}" for d in (0, 1, 2, 4))]
-        for ranks, steps in shown
-    ]
-    return table(["ranks", "message takes", *(f"d = {d}" for d in (0, 1, 2, 4))], rows)
-
-
 @register("staleness")
 def staleness() -> str:
     found = {(r["contestant"], r["max_staleness"]): r for r in results("staleness")["rows"]}
@@ -305,3 +288,18 @@ def local_steps() -> str:
         lines.append(line)
     heads = [f"{ranks} ranks, H = {steps}" for ranks in (8, 32) for steps in (8, 32)]
     return table(["", *heads], lines)
+
+
+@register("gpu")
+def gpu() -> str:
+    cells = results("gpu")["step"]
+    rows = []
+    for name in cells[0]["contestants"]:
+        row = [name]
+        for cell in cells:
+            held = cell["contestants"][name]
+            ratio = f", {held['ratio_to_no_exchange']:.2f}" if name != "no exchange" else ""
+            row.append(f"{held['ms_median']:.0f} ms{ratio}")
+        rows.append(row)
+    head = [f"batch {cell['batch']}" for cell in cells]
+    return table(["time of a step, ratio to no exchange", *head], rows)

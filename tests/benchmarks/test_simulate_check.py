@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks import simulate_check
-from benchmarks.network import _kinds as kinds
+from benchmarks.network._kinds import BARE, GOSSIP
 
 
 def cell(contestant, seconds, **others):
@@ -17,7 +17,7 @@ def cell(contestant, seconds, **others):
         "time_factor": 1.5,
         "size_factor": 0.045,
         "step_seconds_median": seconds,
-        "marked": False,
+        "marks": [],
         **others,
     }
 
@@ -34,11 +34,11 @@ def test_every_measured_cell_that_is_modelled_has_a_row(tmp_path, monkeypatch):
         cell("no communication", compute),
         cell("ddp, PowerSGD", 1.0),
         cell("bare exchange", 1.0),
-        cell("gossip", None, error="it failed", marked=True),
-        cell("no communication", compute / 2, marked=True, rate_bits_per_second=1e9),
+        cell("gossip", None, error="it failed", marks=["busy"]),
+        cell("no communication", compute / 2, marks=["busy"], rate_bits_per_second=1e9),
     ]
     path = tmp_path / "mine.json"
-    path.write_text(json.dumps(cells))
+    path.write_text(json.dumps({"cells": cells}))
     assert run(monkeypatch, path) == 0
     written = json.loads((tmp_path / "mine_simulate_check.json").read_text())
     assert written["not_modelled"] == ["ddp, PowerSGD"]
@@ -53,13 +53,13 @@ def test_every_measured_cell_that_is_modelled_has_a_row(tmp_path, monkeypatch):
 
 
 def test_contestants_are_those_of_the_grid():
-    assert (
-        simulate_check.CONTESTANTS.keys() | {"ddp, PowerSGD", "gossip, sync, in backward"}
-        == kinds.CONTESTANTS.keys()
-    )
+    assert simulate_check.CONTESTANTS.keys() | {
+        "ddp, PowerSGD",
+        "gossip, sync, in backward",
+    } == GOSSIP.keys() - {*BARE}
 
 
-@pytest.mark.parametrize("content", ["not json", "{}", '[{"a": 1}]', "[3]"])
+@pytest.mark.parametrize("content", ["not json", "{}", '{"cells": [{"a": 1}]}', "[3]"])
 def test_files_of_something_else_are_refused(tmp_path, monkeypatch, capsys, content):
     path = tmp_path / "network.json"
     path.write_text(content)

@@ -10,12 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 
 from gossipgrad.comm import Membership
 from gossipgrad.data import ElasticBatches, ShardedBatches
-from gossipgrad.data._elastic_deal import Deal, size_of
 from gossipgrad.errors import EvictedError
 from support.shares import Run
 from support.shares import let_go as let_go
@@ -270,29 +267,6 @@ def test_a_storm_of_comings_and_goings(seed):
     assert len(run.times(0)) == 198
     if orderly:  # of the dead, nobody knows whether they had heard
         check_whole(run, 0, 198)
-
-
-@given(st.data())
-def test_deals_lose_and_double_nothing_and_level_what_can_be_levelled(draw):
-    """The arithmetic alone, which takes too long to reach through threads."""
-    shares, batches = draw.draw(st.integers(1, 5)), draw.draw(st.integers(1, 20))
-    deal = Deal.first(0, tuple(range(shares)), shares=shares, batches=batches)
-    living, used_up = list(range(shares)), []
-    for generation in range(1, draw.draw(st.integers(2, 5))):
-        used = {rank: draw.draw(st.integers(0, size_of(hand))) for rank, hand in deal.hands.items()}
-        for rank, hand in deal.hands.items():
-            flat = [(p.share, b) for p in hand for b in range(p.start, p.stop)]
-            used_up += flat[: used[rank]]
-        living = draw.draw(
-            st.lists(st.integers(0, 9), min_size=1, max_size=6, unique=True).map(sorted)
-        )
-        deal = Deal.parse(deal.next(generation, living, used, least=2).text())
-        assert list(deal.hands) == living
-        sizes = [size_of(hand) for hand in deal.hands.values()]
-        assert max(sizes) <= max(2, -(-sum(sizes) // len(living)))
-    rest = [(p.share, b) for hand in deal.hands.values() for p in hand for b in range(*p[1:])]
-    whole = [(share, batch) for share in range(shares) for batch in range(batches)]
-    assert sorted(used_up + rest) == whole
 
 
 class Store(dist.Store):

@@ -1,4 +1,4 @@
-"""The laboratory for real: shaped links, processes inside, and nothing left behind."""
+"""Hosts on one machine: shaped links, processes inside, and nothing left behind."""
 
 import json
 import os
@@ -6,51 +6,157 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from statistics import median_low
 
 import pytest
 
-from benchmarks.netlab import NetlabError, Network, _envelope, _system
-from benchmarks.netlab._layout import PAYLOAD_SHARE
+from benchmarks.network import Network, NetworkError, _namespaces
+from benchmarks.network._links import PAYLOAD_SHARE, parse_rate
 from support import netlab_rank
-from support.netlabs import name_of, of, running, wait_until_gone
 
 ROOT = Path(__file__).parents[2]
-pytestmark = [pytest.mark.process, pytest.mark.usefixtures("_possible_here")]
+needs_root = pytest.mark.skipif(
+    bool(_namespaces.missing()), reason="; ".join(_namespaces.missing())
+)
+INSIDE = ["sh", "-c", "echo inside; exec sleep 1000"]
+SERVE = (
+    "import socket\n"
+    "with socket.create_server(('', 7000)) as server:\n"
+    " while True:\n"
+    "  connection, _ = server.accept()\n"
+    "  while connection.recv(1 << 20): pass"
+)
+CALL = (
+    "import socket, sys\n"
+    "try: connection = socket.create_connection((sys.argv[1], 7000), float(sys.argv[2]))\n"
+    "except OSError: sys.exit(3)\n"
+    "while len(sys.argv) > 3: connection.sendall(bytes(1 << 20))"
+)
 
 
-def assert_carries(network, flow, rate, seconds=0.25):
-    """All of the rate, and no more, when the machine has a moment."""
-    shares = []
-    with network.traffic(flow) as traffic:
-        # One that stands still at the start of its time has less of it for what came meanwhile.
-        while not shares or not 0.93 < shares[-1] < 1.05:
-            assert len(shares) < 8, shares
-            moved = traffic.round([flow], rate=rate, settle=0.15, seconds=seconds)
-            shares.append(moved.bits_per_second[0] / PAYLOAD_SHARE / rate)
-    assert median_low(shares) < 1.05, shares
+def wait_until(is_so, timeout_seconds=20.0):
+    deadline = time.monotonic() + timeout_seconds
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
-CALLS = """
-import socket, sys
-try:
-    socket.create_connection((sys.argv[1], 7000), timeout=float(sys.argv[2])).close()
-except TimeoutError:
-    sys.exit(3)
+def name_of(network):
+    return network.switch.removesuffix("switch")
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [("1Gbit", 1e9), ("100 Mbit/s", 1e8), ("2.5g", 2.5e9), ("1500kbps", 1.5e6), ("1e9", 1e9)],
+)
+def test_rates(text, rate):
+    assert parse_rate(text) == rate
+
+
+@pytest.mark.parametrize("text", ["", "fast", "1MBps", "1Gbyte", "-1Mbit", "1GB", "nan", "100"])
+def test_what_is_no_rate_of_a_link(text):
+    with pytest.raises(ValueError, match="bit"):
+        parse_rate(text)
+
+
+@pytest.mark.parametrize(("hosts", "rate"), [(0, 1e8), (300, 1e8), (2, -1.0), (2, float("nan"))])
+def test_networks_that_cannot_be(hosts, rate):
+    with pytest.raises(ValueError, match=r"hosts|bit/s"):
+        Network(hosts=hosts, rate_bits_per_second=rate)
+
+
+def test_without_iproute2(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with (
+        pytest.raises(NetworkError, match="iproute2"),
+        Network(hosts=2, rate_bits_per_second=1e8),
+    ):
+        pass
+
+
+@needs_root
+@pytest.mark.process
+def test_processes_inside_end_with_the_block():
+    network, children = Network(hosts=2, rate_bits_per_second=1e8), []
+
+    def fail():
+        with network:
+            with pytest.raises(NetworkError, match="up already"), network:
+                pass
+            with pytest.raises(FileNotFoundError):
+                network.popen(0, ["no-such-command"])
+            with pytest.raises(ValueError, match="host 2"):
+                network.set_rate(2, 1e8)
+            with pytest.raises(NetworkError, match="carries"):
+                network.set_rate(0, 1e12)
+            show = "import os; print(os.environ['RANK'], *os.listdir('/sys/class/net'))"
+            command = [sys.executable, "-S", "-c", show]
+            environment = os.environ | network.environment(1)
+            out = network.popen(1, command, env=environment, stdout=subprocess.PIPE).communicate()
+            rank, *interfaces = out[0].decode().split()
+            assert rank == "1"
+            assert "lab0" in interfaces
+            assert "eth0" not in interfaces
+            children.append(network.popen(0, INSIDE, stdout=subprocess.PIPE))
+            with children[0].stdout as said:
+                said.readline()
+            # They may be on their way in still.
+            children.extend(network.popen(1, ["sleep", "1000"]) for _ in range(3))
+            raise KeyboardInterrupt
+
+    before = _namespaces.namespaces()
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+    assert [child.returncode for child in children] == [-9] * 4
+    assert set(_namespaces.namespaces()) <= set(before)
+    network.close()  # a second time: nothing
+    with pytest.raises(NetworkError, match="inside `with Network"):
+        network.address(0)
+
+
+OWNER = """
+import os, signal, subprocess, sys
+from benchmarks.network import Network
+with Network(hosts=2, rate_bits_per_second=1e8) as network:
+    child = network.popen(1, sys.argv[1:], stdout=subprocess.PIPE)
+    child.stdout.readline()
+    print(network.switch.removesuffix("switch"), child.pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_hosts_that_are_cut_hear_nothing_of_each_other_until_they_are_healed():
+@needs_root
+@pytest.mark.process
+def test_the_next_network_removes_what_a_killed_process_left_and_nothing_else():
+    command = [sys.executable, "-c", OWNER, *INSIDE]
+    done = subprocess.run(command, stdout=subprocess.PIPE, cwd=ROOT, timeout=60)
+    assert done.returncode == -9
+    name, child = done.stdout.decode().split()
+    assert len(_namespaces.namespaces(name)) == 3
+    foreign = "gglab-foreign"
+    _namespaces.run("ip", "netns", "add", foreign)
+    try:
+        with Network(hosts=1, rate_bits_per_second=1e8) as other:
+            assert _namespaces.namespaces(name) == []
+            assert _namespaces.started(int(child)) is None
+            assert _namespaces.sweep() == [], "a living process's networks stay"
+            assert len(_namespaces.namespaces(name_of(other))) == 2
+        assert foreign in _namespaces.namespaces()
+    finally:
+        _namespaces.run("ip", "netns", "del", foreign)
+
+
+@needs_root
+@pytest.mark.process
+def test_hosts_that_are_cut_reach_nothing_of_each_other_until_they_are_healed():
     with Network(hosts=3, rate_bits_per_second=1e8) as network:
-        serve = "import socket\nwith socket.create_server(('', 7000)) as s:\n while 1: s.accept()"
         for host in (0, 1):
-            network.popen(host, [sys.executable, "-c", serve])
+            network.popen(host, [sys.executable, "-S", "-c", SERVE])
 
         def reaches(host, other, timeout="0.3"):
-            call = [sys.executable, "-c", CALLS, network.address(other), timeout]
-            return network.popen(host, call, stderr=subprocess.DEVNULL).wait() == 0
+            call = [sys.executable, "-S", "-c", CALL, network.address(other), timeout]
+            return network.popen(host, call).wait() == 0
 
-        wait_until_gone(lambda: not (reaches(2, 0) and reaches(2, 1)))
+        wait_until(lambda: reaches(2, 0) and reaches(2, 1))
         network.cut(0, 2)
         assert not reaches(2, 0)
         assert reaches(2, 1, "20")
@@ -58,184 +164,46 @@ def test_hosts_that_are_cut_hear_nothing_of_each_other_until_they_are_healed():
         assert reaches(2, 0, "20")
         network.cut_off(1)
         assert not reaches(2, 1)
-        assert reaches(2, 0, "20")
         network.reconnect(1)
         assert reaches(2, 1, "20")
-        with pytest.raises(ValueError, match="host 1 twice: a link has two ends"):
+        with pytest.raises(ValueError, match="two ends"):
             network.cut(1, 1)
 
 
+@needs_root
 @pytest.mark.slow
-def test_links_counters_and_rates_that_change():
-    machine = _system.run("ip", "-o", "link")
-    with Network(hosts=2, rate_bits_per_second=1e7) as network:
-        name = name_of(network)
-        assert network.counters(0) == (0, 0)
-        # What one sends at a rate is what the other receives, and no more bytes than fit.
-        start = time.monotonic()
-        assert_carries(network, (0, 1), 1e7)
-        seconds = time.monotonic() - start
-        sent, received = network.counters(0)
-        assert 1e7 / 8 * 0.25 < sent < 1e7 / 8 * seconds
-        assert network.counters(1).received_bytes == pytest.approx(sent, rel=0.02)
-        assert received < sent / 10
-        network.set_rate(0, 4e6)
-        assert_carries(network, (0, 1), 4e6)
-        assert network.counters(0).sent_bytes > sent
-        with pytest.raises(ValueError, match="host 2: there are 0 to 1"):
-            network.set_rate(2, 1e8)
-        with pytest.raises(ValueError, match=r"rack 0: there are none; racks="):
-            network.set_uplink(0, 1e8)
-        with pytest.raises(NetlabError, match="this machine carries"):
-            network.set_rate(0, 1e12)
-        with pytest.raises(NetlabError, match="this network is up already"), network:
-            pass
-        # Nothing of it stands beside the machine's own interfaces.
-        assert _system.run("ip", "-o", "link") == machine
-    assert of(name) == []
-    with pytest.raises(NetlabError, match="use it inside `with Network"):
-        network.address(0)
-
-
-def interface_counters(network, host):
-    shown = _system.run("ip", "-n", network.namespace(host), "-s", "-j", "link", "show", "lab0")
-    sent = json.loads(shown)[0]["stats64"]["tx"]
-    return sent["bytes"], sent["packets"]
-
-
-@pytest.mark.slow
-def test_links_that_slow_down_under_load_carry_on_at_the_new_rate():
-    """Whatever waits in their queues, and in pieces of the new size from then on."""
-    serve = (
-        "import socket\n"
-        "with socket.create_server(('', 7000)) as server:\n"
-        " print(flush=True)\n"
-        " connection, _ = server.accept()\n"
-        " while connection.recv(1 << 20): pass"
-    )
-    call = (
-        "import socket, sys\n"
-        "connection = socket.create_connection((sys.argv[1], 7000))\n"
-        "while True: connection.sendall(bytes(1 << 20))"
-    )
-    with Network(
-        hosts=3,
-        rate_bits_per_second=1e9,
-        racks=((0,), (1, 2)),
-        uplink_bits_per_second=1e9,
-    ) as network:
-        server = [sys.executable, "-S", "-c", serve]
-        with network.popen(2, server, stdout=subprocess.PIPE).stdout as said:
-            said.readline()
+@pytest.mark.process
+def test_links_carry_their_rate_and_no_more_while_it_changes():
+    with Network(hosts=3, rate_bits_per_second=1e9) as network:
+        network.popen(2, [sys.executable, "-S", "-c", SERVE])
+        call = [sys.executable, "-S", "-c", CALL, network.address(2), "20", "send"]
 
         def received():
             return network.counters(2).received_bytes
 
         def carries(rate):
-            """The whole of it for a while, and no more."""
-            deadline, start = time.monotonic() + 10, received()
-            while received() == start:
-                assert time.monotonic() < deadline, "nothing passes any more"
             before, since = received(), time.monotonic()
-            time.sleep(0.15)
+            time.sleep(0.3)
             share = 8 * (received() - before) / (time.monotonic() - since) / rate
+            assert share < 1.25
             return 0.85 < share < 1.15
 
-        network.popen(0, [sys.executable, "-S", "-c", call, network.address(2)])
-        wait_until_gone(lambda: received() < 1e7)
-        for change, rate in (
-            (lambda: network.set_rate(2, 5e8), 5e8),
-            (lambda: network.set_uplink(0, 4e7), 4e7),
-            (lambda: network.set_rate(0, 2e7), 2e7),
-        ):
-            change()
-            wait_until_gone(lambda rate=rate: not carries(rate))
-        before = interface_counters(network, 0)
-        wait_until_gone(lambda: interface_counters(network, 0)[1] < before[1] + 20)
-        sent, pieces = (
-            now - then for now, then in zip(interface_counters(network, 0), before, strict=True)
-        )
-        assert sent / pieces < 2 * 4500  # of 64 kB they were, 5 kB is what the slow link asks for
+        wait_until(lambda: network.popen(1, [*call[:-2], "1"]).wait() == 0)
+        network.popen(0, call)
+        wait_until(lambda: received() > 1e7)
+        for host, rate in ((2, 5e8), (0, 2e7), (0, 4e6)):
+            network.set_rate(host, rate)
+            time.sleep(0.3)  # what waited in a queue
+            wait_until(lambda rate=rate: carries(rate))
+        sent = network.counters(0).sent_bytes
+        assert network.counters(2).received_bytes == pytest.approx(sent, rel=0.02)
 
 
+@needs_root
 @pytest.mark.slow
-def test_racks_share_a_thin_link_and_two_laboratories_are_apart():
-    with (
-        Network(
-            hosts=4,
-            rate_bits_per_second=2e7,
-            racks=((0, 1), (2, 3)),
-            uplink_bits_per_second=1e7,
-        ) as racks,
-        Network(hosts=2, rate_bits_per_second=1e7) as other,
-    ):
-        assert racks.address(0).split(".")[:2] != other.address(0).split(".")[:2]
-        assert name_of(racks) != name_of(other)
-        checked = {check.link: check for check in racks.verify()}
-        between = checked["rack 0 to the core"]
-        assert between.expected_bits_per_second == pytest.approx(1e7 * PAYLOAD_SHARE)
-        assert len(checked) == 12
-        racks.set_uplink(0, None)
-        racks.set_uplink(1, 15e6)
-        assert_carries(racks, (0, 2), 15e6, seconds=0.5)
-
-
-@pytest.mark.slow
-def test_all_laboratories_together_stay_within_the_envelope(monkeypatch):
-    monkeypatch.setattr(_envelope, "MOST_BITS_PER_SECOND", 1e11)
-    too_much = r"other laboratories that are up 6\d(\.\d+)? Gbit/s"
-    with Network(hosts=1, rate_bits_per_second=6e10) as one:
-        with (
-            pytest.raises(NetlabError, match=too_much),
-            Network(hosts=1, rate_bits_per_second=6e10),
-        ):
-            pass
-        with Network(hosts=1, rate_bits_per_second=1e10) as other:
-            with pytest.raises(NetlabError, match=too_much):
-                other.set_rate(0, 6e10)
-            assert other.layout.rates == [1e10]
-            one.set_rate(0, 1e10)
-            other.set_rate(0, 6e10)
-
-
-def test_processes_inside():
-    with Network(hosts=2, rate_bits_per_second=1e8) as network:
-        name = name_of(network)
-        shown = network.popen(
-            1,
-            [
-                sys.executable,
-                "-S",
-                "-c",
-                "import os; print(os.environ['RANK'], os.listdir('/sys/class/net'))",
-            ],
-            env=os.environ | network.environment(1),
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        out, _ = shown.communicate(timeout=30)
-        rank, interfaces = out.split(" ", 1)
-        assert rank == "1"
-        assert "lab0" in interfaces
-        assert "eth0" not in interfaces
-        with pytest.raises(
-            FileNotFoundError, match="no command 'no-such-command' to run on a host"
-        ):
-            network.popen(0, ["no-such-command"])
-        child = network.popen(
-            0, ["sh", "-c", "setsid sleep 1000 & echo $!; wait"], stdout=subprocess.PIPE, text=True
-        )
-        grandchild = int(child.stdout.readline())
-        child.stdout.close()
-        assert running(grandchild)
-    assert child.returncode == -9
-    assert not running(grandchild)
-    assert of(name) == []
-
-
-@pytest.mark.slow
+@pytest.mark.process
 def test_gloo_and_gossip_over_the_links():
-    rate = 5e7
+    rate, size = 5e7, 4 * netlab_rank.ELEMENTS
     with Network(hosts=2, rate_bits_per_second=rate) as network:
         ranks = [
             network.popen(
@@ -247,16 +215,32 @@ def test_gloo_and_gossip_over_the_links():
             )
             for host in range(2)
         ]
-        told = [rank.communicate(timeout=90) for rank in ranks]
-        assert [rank.returncode for rank in ranks] == [0, 0], told
+        said = [rank.communicate(timeout=90) for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [0, 0], said
         sent = [network.counters(host).sent_bytes for host in range(2)]
-    answers = [json.loads(out) for out, _ in told]
-    values, seconds, outcomes, mean = answers[0]
-    size = 4 * netlab_rank.ELEMENTS
+    (values, seconds, outcomes, mean), (*_, other) = (json.loads(out) for out, _ in said)
     assert values == 1
-    assert seconds >= 0.9 * size / (rate / 8)
+    assert seconds >= 0.9 * size / (rate * PAYLOAD_SHARE / 8)
     assert outcomes["delivered"] == netlab_rank.STEPS
-    assert answers[1][3] == mean
+    assert other == mean
     # The all-reduce, the exchanges and the consensus: none of it passed beside the link.
-    for bytes_ in sent:
-        assert bytes_ > (netlab_rank.STEPS + 2) * size
+    assert min(sent) > (netlab_rank.STEPS + 2) * size
+
+
+@needs_root
+@pytest.mark.process
+def test_the_command_runs_everywhere_and_says_who_failed():
+    words = ["run", "--hosts=3", "--rate=10Mbit", "--timeout=60", "--", "sh", "-c"]
+    script = "echo {rank} of $WORLD_SIZE at {address}, $MASTER_ADDR; sleep {rank}; exit {rank}"
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.network.hosts", *words, script],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert sorted(done.stdout.splitlines()) == [
+        f"{rank} of 3 at 10.64.0.{rank + 1}, 10.64.0.1" for rank in range(3)
+    ]
+    assert done.stderr == "host 1: exit status 1\n"

@@ -163,6 +163,35 @@ def test_settings_outside_their_range_are_refused(make):
         make()
 
 
+def test_values_are_never_torn_or_older_than_before(refreshers):
+    """A reader beside the workers' writers: each value is of one job, and versions only rise."""
+    refresher = refreshers(Background(1, 3, workers=2), 1)
+    stop, torn, reads = threading.Event(), [], [0]
+
+    def read(last=0):
+        while not stop.is_set():
+            root = refresher.current(0, 0)
+            value = root.value[0]
+            if not bool((value == root.step).all()) or root.version < last:
+                torn.append((root, last))
+            last = root.version
+            reads[0] += 1
+
+    take_step(refresher, 1, 0)
+    reader = threading.Thread(target=read)
+    reader.start()
+    step = 0
+    while reads[0] < 10_000 or refresher.stats.refreshes <= 20:
+        step += 1
+        factor = torch.full((512,), float(step))
+        if refresher.is_due(0, step):
+            refresher.submit(0, step, lambda f=factor: (f.clone(),))
+    stop.set()
+    reader.join()
+    assert not torn
+    assert refresher.stats.refreshes > 20
+
+
 def test_an_executor_that_is_shut_down_is_a_failure(refreshers):
     executor = ThreadPoolExecutor(1)
     refresher = refreshers(Background(4, 2, executor=executor), 1)

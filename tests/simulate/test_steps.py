@@ -44,21 +44,17 @@ def ends(strategy, profile, network, p, workers=None, steps=6):
 # By hand: compute is 2.5 s, of which forward and backward 1 s each; 100 elements are 400 bytes.
 
 
-def test_overlap_hides_what_is_shorter_than_a_step():
-    found = ends(Gossip(), profile_of([100]), network_of(alpha=0.4, beta=0.005), 2, steps=3)
-    assert found.tolist() == [[2.5, 2.5], [5.0, 5.0], [7.5, 7.5]]
-
-
-def test_overlap_takes_as_long_as_the_message_where_that_is_longer():
-    found = ends(Gossip(), profile_of([100]), network_of(alpha=0.5, beta=0.01), 2, steps=3)
-    assert found == pytest.approx(np.array([[4.5, 4.5], [9.0, 9.0], [13.5, 13.5]]))
-
-
-def test_sync_waits_for_the_message_in_the_next_forward_pass():
-    found = ends(
-        Gossip(mode="sync"), profile_of([100]), network_of(alpha=0.5, beta=0.01), 2, steps=2
-    )
-    assert found == pytest.approx(np.array([[2.5, 2.5], [9.5, 9.5]]))
+@pytest.mark.parametrize(
+    ("mode", "alpha", "beta", "expected"),
+    [
+        ("overlap", 0.4, 0.005, [2.5, 5.0]),  # hidden: shorter than a step
+        ("overlap", 0.5, 0.01, [4.5, 9.0]),  # as long as the message
+        ("sync", 0.5, 0.01, [2.5, 9.5]),  # awaited in the next forward pass
+    ],
+)
+def test_one_message_of_two_ranks(mode, alpha, beta, expected):
+    found = ends(Gossip(mode=mode), profile_of([100]), network_of(alpha, beta), 2, steps=2)
+    assert found == pytest.approx(np.array([expected] * 2).T)
 
 
 def test_sync_hides_all_but_the_first_of_many_messages():
@@ -145,14 +141,6 @@ def test_an_average_is_exposed_and_comes_every_so_many_steps():
     assert found[:, 0].tolist() == pytest.approx([2.5, 5.6, 8.1, 11.2])
 
 
-@pytest.mark.parametrize(
-    "strategy", [Gossip(), Gossip(mode="sync"), AllReduce(), PeriodicAverage(every="log_p")]
-)
-def test_one_rank_waits_for_nobody(strategy):
-    found = ends(strategy, profile_of([100]), network_of(9.0, 9.0), 1, steps=2)
-    assert found.tolist() == [[2.5], [5.0]]
-
-
 WORKERS = st.builds(
     Workers,
     jitter=st.sampled_from([0.0, 0.1, 0.6]),
@@ -176,52 +164,32 @@ ELEMENTS = st.lists(st.integers(1, 200), min_size=1, max_size=6)
     elements=ELEMENTS,
     cost=COSTS,
     workers=WORKERS,
-    mode=st.sampled_from(["overlap", "sync"]),
-    topology=st.sampled_from(["dissemination", "matching", "complete", "ring"]),
-    every=st.integers(1, 3),
-    average_every=st.sampled_from([None, None, 4]),
-    state_every=st.integers(0, 2),
-    element_bytes=st.sampled_from([None, 2]),
-    bucket_bytes=st.sampled_from([64, 400, 4 << 20]),
+    options=st.builds(
+        Gossip,
+        mode=st.sampled_from(["overlap", "sync"]),
+        topology=st.sampled_from(["dissemination", "matching", "complete", "ring"]),
+        every=st.integers(1, 3),
+        average_every=st.sampled_from([None, None, 4]),
+        state_every=st.integers(0, 2),
+        element_bytes=st.sampled_from([None, 2]),
+        bucket_bytes=st.sampled_from([64, 400, 4 << 20]),
+        seed=st.just(3),
+    ),
     own=st.sampled_from([(0.0, 0.0), (2e-4, 3e-3), (5e-3, 1e-4)]),
     slow=st.booleans(),
 )
-def test_gossip_is_what_single_events_come_to(
-    p,
-    elements,
-    cost,
-    workers,
-    mode,
-    topology,
-    every,
-    average_every,
-    state_every,
-    element_bytes,
-    bucket_bytes,
-    own,
-    slow,
-):
+def test_gossip_is_as_in_single_events(p, elements, cost, workers, options, own, slow):
     other = AffineCost(alpha_seconds=0.3, beta_seconds_per_byte=5e-3)
     network = Network(
         exchange=cost,
-        slow_hosts={1: 2.5} if slow and p > 1 and average_every is None else {},
-        links={(0, 1): other} if p > 1 and average_every is None else {},
+        slow_hosts={1: 2.5} if slow and p > 1 and not options.average_every else {},
+        links={(0, 1): other} if p > 1 and not options.average_every else {},
         snapshot_seconds_per_byte=own[0],
         mix_seconds_per_byte=own[1],
     )
-    options = Gossip(
-        mode=mode,
-        topology=topology,
-        every=every,
-        average_every=average_every,
-        state_every=state_every,
-        element_bytes=element_bytes,
-        bucket_bytes=bucket_bytes,
-        seed=3,
-    )
     profile, steps = profile_of(elements), 7
     run = event_heap.Run(profile, network, p, workers, steps)
-    plain = event_heap.gossip(run, options, by_name(topology, p, seed=3))
+    plain = event_heap.gossip(run, options, by_name(options.topology, p, seed=3))
     fast = ends(options, profile, network, p, workers, steps)
     np.testing.assert_allclose(fast, np.array(plain), rtol=1e-9)
 
@@ -232,17 +200,15 @@ def test_gossip_is_what_single_events_come_to(
     elements=ELEMENTS,
     cost=COSTS,
     workers=WORKERS,
-    buckets=st.sampled_from(["size", "layer"]),
-    bucket_bytes=st.sampled_from([64, 25 << 20]),
-    element_bytes=st.sampled_from([None, 2]),
-    at_once=st.integers(1, 3),
+    options=st.builds(
+        AllReduce,
+        buckets=st.sampled_from(["size", "layer"]),
+        bucket_bytes=st.sampled_from([64, 25 << 20]),
+        element_bytes=st.sampled_from([None, 2]),
+        at_once=st.integers(1, 3),
+    ),
 )
-def test_all_reduce_is_what_its_hops_or_its_workers_come_to(
-    p, elements, cost, workers, buckets, bucket_bytes, element_bytes, at_once
-):
-    options = AllReduce(
-        buckets=buckets, bucket_bytes=bucket_bytes, element_bytes=element_bytes, at_once=at_once
-    )
+def test_all_reduce_is_as_its_hops_or_its_threads(p, elements, cost, workers, options):
     profile, network, steps = profile_of(elements), Network(exchange=cost), 5
     plain = event_heap.all_reduce(event_heap.Run(profile, network, p, workers, steps), options)
     fast = ends(options, profile, network, p, workers, steps)
@@ -251,7 +217,7 @@ def test_all_reduce_is_what_its_hops_or_its_workers_come_to(
 
 @settings(max_examples=15, deadline=None)
 @given(p=st.integers(1, 8), elements=ELEMENTS, cost=COSTS, workers=WORKERS, every=st.integers(1, 3))
-def test_averages_are_what_their_hops_come_to(p, elements, cost, workers, every):
+def test_averages_are_as_their_hops(p, elements, cost, workers, every):
     profile, network, steps = profile_of(elements), Network(exchange=cost), 6
     options = PeriodicAverage(every=every, state_copies=1)
     buckets = [float(profile.size_bytes)] * 2
@@ -270,7 +236,7 @@ def test_a_ring_goes_at_the_pace_of_its_slowest_link():
     assert fast.max() == pytest.approx(np.max(plain))
 
 
-def test_strategies_meet_the_same_luck():
+def test_strategies_have_the_same_draws():
     workers = Workers(jitter=0.3, stall_probability=0.1, stall_seconds=2.0, seed=5)
     free = network_of()
     alone = ends(Local(), profile_of([100]), free, 4, workers, steps=1)

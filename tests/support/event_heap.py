@@ -9,7 +9,8 @@ import heapq
 from collections import defaultdict
 from itertools import count
 
-from gossipgrad.simulate._dealing import by_layer, by_size, pieces
+from gossipgrad.simulate._model import by_layer, by_size
+from gossipgrad.simulate._model import count_messages as pieces
 
 
 class Clock:
@@ -190,7 +191,7 @@ def all_reduce(run, options):
     profile, clock = run.profile, run.clock
     width = options.element_bytes or profile.element_bytes
     if options.buckets == "layer":
-        dealt = by_layer(profile)
+        dealt = by_layer(profile.names)
     else:
         sizes = [n * profile.element_bytes for n in profile.elements]
         dealt = by_size(sizes, options.bucket_bytes, 1 << 20)

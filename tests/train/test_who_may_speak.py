@@ -67,7 +67,7 @@ def test_the_ring_shuffle_takes_no_more_than_a_batch_and_brings_all_of_it(encryp
             for _ in range(2):
                 assert sum(len(x) for (x,) in ring) == 10
             ring.drain()
-            transport = ring._ring.links.transport
+            transport = ring._ring.transport
             assert transport.is_encrypted == encrypt
             assert transport.max_payload_bytes == 5 * width * 4
             told = ring.stats(), ring.rows()[0]

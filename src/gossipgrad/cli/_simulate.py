@@ -3,9 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +15,6 @@ from gossipgrad.planning import AffineCost, Profile
 from gossipgrad.simulate import (
     STRATEGIES,
     AllReduce,
-    Curves,
     Gossip,
     Network,
     Prediction,
@@ -91,14 +88,6 @@ class SimulateOptions:
     """Of jitter, stragglers, stalls and partners."""
     steps: int | None = None
     """Steps to go through; None: as many as take a second or so."""
-    curves: Path | None = None
-    """Accuracy by epoch of virtual ranks (the JSON of `python -m benchmarks.virtual_ranks`): gives
-    the time to accuracy, in steps of as many samples a rank as the curves were made with."""
-    curves_model: str | None = None
-    """Which model's curves; needed where there are several."""
-    accuracy: float | None = None
-    """The accuracy to reach, from 0 to 1; None: half a point below what allreduce ends with at as
-    many ranks."""
     out: Path | None = None
     """Write the figures to this JSON file."""
     figure: Path | None = None
@@ -126,12 +115,6 @@ def check(options: SimulateOptions) -> None:
         )
     if (options.stall is None) != (options.stall_probability == 0.0):
         raise ValueError("stalls need both --stall and --stall-probability")
-    if options.curves is None and (options.curves_model, options.accuracy) != (None, None):
-        raise ValueError("--accuracy and --curves-model need --curves")
-    if options.accuracy is not None and not 0 < options.accuracy <= 1:
-        raise ValueError(
-            f"accuracy is {options.accuracy}: it is a share, above 0 and at most 1 (0.87 is 87 %)"
-        )
     if options.out is not None and not options.out.absolute().parent.is_dir():
         raise ValueError(f"--out {options.out}: there is no folder {options.out.parent}")
     if options.figure is not None:
@@ -172,6 +155,8 @@ def strategies(options: SimulateOptions) -> list[Strategy]:
                     seed=options.seed,
                 )
                 for rounds, copies in dict.fromkeys(payloads)
+                # A shared mask has no state: all strategies are asked for, not this one with it.
+                if not (given == "all" and rounds and strategy.density < 1)
                 for width in dict.fromkeys(widths)
             ]
         elif isinstance(strategy, Suda):
@@ -200,21 +185,6 @@ def _topology_of(strategy: Gossip, options: SimulateOptions) -> str:
     if strategy.mode == "stale" and options.topology == "dissemination":
         return strategy.topology
     return options.topology
-
-
-def curve_of(strategy: Strategy) -> str:
-    """What curves call the strategy: how its accuracy differs, not its time."""
-    if isinstance(strategy, Gossip) and (strategy.mode, strategy.every, strategy.density) in (
-        ("overlap", 1, 1.0),
-        ("sync", 1, 1.0),
-    ):
-        sync = ", sync" * (strategy.mode == "sync")
-        topology = f", {strategy.topology}" * (strategy.topology != "dissemination")
-        wire = _wire(strategy.element_bytes)
-        return f"gossip{sync}{topology}{_state(strategy.state_every, strategy.state_copies)}{wire}"
-    if isinstance(strategy, AllReduce):  # by layers it is the same average
-        return f"allreduce{_wire(strategy.element_bytes)}"
-    return strategy.name
 
 
 def _state(every: int, copies: int | None) -> str:
@@ -249,38 +219,22 @@ def _width(text: str) -> int:
     return _WIDTHS[text]
 
 
-_WITHIN = 0.005  # curves of few seeds tell no smaller difference
-
-
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A prediction, the network it is for, and what it means for accuracy.
-
-    `batch_to_accuracy` is what a rank computes in each of the steps to `target_accuracy`: as many
-    samples as the curves were made with, whatever the profile's own batch. `missing` says
-    what curves that were given lack.
-    """
+    """A prediction, and the network it is for."""
 
     network: str
     rate_bits_per_second: float | None
     prediction: Prediction
-    seconds_to_accuracy: float | None = None
-    target_accuracy: float | None = None
-    batch_to_accuracy: int | None = None
-    missing: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; the time to accuracy is None where it is not reached or not known."""
-        found = self.prediction
+        """Plain values."""
         return {
             "network": self.network,
             "rate_bits_per_second": self.rate_bits_per_second,
-            **asdict(found),
-            "efficiency": found.efficiency,
-            "exposed_seconds": found.exposed_seconds,
-            "target_accuracy": self.target_accuracy,
-            "seconds_to_accuracy": self.seconds_to_accuracy,
-            "batch_to_accuracy": self.batch_to_accuracy,
+            **asdict(self.prediction),
+            "efficiency": self.prediction.efficiency,
+            "exposed_seconds": self.prediction.exposed_seconds,
         }
 
 
@@ -301,9 +255,6 @@ def simulate(options: SimulateOptions, profile: Profile) -> list[Case]:
         stall_seconds=0.0 if options.stall is None else seconds_of(options.stall),
         seed=options.seed,
     )
-    curves = None
-    if options.curves is not None:
-        curves = Curves.load(options.curves, model=options.curves_model)
     cases = []
     for name, rate, network in _networks(options):
         here = dict.fromkeys(worlds, network)
@@ -311,49 +262,11 @@ def simulate(options: SimulateOptions, profile: Profile) -> list[Case]:
             here = for_ranks(network, options.network, worlds, what="the prediction")
         for p in worlds:
             for strategy in chosen:
-                found = partial(
-                    predict,
-                    network=here[p],
-                    strategy=strategy,
-                    world_size=p,
-                    workers=workers,
-                    steps=options.steps,
+                found = predict(
+                    profile, here[p], strategy, world_size=p, workers=workers, steps=options.steps
                 )
-                case = Case(name, rate, found(profile))
-                if curves is not None:
-                    curve = curve_of(strategy)
-                    case = _with_accuracy(case, curves, curve, options.accuracy, profile, found)
-                cases.append(case)
+                cases.append(Case(name, rate, found))
     return cases
-
-
-def _with_accuracy(
-    case: Case,
-    curves: Curves,
-    curve: str,
-    accuracy: float | None,
-    profile: Profile,
-    found: Callable[[Profile], Prediction],
-) -> Case:
-    p = case.prediction.world_size
-    target, final = accuracy, curves.final("allreduce", p)
-    if target is None and final is not None:
-        target = final - _WITHIN
-    if not curves.knows(curve, p):
-        return replace(case, missing=f"no curve of {curve}")
-    if target is None:
-        lacks = "no curve of allreduce, whose end would be the accuracy to reach: give --accuracy"
-        return replace(case, missing=lacks)
-    batch, seconds = curves.batch_size(curve, p), None
-    steps = curves.steps_to(curve, p, target)
-    if steps is not None:
-        # Steps of the curves are no steps of the profile: a rank's share of their batch is another.
-        same = batch == profile.batch_size
-        alike = case.prediction if same else found(profile.with_batch(batch))
-        seconds = steps * alike.step_seconds
-    return replace(
-        case, target_accuracy=target, seconds_to_accuracy=seconds, batch_to_accuracy=batch
-    )
 
 
 def _world_sizes(text: str) -> list[int]:
@@ -410,17 +323,6 @@ def main(arguments: list[str]) -> int:
     for network in dict.fromkeys(case.network for case in cases):
         console.print(table(network, [case for case in cases if case.network == network]))
     console.print(_NOTE, soft_wrap=True, highlight=False)
-    batches = {c.prediction.world_size: c.batch_to_accuracy for c in cases if c.batch_to_accuracy}
-    if batches:
-        listed = ", ".join(f"{batch} at {p:,} ranks" for p, batch in batches.items())
-        console.print(
-            f"Times to accuracy are of steps of the curves' batch a rank ({listed}) in place of "
-            f"the profile's {profile.batch_size}, compute in proportion.",
-            soft_wrap=True,
-            highlight=False,
-        )
-    for line in _untold(cases, options):
-        console.print(line, soft_wrap=True, highlight=False)
     if options.out is not None:
         figures = {
             "options": {name: _plain(value) for name, value in asdict(options).items()},
@@ -445,21 +347,6 @@ _NOTE = (
 )
 
 
-def _untold(cases: list[Case], options: SimulateOptions) -> list[str]:
-    """Why strategies have no time to accuracy though curves were given; a line each."""
-    by_reason: dict[tuple[str, str], list[int]] = {}
-    for case in cases:
-        if case.missing is not None:
-            worlds = by_reason.setdefault((case.prediction.strategy, case.missing), [])
-            if case.prediction.world_size not in worlds:
-                worlds.append(case.prediction.world_size)
-    return [
-        f"No time to accuracy of {strategy} at {', '.join(f'{p:,}' for p in worlds)} "
-        f"rank{'s' * (worlds != [1])}: {options.curves} has {missing}."
-        for (strategy, missing), worlds in by_reason.items()
-    ]
-
-
 def table(title: str, cases: list[Case]) -> Table:
     """Strategies against numbers of ranks."""
     worlds = list(dict.fromkeys(case.prediction.world_size for case in cases))
@@ -475,14 +362,7 @@ def table(title: str, cases: list[Case]) -> Table:
 
 def _cell(case: Case) -> str:
     efficiency = f"{100 * case.prediction.efficiency:.3g} %"
-    lines = [f"{seconds_text(case.prediction.step_seconds)} {efficiency:>7}"]
-    if case.target_accuracy is not None:
-        reached = case.seconds_to_accuracy
-        lines.append(
-            f"{100 * case.target_accuracy:.4g} % "
-            + ("not reached" if reached is None else f"in {seconds_text(reached)}")
-        )
-    return "\n".join(lines)
+    return f"{seconds_text(case.prediction.step_seconds)} {efficiency:>7}"
 
 
 def _plain(value: Any) -> Any:

@@ -6,7 +6,7 @@ from ._dataset import Samples as Samples
 from ._dataset import TensorSamples as TensorSamples
 from ._elastic import ElasticBatches as ElasticBatches
 from ._elastic import ElasticStats as ElasticStats
-from ._elastic_dealer import Member as Member
+from ._elastic import Member as Member
 from ._fashion_mnist import read_idx as read_idx
 from ._pixels import CropAndFlip as CropAndFlip
 from ._pixels import Standardise as Standardise

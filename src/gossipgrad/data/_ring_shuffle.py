@@ -13,22 +13,20 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 import torch.distributed as dist
-from jaxtyping import Bool, Int, Shaped
+from jaxtyping import Int, Shaped
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from gossipgrad.comm import Group, Transport, resolve_group, resolve_transport
 from gossipgrad.errors import AgreementError
 
-from ._ring_shuffle_ring import Ring
-from ._ring_shuffle_rows import Flow, Parcel, Rows, num_batches
-from ._ring_shuffle_worker import Worker
+from ._ring import Ring
+from ._rows import Flow, Parcel, Rows, num_batches
 from ._shards import check_whole
 
 Batch = tuple[Shaped[Tensor, "row ..."], ...]
 TransportFactory = Callable[[Group], Transport]
 
-_LINGER_SECONDS = 2.0
 _VERSION = 2
 _NO_WORKERS = (
     "a RingShuffle lives in one process, with its rows and its links to other ranks: use "
@@ -50,8 +48,8 @@ class RingShuffleStats:
         rows_held: Rows that are this rank's.
         rows_sent: Rows given away, less those that came back from a rank that left.
         rows_received: Rows taken in from other ranks.
-        rows_in_flight: Rows given away that nobody has said to have taken.
-        rows_lost: Rows sent to a rank that died before it said that it had them.
+        rows_in_flight: Rows given away that have no slot at their receiver yet, as far as is known.
+        rows_lost: Rows sent to a rank that died before it confirmed them.
         rows_stale: Rows handed out a second time because their successors had not come.
         late_rounds: Steps whose rows stayed because a neighbour was late.
         bytes_sent: Bytes of rows sent to the neighbour.
@@ -94,8 +92,8 @@ class RingShuffle(IterableDataset[Batch]):
     With one rank it is a plain shuffle.
 
     **A row is never lost or doubled.** At every moment it is held by exactly one rank, or in flight
-    between exactly two; it passes on when the receiver takes it, and a sender keeps it until it
-    knows. After `drain()` nothing is in flight, and every shard has its size.
+    between exactly two; it passes on when it arrives, and a sender keeps it until it knows. After
+    `drain()` nothing is in flight, and every shard has its size.
 
     **When a neighbour is late** no step waits, unless `deadline_seconds` says so. Rows that have
     not come are not overwritten: their slots come last in the epoch, and if it ends before they are
@@ -104,11 +102,11 @@ class RingShuffle(IterableDataset[Batch]):
     repeats bit for bit.
 
     **When a neighbour leaves** (`close()`, also by `break` or an exception in a `with` block) what
-    it has not taken comes back, and the ring closes behind it. **When it dies** what it held and
+    has not arrived there comes back, and the ring closes over it. **When it dies** what it held and
     what was on its way to it is lost: `rows_lost` and a warning say so.
 
-    **When a signal handler raises,** as Ctrl-C does, the exchange under way is finished all the
-    same, in the shuffle's own thread. The batch that was being fetched is not handed out.
+    **When a signal handler raises** in the middle of a step, as Ctrl-C does, the rows of that step
+    may be lost, or be at two ranks: end the run, or go on from a state that was saved.
 
     **Which rows travel.** All of a batch where all ranks have batches of one size. With uneven
     shards a step moves as many rows on every link as the smallest batch of any rank in that step
@@ -116,7 +114,7 @@ class RingShuffle(IterableDataset[Batch]):
     whatever epochs were left early: a batch that is too small for its step gives rows of the one
     before along.
 
-    **Memory.** The shard, copied, and at most `3 * credits` batches of rows on their way, reached
+    **Memory.** The shard, copied, and at most `2 * credits` batches of rows on their way, reached
     only when neighbours are late; while the ring closes a gap, `credits` more.
 
     Args:
@@ -182,22 +180,20 @@ class RingShuffle(IterableDataset[Batch]):
                 "dtypes": [str(tensor.dtype) for tensor in tensors],
                 "shapes of a row": [list(tensor.shape[1:]) for tensor in tensors],
             }
-            sizes = _agree(self._group, settings, self._num_rows)
+            sizes, run = _agree(self._group, settings, self._num_rows)
             self._flow = Flow(sizes, batch_size=batch_size, drop_last=drop_last)
             self._rows = Rows(tensors)
-            self._worker = Worker()
             self._ring: Ring | None = None
             links = resolve_transport(transport, encrypt=encrypt)
             if self.world_size > 1:
-                largest_bytes = self._rows.format.size_bytes(self._flow.most_rows)
+                largest_bytes = self._flow.most_rows * self._rows.row_bytes
                 self._ring = Ring(
                     links(self._group, largest_bytes),
                     self._rows,
-                    run=bytes.fromhex(self._group.broadcast_object(secrets.token_hex(16))),
+                    run=run,
                     credits=credits,
                     most_rows=self._flow.most_rows,
                     deadline_seconds=deadline_seconds,
-                    is_awaited=self._worker.is_awaited,
                     members=self._group.members,
                 )
         except BaseException:
@@ -206,7 +202,8 @@ class RingShuffle(IterableDataset[Batch]):
         self._epoch = -1
         self._next_epoch = 0
         self._batches_left = 0
-        self._order = _EpochOrder()
+        self._order: Int[np.ndarray, " slot"] = np.empty(0, dtype=np.int64)
+        self._place = 0  # in the order: the slots before it were handed out
         self._resumes = False
         self._iteration = 0
         self._steps = 0
@@ -232,11 +229,13 @@ class RingShuffle(IterableDataset[Batch]):
     def set_epoch(self, epoch: int) -> None:
         """Says which epoch the next iteration is; it decides the order."""
         check_whole(0, epoch=epoch)
-        self._worker.do(lambda: self._set_epoch(int(epoch)))
+        if not (self._resumes and epoch == self._epoch):
+            self._resumes = False
+            self._next_epoch = int(epoch)
 
     def rows(self) -> Batch:
         """Copies of the rows that are this rank's at this moment, in no particular order."""
-        return self._worker.do(self._rows_now)
+        return self._rows.unpack(self._rows.content())
 
     def drain(self, timeout_seconds: float = 60.0) -> None:
         """Returns when nothing is in flight; ranks that gave fewer rows than others catch up.
@@ -247,7 +246,9 @@ class RingShuffle(IterableDataset[Batch]):
         Raises:
             GossipError: A rank did not come within `timeout_seconds`. Nothing is lost by that.
         """
-        self._worker.do(lambda: self._drain(timeout_seconds))
+        self._check_open()
+        if self._ring is not None:
+            self._ring.drain(timeout_seconds)
 
     def settle(self, timeout_seconds: float = 60.0) -> None:
         """The former name of `drain`, which goes with the next release."""
@@ -256,7 +257,24 @@ class RingShuffle(IterableDataset[Batch]):
 
     def stats(self) -> RingShuffleStats:
         """What was done so far; no communication."""
-        return self._worker.do(self._stats)
+        ring, rows = self._ring, self._rows
+        return RingShuffleStats(
+            steps=self._steps,
+            rows_held=int(rows.held.sum()) + rows.unplaced_count,
+            rows_sent=0 if ring is None else ring.rows_out,
+            rows_received=0 if ring is None else ring.rows_in,
+            rows_in_flight=0 if ring is None else sum(map(len, ring.in_flight)),
+            rows_lost=0 if ring is None else ring.rows_lost,
+            rows_stale=self._rows_stale,
+            late_rounds=0 if ring is None else ring.late_rounds,
+            bytes_sent=0 if ring is None else ring.bytes_sent,
+            bytes_received=0 if ring is None else ring.bytes_received,
+            exposed_seconds=0.0 if ring is None else ring.exposed_seconds,
+            moving_seconds=0.0 if ring is None else ring.moving_seconds,
+            extra_memory_bytes=0 if ring is None else ring.extra_memory_bytes,
+            refused_messages=0 if ring is None else ring.refused,
+            ranks_gone=() if ring is None else tuple(sorted(ring.gone)),
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's rows and where it stands in the epoch; local.
@@ -267,7 +285,23 @@ class RingShuffle(IterableDataset[Batch]):
         Raises:
             ValueError: Rows are in flight.
         """
-        return self._worker.do(self._state)
+        if self._ring is not None and (count := self._ring.in_motion):
+            raise ValueError(
+                f"{count} rows are in flight: call drain() on every rank before state_dict()"
+            )
+        rows = self._rows
+        return {
+            **self._identity(),
+            "tensors": rows.unpack(rows.packed),
+            "held": torch.from_numpy(rows.held.copy()),
+            "unplaced": rows.unpack(rows.content()[int(rows.held.sum()) :]),
+            "epoch": self._epoch,
+            "next_epoch": self._next_epoch,
+            "batches_left": self._batches_left,
+            "order": torch.from_numpy(self._order.copy()),
+            "order_place": self._place,
+            "flow_step": self._flow_step,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where `state_dict` was called; on all ranks, before the first batch.
@@ -277,15 +311,42 @@ class RingShuffle(IterableDataset[Batch]):
         Raises:
             ValueError: The state is another rank's, or of another shard, or it is too late.
         """
-        self._worker.do(lambda: self._load(state))
+        _check_state(state, self._identity(), self._rows.unpack(self._rows.packed[:0]))
+        if len(state["held"]) != self._num_rows:
+            raise ValueError(
+                f"the state has {len(state['held'])} rows, this shuffle {self._num_rows}: make it "
+                "of a shard as large"
+            )
+        if self._steps:
+            raise ValueError(
+                f"{self._steps} batches were handed out already: load the state before the first"
+            )
+        rows = self._rows
+        rows.packed = rows.pack(state["tensors"])
+        rows.held[:] = state["held"].numpy()
+        rows.vacant.clear()
+        rows.spare.extend(np.flatnonzero(~rows.held).tolist())
+        # A neighbour takes no larger parcels than these.
+        for part in rows.pack(state["unplaced"]).split(self._flow.most_rows):
+            if len(part):
+                rows.unplaced.append(Parcel(part))
+        rows.place()
+        self._epoch, self._next_epoch = state["epoch"], state["next_epoch"]
+        self._batches_left, self._flow_step = state["batches_left"], state["flow_step"]
+        self._order, self._place = state["order"].numpy().copy(), state["order_place"]
+        self._resumes = self._batches_left > 0
 
-    def close(self) -> None:
+    def close(self, timeout_seconds: float = 2.0) -> None:
         """Leaves the ring; local. What this rank holds stays readable with `rows()`.
 
-        Waits at most two seconds to hear which of the rows in flight were taken.
+        Waits at most `timeout_seconds` to hear which of the rows in flight have arrived.
         """
-        if os.getpid() == self._process:
-            self._worker.do(self._close)
+        if self._closed or os.getpid() != self._process:
+            return
+        self._closed = True
+        if self._ring is not None:
+            self._ring.close(timeout_seconds)
+        self._group.close()
 
     def __enter__(self) -> "RingShuffle":
         return self
@@ -302,23 +363,15 @@ class RingShuffle(IterableDataset[Batch]):
         raise ValueError(_NO_WORKERS)
 
     def _iterate(self) -> Iterator[Batch]:
-        iteration = self._worker.do(self._begin)
-        while (batch := self._worker.do(lambda: self._go_on(iteration))) is not None:
-            yield batch
-
-    def _begin(self) -> int:
         self._check_open()
         self._iteration += 1
+        iteration = self._iteration
         if not self._resumes:
             self._begin_epoch()
         self._resumes = False
-        return self._iteration
-
-    def _go_on(self, iteration: int) -> Batch | None:
-        if iteration != self._iteration or not self._batches_left:
-            return None
-        self._check_open()
-        return self._next_batch()
+        while iteration == self._iteration and self._batches_left:
+            self._check_open()
+            yield self._next_batch()
 
     def _begin_epoch(self) -> None:
         self._epoch = self._next_epoch
@@ -327,65 +380,27 @@ class RingShuffle(IterableDataset[Batch]):
         slots = np.setdiff1d(np.arange(self._num_rows), self._rows.spare)
         order = np.random.default_rng((self.seed, self._epoch, self.rank)).permutation(slots)
         # As long as ever, should rows be missing.
-        self._order = _EpochOrder(np.resize(order, self._num_rows))
+        self._order, self._place = np.resize(order, self._num_rows), 0
 
     def _next_batch(self) -> Batch:
+        rows, ring = self._rows, self._ring
+        used, rest = self._order[: self._place], self._order[self._place :]
         last = self._batches_left == 1 and not self.drop_last
-        size = len(self._order.rest) if last else self.batch_size
-        if self._ring is not None and not self._ring.fetch(self._order.rest[:size]):
-            self._order.put_off(~self._rows.held)
-        used, slots = self._order.used[::-1], self._order.take(size)
-        self._rows_stale += int((~self._rows.held[slots]).sum())
-        if self._ring is None:
-            batch = self._rows.read(slots)
+        size = len(rest) if last else self.batch_size
+        if ring is not None and not ring.fetch(rest[:size]):
+            rest = np.concatenate([rest[rows.held[rest]], rest[~rows.held[rest]]])  # late ones last
+            self._order = np.concatenate([used, rest])
+        slots = rest[:size]
+        self._place += len(slots)
+        self._rows_stale += int((~rows.held[slots]).sum())
+        if ring is None:
+            batch = rows.read(slots)
         else:
-            batch = self._ring.hand_out(slots, self._flow.rows(self._flow_step), used)
+            batch = ring.hand_out(slots, self._flow.rows(self._flow_step), used[::-1])
         self._steps += 1
         self._flow_step += 1
         self._batches_left -= 1
-        return batch
-
-    def _set_epoch(self, epoch: int) -> None:
-        if not (self._resumes and epoch == self._epoch):
-            self._resumes = False
-            self._next_epoch = epoch
-
-    def _rows_now(self) -> Batch:
-        return self._rows.content()
-
-    def _drain(self, timeout_seconds: float) -> None:
-        self._check_open()
-        if self._ring is not None:
-            self._ring.drain(timeout_seconds)
-
-    def _stats(self) -> RingShuffleStats:
-        ring, rows = self._ring, self._rows
-        return RingShuffleStats(
-            steps=self._steps,
-            rows_held=int(rows.held.sum()) + rows.unplaced_count,
-            rows_sent=0 if ring is None else ring.rows_out,
-            rows_received=0 if ring is None else ring.rows_in,
-            rows_in_flight=0 if ring is None else sum(p.count for p in ring.links.in_flight),
-            rows_lost=0 if ring is None else ring.rows_lost,
-            rows_stale=self._rows_stale,
-            late_rounds=0 if ring is None else ring.late_rounds,
-            bytes_sent=0 if ring is None else ring.links.bytes_sent,
-            bytes_received=0 if ring is None else ring.links.bytes_received,
-            exposed_seconds=0.0 if ring is None else ring.exposed_seconds,
-            moving_seconds=0.0 if ring is None else ring.moving_seconds,
-            extra_memory_bytes=0 if ring is None else ring.extra_memory_bytes,
-            refused_messages=0 if ring is None else ring.links.refused,
-            ranks_gone=() if ring is None else tuple(sorted(ring.links.gone)),
-        )
-
-    def _close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        if self._ring is not None:
-            self._ring.close(_LINGER_SECONDS)
-        self._group.close()
-        self._worker.end()
+        return rows.unpack(batch)
 
     def _identity(self) -> dict[str, Any]:
         return {
@@ -396,104 +411,20 @@ class RingShuffle(IterableDataset[Batch]):
             "seed": self.seed,
         }
 
-    def _state(self) -> dict[str, Any]:
-        if self._ring is not None and (count := self._ring.in_motion):
-            raise ValueError(
-                f"{count} rows are in flight: call drain() on every rank before state_dict()"
-            )
-        held = np.flatnonzero(self._rows.held)
-        unplaced = self._rows.content()
-        return {
-            **self._identity(),
-            "tensors": tuple(tensor.clone() for tensor in self._rows.tensors),
-            "held": torch.from_numpy(self._rows.held.copy()),
-            "unplaced": tuple(part[len(held) :] for part in unplaced),
-            "epoch": self._epoch,
-            "next_epoch": self._next_epoch,
-            "batches_left": self._batches_left,
-            "order": torch.from_numpy(self._order.slots.copy()),
-            "order_place": self._order.place,
-            "flow_step": self._flow_step,
-        }
-
-    def _load(self, state: dict[str, Any]) -> None:
-        _check_state(state, self._identity(), self._rows.tensors)
-        if self._steps:
-            raise ValueError(
-                f"{self._steps} batches were handed out already: load the state before the first"
-            )
-        rows = Rows(state["tensors"])
-        rows.held[:] = state["held"].numpy()
-        rows.spare.extend(np.flatnonzero(~rows.held).tolist())
-        # A neighbour takes no larger parcels than these.
-        for part in zip(
-            *(one.split(self._flow.most_rows) for one in state["unplaced"]), strict=True
-        ):
-            if count := len(part[0]):
-                rows.put_in(Parcel(rows.format.pack(part), count))
-        self._rows = rows
-        if self._ring is not None:
-            self._ring.rows = rows
-        self._epoch, self._next_epoch = state["epoch"], state["next_epoch"]
-        self._batches_left, self._flow_step = state["batches_left"], state["flow_step"]
-        self._order = _EpochOrder(state["order"].numpy().copy(), state["order_place"])
-        self._resumes = self._batches_left > 0
-
     def _check_open(self) -> None:
         if self._closed:
             raise ValueError("the shuffle is closed: its rows are in rows()")
 
 
-class _EpochOrder:
-    """The slots of an epoch in their order, and how far it has come.
-
-    Args:
-        slots: In their order; copied where it changes.
-        place: How many of them were handed out.
-
-    Example:
-        >>> order = _EpochOrder(np.array([4, 2, 3, 0, 1]))
-        >>> order.take(2).tolist()
-        [4, 2]
-        >>> order.put_off(np.array([False, False, False, True, False]))
-        >>> order.rest.tolist()
-        [0, 1, 3]
-    """
-
-    def __init__(self, slots: Int[np.ndarray, " row"] | None = None, place: int = 0) -> None:
-        self.slots = np.empty(0, dtype=np.int64) if slots is None else slots
-        self.place = place
-
-    @property
-    def used(self) -> Int[np.ndarray, " used"]:
-        """The slots that were handed out."""
-        return self.slots[: self.place]
-
-    @property
-    def rest(self) -> Int[np.ndarray, " rest"]:
-        """The slots that were not handed out."""
-        return self.slots[self.place :]
-
-    def take(self, size: int) -> Int[np.ndarray, " batch"]:
-        """The next slots, at most `size`, which count as handed out."""
-        taken = self.rest[:size]
-        self.place += len(taken)
-        return taken
-
-    def put_off(self, late: Bool[np.ndarray, " slot"]) -> None:
-        """Brings those of the rest that are late to its end."""
-        is_late = late[self.rest]
-        self.slots = np.concatenate([self.used, self.rest[~is_late], self.rest[is_late]])
-
-
-def _agree(group: Group, settings: dict[str, Any], num_rows: int) -> list[int]:
-    """The sizes of all shards, if all ranks have the same settings; a collective.
+def _agree(group: Group, settings: dict[str, Any], num_rows: int) -> tuple[list[int], bytes]:
+    """The sizes of all shards, and 16 bytes for this ring; a collective.
 
     Raises:
         AgreementError: On every rank, with the first difference to rank 0.
         ValueError: On every rank, if a shard is too small.
     """
-    answers = group.all_gather_object({"settings": settings, "rows": num_rows})
+    mine = {"settings": settings, "rows": num_rows, "run": secrets.token_hex(16)}
+    answers = group.all_gather_object(mine)
     for rank, other in zip(group.members, answers, strict=True):
         for name, value in answers[0]["settings"].items():
             if other["settings"][name] != value:
@@ -507,7 +438,7 @@ def _agree(group: Group, settings: dict[str, Any], num_rows: int) -> list[int]:
             f"rank {sizes.index(min(sizes))} has {min(sizes)} rows, but every rank needs two at "
             "least: one to train on while the other travels"
         )
-    return sizes
+    return sizes, bytes.fromhex(answers[0]["run"])
 
 
 def _check_arguments(
@@ -573,8 +504,8 @@ def _check_state(state: dict[str, Any], own: dict[str, Any], tensors: Sequence[T
                 "its own, into a shuffle made alike"
             )
     for there, here in zip(state["tensors"], tensors, strict=True):
-        if there.shape != here.shape or there.dtype != here.dtype:
+        if there.shape[1:] != here.shape[1:] or there.dtype != here.dtype:
             raise ValueError(
-                f"the state has rows {tuple(there.shape)} of {there.dtype}, this shuffle "
-                f"{tuple(here.shape)} of {here.dtype}: make it of a shard as large"
+                f"the state has rows {tuple(there.shape[1:])} of {there.dtype}, this shuffle "
+                f"{tuple(here.shape[1:])} of {here.dtype}: make it of the same shard"
             )

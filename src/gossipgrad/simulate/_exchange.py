@@ -14,14 +14,14 @@ _NOBODY = -1
 class Exchange:
     """The messages of rounds, for tensors of shape `(rank, ...)`.
 
-    `open` takes the snapshots and works out what each rank will add; `close` adds it. Between the
+    `open` takes the snapshots and computes the delta of each rank; `close` adds it. Between the
     two the tensors may change, and `delay` more rounds be opened.
 
     Args:
-        schedule: Who meets whom, with what weight.
-        wire_dtype: What everything is sent as; None for the tensors' own.
+        schedule: The partners, and their weights.
+        wire_dtype: Type on the wire; None for the tensors' own.
         lagged: Whether the difference is to the tensor at `close`, not to the snapshot.
-        weight: How much of a difference is taken, at most where the schedule has its own.
+        weight: Of a difference; None: that of the schedule. Also the upper limit of the schedule's.
         delay: Rounds that are opened before one is closed.
     """
 
@@ -40,33 +40,36 @@ class Exchange:
         self._lagged = lagged
         self._weight = weight
         # By round and the tensor's id: what was received, or the delta.
-        self._held: dict[tuple[int, int], Tensor] = {}
+        self._deltas: dict[tuple[int, int], Tensor] = {}
         self._memory: dict[tuple[int, int], Tensor] = {}
 
     @property
     def outstanding(self) -> list[int]:
         """Rounds that were opened and not closed."""
-        return sorted({round for round, _ in self._held})
+        return sorted({round for round, _ in self._deltas})
 
-    def held(self, round: int, tensors: Sequence[Tensor]) -> list[Tensor | None]:
-        """What an outstanding round holds of some tensors."""
-        return [self._held.get((round, id(v))) for v in tensors]
+    def state_dict(self, tensors: Sequence[Tensor]) -> dict[int, list[Tensor | None]]:
+        """By outstanding round, the delta of each tensor."""
+        return {r: [self._deltas.get((r, id(v))) for v in tensors] for r in self.outstanding}
 
-    def hold(self, round: int, tensors: Sequence[Tensor], held: Sequence[Tensor | None]) -> None:
-        """Takes back what `held` gave."""
-        for v, delta in zip(tensors, held, strict=True):
-            if delta is not None:
-                self._held[round, id(v)] = delta.to(v, copy=True)
+    def load_state_dict(
+        self, state: dict[int, list[Tensor | None]], tensors: Sequence[Tensor]
+    ) -> None:
+        """Restores the outstanding rounds of `state_dict`."""
+        for round, deltas in state.items():
+            for v, delta in zip(tensors, deltas, strict=True):
+                if delta is not None:
+                    self._deltas[round, id(v)] = delta.to(v, copy=True)
 
     def open(self, round: int, tensors: Sequence[Shaped[Tensor, "rank ..."]]) -> None:
         """Sends a snapshot of every tensor along the edges of `round`."""
         recv_from = torch.from_numpy(self._schedule.round_peers(round).recv_from)
         sender = torch.where(recv_from == _NOBODY, torch.arange(len(recv_from)), recv_from)
         for v in tensors:
-            place = (round % (self.delay + 1), id(v))
-            memory = self._memory.get(place)
+            slot = (round % (self.delay + 1), id(v))
+            memory = self._memory.get(slot)
             if memory is None or memory.shape != v.shape:
-                memory = self._memory[place] = torch.empty_like(v)
+                memory = self._memory[slot] = torch.empty_like(v)
             rows = sender.to(v.device)
             if self._wire_dtype is None:
                 torch.index_select(v, 0, rows, out=memory)
@@ -76,14 +79,14 @@ class Exchange:
                 memory.copy_(snapshot.index_select(0, rows))
             if not self._lagged:
                 memory.sub_(snapshot)
-            self._held[round, id(v)] = memory
+            self._deltas[round, id(v)] = memory
 
     def close(self, round: int, tensors: Sequence[Shaped[Tensor, "rank ..."]]) -> None:
         """Adds to every tensor the weighted differences of its round."""
         weight = self._weights(round)
         for v in tensors:
-            delta = self._held.pop((round, id(v)), None)
-            if self._lagged:  # what was not there to be sent counts as zeros
+            delta = self._deltas.pop((round, id(v)), None)
+            if self._lagged:  # a tensor that did not exist when it was sent counts as zeros
                 delta = v.neg() if delta is None else delta.sub_(v)
             if delta is None:
                 continue
@@ -93,10 +96,10 @@ class Exchange:
                 v.addcmul_(delta, weight.to(v).view(-1, *[1] * (v.ndim - 1)))
 
     def _weights(self, round: int) -> float | Float[Tensor, " rank"]:
-        """Of all ranks, one number where all have the same; 0 for who sits out."""
+        """Of all ranks, one number where they are equal; 0 for a rank without a partner."""
         weights = torch.from_numpy(self._schedule.round_weights(round, self._weight or 0.5))
         if self._weight is not None:
             weights = weights.clamp(max=self._weight)
-        sits_out = torch.from_numpy(self._schedule.round_peers(round).recv_from) == _NOBODY
-        weights = torch.where(sits_out, 0.0, weights)
+        is_alone = torch.from_numpy(self._schedule.round_peers(round).recv_from) == _NOBODY
+        weights = torch.where(is_alone, 0.0, weights)
         return float(weights[0]) if bool((weights == weights[0]).all()) else weights

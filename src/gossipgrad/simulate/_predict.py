@@ -7,49 +7,46 @@ import numpy as np
 
 from gossipgrad.planning import Profile
 
-from ._collective_steps import AllReduce, Local, PeriodicAverage
+from ._collective_steps import AllReduce, Local, Merged, PeriodicAverage
 from ._gossip_steps import Gossip
-from ._merged_steps import Merged
+from ._model import Setting, Strategy, Workers
 from ._network import Network
-from ._setting import Setting, Strategy
 from ._suda_steps import Suda
-from ._workers import Workers
 
 __all__ = ["STRATEGIES", "Prediction", "predict", "strategy_by_name"]
 
 _LARGEST_WORLD = 1_000_000
-_RANK_STEPS = 4_000_000  # how much is stepped through where the number of steps is left open
+_RANK_STEPS = 4_000_000  # stepped through where the number of steps is left open
 _FEWEST_STEPS, _MOST_STEPS = 48, 400
 _STRATEGIES: dict[str, Strategy] = {
-    "gossip": Gossip(),
-    "gossip-sync": Gossip(name="gossip-sync", mode="sync"),
-    "gossip-stale": Gossip(name="gossip-stale", mode="stale", topology="matching"),
-    "gossip-mask": Gossip(name="gossip-mask", density=0.1),
-    "local-steps": Gossip(name="local-steps", every=32),
-    "allreduce": AllReduce(),
-    "agd": AllReduce(name="agd", buckets="layer"),
-    "every-log-p": PeriodicAverage(name="every-log-p", every="log_p", state_copies=None),
-    "post-local-sgd": PeriodicAverage(),
-    "local": Local(),
-    "suda": Suda(),
-    "omgs": Merged(),
-    "topk": Merged(name="topk", rule="topk"),
-    "lags": Merged(name="lags", rule="lags"),
-    "wfbp": Merged(name="wfbp", rule="wfbp"),
-    "mg-wfbp": Merged(name="mg-wfbp", rule="mg-wfbp"),
+    strategy.name: strategy
+    for strategy in (
+        Gossip(),
+        Gossip(name="gossip-sync", mode="sync"),
+        Gossip(name="gossip-stale", mode="stale", topology="matching"),
+        Gossip(name="gossip-mask", density=0.1),
+        Gossip(name="local-steps", every=32),
+        AllReduce(),
+        AllReduce(name="agd", buckets="layer"),
+        PeriodicAverage(name="every-log-p", every="log_p", state_copies=None),
+        PeriodicAverage(),
+        Local(),
+        Suda(),
+        *(Merged(name=rule, rule=rule) for rule in ("omgs", "topk", "lags", "wfbp", "mg-wfbp")),
+    )
 }
 
 STRATEGIES = tuple(_STRATEGIES)
-"""What `strategy_by_name` knows."""
+"""The names that `strategy_by_name` knows."""
 
 
 def strategy_by_name(name: str) -> Strategy:
     """The strategy of that name as `gossipgrad train` has it by default, for `predict`.
 
-    `gossip` overlaps, `gossip-sync` hides behind the next forward pass, `gossip-stale` waits for
-    nobody, `gossip-mask` sends a tenth of the weights a round, `local-steps` one round in 32;
-    `post-local-sgd` stands for its second part, local steps with an average every 16. Sparse
-    gradients have density 0.01.
+    `gossip` overlaps, `gossip-sync` hides behind the next forward pass, `gossip-stale` never
+    waits, `gossip-mask` sends a tenth of the weights a round, `local-steps` one round in 32;
+    `post-local-sgd` is its second part, local steps with an average every 16. Sparse gradients
+    have density 0.01.
 
     Raises:
         ValueError: There is none of that name.
@@ -65,15 +62,15 @@ def strategy_by_name(name: str) -> Strategy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
-    """What a strategy would come to, in the steady state.
+    """Step time and bytes of a strategy, in the steady state.
 
     Attributes:
         strategy: Its name.
         profile: Name of the model's profile.
         world_size: The number of ranks.
         step_seconds: Mean over steps and ranks.
-        compute_seconds: Mean over steps and ranks of what a rank computes, stalls included.
-        bytes_sent_per_step: By each rank, in the mean.
+        compute_seconds: Of it, what a rank computes, stalls included.
+        bytes_sent_per_step: By each rank, on average.
         samples_per_second: Of all ranks together.
         steps: That were stepped through for these means.
     """
@@ -94,7 +91,7 @@ class Prediction:
 
     @property
     def exposed_seconds(self) -> float:
-        """What a step waits, for messages and for other ranks, and what gossip copies and mixes."""
+        """The rest: waiting for messages and for other ranks, copying and mixing of gossip."""
         return self.step_seconds - self.compute_seconds
 
 
@@ -109,29 +106,28 @@ def predict(
 ) -> Prediction:
     """How long a step of that model takes, with that strategy, on so many ranks.
 
-    A model of time alone: nothing is trained and nothing sent. All ranks are stepped through their
-    schedule of computing, sending and waiting, as arrays, in memory of a few numbers a rank; the
-    first steps, until ranks wait for each other as they go on to do, do not count. The flows on a
-    shared uplink are gone through one after another: racks of thousands take their time. Equal
-    arguments give equal figures.
+    A model of time: nothing is trained and nothing sent. All ranks are stepped through their
+    schedule of computing, sending and waiting, as arrays, in memory of a few numbers a rank. The
+    first steps, in which ranks do not wait for each other yet, do not count. The flows on a shared
+    uplink are computed one after another: racks of thousands take long. Equal arguments give equal
+    figures.
 
     Args:
-        profile: What a step computes, and the tensors that travel.
-        network: What moving them costs.
+        profile: Compute of a step, and the tensors that travel.
+        network: Cost of messages and collectives.
         strategy: A name from `STRATEGIES`, or a value with other settings.
         world_size: The number of ranks, up to a million.
         workers: Jitter and stragglers; None: every rank computes as the profile says.
-        steps: How many to step through; None: as many as take a second or a few. Rounded up, so
-            that as much is sent as in the long run, and, unless that takes too many, every rank
-            meets every partner equally often. Averages more than 128 steps apart are not stepped
-            through: each step gets its share of one.
+        steps: How many to step through; None: as many as take a second or a few. Rounded up to
+            whole cycles of what is sent, and, unless that takes too many, of the partners. Averages
+            more than 128 steps apart are not stepped through: each step gets its share of one.
 
     Returns:
         The means.
 
     Raises:
-        ValueError: A value is out of range, the network names ranks that are not there, or a step
-            takes more seconds than numbers hold.
+        ValueError: A value is out of range, the network names ranks that do not exist, or a step
+            takes more seconds than a float holds.
 
     Example:
         >>> from gossipgrad.planning import AffineCost, Profile
@@ -156,38 +152,38 @@ def predict(
         strategy = strategy_by_name(strategy)
     with np.errstate(over="ignore", invalid="ignore"):  # a ValueError below
         running = strategy.begin(Setting(profile=profile, network=network, world_size=world_size))
-        fitting = _RANK_STEPS // world_size
-        counted = steps or min(_MOST_STEPS, max(_FEWEST_STEPS, fitting))
+        at_most = _RANK_STEPS // world_size
+        counted = steps or min(_MOST_STEPS, max(_FEWEST_STEPS, at_most))
         warm_up = max(8, 2 * (world_size - 1).bit_length())
-        whole = running.cycle
-        if whole * running.rotation <= max(counted, fitting):
-            whole *= running.rotation
-        if whole <= counted:  # a long cycle may begin anywhere
-            warm_up = math.ceil(warm_up / whole) * whole
-        counted = math.ceil(counted / whole) * whole
+        cycle = running.cycle
+        if cycle * running.rotation <= max(counted, at_most):
+            cycle *= running.rotation
+        if cycle <= counted:  # a long cycle may begin anywhere
+            warm_up = math.ceil(warm_up / cycle) * cycle
+        counted = math.ceil(counted / cycle) * cycle
         constant = workers.constant(world_size)
-        time = np.zeros(world_size)
-        began, compute, bytes_before = 0.0, 0.0, 0.0
+        time, no_time = np.zeros(world_size), np.zeros(world_size)
+        began_seconds, compute_seconds, bytes_before = 0.0, 0.0, 0.0
         for number in range(warm_up + counted):
-            if number == warm_up:
-                began, bytes_before = float(time.mean()), running.bytes_sent
             pace = workers.pace(constant, number)
+            if number == warm_up:
+                began_seconds, bytes_before = float(time.mean()), running.bytes_sent
             if number >= warm_up:
-                compute += float(pace.after(np.zeros(world_size), profile.compute_seconds).mean())
+                compute_seconds += float(pace.after(no_time, profile.compute_seconds).mean())
             time = running.step(number, time, pace)
         seldom_seconds, seldom_bytes = running.seldom(time)
-        step_seconds = (float(time.mean()) - began) / counted + seldom_seconds
+        step_seconds = (float(time.mean()) - began_seconds) / counted + seldom_seconds
     if not math.isfinite(step_seconds):
         raise ValueError(
-            f"a step of {strategy.name} on {world_size:,} ranks takes more seconds than can be "
-            "counted: give links that move more, and shorter times"
+            f"a step of {strategy.name} on {world_size:,} ranks takes more seconds than a float "
+            "holds: give faster links, and shorter times"
         )
     return Prediction(
         strategy=strategy.name,
         profile=profile.name,
         world_size=world_size,
         step_seconds=step_seconds,
-        compute_seconds=compute / counted,
+        compute_seconds=compute_seconds / counted,
         bytes_sent_per_step=(running.bytes_sent - bytes_before) / counted + seldom_bytes,
         samples_per_second=world_size * profile.batch_size / step_seconds,
         steps=counted,

@@ -11,6 +11,8 @@ from torch.func import functional_call, grad_and_value, vmap
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Batching = Literal["vmap", "loop"]
+Batches = Shaped[Tensor, "rank batch ..."]
+Losses = Float[Tensor, " rank"]
 
 # Weights of the replicas that one vmap takes on a CPU: what they need at a time fits its cache.
 _CHUNK_BYTES = 16 << 20
@@ -20,23 +22,28 @@ class Replicas:
     """The weights and buffers of p replicas, and their gradients on p batches.
 
     Args:
-        model: What every replica starts as; it is copied, and stays as it is.
+        model: The first state of every replica; it is copied, and not changed.
         world_size: How many replicas.
-        loss: Takes outputs and targets of one rank, gives a scalar.
-        batching: `"vmap"` runs the replicas as one batched operation, `"loop"` one after another.
+        loss: Takes outputs and targets of one rank, returns a scalar.
+        batching: `"vmap"` runs the replicas as one batched operation, `"loop"` one after another;
+            `"auto"` loops over convolutions on a CPU.
         shared: Whether the ranks share one set of weights, whose gradient is the mean over ranks.
 
     Attributes:
         parameters: Trained parameters by name, each of shape `(p, ...)`, or `(1, ...)` if shared.
         buffers: Buffers by name, each of shape `(p, ...)`.
+
+    Raises:
+        ValueError: The model cannot be stacked, or the batching is none of these.
     """
 
     def __init__(
-        self, model: nn.Module, world_size: int, *, loss: Loss, batching: Batching, shared: bool
+        self, model: nn.Module, world_size: int, *, loss: Loss, batching: str, shared: bool
     ) -> None:
+        _check_model(model)
         self.world_size = world_size
         self.shared = shared
-        self.batching = batching
+        self.batching = _resolve_batching(batching, model, shared=shared)
         self._loss = loss
         self._model = copy.deepcopy(model)
         copies = 1 if shared else world_size
@@ -48,15 +55,13 @@ class Replicas:
         self.buffers = {name: _stacked(value, world_size) for name, value in model.named_buffers()}
         self._chunk = self._ranks_at_once(copies)
         self._modules: list[nn.Module] = []
-        if batching == "loop":
+        if self.batching == "loop":
             self._modules = [self._module_of(rank) for rank in range(world_size)]
         if not shared:
             for parameter in self.parameters.values():
                 parameter.grad = torch.zeros_like(parameter)
 
-    def backward(
-        self, x: Shaped[Tensor, "rank batch ..."], y: Shaped[Tensor, "rank batch ..."]
-    ) -> Float[Tensor, " rank"]:
+    def backward(self, x: Batches, y: Batches) -> Losses:
         """Sets `.grad` of all parameters; the losses, one a rank."""
         if self.batching == "loop":
             return self._backward_one_by_one(x, y)
@@ -68,11 +73,13 @@ class Replicas:
             if parameter.grad is not None:
                 parameter.grad.copy_(parameter.grad.mean(0, keepdim=True))
 
-    def copy_to(self, model: nn.Module, row: int | None) -> None:
-        """Loads one replica into `model`, or for None the mean of all.
+    @torch.no_grad()
+    def build_model(self, row: int | None) -> nn.Module:
+        """A new model with the weights and buffers of one replica, or for None the mean of all.
 
         The mean over ranks is taken of floating buffers, too; others are rank 0's.
         """
+        model = copy.deepcopy(self._model)
         own = dict(model.named_parameters()) | dict(model.named_buffers())
         for name, stacked in (self.parameters | self.buffers).items():
             if row is not None:
@@ -82,6 +89,7 @@ class Replicas:
             else:
                 value = stacked[0]
             own[name].detach().copy_(value)
+        return model
 
     @torch.no_grad()
     def distance(self) -> float:
@@ -92,10 +100,6 @@ class Replicas:
             for rows in stacked.detach().split(self._chunk):
                 square += (rows - mean).square_().sum(dtype=torch.float64).cpu()
         return (float(square) / len(next(iter(self.parameters.values())))) ** 0.5
-
-    def template(self) -> nn.Module:
-        """A model of the user's kind, in its first state and in no relation to the replicas."""
-        return copy.deepcopy(self._model)
 
     def _ranks_at_once(self, copies: int) -> int:
         if any(value.is_cuda for value in self.parameters.values()):
@@ -108,9 +112,7 @@ class Replicas:
     ) -> Tensor:
         return self._loss(functional_call(self._model, (parameters, buffers), (x,)), y)
 
-    def _backward_in_chunks(
-        self, x: Shaped[Tensor, "rank batch ..."], y: Shaped[Tensor, "rank batch ..."]
-    ) -> Float[Tensor, " rank"]:
+    def _backward_in_chunks(self, x: Batches, y: Batches) -> Losses:
         gradients_and_losses = vmap(grad_and_value(self._one), randomness="different")
         losses = []
         for start in range(0, self.world_size, self._chunk):
@@ -126,9 +128,7 @@ class Replicas:
             losses.append(some.detach())
         return torch.cat(losses)
 
-    def _backward_shared(
-        self, x: Shaped[Tensor, "rank batch ..."], y: Shaped[Tensor, "rank batch ..."]
-    ) -> Float[Tensor, " rank"]:
+    def _backward_shared(self, x: Batches, y: Batches) -> Losses:
         every = vmap(self._one, in_dims=(None, 0, 0, 0), randomness="different")
         leaves = {n: v.detach()[0].requires_grad_() for n, v in self.parameters.items()}
         losses = every(leaves, self.buffers, x, y)
@@ -137,9 +137,7 @@ class Replicas:
             parameter.grad = gradient.unsqueeze(0)
         return losses.detach()
 
-    def _backward_one_by_one(
-        self, x: Shaped[Tensor, "rank batch ..."], y: Shaped[Tensor, "rank batch ..."]
-    ) -> Float[Tensor, " rank"]:
+    def _backward_one_by_one(self, x: Batches, y: Batches) -> Losses:
         losses, gradients = [], []
         for rank, module in enumerate(self._modules):
             loss = self._loss(module(x[rank]), y[rank])
@@ -178,3 +176,74 @@ def mean_of(stacked: Shaped[Tensor, "rank ..."]) -> Shaped[Tensor, "..."]:
 
 def _stacked(value: Tensor, copies: int) -> Tensor:
     return value.detach().unsqueeze(0).repeat(copies, *[1] * value.ndim)
+
+
+def _check_model(model: nn.Module) -> None:
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    if not trained:
+        raise ValueError("the model has no parameters that are trained: nothing to simulate")
+    for name, parameter in trained.items():
+        if parameter.dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"parameter {name} is {parameter.dtype}, but virtual ranks keep weights in "
+                "float32 or float64: use model.float(); wire_dtype narrows what travels"
+            )
+
+
+def _resolve_batching(batching: str, model: nn.Module, *, shared: bool) -> Batching:
+    if batching == "vmap" or batching == "loop":
+        return batching
+    if batching != "auto":
+        raise ValueError(f"batching must be 'auto', 'vmap' or 'loop', got {batching!r}")
+    on_cpu = all(p.device.type == "cpu" for p in model.parameters())
+    convolves = any(isinstance(m, nn.modules.conv._ConvNd) for m in model.modules())
+    return "loop" if on_cpu and convolves and not shared else "vmap"
+
+
+class Ranks:
+    """What virtual ranks of any family show of their replicas.
+
+    Args:
+        replicas: The replicas.
+
+    Attributes:
+        world_size: How many ranks, p.
+        steps: How many steps were taken.
+    """
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+        self.world_size = replicas.world_size
+        self.steps = 0
+
+    def consensus_distance(self) -> float:
+        """Root mean square over ranks of the L2 distance to the mean weights, summed in float64."""
+        return self._replicas.distance()
+
+    def consensus_model(self) -> nn.Module:
+        """A new model with the mean weights and the mean of floating buffers; changes nothing."""
+        return self._replicas.build_model(None)
+
+    def replica(self, rank: int) -> nn.Module:
+        """A new model with the weights and buffers of one rank.
+
+        Raises:
+            ValueError: There is no such rank.
+        """
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is none of 0 to {self.world_size - 1}")
+        return self._replicas.build_model(rank)
+
+    def _backward(self, x: Batches, y: Batches) -> Losses:
+        """Gradients of every rank, and the losses.
+
+        Raises:
+            ValueError: There is not one batch a rank.
+        """
+        for name, batches in (("x", x), ("y", y)):
+            if batches.ndim < 1 or len(batches) != self.world_size:
+                raise ValueError(
+                    f"{name} has shape {tuple(batches.shape)}, but its first size must be the "
+                    f"{self.world_size} ranks: stack their batches"
+                )
+        return self._replicas.backward(x, y)

@@ -4,33 +4,31 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gossipgrad.engine import choose_roles
 from gossipgrad.muon import Muon, Polynomial, make_backbone, resolve_settings
 
-from ._replicas import Loss, Replicas
-from ._virtual_ranks import _check_model, _resolve_batching
+from ._replicas import Batches, Loss, Losses, Ranks, Replicas
 
 __all__ = ["SudaRanks"]
 
 
-class SudaRanks:
+class SudaRanks(Ranks):
     """Trains p replicas as p workers of `gossipgrad.suda` would, in this process.
 
     Replicas are stacked, an exchange is a product with the matrix of weights, and matrices of all
-    ranks are polarised together. What each rank computes is what it would compute in the
-    distributed run, to rounding; no exchange is ever late.
+    ranks are polarised together. Each rank computes what it would compute in the distributed run,
+    to rounding; no exchange is late.
 
     Args:
-        model: What every replica starts as, parameters in float32 or float64. It is copied.
+        model: The first state of every replica, parameters in float32 or float64. It is copied.
         world_size: How many ranks, p.
         backbone: As of `gossipgrad.suda`.
         topology: As of `gossipgrad.suda`.
         lazy: As of `gossipgrad.suda`.
-        loss: Takes the outputs and targets of one rank, gives a scalar.
+        loss: Takes the outputs and targets of one rank, returns a scalar.
         seed: Of the rotation of partners.
         batching: As of `VirtualRanks`.
         muon: Patterns of names; see `gossipgrad.Muon`.
@@ -40,7 +38,7 @@ class SudaRanks:
     Attributes:
         world_size: How many ranks, p.
         optimizer: The one of all replicas: give it to a scheduler.
-        steps: How many were taken.
+        steps: How many steps were taken.
 
     Raises:
         ValueError: As `gossipgrad.suda` and `gossipgrad.Muon`, or for a model that cannot be
@@ -72,13 +70,10 @@ class SudaRanks:
         adamw: Sequence[str] = (),
         **options: Any,
     ) -> None:
-        _check_model(model)
         self._graph = resolve_settings(
             world_size, backbone=backbone, topology=topology, lazy=lazy, seed=seed
         ).graph
-        self.world_size, self.steps = world_size, 0
-        batched = _resolve_batching(batching, model, shared=False)
-        self._replicas = Replicas(model, world_size, loss=loss, batching=batched, shared=False)
+        super().__init__(Replicas(model, world_size, loss=loss, batching=batching, shared=False))
         self._stacked = list(self._replicas.parameters.values())
         self._rows = {
             name: [nn.Parameter(row) for row in stacked.detach()]
@@ -103,9 +98,7 @@ class SudaRanks:
         self._backbone = make_backbone(backbone, self._now())
         self._backbone.begin(self._now())
 
-    def step(
-        self, x: Shaped[Tensor, "rank batch ..."], y: Shaped[Tensor, "rank batch ..."]
-    ) -> Float[Tensor, " rank"]:
+    def step(self, x: Batches, y: Batches) -> Losses:
         """One step of every rank.
 
         Args:
@@ -114,8 +107,11 @@ class SudaRanks:
 
         Returns:
             The loss of each rank before the update, shape `(p,)`.
+
+        Raises:
+            ValueError: There is not one batch a rank.
         """
-        losses = self._replicas.backward(x, y)
+        losses = self._backward(x, y)
         for rows, stacked in zip(self._rows.values(), self._stacked, strict=True):
             assert stacked.grad is not None
             for row, gradient in zip(rows, stacked.grad, strict=True):
@@ -123,17 +119,6 @@ class SudaRanks:
         self._update()
         self.steps += 1
         return losses
-
-    def consensus_distance(self) -> float:
-        """Root mean square over ranks of the L2 distance to the mean weights, summed in float64."""
-        return self._replicas.distance()
-
-    @torch.no_grad()
-    def consensus_model(self) -> nn.Module:
-        """A new model with the mean weights and the mean of floating buffers; changes nothing."""
-        model = self._replicas.template()
-        self._replicas.copy_to(model, None)
-        return model
 
     @torch.no_grad()
     def _update(self) -> None:

@@ -2,21 +2,16 @@
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from jaxtyping import Float
 
 from gossipgrad.engine import Overlap
 from gossipgrad.muon import make_backbone, resolve_settings
-from gossipgrad.topology import ring
+from gossipgrad.topology import by_name, ring
 
-from ._gossip_steps import Flight, Gossip, GossipSteps
-from ._setting import Setting, Steps, Strategy, check_counts
-from ._workers import Pace
+from ._gossip_steps import Exchanges, Flight
+from ._model import Pace, Setting, Steps, Strategy, Times, check_counts
 
 __all__ = ["Suda"]
-
-Times = Float[np.ndarray, " rank"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,37 +49,34 @@ class Suda(Strategy):
 
     def overlaps(self) -> bool:
         """Whether the first exchange travels behind forward and backward."""
-        asked = {"backbone": self.backbone, "topology": self.topology, "mode": self.mode}
-        return isinstance(resolve_settings(4, **asked).mode, Overlap)
+        settings = {"backbone": self.backbone, "topology": self.topology, "mode": self.mode}
+        return isinstance(resolve_settings(4, **settings).mode, Overlap)
 
     def begin(self, setting: Setting) -> Steps:
         """See `Strategy.begin`."""
-        return SudaSteps(self, setting)
+        return _SudaSteps(self, setting)
 
 
-class SudaSteps(GossipSteps):
+class _SudaSteps(Exchanges):
     """See `Suda`."""
 
     def __init__(self, options: Suda, setting: Setting) -> None:
-        gossip = Gossip(
-            topology=options.topology,
+        is_ring, p = options.topology == "ring", setting.world_size
+        super().__init__(
+            setting,
+            ring(p) if is_ring else by_name(options.topology, p, seed=options.seed),
             element_bytes=options.element_bytes,
             bucket_bytes=options.bucket_bytes,
-            seed=options.seed,
         )
-        super().__init__(gossip, setting)
         self._rounds = 1  # of an exchange
-        if options.topology == "ring":
-            self._schedule = ring(setting.world_size)
-            self._rounds = self._schedule.period
-            self.rotation = 1
+        if is_ring:
+            self._rounds, self.rotation = self.rotation, 1
         one = [torch.zeros(1)]
         rule = make_backbone(options.backbone, one)
-        before = [len(names) for names in rule.before(one)]
+        beside, *before = (len(names) for names in [*rule.before(one)] or [()])
         self._after = [len(names) for names in rule.after(one, one)]
-        beside = before[:1]
-        self._early = beside if options.overlaps() else []
-        self._before = [1 + sum(beside if not self._early else []), *before[1:]]
+        self._early = [beside] if beside and options.overlaps() else []
+        self._before = [1 if self._early else 1 + beside, *before]
 
     def step(self, number: int, start: Times, pace: Pace) -> Times:
         """See `Steps.step`."""

@@ -1,10 +1,10 @@
 """p ranks of one model in one process: the accuracy of a large run without its machines."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
@@ -12,17 +12,27 @@ from torch.optim import Optimizer
 from gossipgrad.decentralized import (
     GossipAdamW,
     Payload,
+    Weights,
     WeightsAndState,
+    check_exchanges,
     check_moments,
+    resolve_payload,
     travels,
 )
-from gossipgrad.engine import NON_NEGATIVE, Mode, Stale, Sync
-from gossipgrad.topology import Schedule
+from gossipgrad.engine import (
+    NON_NEGATIVE,
+    Mode,
+    Overlap,
+    Stale,
+    Sync,
+    check_stale,
+    resolve_average_every,
+    resolve_mode,
+)
+from gossipgrad.topology import Schedule, by_name
 
 from ._exchange import Exchange
-from ._plan import Lagged, make_plan
-from ._replicas import Batching, Loss, Replicas, mean_of
-from ._resuming import check_state, kind_of
+from ._replicas import Batches, Loss, Losses, Ranks, Replicas, mean_of
 
 # Their update of an element reads that element alone, so stacked replicas do not see each other.
 _ELEMENTWISE = (
@@ -39,22 +49,23 @@ _ELEMENTWISE = (
     torch.optim.Rprop,
     GossipAdamW,
 )
+_STRATEGIES = ("gossip", "allreduce", "every-log-p", "local", "post-local-sgd")
 
 
-class VirtualRanks:
+class VirtualRanks(Ranks):
     """Trains p replicas as p workers would, in this process: same schedules, same mixing.
 
     Replicas are stacked: every parameter is one tensor of shape `(p, ...)` whose row r is rank
-    r's, and a step is a few batched operations. What each rank computes is what it would compute
-    in the distributed run, to rounding; nothing is communicated. All ranks step together, and no
-    exchange is ever late, but in mode stale each by `delay` rounds.
+    r's, and a step is a few batched operations. Each rank computes what it would compute in the
+    distributed run, to rounding; nothing is communicated. All ranks step together, and no exchange
+    is late, but in mode stale each by `delay` rounds.
 
     `allreduce` keeps one set of weights for all ranks. BatchNorm's statistics are each rank's own
     throughout, and the consensus averages them, as the distributed run does.
 
     Args:
-        model: What every replica starts as, parameters in float32 or float64. It is copied, and
-            runs on the device that it is on.
+        model: The first state of every replica, parameters in float32 or float64, on the device on
+            which to run. It is copied.
         world_size: How many ranks, p.
         optimizer: Makes the optimizer of all replicas from the stacked parameters, for example
             `lambda parameters: torch.optim.SGD(parameters, lr=0.1)`. One of torch's that update
@@ -67,17 +78,17 @@ class VirtualRanks:
             or matching in mode stale.
         mode: Of gossip: `"overlap"`, `"sync"`, `"stale"`, or `"lagged"` (the authors'
             published rule, which sessions do not have); None: overlap.
-        payload: `"weights"`, `"weights+state"` or a value such as `WeightsAndState(every=4)`: what
-            gossip exchanges and what periodic averages average; None: weights.
+        payload: `"weights"`, `"weights+state"` or a value such as `WeightsAndState(every=4)`:
+            exchanged by gossip, averaged by periodic averages; None: weights.
         average_every: Steps between exact averages of all replicas, `"log_p"`, or None for never.
             With `"post-local-sgd"` counted from its second part on.
-        exchanges: Of gossip in mode sync: how many partners a step meets, one after the other.
-        wire_dtype: What gossip sends everything as; None: as it is.
+        exchanges: Of gossip in mode sync: partners of a step, one after the other.
+        wire_dtype: Type of gossip on the wire; None: the tensors' own.
         post_local_after: Steps of the first part of `"post-local-sgd"`.
-        loss: Takes the outputs and targets of one rank, gives a scalar.
+        loss: Takes the outputs and targets of one rank, returns a scalar.
         seed: Of the rotation of partners, when `topology` is a name.
-        delay: Of mode stale: rounds by which every exchange is late, up to `max_staleness`, which
-            is taken for None. The weight is that of `max_staleness`, whatever the delay.
+        delay: Of mode stale: rounds by which every exchange is late; at most, and for None,
+            `max_staleness`, from which the weight follows.
         batching: `"vmap"` runs replicas as one batched operation, `"loop"` one after another;
             `"auto"` loops on a CPU where the model has convolutions, since grouped convolutions
             are slow there.
@@ -85,8 +96,8 @@ class VirtualRanks:
     Attributes:
         world_size: How many ranks, p.
         optimizer: The one optimizer of all replicas: give it to a scheduler.
-        steps: How many were taken.
-        clamps: Elements of state that mixing made negative, and were set to 0.
+        steps: How many steps were taken.
+        clamps: Elements of state that mixing made negative and that were set to 0.
 
     Raises:
         ValueError: For settings that cannot be, a model that cannot be stacked, or an optimizer
@@ -131,39 +142,55 @@ class VirtualRanks:
     ) -> None:
         if world_size < 1:
             raise ValueError(f"world_size is {world_size}, but there is at least one rank")
-        _check_model(model)
-        self._plan = make_plan(
-            world_size,
-            strategy=strategy,
-            topology=topology,
-            mode=mode,
-            payload=payload,
-            average_every=average_every,
-            exchanges=exchanges,
-            wire_dtype=wire_dtype,
-            post_local_after=post_local_after,
-            seed=seed,
-            delay=delay,
+        gossips = _check_strategy(
+            strategy, payload, {"topology": topology, "mode": mode, "wire_dtype": wire_dtype}
         )
-        self.world_size = world_size
-        self._replicas = Replicas(
-            model,
-            world_size,
-            loss=loss,
-            batching=_resolve_batching(batching, model, shared=strategy == "allreduce"),
-            shared=strategy == "allreduce",
-        )
+        self._lagged = gossips and mode == "lagged"
+        self._mode = _resolve_mode(mode if gossips and not self._lagged else "overlap")
+        self._payload = _resolve_payload(payload, strategy)
+        self._average_every = _resolve_average_every(average_every, strategy, world_size)
+        self._reduced_steps = _resolve_reduced_steps(strategy, post_local_after)
+        self._exchanges = exchanges
+        if exchanges != 1:
+            check_exchanges(exchanges, self._mode)
+        if gossips and wire_dtype is not None and not wire_dtype.is_floating_point:
+            raise ValueError(
+                f"wire_dtype is {wire_dtype}, but weights travel as a floating type such as "
+                "torch.bfloat16"
+            )
+        self._wire_dtype = wire_dtype if gossips else None
+        self._schedule = _make_schedule(topology, world_size, seed, self._mode) if gossips else None
+        if self._schedule is not None and isinstance(self._mode, Stale):
+            check_stale(
+                self._mode,
+                average_every=average_every,
+                symmetric=self._schedule.symmetric,
+                topology=str(self._schedule),
+            )
+        self._delay = _resolve_delay(delay, self._mode)
+        shared = strategy == "allreduce"
+        super().__init__(Replicas(model, world_size, loss=loss, batching=batching, shared=shared))
         self._weights = [p.detach() for p in self._replicas.parameters.values()]
-        self.optimizer = _checked_optimizer(optimizer, self._replicas)
-        self._kind = kind_of(strategy, self._plan, self.optimizer, world_size)
-        self._exchange = self._new_exchange()
-        self.steps = 0
+        self.optimizer = _make_optimizer(optimizer, self._replicas)
+        self._exchange = self._make_exchange()
         self.clamps = 0
+        # All that must be equal for a run to continue from a state.
+        self._kind = {
+            "world_size": world_size,
+            "strategy": strategy,
+            "mode": "Lagged" if self._lagged else type(self._mode).__name__,
+            "delay": self._delay,
+            "payload": str(self._payload),
+            "topology": None if self._schedule is None else self._schedule.describe(),
+            "average_every": self._average_every,
+            "exchanges": exchanges,
+            "wire_dtype": None if self._wire_dtype is None else str(wire_dtype),
+            "post_local_after": self._reduced_steps,
+            "optimizer": type(self.optimizer).__name__,
+        }
 
-    def step(
-        self, x: Shaped[Tensor, "rank batch ..."], y: Shaped[Tensor, "rank batch ..."]
-    ) -> Float[Tensor, " rank"]:
-        """One step of every rank: gradients, the optimizer, and what the strategy exchanges.
+    def step(self, x: Batches, y: Batches) -> Losses:
+        """One step of every rank: gradients, the optimizer, and the exchange of the strategy.
 
         Args:
             x: The batch of each rank, shape `(p, b, ...)`.
@@ -173,23 +200,18 @@ class VirtualRanks:
             The loss of each rank before the update, shape `(p,)`.
 
         Raises:
-            ValueError: When there is not one batch a rank, or Adam's first moment would travel
-                without its second.
+            ValueError: There is not one batch a rank, or Adam's first moment would travel without
+                its second.
         """
-        for name, batches in (("x", x), ("y", y)):
-            if batches.ndim < 1 or len(batches) != self.world_size:
-                raise ValueError(
-                    f"{name} has shape {tuple(batches.shape)}, but its first size must be the "
-                    f"{self.world_size} ranks: stack their batches"
-                )
-        losses = self._replicas.backward(x, y)
-        reduced = self._plan.reduced_steps
+        losses = self._backward(x, y)
+        reduced = self._reduced_steps
         if reduced is not None and self.steps < reduced:
             self._replicas.mean_gradients()
         with torch.no_grad():
             self._update()
         self.steps += 1
-        if self._average_is_due():
+        local = 0 if reduced is None else self.steps - reduced
+        if self._average_every is not None and local > 0 and local % self._average_every == 0:
             self.average_()
         return losses
 
@@ -197,44 +219,21 @@ class VirtualRanks:
     def average_(self) -> None:
         """Makes every replica the exact average; optimizer state too, where the payload has it.
 
-        What is outstanding in mode stale is mixed first.
+        Outstanding exchanges of mode stale are mixed first.
         """
         if self._exchange is not None:
             for round in self._exchange.outstanding:
-                self._exchange.close(round, self._payload(round))
-        with_state = isinstance(self._plan.payload, WeightsAndState)
+                self._exchange.close(round, self._tensors_of(round))
+        with_state = isinstance(self._payload, WeightsAndState)
         for stacked in self._weights + (self._state() if with_state else []):
             stacked.copy_(mean_of(stacked))
 
-    def consensus_distance(self) -> float:
-        """Root mean square over ranks of the L2 distance to the mean weights, summed in float64."""
-        return self._replicas.distance()
-
-    @torch.no_grad()
-    def consensus_model(self) -> nn.Module:
-        """A new model with the mean weights and the mean of floating buffers; changes nothing."""
-        model = self._replicas.template()
-        self._replicas.copy_to(model, None)
-        return model
-
-    @torch.no_grad()
-    def replica(self, rank: int) -> nn.Module:
-        """A new model with the weights and buffers of one rank.
-
-        Raises:
-            ValueError: There is no such rank.
-        """
-        if not 0 <= rank < self.world_size:
-            raise ValueError(f"rank {rank} is none of 0 to {self.world_size - 1}")
-        model = self._replicas.template()
-        self._replicas.copy_to(model, rank)
-        return model
-
     def state_dict(self) -> dict[str, Any]:
-        """All that a later run needs to go on bit for bit: live tensors, to be saved at once.
+        """All that a later run needs to continue bit for bit: live tensors, to be saved at once.
 
         Schedulers and torch's random state are not in it.
         """
+        exchange, tensors = self._exchange, self._weights + self._state()
         return {
             "kind": dict(self._kind),
             "world_size": self.world_size,
@@ -243,77 +242,77 @@ class VirtualRanks:
             "weights": {n: p.detach() for n, p in self._replicas.parameters.items()},
             "buffers": dict(self._replicas.buffers),
             "optimizer": self.optimizer.state_dict(),
-            "outstanding": self._outstanding(),
+            "outstanding": {} if exchange is None else exchange.state_dict(tensors),
         }
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where `state_dict` was taken.
+        """Continues from a `state_dict`.
 
         Raises:
             ValueError: It is of another model, world size, strategy, topology or seed of it, mode,
                 delay, payload, average_every, exchanges, wire_dtype, post_local_after or optimizer;
                 nothing is changed.
         """
+        saved = state.get("kind", {})
+        for what, here in self._kind.items():
+            if saved.get(what) != here:
+                raise ValueError(
+                    f"{what} was {saved.get(what)} where the state was saved, but is {here} here: "
+                    f"build the ranks with the same {what}"
+                )
         own = {"weights": self._replicas.parameters, "buffers": self._replicas.buffers}
-        check_state(state, self._kind, own)
+        for part, tensors in own.items():
+            shapes, others = ({n: v.shape for n, v in of.items()} for of in (tensors, state[part]))
+            if shapes != others:
+                name = min(n for n in shapes | others if shapes.get(n) != others.get(n))
+                raise ValueError(
+                    f"{part}: {name} was saved with shape {others.get(name)}, but has "
+                    f"{shapes.get(name)} here: build the ranks of the same model"
+                )
         self.optimizer.load_state_dict(state["optimizer"])
         for part, tensors in own.items():
             for name, value in tensors.items():
                 value.copy_(state[part][name])
-        self.steps = state["steps"]
-        self.clamps = state["clamps"]
-        self._exchange = self._new_exchange()
+        self.steps, self.clamps = state["steps"], state["clamps"]
+        self._exchange = self._make_exchange()
         if self._exchange is not None:
-            for round, held in state.get("outstanding", {}).items():
-                self._exchange.hold(round, self._weights + self._state(), held)
-
-    def _outstanding(self) -> dict[int, list[Tensor | None]]:
-        """Deltas that are still to be mixed, by round."""
-        exchange = self._exchange
-        if exchange is None:
-            return {}
-        travel = self._weights + self._state()
-        return {round: exchange.held(round, travel) for round in exchange.outstanding}
-
-    def _average_is_due(self) -> bool:
-        every, reduced = self._plan.average_every, self._plan.reduced_steps
-        if every is None or reduced is None or self.steps <= reduced:
-            return False
-        return (self.steps - reduced) % every == 0
+            tensors = self._weights + self._state()
+            self._exchange.load_state_dict(state.get("outstanding", {}), tensors)
 
     def _update(self) -> None:
         """The optimizer's step, and around it the round."""
-        exchange = self._exchange
-        early = exchange is not None and not isinstance(self._plan.mode, Sync)
-        if exchange is not None and early:
-            exchange.open(self.steps, self._payload(self.steps))
+        exchange, first = self._exchange, self.steps * self._exchanges
+        is_sync = isinstance(self._mode, Sync)
+        if exchange is not None and not is_sync:
+            exchange.open(self.steps, self._tensors_of(self.steps))
         self.optimizer.step()
         if exchange is None:
             return
         if self.steps == 0:
             for state in self.optimizer.state.values():
-                check_moments(self._plan.payload, state)
-        if not early:
-            for extra in range(self._plan.exchanges):
-                self._exchange_now(self.steps * self._plan.exchanges + extra)
+                check_moments(self._payload, state)
+        if is_sync:
+            for round in range(first, first + self._exchanges):
+                exchange.open(round, self._tensors_of(round))
+                self._close(exchange, round)
+        elif self.steps >= self._delay:
+            self._close(exchange, self.steps - self._delay)
+
+    def _close(self, exchange: Exchange, round: int) -> None:
+        """Mixes a round; second moments that become negative are set to 0."""
+        tensors = self._tensors_of(round)
+        exchange.close(round, tensors)
+        if len(tensors) == len(self._weights):
             return
-        due = self.steps - exchange.delay
-        if due >= 0:
-            travel = self._payload(due)
-            exchange.close(due, travel)
-            self._clamp(travel)
+        for key, value in self._named_state():
+            if key in NON_NEGATIVE:
+                self.clamps += int((value < 0).sum())
+                value.clamp_(min=0)
 
-    def _exchange_now(self, round: int) -> None:
-        assert self._exchange is not None
-        travel = self._payload(round)
-        self._exchange.open(round, travel)
-        self._exchange.close(round, travel)
-        self._clamp(travel)
-
-    def _payload(self, round: int) -> list[Tensor]:
-        """What is exchanged in a round."""
-        payload = self._plan.payload
+    def _tensors_of(self, round: int) -> list[Tensor]:
+        """The tensors that a round exchanges."""
+        payload = self._payload
         if isinstance(payload, WeightsAndState) and round % payload.every == 0:
             return self._weights + self._state()
         return self._weights
@@ -322,62 +321,129 @@ class VirtualRanks:
         return [v for _, v in self._named_state()]
 
     def _named_state(self) -> list[tuple[str, Tensor]]:
-        """Optimizer state of the parameters' shapes, as far as there is any yet."""
+        """Optimizer state of the parameters' shapes, as far as it exists yet."""
         return [
             (key, value)
             for parameter in self._replicas.parameters.values()
             for key, value in self.optimizer.state.get(parameter, {}).items()
-            if travels(self._plan.payload, key)
+            if travels(self._payload, key)
             and isinstance(value, Tensor)
             and value.is_floating_point()
             and value.shape == parameter.shape
         ]
 
-    def _clamp(self, travelled: list[Tensor]) -> None:
-        """What cannot be negative is not, after it was mixed."""
-        if len(travelled) == len(self._weights):
-            return
-        for key, value in self._named_state():
-            if key in NON_NEGATIVE:
-                self.clamps += int((value < 0).sum())
-                value.clamp_(min=0)
-
-    def _new_exchange(self) -> Exchange | None:
-        plan = self._plan
-        if plan.schedule is None:
+    def _make_exchange(self) -> Exchange | None:
+        if self._schedule is None:
             return None
         return Exchange(
-            plan.schedule,
-            plan.wire_dtype,
-            lagged=isinstance(plan.mode, Lagged),
-            weight=plan.mode.weight if isinstance(plan.mode, Stale) else None,
-            delay=plan.delay,
+            self._schedule,
+            self._wire_dtype,
+            lagged=self._lagged,
+            weight=self._mode.weight if isinstance(self._mode, Stale) else None,
+            delay=self._delay,
         )
 
 
-def _check_model(model: nn.Module) -> None:
-    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    if not trained:
-        raise ValueError("the model has no parameters that are trained: nothing to simulate")
-    for name, parameter in trained.items():
-        if parameter.dtype not in (torch.float32, torch.float64):
+def _check_strategy(strategy: str, payload: object, of_gossip: dict[str, object]) -> bool:
+    """Whether the strategy is gossip; warns of settings that others ignore."""
+    if strategy not in _STRATEGIES:
+        known = ", ".join(map(repr, _STRATEGIES))
+        raise ValueError(f"strategy must be one of {known}, got {strategy!r}")
+    if strategy == "gossip":
+        return True
+    ignored = [name for name, value in of_gossip.items() if value is not None]
+    if payload is not None and strategy in ("allreduce", "every-log-p"):
+        ignored.append("payload")
+    if ignored:
+        warnings.warn(
+            f"strategy {strategy!r} ignores {', '.join(ignored)}: leave it out, or choose "
+            "strategy='gossip'",
+            stacklevel=3,
+        )
+    return False
+
+
+def _resolve_mode(mode: str | Mode | None) -> Overlap | Sync | Stale:
+    resolved = resolve_mode("overlap" if mode is None else mode)
+    if not isinstance(resolved, Overlap | Sync | Stale):
+        raise ValueError(
+            f"mode {resolved} cannot be simulated: choose 'overlap', 'sync', 'stale' or 'lagged'"
+        )
+    return resolved
+
+
+def _resolve_payload(payload: str | Payload | None, strategy: str) -> Weights | WeightsAndState:
+    if strategy == "every-log-p":
+        return WeightsAndState()
+    is_ignored = payload is None or strategy == "allreduce"
+    resolved = resolve_payload("weights" if is_ignored else payload, Overlap())
+    if not isinstance(resolved, Weights | WeightsAndState):
+        raise ValueError(
+            f"virtual ranks exchange weights, with or without state, and not {resolved}: choose "
+            "payload='weights' or 'weights+state'"
+        )
+    return resolved
+
+
+def _resolve_average_every(every: int | str | None, strategy: str, world_size: int) -> int | None:
+    if strategy in ("allreduce", "every-log-p") and every is not None:
+        raise ValueError(
+            f"average_every={every!r} with strategy {strategy!r}, which has a rule of its own: "
+            "leave it out, or choose strategy='local'"
+        )
+    if strategy == "post-local-sgd" and every is None:
+        raise ValueError(
+            "strategy 'post-local-sgd' averages in its second part: give average_every, the steps "
+            "between two averages"
+        )
+    return resolve_average_every("log_p" if strategy == "every-log-p" else every, world_size)
+
+
+def _resolve_reduced_steps(strategy: str, post_local_after: int | None) -> int | None:
+    """Steps from the start in which gradients are averaged; None for all."""
+    if (strategy == "post-local-sgd") != (post_local_after is not None):
+        raise ValueError(
+            f"strategy {strategy!r} with post_local_after={post_local_after}: strategy "
+            "'post-local-sgd' needs it, the steps of its first part, and no other has it"
+        )
+    if post_local_after is not None and post_local_after < 0:
+        raise ValueError(f"post_local_after is {post_local_after}: it counts steps, 0 or more")
+    return None if strategy == "allreduce" else post_local_after or 0
+
+
+def _make_schedule(
+    topology: str | Schedule | None, world_size: int, seed: int, mode: Mode
+) -> Schedule:
+    if topology is None:
+        topology = "matching" if isinstance(mode, Stale) else "dissemination"
+    if isinstance(topology, str):
+        return by_name(topology, world_size, seed=seed)
+    if topology.world_size != world_size:
+        raise ValueError(
+            f"the topology is for {topology.world_size} ranks, but world_size is {world_size}: "
+            "build both for the same number"
+        )
+    return topology
+
+
+def _resolve_delay(delay: int | None, mode: Mode) -> int:
+    if isinstance(mode, Stale):
+        if delay is None:
+            return mode.max_staleness
+        if not 0 <= delay <= mode.max_staleness:
             raise ValueError(
-                f"parameter {name} is {parameter.dtype}, but virtual ranks keep weights in "
-                "float32 or float64: use model.float(); wire_dtype narrows what travels"
+                f"delay is {delay}, but a round of {mode} is 0 to {mode.max_staleness} rounds late"
             )
+        return delay
+    if delay is not None:
+        raise ValueError(
+            f"delay={delay} with mode {mode}: exchanges are late in mode stale alone; leave it "
+            "out, or use mode=Stale(max_staleness=...)"
+        )
+    return 0
 
 
-def _resolve_batching(batching: str, model: nn.Module, *, shared: bool) -> Batching:
-    if batching == "vmap" or batching == "loop":
-        return batching
-    if batching != "auto":
-        raise ValueError(f"batching must be 'auto', 'vmap' or 'loop', got {batching!r}")
-    on_cpu = all(p.device.type == "cpu" for p in model.parameters())
-    convolves = any(isinstance(m, nn.modules.conv._ConvNd) for m in model.modules())
-    return "loop" if on_cpu and convolves and not shared else "vmap"
-
-
-def _checked_optimizer(
+def _make_optimizer(
     make: Callable[[list[nn.Parameter]], Optimizer], replicas: Replicas
 ) -> Optimizer:
     parameters = list(replicas.parameters.values())
@@ -388,10 +454,10 @@ def _checked_optimizer(
             f"{type(optimizer).__name__} may mix up replicas, whose parameters are stacked: use "
             f"one of torch's that update each element by itself, {known}"
         )
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if held != {id(p) for p in parameters}:
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if trained != {id(p) for p in parameters}:
         raise ValueError(
-            f"the optimizer holds {len(held)} parameters that are not exactly the "
-            f"{len(parameters)} it was given: pass all of them on"
+            f"the optimizer has {len(trained)} parameters, but not exactly the "
+            f"{len(parameters)} of the ranks: pass all of them on"
         )
     return optimizer

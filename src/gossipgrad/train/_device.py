@@ -9,8 +9,9 @@ import torch
 from ._config import TrainConfig
 from ._world import find_world
 
-# Where a launcher writes a rank's number on its machine.
+# Where a launcher writes a rank's number on its machine, and how many ranks that has.
 _LOCAL_RANKS = {"torchrun": "LOCAL_RANK", "Slurm": "SLURM_LOCALID"}
+_LOCAL_SIZES = {"torchrun": "LOCAL_WORLD_SIZE", "Slurm": "SLURM_STEP_TASKS_PER_NODE"}
 
 
 def check_device(config: TrainConfig) -> None:
@@ -54,3 +55,21 @@ def find_device(
     world = find_world(environ)
     local_rank = rank if world is None else int(environ.get(_LOCAL_RANKS[world.launcher], rank))
     return torch.device("cuda", local_rank % count)
+
+
+def find_backend(
+    config: TrainConfig, world_size: int, *, environ: Mapping[str, str] = os.environ
+) -> str:
+    """The backend of collectives of the baselines: NCCL where each rank has a GPU of its own.
+
+    NCCL refuses ranks that share a GPU; these, and ranks on the CPU, use Gloo.
+    """
+    if find_device(config, rank=0).type == "cpu":
+        return "gloo"
+    world = find_world(environ)
+    local_size = str(world_size)
+    if world is not None:
+        local_size = environ.get(_LOCAL_SIZES[world.launcher], local_size)
+    # Slurm writes "4(x2),3" for two nodes of four tasks and one of three.
+    ranks = max(int(part.partition("(")[0]) for part in local_size.split(","))
+    return "cpu:gloo,cuda:nccl" if ranks <= torch.cuda.device_count() else "gloo"

@@ -3,7 +3,7 @@
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -20,7 +20,7 @@ from ._checkpoints import Checkpoints, LoopState
 from ._evaluate import Evaluation, TestPart
 from ._job import to_device
 from ._metrics import Event, Metrics
-from ._result import DivergedError, RunStopped
+from ._result import DivergedError
 from ._spans import StepSpans
 from .strategies import RunningStrategy
 
@@ -141,6 +141,8 @@ class Loop:
     _epoch: int = 0
     _batch: int = 0
     _last_progress: float = 0.0
+    _last_loss: float = math.nan
+    _unread: list[tuple[int, Tensor, int]] = field(default_factory=list)
 
     def run(self) -> Evaluation:
         """Train to the end or the stop; returns the last evaluation."""
@@ -175,7 +177,7 @@ class Loop:
         batches = self.batches.epoch(epoch, start_batch=batch)
         while not self.position.is_over(self.metrics.steps):
             step = self.metrics.steps + 1
-            if self.stop.is_set() and self.strategy.should_stop(step):
+            if self.strategy.should_stop(step, is_asked=self.stop.is_set()):
                 return False
             self.spans.begin(step)
             start_seconds = perf_counter()
@@ -184,17 +186,36 @@ class Loop:
             if drawn is None:
                 break
             x, y = drawn
-            try:
-                loss = self._step(x, y, step)
-            except RunStopped:
-                return False
+            loss = self._step(x, y, step)
+            self._unread.append((step, loss, len(y)))
+            if self.device.type == "cpu" or step % self.log_every == 0:
+                self._read_losses()
             step_seconds = perf_counter() - start_seconds
-            self.metrics.count_step(loss, len(y), step_seconds)
-            self._log(epoch, loss, step_seconds)
+            self.metrics.count_step(len(y), step_seconds)
+            self._log(epoch, step_seconds)
             self._batch += 1
             self.checkpoints.after_step(self.metrics.steps, partial(self._loop_state, epoch))
         self.position.end_epoch(self.metrics.steps)
         return True
+
+    def _read_losses(self) -> None:
+        """Count the losses of the last steps; on a GPU that waits for all its work.
+
+        So it is done every `log_every` steps, at the end of an epoch and before a checkpoint.
+
+        Raises:
+            DivergedError: One is not finite.
+        """
+        if not self._unread:
+            return
+        values = torch.stack([loss for _, loss, _ in self._unread]).tolist()
+        for (step, _, samples), value in zip(self._unread, values, strict=True):
+            if not math.isfinite(value):
+                way_out = self.strategy.against_divergence
+                raise DivergedError(f"the loss became {value} in step {step}; {way_out}")
+            self.metrics.count_loss(value, samples)
+        self._last_loss = values[-1]
+        self._unread.clear()
 
     def carried(self) -> dict[str, Any]:
         """Where this rank is in the run, for one that joins; called between two steps."""
@@ -207,6 +228,7 @@ class Loop:
         }
 
     def _loop_state(self, epoch: int) -> LoopState:
+        self._read_losses()
         metrics = self.metrics.state(epoch_batches=len(self.batches))
         metrics["position"] = self.position.at(self.metrics.steps)
         batch = self.position.batch(epoch, self._batch)
@@ -215,12 +237,13 @@ class Loop:
     def _save_last(self, loop_state: LoopState, evaluation: Evaluation) -> None:
         if self.strategy.has_left:
             return
-        together = evaluation.is_consensus or not self.strategy.meets
-        why = self.checkpoints.end(self.metrics.steps, loop_state, together=together)
+        why: str | None = "the ranks did not come together for it"
+        if evaluation.is_consensus or not self.strategy.meets:
+            why = self.checkpoints.end(self.metrics.steps, loop_state)
         if why is not None:
             self.strategy.notes.append(f"no checkpoint at the end: {why}")
 
-    def _step(self, x: Any, y: Tensor, step: int) -> float:
+    def _step(self, x: Any, y: Tensor, step: int) -> Tensor:
         self.strategy.begin_step()
         with self.spans.measure("forward", step):
             outputs = self.strategy.forward(to_device(x, self.device))
@@ -236,12 +259,9 @@ class Loop:
                 scheduler.step()
             for optimizer in self.optimizers:
                 optimizer.zero_grad()
-        if not math.isfinite(value := loss.item()):
-            way_out = self.strategy.against_divergence
-            raise DivergedError(f"the loss became {value} in step {step}; {way_out}")
-        return value
+        return loss.detach().reshape(())
 
-    def _log(self, epoch: int, loss: float, step_seconds: float) -> None:
+    def _log(self, epoch: int, step_seconds: float) -> None:
         metrics = self.metrics
         traffic = None
         if metrics.steps % self.log_every == 0:
@@ -251,7 +271,7 @@ class Loop:
                 step=metrics.steps,
                 epoch=epoch,
                 seconds=metrics.seconds,
-                loss=loss,
+                loss=self._last_loss,
                 samples=metrics.samples,
                 consensus_distance_estimate=traffic.consensus_distance_estimate,
                 exposed_seconds=traffic.exposed_seconds,
@@ -263,6 +283,7 @@ class Loop:
                 **({} if self.widths is None else {"widths": self.widths()}),
             )
         if metrics.seconds - self._last_progress >= _PROGRESS_SECONDS:
+            self._read_losses()
             self._last_progress = metrics.seconds
             traffic = traffic or self.strategy.traffic()
             for text in self.strategy.membership_changes():
@@ -284,6 +305,7 @@ class Loop:
 
     def _evaluate(self, epoch: int, *, final: bool) -> Evaluation | None:
         metrics = self.metrics
+        self._read_losses()
         with self.spans.measure("evaluate", metrics.steps):
             evaluation = self.strategy.evaluate(self.test, final=final)
         if evaluation is None or not metrics.epoch_samples:

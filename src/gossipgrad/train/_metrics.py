@@ -79,23 +79,29 @@ class Metrics:
     @property
     def notes(self) -> list[str]:
         """What could not be written, in words."""
-        if self._error is None:
-            return []
-        return [f"events that the metrics lack: {self._left_out}, because of {self._error}"]
+        notes = list(self._loggers.notes)
+        if self._error is not None:
+            notes.append(
+                f"events that the metrics lack: {self._left_out}, because of {self._error}"
+            )
+        return notes
 
     @property
     def seconds(self) -> float:
         """Since the start."""
         return self._now() - self._start
 
-    def count_step(self, loss: float, samples: int, step_seconds: float) -> None:
-        """Add a finished step of `samples` samples with mean loss `loss`."""
+    def count_step(self, samples: int, step_seconds: float) -> None:
+        """Add a finished step of `samples` samples."""
         self.steps += 1
         self.samples += samples
         self.train_seconds += step_seconds
-        self._loss_sum += loss * samples
         self.epoch_samples += samples
         self._epoch_seconds += step_seconds
+
+    def count_loss(self, loss: float, samples: int) -> None:
+        """Add the mean loss of `samples` samples, as soon as it is read from the device."""
+        self._loss_sum += loss * samples
 
     def state(self, *, epoch_batches: int) -> dict[str, Any]:
         """What was counted and written so far; an epoch has `epoch_batches` batches."""

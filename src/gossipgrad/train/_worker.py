@@ -20,6 +20,7 @@ from gossipgrad.errors import AgreementError, EvictedError, GossipError
 
 from ._check import check
 from ._config import TrainConfig
+from ._device import find_backend
 from ._ending import MAILBOX, Ending
 from ._files import check_shared, leave_token, write_errors
 from ._gathering import Gathering
@@ -266,7 +267,11 @@ class _Worker:
             groups = None
             if config.needs_every_rank:
                 rank, size = world.rank, world.world_size
-                dist.init_process_group("gloo", store=self.store, rank=rank, world_size=size)
+                # One answer for all: whoever writes it first.
+                backend = self.mailbox.compare_set("backend", "", find_backend(config, size))
+                dist.init_process_group(
+                    backend.decode(), store=self.store, rank=rank, world_size=size
+                )
             else:
                 groups = _Groups(self.store, world, gathering, membership)
             try:

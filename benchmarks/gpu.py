@@ -1,0 +1,265 @@
+"""What a session adds to a step on a GPU, and what selection and roots take there.
+
+* `step`: two processes that share one card train a GPT in bfloat16 autocast. Contestants take turns
+  in the same two processes, block by block: no exchange, gossip, gossip with a bfloat16 wire,
+  gossip in mode `sync`, DDP over Gloo. (NCCL refuses two ranks on one card.) Messages pass through
+  host memory and ZeroMQ on loopback.
+* `copies`: a snapshot of the same parameters: how long the compute stream is occupied, and how long
+  the way to host memory takes beside it.
+* `selection`: `top_k` and `torch.topk` on the card.
+* `second_order`: a step of SOAP with roots computed in the step, and in the background.
+
+    python -m benchmarks.gpu
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import gossipgrad as gg
+from benchmarks._common import write
+from benchmarks._processes import in_processes
+from gossipgrad import models
+from gossipgrad.comm import BucketPlan, Snapshot, TensorSpec
+from gossipgrad.compression import top_k
+
+CONTESTANTS = ("no exchange", "gossip", "gossip, bf16 wire", "gossip, sync", "DDP over Gloo")
+VOCABULARY, CONTEXT = 8192, 256
+
+
+def gpt(layers: int, width: int) -> nn.Module:
+    """A GPT on the card, from the same seed everywhere."""
+    torch.manual_seed(0)
+    return models.GPT(
+        VOCABULARY, context=CONTEXT, layers=layers, width=width, heads=width // 64
+    ).cuda()
+
+
+def batch_of(size: int) -> tuple[Tensor, Tensor]:
+    """Random characters."""
+    tokens = torch.randint(VOCABULARY, (size, CONTEXT + 1), device="cuda")
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+    """One step, without reading its loss."""
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def quartiles(values: list[float]) -> dict[str, Any]:
+    """Median and quartiles, in milliseconds."""
+    low, median, high = statistics.quantiles([1e3 * v for v in values], n=4, method="inclusive")
+    return {"ms_median": round(median, 3), "ms_quartiles": [round(low, 3), round(high, 3)]}
+
+
+class Contestant:
+    """One way to keep two replicas together."""
+
+    def __init__(self, name: str, sizes: tuple[int, int], group: dist.ProcessGroup) -> None:
+        self.model = gpt(*sizes)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.session = None
+        if name.startswith("gossip"):
+            self.session = gg.gossip(
+                self.model,
+                self.optimizer,
+                process_group=group,
+                wire_dtype=torch.bfloat16 if "bf16" in name else None,
+                mode="sync" if "sync" in name else "overlap",
+            )
+        elif name == "DDP over Gloo":
+            self.model = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
+
+    def block(self, batches: list[Any]) -> float:
+        """Seconds a step over a block of steps."""
+        torch.cuda.synchronize()
+        dist.barrier()
+        start = time.perf_counter()
+        for batch in batches:
+            train_step(self.model, self.optimizer, batch)
+        torch.cuda.synchronize()
+        return (time.perf_counter() - start) / len(batches)
+
+
+def take_turns(
+    group: dist.ProcessGroup, sizes: tuple[int, int], batch: int, blocks: int, steps: int
+) -> dict[str, Any]:
+    """Times of all contestants on this rank, by turns; the first block warms up."""
+    torch.cuda.set_device(0)
+    batches = [batch_of(batch) for _ in range(steps)]
+    made = {name: Contestant(name, sizes, group) for name in CONTESTANTS}
+    times: dict[str, list[float]] = {name: [] for name in made}
+    for number in range(blocks + 1):
+        for name, contestant in made.items():
+            seconds = contestant.block(batches)
+            if number:
+                times[name].append(seconds)
+    stats = {}
+    for name, contestant in made.items():
+        if contestant.session is not None:
+            held = contestant.session.stats()
+            stats[name] = {"rounds": held.rounds, "outcomes": dict(held.outcomes)}
+            contestant.session.close()
+    parameters = sum(p.numel() for p in made["no exchange"].model.parameters())
+    return {"times": times, "stats": stats, "parameters": parameters}
+
+
+def step(sizes: tuple[int, int], batch: int, blocks: int, steps: int) -> dict[str, Any]:
+    """Medians of all contestants, and the ratio of each to no exchange, block by block."""
+    held = in_processes(2, take_turns, sizes, batch, blocks, steps)[0]
+    alone = held["times"]["no exchange"]
+    return {
+        "layers, width": list(sizes),
+        "parameters": held["parameters"],
+        "batch": batch,
+        "blocks": blocks,
+        "steps": steps,
+        "contestants": {
+            name: {
+                **quartiles(times),
+                "ratio_to_no_exchange": round(
+                    statistics.median(a / b for a, b in zip(times, alone, strict=True)), 3
+                ),
+                **{k: str(v) for k, v in held["stats"].get(name, {}).items()},
+            }
+            for name, times in held["times"].items()
+        },
+    }
+
+
+def timed(function: Callable[[], Any], repeats: int = 15) -> dict[str, Any]:
+    """What the card takes for a call, by events on the stream; the first calls warm up."""
+    values = []
+    for number in range(repeats + 3):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        begin.record()
+        function()
+        end.record()
+        torch.cuda.synchronize()
+        if number >= 3:
+            values.append(begin.elapsed_time(end) / 1e3)
+    return quartiles(values)
+
+
+def copies(sizes: tuple[int, int]) -> dict[str, Any]:
+    """The snapshot on the compute stream, and the transfer to pinned host memory beside it."""
+    parameters = [p.detach() for p in gpt(*sizes).parameters()]
+    found: dict[str, Any] = {"bytes": sum(p.nbytes for p in parameters)}
+    for wire in (torch.float32, torch.bfloat16):
+        specs = [TensorSpec.of(str(number), p) for number, p in enumerate(parameters)]
+        plan = BucketPlan.make(specs, wire_dtype=wire)
+        snapshot = Snapshot(plan, torch.device("cuda"))
+
+        def take(plan: BucketPlan = plan, snapshot: Snapshot = snapshot) -> list[Any]:
+            return [
+                snapshot.take(number, [parameters[index] for index in layout.indices])
+                for number, layout in enumerate(plan.buckets)
+            ]
+
+        beside = []
+        for _ in range(12):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _, wait in take():
+                if wait is not None:
+                    wait()
+            beside.append(time.perf_counter() - start)
+        found[str(wire).removeprefix("torch.")] = {
+            "compute_stream": timed(take),
+            "until_in_host_memory": quartiles(beside[2:]),
+        }
+    return found
+
+
+def selection() -> dict[str, Any]:
+    """Milliseconds to select a share of values."""
+    found: dict[str, Any] = {}
+    for numel in (1 << 20, 25_000_000, 100_000_000):
+        values = torch.randn(numel, device="cuda")
+        for density in (0.001, 0.01):
+            count = int(density * numel)
+            found[f"{numel}, {density}"] = {
+                "top_k": timed(lambda v=values, c=count: top_k(v, c)),
+                "torch.topk": timed(lambda v=values, c=count: torch.topk(v.abs(), c, sorted=False)),
+            }
+    return found
+
+
+def second_order(steps: int) -> dict[str, Any]:
+    """Wall time of steps of SOAP on a GPT: median, and the 99th percentile over it."""
+    found: dict[str, Any] = {}
+    ways = {
+        "in the step": gg.Synchronous(10),
+        "staggered": gg.Staggered(10),
+        "background": gg.Background(10, max_staleness=5),
+    }
+    made = {}
+    for name, refresh in ways.items():
+        torch.manual_seed(0)
+        model = models.GPT(VOCABULARY, context=CONTEXT, layers=4, width=256, heads=4).cuda()
+        optimizer = gg.SOAP(model, lr=1e-4, refresh=refresh, max_dim=1024)
+        made[name] = (model, optimizer)
+    times: dict[str, list[float]] = {name: [] for name in made}
+    batch = batch_of(16)
+    for number in range(4):
+        for name, (model, optimizer) in made.items():
+            for _ in range(steps):
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                train_step(model, optimizer, batch)
+                torch.cuda.synchronize()
+                if number:
+                    times[name].append(time.perf_counter() - start)
+    for name, (_, optimizer) in made.items():
+        values = sorted(times[name])
+        median = statistics.median(values)
+        found[name] = {
+            **quartiles(values),
+            "ms_mean": round(1e3 * statistics.mean(values), 3),
+            "p99_over_median": round(values[int(0.99 * len(values))] / median, 3),
+            "roots": str(optimizer.refresh_stats),
+        }
+        optimizer.close()
+    return found
+
+
+def main() -> None:
+    """Measures all parts, and writes them after each."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--blocks", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=10)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("benchmarks.gpu needs a CUDA device, and torch finds none")
+    figures: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "seed": 0}
+    parts: dict[str, Callable[[], Any]] = {
+        "copies": lambda: copies((8, 512)),
+        "selection": selection,
+        "second_order": lambda: second_order(5 * options.steps),
+        "step": lambda: [
+            step((8, 512), batch, options.blocks, options.steps) for batch in (16, 64, 256)
+        ],
+    }
+    for name, part in parts.items():
+        begun = time.perf_counter()
+        figures[name] = part()
+        print(f"{name}: {time.perf_counter() - begun:.0f} s", figures[name], flush=True)
+        path = write("gpu", figures)
+    print(path)
+
+
+if __name__ == "__main__":
+    main()
