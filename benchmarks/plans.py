@@ -18,7 +18,8 @@ from functools import partial
 from typing import Any
 
 from benchmarks._common import write
-from gossipgrad.cli._plan import PlanOptions, all_methods, network_of
+from gossipgrad.cli._network import network_of
+from gossipgrad.cli._plan import PlanOptions, all_methods
 from gossipgrad.cli._plan_report import compare
 from gossipgrad.planning import (
     PROFILES,
@@ -124,7 +125,8 @@ def grid() -> Iterator[dict[str, Any]]:
         for p in WORLDS:
             for bandwidth in BANDWIDTHS:
                 options = PlanOptions(profile=name, world_size=p, bandwidth=bandwidth)
-                known = all_methods(options, profile, network_of(options)[1])
+                _, network = network_of(bandwidth, None, None, p, what="the plan")
+                known = all_methods(options, profile, network)
                 found = compare(profile, known, ("sparse", "dense"))
                 sparse = sum(
                     found.elements(group.start, group.stop)
