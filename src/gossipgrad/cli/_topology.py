@@ -5,11 +5,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+import tyro
 from rich.table import Table
 
 from gossipgrad.topology import Analysis, Schedule, analyse, by_name, mixing_product
 
-from ._output import check_figure, new_figure, parse, say, show, writing
+from ._output import check_figure, new_figure, say, show, writing
 
 _DRAWN_UP_TO = 1024
 _PERIODS_DRAWN = 3
@@ -56,7 +57,7 @@ class TopologyOptions:
 
 def main(arguments: list[str]) -> int:
     """Parse and run; returns the exit code."""
-    return run(parse(TopologyOptions, arguments, "topology"))
+    return run(tyro.cli(TopologyOptions, args=arguments, prog="gossipgrad topology"))
 
 
 def run(options: TopologyOptions) -> int:
