@@ -101,7 +101,7 @@ class Profile:
     def scaled(self, *, time: float = 1.0, size: float = 1.0) -> "Profile":
         """The same shape of step, to a budget: all times by `time`, all elements by `size`.
 
-        Each parameter keeps at least one element. The source tells the factors.
+        Each parameter keeps at least one element. The source names the factors.
 
         Raises:
             ValueError: A factor is not positive and finite.
@@ -123,7 +123,7 @@ class Profile:
     def with_batch(self, batch_size: int) -> "Profile":
         """The step on so many samples: forward and backward in proportion, the update as it is.
 
-        Small batches leave a fast device idle, and take longer than this. The source tells it.
+        Small batches leave a fast device idle, and take longer than this. The source says so.
 
         Raises:
             ValueError: That is no number of samples.
