@@ -120,25 +120,6 @@ class Profile:
             elements=tuple(max(1, round(count * size)) for count in self.elements),
         )
 
-    def with_batch(self, batch_size: int) -> "Profile":
-        """The step on so many samples: forward and backward in proportion, the update as it is.
-
-        Small batches leave a fast device idle, and take longer than this. The source says so.
-
-        Raises:
-            ValueError: That is no number of samples.
-        """
-        if batch_size == self.batch_size:
-            return self
-        checked = replace(self, batch_size=batch_size)
-        factor = batch_size / self.batch_size
-        return replace(
-            checked,
-            source=f"{self.source}; batch {batch_size} for {self.batch_size}, in proportion",
-            forward_seconds=self.forward_seconds * factor,
-            backward_seconds=tuple(seconds * factor for seconds in self.backward_seconds),
-        )
-
     def to_json(self) -> dict[str, Any]:
         """What `from_json` reads: plain values, a parameter as name, elements and seconds."""
         return {
