@@ -35,6 +35,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import gossipgrad as gg
 from benchmarks._common import RESULTS, write
+from benchmarks._tasks import accuracy, whole
 from gossipgrad import data
 from gossipgrad.models import GPT, MLP, training_loss
 from gossipgrad.simulate import SudaRanks, VirtualRanks
@@ -182,16 +183,10 @@ def train(
     return {
         "lr": lr,
         "seed": seed,
-        "accuracy": 100 * (logits.argmax(1) == y_test).double().mean().item(),
+        "accuracy": 100 * accuracy(model, (x_test, y_test)),
         "loss": F.cross_entropy(logits, y_test).item(),
         "distance": distance if math.isfinite(distance) else None,
     }
-
-
-def tensors_of(samples: Any, view: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """All images and their labels."""
-    x, y = samples.batch(torch.arange(len(samples)))
-    return view(x), y
 
 
 def next_rate(
@@ -335,8 +330,7 @@ def main() -> None:
         )
         return
     task = TASKS[options.task]
-    loaded = data.load(task.data)
-    parts = (*tensors_of(loaded.train, task.view), *tensors_of(loaded.test, task.view))
+    parts = tuple(each for x, y in whole(task.data) for each in (task.view(x), y))
     search(
         cells.setdefault(f"{options.task}, {ranks} ranks, {steps} steps", {}),
         {way: rates for way, (_, rates) in WAYS.items()},

@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmarks._common import RESULTS
 from benchmarks.chaos.__main__ import Results
 from benchmarks.chaos._outside import Joiners
 from benchmarks.chaos._runner import begun_anew, story
@@ -40,9 +39,6 @@ def test_seeds_stay_the_scripts_that_they_were():
     scripts = [asdict(draw(seed)) for seed in range(SCRIPTS)]
     digest = hashlib.sha256(json.dumps(scripts, sort_keys=True).encode()).hexdigest()
     assert digest[:16] == "0eb6396b7deb6976"
-    published = json.loads((RESULTS / "chaos.json").read_text())["scripts"]
-    for record in published[:14]:
-        assert record["faults"] == [str(fault) for fault in draw(record["seed"]).faults]
 
 
 def test_somebody_survives_every_script_of_one_start():

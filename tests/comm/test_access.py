@@ -216,3 +216,9 @@ def test_what_is_no_introduction_is_refused(introduction):
     with pytest.raises(AgreementError, match="listens elsewhere"):
         end.add_peer(1, ["tcp://127.0.0.1:5001", None])
     end.close()
+
+
+def test_encryption_without_a_secret_says_how_to_make_one(monkeypatch):
+    monkeypatch.delenv(SECRET_FILE, raising=False)
+    with pytest.raises(ValueError, match=r"needs a file .*openssl rand -hex 32.*run\.secret"):
+        run_ranks(1, lambda rank, group: ZeroMQTransport(group, encrypt=True))

@@ -120,18 +120,6 @@ def test_a_broken_link_makes_a_loss_quick_and_a_sign_of_life_makes_the_link_anew
     assert all_watches[3].latest.living == (0, 2, 3)
 
 
-@pytest.mark.parametrize("dies", [2, 3])
-def test_a_death_comes_first_and_makes_all_links_anew(watches, clock, dies):
-    all_watches = watches(4)
-    pass_seconds(clock, all_watches, 3)
-    for peer in (1, dies):
-        all_watches[0].hear_end(peer, left=False)
-    living = [watch for rank, watch in enumerate(all_watches) if rank != dies]
-    pass_seconds(clock, living, 40)
-    assert living[0].latest.living == tuple(rank for rank in ALL if rank != dies)
-    assert living[0].latest.generation <= 2
-
-
 @pytest.mark.parametrize("dead", [None, 1, 2])
 def test_after_a_collective_broke_the_dead_are_given_up_or_a_generation_of_all_follows(
     watches, clock, dead

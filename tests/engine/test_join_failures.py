@@ -155,7 +155,9 @@ def test_a_run_that_is_over_is_told(past_run):
     model = network()
 
     def join(address):
-        return gg.join(model, sgd(list(model.parameters())), address, **SETTINGS)
+        return gg.join(
+            model, sgd(list(model.parameters())), address, timeout_seconds=2.0, **SETTINGS
+        )
 
     with pytest.raises(gg.GossipError, match="the run is over"):
         join(address)
@@ -244,3 +246,12 @@ def test_where_nobody_can_join_there_is_no_address(settings, why):
             session.join_address()
 
     run_ranks(2, main)
+
+
+def test_a_run_of_one_rank_is_joined_by_nobody():
+    model = network()
+    with (
+        gg.gossip(model, sgd(list(model.parameters()))) as session,
+        pytest.raises(ValueError, match="begin with two"),
+    ):
+        session.join_address()

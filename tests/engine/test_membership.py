@@ -195,7 +195,7 @@ def test_a_rank_that_hangs_holds_the_others_up_until_it_is_given_up(where):
         assert time.monotonic() - start < 40
         return mean
 
-    beats = gg.Heartbeats(interval_seconds=0.03, lease_seconds=2.0, silent_seconds=5.0)
+    beats = gg.Heartbeats(interval_seconds=0.03, lease_seconds=1.5, silent_seconds=3.0)
     means = run_mortals(3, main, mode=gg.Sync(deadline_seconds=60.0), heartbeats=beats)
     assert all_equal(means)
 

@@ -67,16 +67,6 @@ def test_gossip_averages_factors_with_the_partner(kind, mode):
     assert together < (1e-5 if mode == "sync" else apart / 2)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_with_one_rank_training_is_the_plain_optimizers(kind):
-    model, alone = copy.deepcopy(MODEL), copy.deepcopy(MODEL)
-    optimizer, plain = (kind(each, refresh=gg.Staggered(3)) for each in (model, alone))
-    with gg.gossip(model, optimizer, payload="weights+state"):
-        train(model, optimizer, 10, seed=0)
-    train(alone, plain, 10, seed=0)
-    assert torch.equal(weights(model), weights(alone))
-
-
 def test_factors_in_tiers_are_not_averaged_and_the_error_says_what_to_do():
     model = copy.deepcopy(MODEL)
     optimizer = gg.SOAP(model, storage=gg.Tiers(device_bytes=100_000))

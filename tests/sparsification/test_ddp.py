@@ -201,3 +201,18 @@ def _train_wrapped(rank, store):
     reference = train_reference(2, 5, [4], density=0.1)
     expected = [p.tolist() for p in reference.models[rank].parameters()]
     return [p.tolist() for p in model.parameters()], expected
+
+
+def test_rounds_that_differ_end_the_step_before_anything_is_sent():
+    def rank_main(rank, group):
+        model = network()
+        with CommHook(model, process_group=group, density=lambda step: 0.5) as state:
+            backward_of(model, rank, 0)
+            step(model, state, [2])
+            kept = state.state_dict()
+            state.load_state_dict({**kept, "rounds": 7 + rank})
+            with pytest.raises(gg.GossipError, match="after 8 rounds on rank 1, but 7 on rank 0"):
+                step(model, state, [2])
+            group.barrier()
+
+    run_ranks(2, rank_main)

@@ -46,21 +46,6 @@ def test_a_step_in_the_middle_of_a_backward_pass_is_refused():
     on_ranks(use, density=1.0, together=False)
 
 
-def test_a_pass_that_breaks_after_a_round_leaves_no_step():
-    """The first of two passes has met: that makes no step with what the second left behind."""
-
-    def use(me):
-        me.backward()
-        if me.rank:
-            return
-        with pytest.raises(gg.GossipError):
-            me.model(torch.ones(1, 6)).sum().backward()
-        with pytest.raises(gg.GossipError):
-            me.optimizer.step()
-
-    on_ranks(use, together=False, **WHOLE)
-
-
 def test_a_scaler_needs_the_last_pass_of_a_step_to_be_a_round():
     x = torch.ones(4, 6)
 

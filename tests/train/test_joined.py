@@ -9,9 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from gossipgrad.comm import Membership
-from gossipgrad.launch import Launched
 from gossipgrad.trace import write_report
-from gossipgrad.train import JoinConfig, TrainConfig, _ending, _join
+from gossipgrad.train import TrainConfig, _ending
 from gossipgrad.train._ending import (
     clean_up,
     collect_joined,
@@ -19,7 +18,6 @@ from gossipgrad.train._ending import (
     read_file,
     summary_lock,
 )
-from gossipgrad.train._invitation import Invitation
 from gossipgrad.train._layout import RunDir
 from gossipgrad.train._summary import compose
 from gossipgrad.train.strategies._gossip_run import Gossip
@@ -205,26 +203,6 @@ def test_all_who_left_at_once_put_it_together_unless_others_go_on(run_dir):
     summary = orphans(run_dir, *left)
     assert [one["end"] for one in summary["joined"]] == ["left", "left", "lost"]
     assert run_dir.model.exists()
-
-
-def test_one_of_several_that_left_does_not_keep_the_last_from_it(run_dir, monkeypatch):
-    lost = {"0": LOSS, "1": LOSS}
-    results = [knows(2, 2, 3, lost=lost, left=True), knows(3, 2, 3, lost=lost)]
-    config = TrainConfig(nproc=2).resolved(nproc=2, out=run_dir.path)
-    config.write(run_dir.config, {})
-    for one in results:
-        run_dir.rank_model(one.rank).write_bytes(b"")
-    failures = ["rank 4 failed: no memory"]
-    of = {one.rank: one for one in results}
-    invitation = Invitation(address="there", refusal=None, store=None, data="", version="")
-    monkeypatch.setattr(_join, "find_run", lambda _: (config, run_dir, invitation))
-    monkeypatch.setattr(_join, "launch", lambda *_, **__: Launched(exits={}))
-    monkeypatch.setattr(_join, "_ends", lambda *_: (of, failures))
-    outcome = _join.join_run(JoinConfig(run=run_dir.path, nproc=2, quiet=True))
-    assert outcome.summary is not None
-    assert outcome.failures == failures
-    assert outcome.exit_code == 1
-    assert [one["end"] for one in outcome.summary["joined"]] == ["left", "finished"]
 
 
 @pytest.mark.parametrize(("departed", "leaves"), [(set(), True), ({0}, False)])

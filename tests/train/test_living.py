@@ -14,18 +14,15 @@ import torch.distributed as dist
 
 from gossipgrad import checkpoint
 from gossipgrad.train import (
-    JoinConfig,
     Outcome,
     RunFailedError,
     TrainConfig,
     World,
     _ending,
-    _join,
     _lock,
     _run,
     _worker,
     config_of_run,
-    join_run,
     run,
 )
 from gossipgrad.train._invitation import Invitation
@@ -107,23 +104,6 @@ def test_a_run_that_trains_is_neither_replaced_nor_resumed(again, run_dir, monke
         run(again(run_dir))
     assert len(before) == 1
     assert not run_dir.lock.exists()
-
-
-def test_nor_is_one_that_ranks_train_in_which_joined_it(run_dir, monkeypatch):
-    told = []
-
-    def launch(*_, **__):
-        told.append(refuses(run_dir))
-        raise RunFailedError("enough")
-
-    invitation = Invitation(address="there", refusal=None, store=None, data="", version="")
-    found = going_on(run_dir), run_dir, invitation
-    monkeypatch.setattr(_join, "find_run", lambda options: found)
-    monkeypatch.setattr(_join, "launch", launch)
-    with pytest.raises(RunFailedError):
-        join_run(JoinConfig(run=run_dir.path, quiet=True))
-    assert told == [TAKEN]
-    assert refuses(run_dir) is None
 
 
 def test_nor_is_one_of_a_given_world_any_of_whose_ranks_lives(run_dir, monkeypatch):
@@ -211,15 +191,9 @@ def test_a_lock_that_was_removed_meanwhile_is_taken_anew(run_dir, monkeypatch):
 
 
 def invite(run_dir, host, port):
-    Invitation(address="{}", refusal=None, store=(host, port), data="", version="1").write(run_dir)
+    Invitation(address="{}", refusal=None, store=(host, port), data="").write(run_dir)
 
 
-@pytest.fixture
-def any_version(monkeypatch):
-    monkeypatch.setattr("gossipgrad.train._invitation.version", lambda name: "1")
-
-
-@pytest.mark.usefixtures("any_version")
 def test_a_run_whose_store_answers_on_another_machine_lives(run_dir, listener):
     host, port = listener.getsockname()
     invite(run_dir, host, port)
@@ -234,7 +208,6 @@ def test_a_run_whose_store_answers_on_another_machine_lives(run_dir, listener):
     assert refuses(run_dir) is None
 
 
-@pytest.mark.usefixtures("any_version")
 def test_on_one_machine_the_lock_tells_all_where_there_are_locks(run_dir, monkeypatch):
     """The port of a run that was killed may be another program's by now."""
 

@@ -92,7 +92,6 @@ def test_a_worker_that_is_killed_at_start_up_does_not_keep_the_others(tmp_path, 
         outcome = run(launched.config(tmp_path, nproc=3, epochs=2, trace=0, shuffle="ring"))
     assert outcome.summary["lost_ranks"] == [0]
     assert outcome.summary["losses"]["0"]["step"] == 0
-    assert "of 1,437 samples 479 are gone" in outcome.summary["losses"]["0"]["data"]
     assert outcome.summary["steps_per_rank"] == [None, 60, 60]
     assert outcome.summary["model_is_consensus"]
     assert "rank 0 was killed by SIGKILL (out of memory?); 2 workers" in capfd.readouterr().err

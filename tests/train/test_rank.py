@@ -10,10 +10,8 @@ from safetensors.torch import load_file
 
 from gossipgrad import data, models
 from gossipgrad.errors import GossipError
-from gossipgrad.train import TrainConfig
-from gossipgrad.train._layout import RunDir, claim
-from gossipgrad.train._rank import train_rank
-from support.jobs import job_of
+from gossipgrad.train._layout import RunDir
+from support.alone import begin_alone, train_alone
 
 
 @pytest.fixture(scope="module")
@@ -22,34 +20,15 @@ def digits():
 
 
 @pytest.fixture
-def one_thread():
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def train(digits, tmp_path, one_thread):
+def train(digits, tmp_path):
     """Train one rank alone, in this process."""
 
-    def train_alone(
-        *, stop=None, emit=lambda event: None, name="run", rank=0, dataset=digits, **options
-    ):
-        run_dir = claim(tmp_path / name, name="", overwrite=True)
-        config = TrainConfig(strategy="local", **options).resolved(nproc=1, out=run_dir.path)
-        config.write(run_dir.config, {})
-        result = train_rank(
-            config,
-            job_of(config, dataset),
-            run_dir,
-            rank=rank,
-            world_size=rank + 1,
-            stop=stop or threading.Event(),
-            emit=emit,
-        )
-        return result, run_dir
+    def train(*, stop=None, emit=lambda event: None, name="run", rank=0, dataset=digits, **options):
+        config, run_dir = begin_alone(tmp_path / name, **options)
+        how = {"dataset": dataset, "rank": rank, "stop": stop, "emit": emit}
+        return train_alone(config, run_dir, **how), run_dir
 
-    return train_alone
+    return train
 
 
 def test_learns_digits_and_leaves_the_model_it_measured(train, digits):

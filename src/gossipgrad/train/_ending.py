@@ -18,9 +18,8 @@ from gossipgrad.comm import AskedStore, Loss
 from ._config import TrainConfig
 from ._invitation import withdraw
 from ._layout import RunDir
-from ._losses import choose_exported, known_joined
 from ._result import Outcome, RankResult, RunFailedError, exit_code_of
-from ._summary import compose, finish
+from ._summary import choose_exported, compose, finish, known_joined
 
 # As `Ending.hand_in` leaves it: a "result", or the "cause" why there is none.
 HandedIn = Mapping[str, Any]
