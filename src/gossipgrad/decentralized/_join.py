@@ -116,7 +116,7 @@ def join(
         >>> gg.join(model, torch.optim.SGD(model.parameters()), "run 7")
         Traceback (most recent call last):
             ...
-        ValueError: 'run 7' is no address of a run: give what session.join_address() returned
+        ValueError: 'run 7' is no address of a run: pass the result of session.join_address()
     """
     optimizers = resolve_optimizers(optimizer)
     check_replica(model, optimizers, door="join")
