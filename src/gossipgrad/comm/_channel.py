@@ -43,11 +43,11 @@ class Channel:
         run: 16 bytes that identify this run's messages.
         plan: dtype and size of each bucket, equal on all ranks.
         credits: Rounds that may be open on one link; a further one is void immediately. This bounds
-        the memory: `credits + 1` snapshots.
+            the memory: `credits + 1` snapshots.
         generation: The generation of this rank's membership at the start.
         liveness: Notified of ranks that left or died, and of later generations.
         peers: For a joiner, the living ranks; it takes part in rounds after `arrive`. None: all
-        ranks of the transport, which start together.
+            ranks of the transport, which start together.
 
     Attributes:
         heard: The highest round that a message has named, -1 before any.

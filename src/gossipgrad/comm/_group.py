@@ -50,7 +50,7 @@ class Group:
         world_size: How many ranks there are.
         timeout_seconds: How long a collective waits for the others.
         start_timeout_seconds: How long the constructor waits for the others; None: as long as
-        later.
+            later.
         members: The ranks that take part at the start, ascending; None: all.
         gone: Called while waiting; returns ranks that left or died, and why; local.
         call: The user's call that creates the group, for messages.
@@ -62,11 +62,11 @@ class Group:
         generation: The generation of the membership.
         broken_by: The ranks whose connections ended first when a collective broke, if known.
         at_once_bytes: Messages of `all_gather_into_` up to this size go directly to all members, so
-        that none waits for another; larger ones go round a ring, where no two share a link. Equal
-        on all members.
+            that none waits for another; larger ones go round a ring, where no two share a link.
+            Equal on all members.
         unless: Called while waiting for members in the first collective of a generation. A
-        `GossipError` that it raises ends the wait and leaves the collective intact: this rank may
-        enter it later.
+            `GossipError` that it raises ends the wait and leaves the collective intact: this rank
+            may enter it later.
         call: This rank's current call, for the warning that names missing members.
     """
 
@@ -214,7 +214,7 @@ class Group:
         Args:
             value: This rank's value.
             meets: Members may enter this one late; it also fails soon when some have entered
-            another generation instead.
+                another generation instead.
         """
         encoded = json.dumps(value).encode()
         if len(self.members) == 1:
@@ -306,7 +306,7 @@ class Group:
 
         Args:
             newest: Returns the newest known generation; called while waiting for members, some of
-            which may be gone, or have entered it.
+                which may be gone, or have entered it.
             name: Distinguishes its generations from those of others in the store.
             listen: Called now and then while waiting for members; notices links that break.
         """

@@ -17,12 +17,12 @@ class Heartbeats:
 
     Attributes:
         interval_seconds: Time between two beats; also how soon a change of the membership is
-        noticed.
+            noticed.
         silent_seconds: How long a rank may send no heartbeat. A rank that was stopped for longer
-        finds that the others have continued without it.
+            finds that the others have continued without it.
         lease_seconds: For how long a rank may send after it last checked that it is still a member.
-        After that it asks the store first, for at most as long again. No rank is declared dead
-        sooner.
+            After that it asks the store first, for at most as long again. No rank is declared dead
+            sooner.
 
     Raises:
         ValueError: If a duration is not positive and finite, or they are not in that order.

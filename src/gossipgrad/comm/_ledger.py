@@ -110,10 +110,10 @@ class Ledger:
         open: Exchanges that wait for the peer's part, by position and bucket.
         early: Parts that arrived before this rank posted their round, by position and bucket.
         past: This rank sends no further part of rounds before this one, and expects only open
-        exchanges of them.
+            exchanges of them.
         given_up: The last round that this rank has declared void.
         latest: The peer sends no further part of rounds before this one; only parts of open
-        exchanges may be in flight.
+            exchanges may be in flight.
         gone: How the peer ended, None while it lives.
         was_notified: Whether a lost peer that still sends was notified.
     """

@@ -40,7 +40,7 @@ class Mailbox:
     Args:
         channel: The channel whose links are used; a channel has at most one mailbox.
         plan: dtype and number of elements of each key, equal on all ranks. Any other message is
-        dropped and counted in the channel's `refused`.
+            dropped and counted in the channel's `refused`.
 
     Example:
         >>> import torch

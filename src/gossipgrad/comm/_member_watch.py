@@ -44,7 +44,7 @@ class _Doubt:
     Attributes:
         broken: The generation in which its link broke, -1 if it need not be reopened.
         beat: The first beat that was read, which may be older than the doubt. A later one clears
-        it.
+            it.
     """
 
     broken: int
@@ -70,13 +70,13 @@ class MemberWatch(Liveness):
         first: The membership at the start.
         settings: Interval, lease and silence.
         reconnect: Makes a new connection to the same store after a failure; None: retry the old
-        one.
+            one.
         now: The clock of leases.
 
     Attributes:
         latest: The newest known membership.
         store_lost: Why the store cannot be used, None while it can. While it is lost, leases do not
-        apply.
+            apply.
         visit: Called with the store at each beat while this rank is a member.
     """
 

@@ -24,7 +24,7 @@ class Loss:
     Attributes:
         generation: The first generation without it.
         when_seconds: When that was written, in seconds since 1970, by the writer's clock; 0 for a
-        rank that never started.
+            rank that never started.
         why: The reason, in words that follow "rank 3".
         left: Whether it closed its session; otherwise it was declared dead.
         by: The rank that wrote it, -1 for none.
@@ -63,7 +63,7 @@ class Membership:
         living: The ranks that take part, ascending.
         gone: The ranks that no longer take part, and why.
         joined: The ranks that joined after the start, living or not; their numbers are above those
-        of the start, and none is used twice.
+            of the start, and none is used twice.
 
     A record holds the last 32 joiners that are gone; `remembering` keeps more.
     """

@@ -58,7 +58,7 @@ class Rendezvous:
             timeout_seconds: How long to wait for the members, and then for their connections.
             listen: Called while waiting; an error that it raises ends the wait.
             unless: Called while waiting; after a `GossipError` of it this rank no longer counts as
-            present, and the others wait for it again.
+                present, and the others wait for it again.
             late: Called once with the members that are missing after a few seconds.
 
         Raises:
@@ -146,7 +146,7 @@ class Rendezvous:
 
         Args:
             ended: The ranks whose connections this rank saw end; the result if the store has no
-            report.
+                report.
         """
         key, report = f"{self._name}/broken", json.dumps([*ended])
         try:

@@ -81,7 +81,7 @@ def broadcast_replica(group: Group, model: nn.Module, optimizers: Sequence[Optim
 
     Raises:
         GossipError: If a rank dies, or rank 0's optimizer holds a value that is neither a tensor
-        nor plain.
+            nor plain.
     """
     parameters = all_parameters(model, optimizers).values()
     _broadcast(group, [local(tensor) for tensor in (*parameters, *model.buffers())])

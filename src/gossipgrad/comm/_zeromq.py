@@ -84,7 +84,7 @@ class ZeroMQTransport:
 
     Raises:
         ValueError: If the interface cannot be listened on, or cannot be reached from other hosts;
-        if there is no secret to encrypt with, or ZeroMQ cannot encrypt here.
+            if there is no secret to encrypt with, or ZeroMQ cannot encrypt here.
         AgreementError: If ranks have different secrets, or only some encrypt.
         GossipError: If a rank dies while addresses are exchanged, or has no secret.
     """
@@ -181,7 +181,7 @@ class ZeroMQTransport:
 
         Raises:
             AgreementError: It has another secret, only one of both encrypts, or another rank has
-            that number.
+                that number.
         """
         match [*introduction]:
             case [str(endpoint), None | str() as fingerprint] if _ENDPOINT.fullmatch(endpoint):

@@ -98,8 +98,9 @@ class Averaging:
 
         Raises:
             GossipError: If a rank is unreachable but not declared dead, the ranks call different
-            collectives, or others are at a later collective because this rank failed in it. Also if
-            all others closed their sessions while this rank waited for them in a collective.
+                collectives, or others are at a later collective because this rank failed in it.
+                Also if all others closed their sessions while this rank waited for them in a
+                collective.
             EvictedError: If the others have declared this rank dead.
             ReplicaChangedError: On every rank, if one's replica was changed.
         """

@@ -28,7 +28,7 @@ class BackwardUpdate:
         flows: The flows of phase `AFTER_UPDATE`.
         rounds: The session's rounds.
         prepare: Called once before the first update of a pass; returns whether the round may be
-        opened. If not, it is opened at the end of the step.
+            opened. If not, it is opened at the end of the step.
 
     Attributes:
         is_stepping: Whether the running optimizer step is one of a bucket, for its hooks.

@@ -44,12 +44,12 @@ class StepDriver:
 
     Attributes:
         steps: The run's steps: this rank's own, and for a joiner the others' steps before it
-        joined.
+            joined.
         steps_of_others: The latter.
         equal_at_step: The step at which all replicas were last made equal.
         is_mid_step: Whether some but not all optimizers have stepped.
         sends_gradients: Whether backward passes send gradients, or update weights; False inside
-        `no_sync()`.
+            `no_sync()`.
         flows: The flows to exchange.
     """
 

@@ -77,10 +77,10 @@ class Bucket:
         numel: Total number of elements.
         dtype: Their type.
         residuals: For each weight narrower than fp32, the fp32 rounding error of its mixing. None
-        for others.
+            for others.
         clamped: How many elements of non-negative tensors mixing would have left below zero.
         anchor: A flat, wide tensor that mixing changes by the same amount as the tensors, so that
-        their difference is the optimizers' progress; None: there is none.
+            their difference is the optimizers' progress; None: there is none.
     """
 
     def __init__(
@@ -334,7 +334,7 @@ class Flow:
         snapshots: How many snapshots may be held at once.
         every: Exchanged in rounds that are a multiple of it.
         in_consensus: Whether these are weights: shown in `consensus()`; narrow ones get an fp32
-        residual; their deltas estimate the consensus distance.
+            residual; their deltas estimate the consensus distance.
         mask: Selects the coordinates to send in a round; None for all.
         seed: The mask's seed.
 

@@ -37,7 +37,7 @@ class GradientHooks:
         end: Called once at the end of backward, after some or all groups were launched.
         on_abort: Called after a pass that had begun raised.
         on_second: Called with the index of a parameter that gets a second gradient after the first
-        was launched, and before `finish`; raises.
+            was launched, and before `finish`; raises.
         stamp: Returns the entry of `stamps` for a gradient that is ready.
         ordered: Whether groups are launched in their order.
 

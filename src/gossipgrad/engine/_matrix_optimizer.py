@@ -38,7 +38,7 @@ class MatrixOptimizer(Optimizer):
 
     Raises:
         ValueError: If a number is out of range, no parameter has a name, or there is nothing to
-        train.
+            train.
     """
 
     role: ClassVar[str]
@@ -90,7 +90,7 @@ class MatrixOptimizer(Optimizer):
 
         Raises:
             ValueError: If a number is out of range, or matrices and vectors are in one group
-            without a role.
+                without a role.
         """
         if "role" not in param_group:
             found = self._by_role(param_group)

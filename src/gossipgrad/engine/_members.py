@@ -129,7 +129,7 @@ class Members:
 
         Raises:
             GossipError: The store does not answer, or all members have ended. If it answers later,
-            the others declare this rank dead, as it sends no heartbeat.
+                the others declare this rank dead, as it sends no heartbeat.
         """
         watch, transport = self.watch, rounds.channel.transport
         assert watch is not None

@@ -19,7 +19,7 @@ class _Waiting:
 
     Attributes:
         deadline_seconds: The longest wait for a partner that is alive but late. The step then
-        continues without it, and the partner's part is mixed when it arrives.
+            continues without it, and the partner's part is mixed when it arrives.
         floor_seconds: The shortest wait. If equal to `deadline_seconds`, the wait does not adapt.
         deviations: How many median absolute deviations beyond the median a step waits.
     """

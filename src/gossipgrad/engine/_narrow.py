@@ -23,7 +23,7 @@ def narrow(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> None:
 
     Raises:
         ValueError: A shape is wider than the model's, or has other dimensions; nothing is changed
-        then.
+            then.
     """
     own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, tensor in own.items():

@@ -226,9 +226,9 @@ class Session:
 
         Raises:
             GossipError: If a member is lost in the middle (call again), or is gone while the store
-            cannot be reached or without heartbeats; or inside another `consensus()`; or if all
-            others closed their sessions while this rank waited for them. The model is then
-            unchanged.
+                cannot be reached or without heartbeats; or inside another `consensus()`; or if all
+                others closed their sessions while this rank waited for them. The model is then
+                unchanged.
             ReplicaChangedError: On every rank, if one's weights were changed since its last step.
         """
         self._check_ready("consensus")
@@ -317,7 +317,7 @@ class Session:
 
         Args:
             batch: The model's input, the same on every rank, on the model's device. A few hundred
-            rows suffice; probabilities of all of them are averaged over the ranks in fp64.
+                rows suffice; probabilities of all of them are averaged over the ranks in fp64.
 
         Returns:
             The same on every rank.
@@ -343,7 +343,7 @@ class Session:
         Raises:
             AgreementError: If the ranks now differ in names, shapes or dtypes.
             GossipError: As `consensus()`; replicas may then be partly overwritten, so call it
-            again. Or a single row of a new parameter is larger than the session's links allow.
+                again. Or a single row of a new parameter is larger than the session's links allow.
         """
         self._check_ready("broadcast_")
         self._averaging.enter_collective("broadcast")
@@ -481,9 +481,9 @@ class Session:
 
         Args:
             drain: Make it a collective in any mode, as in mode stale: for ranks that end after
-            unequal steps.
+                unequal steps.
             copy: False: the state shares tensors that are in host memory, and is valid until the
-            next step begins. For callers that copy it immediately.
+                next step begins. For callers that copy it immediately.
 
         Returns:
             Tensors, numbers, text, lists and dicts in host memory: `"model"` by name;
@@ -492,7 +492,7 @@ class Session:
 
         Raises:
             GossipError: In the middle of a step, inside `consensus()`, or if a value is not plain.
-            If it is a collective, also as `average_()`.
+                If it is a collective, also as `average_()`.
             ReplicaChangedError: If weights were changed since the last step.
         """
         self._check_ready("state_dict")
@@ -531,7 +531,7 @@ class Session:
         Raises:
             ValueError: On every rank, if one's state does not fit; nothing is changed then.
             GossipError: If a rank dies in the middle. The session is then closed; create a new one,
-            and load again.
+                and load again.
         """
         self._check_ready("load_state_dict")
         self._averaging.enter_collective("load")

@@ -26,7 +26,7 @@ class RoundSettings:
         wire_dtype: Type of tensors on the wire; None for their own type.
         bucket_bytes: Size of a message.
         exchanges: Rounds at the end of a step, each with another partner; for flows after the
-        update.
+            update.
         updates_in_backward: Whether optimizers step on each bucket during the backward pass; a
             rank's own choice, as the arithmetic is the same.
     """

@@ -95,7 +95,7 @@ class StateKeeper:
                 )
         except (KeyError, TypeError, IndexError, AttributeError):
             pass
-        return f"it is not a state from a session's state_dict() (version {VERSION})"
+        return f"it is no state from a session's state_dict() (version {VERSION})"
 
     def check_together(self, group: Group, state: Any, generation: int) -> int:
         """Return the round in which ranks continue from these states; a collective.

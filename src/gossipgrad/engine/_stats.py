@@ -19,7 +19,7 @@ class Stats:
         rounds: Rounds that this rank has closed.
         bytes_sent: Payload bytes sent to partners (collectives not counted), whatever the outcome.
         bytes_received: Payload bytes that arrived from partners, including those of void rounds,
-        but not from a partner that was gone already.
+            but not from a partner that was gone already.
         exposed_seconds: Time that steps were blocked on partners, not hidden by compute.
         mixing_seconds: Time spent on snapshots and mixing.
         outcomes: How many exchanges, counted by bucket, ended as `delivered`, `late`, `dead_peer`
@@ -27,25 +27,25 @@ class Stats:
         late_rounds: Rounds whose partner's part had not arrived when the step stopped waiting;
             in mode stale, not within `max_staleness` further rounds.
         void_rounds: Rounds without an exchange, because one end voided them before it sent its
-        part. In mode stale this includes rounds that a slow rank jumps over.
+            part. In mode stale this includes rounds that a slow rank jumps over.
         extra_memory_bytes: Memory in addition to the model: snapshots, residuals, indices of a
-        shared mask, and parts that arrived and are not mixed yet.
+            shared mask, and parts that arrived and are not mixed yet.
         snapshot_limit_bytes: The upper limit of snapshots: `max_staleness + 1` of all flows in mode
-        stale, otherwise two. Early parts are not included: a rank that hangs may later hold those
-        of `max_staleness + 1` rounds of each other rank, mostly of one.
+            stale, otherwise two. Early parts are not included: a rank that hangs may later hold
+            those of `max_staleness + 1` rounds of each other rank, mostly of one.
         clamps: Elements of non-negative optimizer state that mixing would have left below zero.
         refused_messages: Messages dropped because they did not fit the plan.
         consensus_distance_estimate: From the differences to this rank's own partners in the last
             period; None before the first round and if no weights are sent. It costs no traffic.
             Recent partners are closer than two arbitrary ranks, so it tends to be low.
         consensus_distance: The exact distance of the last collective that computed it; with a mesh,
-        that of this rank's shards.
+            that of this rank's shards.
         averages: How often all replicas were set to their exact average.
         averaged_bytes: Total bytes of weights and state in these averages; a ring all-reduce sends
-        2 (p - 1) / p of it.
+            2 (p - 1) / p of it.
         averaging_seconds: Time that steps were blocked on periodic averages.
         all_reduce_bytes: What a ring all-reduce of all trained parameters' gradients would have
-        sent in as many steps: computed as 2 (p - 1) / p of them per step, not measured.
+            sent in as many steps: computed as 2 (p - 1) / p of them per step, not measured.
         replicas_given: Number of joiners that received this rank's replica.
         giving_seconds: Time that steps were blocked on copies for joiners.
     """

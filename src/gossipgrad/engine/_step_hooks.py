@@ -31,7 +31,7 @@ class StepHooks:
         optimizers: The session's optimizers.
         scaler: The user's scaler, if any.
         before: Called before each step with its optimizer and closure; returns the closure for the
-        step to use.
+            step to use.
         after: Called with the optimizer after each step.
         counts_skipped: Whether steps that the scaler skips count.
         door: The function that created the session, for messages.

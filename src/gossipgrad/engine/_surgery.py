@@ -22,10 +22,10 @@ class Resize:
         dim: The dimension.
         kept: Indices that stay, ascending, shape `(k,)`; the others are removed.
         weight_fold: Shape `(k, removed)`, the share of removed weights and buffers that is added to
-        those kept; None: nothing.
+            those kept; None: nothing.
         gradient_fold: The same for gradients and optimizer state that is linear in them.
         block: Number of consecutive elements per index: the positions of a channel in a flattened
-        image.
+            image.
     """
 
     dim: int
