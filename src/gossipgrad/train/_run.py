@@ -9,14 +9,17 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from gossipgrad.comm import AskedStore
 from gossipgrad.launch import Exit, Launched, Rendezvous, Worker, ensure_fork_server, launch
 
 from ._check import check
 from ._config import TrainConfig
-from ._ending import MAILBOX, HandedIn, clean_up, has_living_joiners
+from ._ending import MAILBOX, Beats, HandedIn, clean_up, hand_in, read_end
+from ._files import where_weights_are
 from ._layout import RunDir
 from ._lock import hold_lock
 from ._result import Outcome, RunFailedError, after_checks, exit_code_of
+from ._start import Start
 from ._worker import open_folder, run_in_world, worker_main
 from ._world import find_world
 
@@ -25,8 +28,6 @@ _DEFAULT_NPROC = 4
 _DOOMED_SECONDS = 5.0
 # For workers to end after the run was put together: one that still runs hangs.
 _OVER_SECONDS = 10.0
-# For those who joined to put a run together whose other ranks are gone.
-_SUMMARY_SECONDS = 20.0
 _POLL_SECONDS = 0.1
 _SHOW_CURSOR = "\x1b[?25h"
 
@@ -84,9 +85,9 @@ class _Launcher:
         """Start them, and wait until each is over."""
         start_fork_server(self._config)
         with Rendezvous(self._nproc) as rendezvous:
-            self._mailbox = dist.PrefixStore(MAILBOX, rendezvous.store)
-            opened = {"config": self._config.to_json(), "token": None}
-            self._mailbox.set("run", json.dumps(opened))
+            self._store = AskedStore(dist.PrefixStore(MAILBOX, rendezvous.store))
+            opened = json.dumps({"config": self._config.to_json(), "token": None})
+            self._store.ask(lambda store: store.set("run", opened))
             try:
                 launched = launch(
                     worker_main,
@@ -95,11 +96,11 @@ class _Launcher:
                     supervise=self._supervise,
                     describe=self._describe,
                 )
+                self._await_joined()
                 return self._outcome(launched)
-            except BaseException:
-                clean_up(self._run_dir)
-                raise
             finally:
+                if not self._run_dir.summary.exists():
+                    clean_up(self._run_dir, self._store, range(self._nproc))
                 if sys.stdout.isatty() and not self._config.quiet:
                     print(_SHOW_CURSOR, end="", flush=True)  # a killed worker may have hidden it
 
@@ -108,33 +109,41 @@ class _Launcher:
         is_over = self._run_dir.report.exists() and not self._run_dir.partial.exists()
         if self._doomed.has_passed(since=self._is_doomed) or self._over.has_passed(since=is_over):
             for worker in workers:
-                if not self._mailbox.check([f"rank{worker.rank}"]):  # else it is about to end
+                if read_end(self._run_dir, self._store, worker.rank) is None:  # else it ends soon
                     worker.kill()
 
     def _describe(self, end: Exit) -> str | None:
         """Why a worker failed, if the others go on without it; else the end of the run says it."""
         content = self._end_of(end)
-        has_begun = self._mailbox.check(["start0"])
-        if not has_begun and end.code < 0:
-            # The others wait for one that they have never heard of, and not for one that is silent.
-            dist.PrefixStore("start", self._mailbox).set(f"beat/{end.rank}", "dead")
+        if not self._has_begun():
+            Start(self._store, end.rank, self._nproc).fail(f"rank {end.rank} {content['cause']}")
+            self._is_doomed = True
         self._is_doomed |= self._config.needs_every_rank or content.get("is_fatal", False)
-        ends_all = self._is_doomed or not (has_begun or end.code < 0)
-        return (
-            None if ends_all or content.get("is_consequence") else content.get("cause", end.cause)
-        )
+        return None if self._is_doomed or content.get("is_consequence") else content.get("cause")
+
+    def _has_begun(self) -> bool:
+        """Whether the workers have begun to train."""
+        return self._store.ask(lambda store: store.check(["begun"]))
 
     def _end_of(self, end: Exit) -> HandedIn:
         """What a worker has handed in, else what its process ended with."""
-        key = f"rank{end.rank}"
-        if not self._mailbox.check([key]):
+        content = read_end(self._run_dir, self._store, end.rank)
+        if content is None:
             content = {"cause": end.cause, "when_seconds": time.time()}
-            self._mailbox.set(key, json.dumps(content))
-        return json.loads(self._mailbox.get(key))
+            hand_in(self._run_dir, self._store, end.rank, content)
+        return content
+
+    def _await_joined(self) -> None:
+        """Keep the store for those who joined and go on, until they have put the run together."""
+        beats = Beats(self._store, self._config.lost_after_seconds)
+        names = (path.stem for path in self._run_dir.partial.glob("joined-rank*.json"))
+        living = [int(name.removeprefix("joined-rank")) for name in names]
+        while living and not self._run_dir.summary.exists():
+            living = [rank for rank in living if not beats.is_silent(rank)]
+            time.sleep(_POLL_SECONDS)
 
     def _outcome(self, launched: Launched) -> Outcome:
         run_dir, stopped_by = self._run_dir, launched.stopped_by
-        await_joined(run_dir)
         if run_dir.summary.exists() and not run_dir.resumes.exists():
             summary = json.loads(run_dir.summary.read_text())
             return Outcome(
@@ -144,40 +153,28 @@ class _Launcher:
                 report=run_dir.report,
             )
         if stopped_by is not None:
-            clean_up(run_dir)
-            begun = self._mailbox.check(["start0"])  # by those who have begun to train
             code = exit_code_of(stopped_by)
-            return Outcome(exit_code=code, begun=begun, run_dir=run_dir.path)
+            return Outcome(exit_code=code, begun=self._has_begun(), run_dir=run_dir.path)
         raise RunFailedError(self._first_failure(launched))
 
     def _first_failure(self, launched: Launched) -> str:
         """Which worker failed first and why, one whose failure was not due to another's."""
         ends = {rank: self._end_of(end) for rank, end in launched.exits.items()}
         causes = {rank: content for rank, content in ends.items() if "cause" in content}
-        if not causes:
-            return "all workers ended, but none has put the run together"
-        rank, content = min(
-            causes.items(),
-            key=lambda one: (one[1].get("is_consequence", False), one[1]["when_seconds"]),
-        )
-        what = content["cause"].rstrip(".")
-        if self._config.needs_every_rank and launched.exits[rank].code < 0:
-            what += f"; strategy {self._config.strategy} needs every rank, so the run is over"
-        where = self._run_dir.errors(rank)
-        trace = f" (traceback in {where})" if where.exists() else ""
-        return f"rank {rank} {what}{trace}"
-
-
-def await_joined(run_dir: RunDir) -> None:
-    """Keep the store for those who joined and go on, until they have put the run together."""
-    last_seconds = time.monotonic()
-    while not run_dir.summary.exists():
-        if has_living_joiners(run_dir, {}, ()):
-            last_seconds = time.monotonic()
-        has_joined = any(run_dir.partial.glob("joined-rank*"))
-        if not has_joined or time.monotonic() > last_seconds + _SUMMARY_SECONDS:
-            return
-        time.sleep(_POLL_SECONDS)
+        what = "all workers ended, but none has put the run together"
+        if causes:
+            rank, content = min(
+                causes.items(),
+                key=lambda one: (one[1].get("is_consequence", False), one[1]["when_seconds"]),
+            )
+            what = f"rank {rank} {content['cause'].rstrip('.')}"
+            if self._config.needs_every_rank and launched.exits[rank].code < 0:
+                what += f"; strategy {self._config.strategy} needs every rank, so the run is over"
+            if (where := self._run_dir.errors(rank)).exists():
+                what += f" (traceback in {where})"
+        if len(causes) < len(ends):
+            what += f"; {where_weights_are(self._run_dir)}"
+        return what
 
 
 class Timer:
