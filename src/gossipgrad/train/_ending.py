@@ -21,7 +21,8 @@ from ._summary import choose_exported, compose, finish, known_joined
 
 # Prefix of what the ranks of a run write into the store.
 MAILBOX = "gossipgrad/train"
-# As `hand_in` leaves it: a "result", or the "cause" why there is none.
+# As `hand_in` leaves it: a "result" and the signal that has stopped the rank, or the "cause" why
+# there is none.
 HandedIn = Mapping[str, Any]
 _POLL_SECONDS = 0.1
 _BEAT_SECONDS = 0.5
@@ -187,7 +188,7 @@ class Ending:
         run_dir, results = self._run_dir, {self._rank: own}
         lost: dict[int, str] = {}
         when_seconds: dict[int, float] = {}
-        self._collect(self._founders, results, lost, when_seconds)
+        stopped_by = self._collect(self._founders, results, lost, when_seconds) or stopped_by
         self._collect(known_joined(results.values()), results, lost, when_seconds)
         exported = choose_exported(
             {rank: one for rank, one in results.items() if run_dir.rank_model(rank).exists()}
@@ -220,8 +221,13 @@ class Ending:
         results: dict[int, RankResult],
         lost: dict[int, str],
         when_seconds: dict[int, float],
-    ) -> None:
-        """Add the results of ranks, or why there are none; waits for those that live."""
+    ) -> signal.Signals | None:
+        """Add the results of ranks, or why there are none; waits for those that live.
+
+        Returns:
+            A signal that has stopped one of them.
+        """
+        stopped_by = None
         for rank in {*ranks} - {*results}:
             while (end := read_end(self._run_dir, self._store, rank)) is None:
                 why = {
@@ -237,5 +243,7 @@ class Ending:
                 break
             if end is not None and "result" in end:
                 results[rank] = RankResult.from_json(end["result"])
+                stopped_by = end.get("stopped_by") or stopped_by
             elif end is not None:
                 lost[rank], when_seconds[rank] = end["cause"], end["when_seconds"]
+        return None if stopped_by is None else signal.Signals(stopped_by)

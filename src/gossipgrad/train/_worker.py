@@ -192,7 +192,7 @@ class _Worker:
                 check_shared(run_dir, opened["token"], unless=self.start.check)
             result = self._train(config, run_dir, events)
             events.close()
-            ending.hand_in({"result": result.to_json()})
+            ending.hand_in({"result": result.to_json(), "stopped_by": stops.first})
             outcome = ending.finish(result, stops.first)
             return outcome or Outcome(
                 exit_code=exit_code_of(stops.first if result.stopped else None)
