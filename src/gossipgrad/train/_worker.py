@@ -25,7 +25,7 @@ from ._files import check_shared, leave_token, write_errors
 from ._layout import RunDir, claim
 from ._lock import hold_lock
 from ._metrics import Event
-from ._progress import Progress, make_progress
+from ._progress import Progress
 from ._rank import train_rank
 from ._result import (
     DivergedError,
@@ -56,7 +56,14 @@ def worker_main() -> int:
     """
     world = find_world(os.environ)
     assert world is not None, "the launcher sets RANK and WORLD_SIZE"
-    silence(world)
+    # The launcher says who was lost, and the lowest rank alone warns.
+    logger = logging.getLogger("gossipgrad")
+    for handler in [*logger.handlers]:
+        logger.removeHandler(handler)
+    logger.addHandler(logging.NullHandler())
+    logger.propagate = False
+    if world.rank:
+        warnings.simplefilter("ignore")
     code = 1
     try:
         code = run_in_world(None, world).exit_code
@@ -69,17 +76,6 @@ def worker_main() -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def silence(world: World) -> None:
-    """Leave to the launcher to say who was lost, and warnings to the lowest rank."""
-    logger = logging.getLogger("gossipgrad")
-    for handler in [*logger.handlers]:
-        logger.removeHandler(handler)
-    logger.addHandler(logging.NullHandler())
-    logger.propagate = False
-    if world.rank:
-        warnings.simplefilter("ignore")
 
 
 def run_in_world(config: TrainConfig | None, world: World, *, show_config: bool = False) -> Outcome:
@@ -280,7 +276,7 @@ class _Events:
         if self._world.rank != min(living) and event["event"] != "checkpoint":
             return
         if self._progress is None:
-            self._progress = make_progress(self._config)
+            self._progress = Progress(self._config)
         if "samples_per_second" in event:  # the others are taken to be as fast
             event["samples_per_second"] *= len(living)
         self._progress.take(event)
