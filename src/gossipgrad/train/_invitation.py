@@ -62,7 +62,7 @@ class Invitation:
                 f"cannot read {run_dir.invitation}: {error.strerror}; join as the user who started "
                 "the run."
             ) from error
-        except (LookupError, TypeError, ValueError) as error:
+        except (TypeError, ValueError) as error:
             raise ValueError(
                 f"{run_dir.invitation} is no invitation of a run ({type(error).__name__}: {error})"
             ) from error
@@ -78,11 +78,7 @@ def invite(session: Session, job: Job, run_dir: RunDir) -> str | None:
     except (ValueError, GossipError) as error:  # a slow store is no reason not to train
         refusal = str(error)
     try:
-        Invitation(
-            address=address,
-            refusal=refusal,
-            data=fingerprint_of(job),
-        ).write(run_dir)
+        Invitation(address=address, refusal=refusal, data=fingerprint_of(job)).write(run_dir)
     except OSError as error:
         return f"nobody can join: {run_dir.invitation} could not be written ({error.strerror})"
     return None
