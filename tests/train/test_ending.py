@@ -66,7 +66,7 @@ class Run:
             ending = self.come(store, rank)
             ending.hand_in({"result": own.to_json()})
             try:
-                self.ends[rank] = ending.finish(own, None)
+                self.ends[rank] = ending.finish()
             except RunFailedError as error:
                 self.ends[rank] = error
             except Dead:

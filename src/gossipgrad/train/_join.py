@@ -157,7 +157,7 @@ def join_run(options: JoinConfig) -> JoinOutcome:
             )
             assert ending is not None, "it has joined"
             ending.hand_in({"result": result.to_json()})
-            outcome = None if result.left else ending.finish(result, None)
+            outcome = None if result.left else ending.finish()
         except Exception as error:
             if ending is not None:
                 ending.hand_in({"cause": f"failed: {short_cause(error)}"})

@@ -27,13 +27,14 @@ class Progress:
         self._epochs, self._job, self._is_quiet = config.epochs, config.job, config.quiet
         self._bar: RichProgress | None = None
         self._accuracy: float | None = None
-        is_terminal = sys.stdout.isatty() and not os.environ.get("CI")
-        if is_terminal and not config.quiet and find_spec("rich") is not None:
-            self._open_bar()
+        self._wants_bar = sys.stdout.isatty() and not os.environ.get("CI") and not config.quiet
 
     def take(self, event: Event) -> None:
         """Take an event."""
         kind = event["event"]
+        if self._wants_bar and find_spec("rich") is not None:
+            self._wants_bar = False
+            self._open_bar()
         if kind in ("checkpoint", "members"):
             self.notice(event["text"])
         elif kind == "ready" and self._bar is not None:
@@ -58,6 +59,7 @@ class Progress:
 
     def close(self) -> None:
         """Leave the terminal as it was."""
+        self._wants_bar = False
         if self._bar is not None:
             self._bar.stop()
 
