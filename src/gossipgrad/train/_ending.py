@@ -85,9 +85,8 @@ class Beats:
                     self._store.ask(lambda store: store.add(f"beat{rank}", 1))
                 self._over.wait(_BEAT_SECONDS)
 
-        self._store.begin(
-            lambda store: None
-        )  # its thread starts here: not from two threads at once
+        # The first question starts the thread that asks: never from two threads at once.
+        self._store.begin(lambda store: None)
         threading.Thread(target=beat, name="gossipgrad-beats", daemon=True).start()
 
     def close(self) -> None:
@@ -153,10 +152,11 @@ class Ending:
             if first == self._rank:
                 if (owner := self._claim()) == self._rank:
                     return self._put_together()
-                raise RunFailedError(
-                    f"rank {owner} was lost while it put the run together: "
-                    f"{where_weights_are(self._run_dir)}"
-                )
+                if self._is_lost(owner, result["lost"]):
+                    raise RunFailedError(
+                        f"rank {owner} was lost while it put the run together: "
+                        f"{where_weights_are(self._run_dir)}"
+                    )
             time.sleep(_POLL_SECONDS)
         return None
 
@@ -208,7 +208,7 @@ class Ending:
             stopped_by=stopped_by,
             run_dir=run_dir,
             when_seconds={
-                rank: e["when_seconds"] for rank, e in lost.items() if "when_seconds" in e
+                r: end["when_seconds"] for r, end in lost.items() if "when_seconds" in end
             },
         )
         report = finish(run_dir, summary, exported)
