@@ -19,7 +19,8 @@ from itertools import product
 from typing import Any
 
 from benchmarks._common import write
-from gossipgrad.cli._plan import PlanOptions, all_methods, network_of
+from gossipgrad.cli._network import network_of
+from gossipgrad.cli._plan import PlanOptions, all_methods
 from gossipgrad.cli._plan_report import compare
 from gossipgrad.planning import (
     PROFILES,
@@ -123,7 +124,8 @@ def grid() -> Iterator[dict[str, Any]]:
     for name, bandwidth in product(PROFILES, BANDWIDTHS):
         profile = Profile.load(name)
         options = PlanOptions(profile=name, world_size=WORLD_SIZE, bandwidth=bandwidth)
-        known = all_methods(options, profile, network_of(options)[1])
+        _, network = network_of(bandwidth, None, None, WORLD_SIZE, what="the plan")
+        known = all_methods(options, profile, network)
         found = compare(profile, known, ("sparse", "dense"))
         sparse = [group for group in found.best.groups if group.method == "sparse"]
         elements = sum(found.elements(group.start, group.stop) for group in sparse)

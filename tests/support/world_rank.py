@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gossipgrad.train import TrainConfig, run
+from gossipgrad.train.strategies import _stopping
 from support.waiting import until
 
 __all__ = ["stopped_by_signal", "waits_alone"]
@@ -24,11 +25,11 @@ def waits_alone(environ: dict[str, str], folder: str) -> None:
 
 
 def stopped_by_signal(
-    rank: int, store: Any, port: int, out: str, strategy: str, first: int
+    rank: int, store: Any, port: int, out: str, strategy: str, first: int, skew_seconds: float
 ) -> tuple[int, float, dict | None]:
-    """Trains until rank `first` gets a SIGINT, which the other one does not.
+    """Trains until rank `first` gets a SIGINT, and the other one its own a little later.
 
-    The exit code, the seconds from the signal to the end, and the summary, on rank 0.
+    The exit code, the seconds from the first signal to the end, and the summary, on rank 0.
     """
     # Blocked in a fork server that a launch of workers has started, and so in what it forks.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
@@ -39,6 +40,8 @@ def stopped_by_signal(
         "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": "lo",
     }
+    # None leaves without the other, however much later that is told on a busy machine.
+    _stopping._GRACE_SECONDS = 50.0
     told_seconds = 0.0
 
     def tell() -> None:
@@ -47,8 +50,9 @@ def stopped_by_signal(
         # A busy machine takes long to start; what is measured begins with the signal.
         until(lambda: metrics.exists() and metrics.stat().st_size > 0, timeout_seconds=80)
         told_seconds = time.monotonic()
-        if rank == first:
-            os.kill(os.getpid(), signal.SIGINT)
+        if rank != first:
+            time.sleep(skew_seconds)
+        os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=tell, daemon=True).start()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):

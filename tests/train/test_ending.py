@@ -66,7 +66,7 @@ class Run:
             ending = self.come(store, rank)
             ending.hand_in({"result": own.to_json()})
             try:
-                self.ends[rank] = ending.finish(own, None)
+                self.ends[rank] = ending.finish()
             except RunFailedError as error:
                 self.ends[rank] = error
             except Dead:
@@ -186,3 +186,15 @@ def test_those_who_joined_put_it_together_when_all_others_are_lost(run, store):
     assert ends[5] is None
     assert ends[4]["lost_ranks"] == [0, 1, 2, 3]
     assert ends[4]["steps_per_rank"] == [None] * 4 + [10, 10]
+
+
+def test_a_lower_rank_that_comes_late_waits_for_the_one_that_puts_it_together(run):
+    store = dist.HashStore()
+    store.set("end", "1")
+    at_it = run.come(store, 1)
+    run.end(store, 0)
+    run._threads[0].join(0.5)
+    assert not run.ends
+    run.run_dir.summary.write_text("{}")
+    assert run.all() == {0: None}
+    at_it.close()

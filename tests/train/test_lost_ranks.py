@@ -78,7 +78,7 @@ def test_half_of_the_workers_are_killed_one_is_stopped_and_goes_on(tmp_path, cap
 
 
 def test_a_worker_that_stays_stopped_does_not_keep_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(_run, "_OVER_SECONDS", 0.2)
+    monkeypatch.setattr(_run, "_END_SECONDS", 0.2)
     with after_steps(tmp_path, 20, stop(0), before=40):
         outcome = run(config(tmp_path, nproc=2, epochs=4))
     assert outcome.exit_code == 0
@@ -96,7 +96,7 @@ def test_a_worker_that_stays_stopped_does_not_keep_the_run(tmp_path, monkeypatch
 )
 def test_a_worker_that_is_lost_at_start_up_ends_the_start(tmp_path, monkeypatch, number, what):
     """Also when it is stopped, and is never heard of."""
-    monkeypatch.setattr(_run, "_DOOMED_SECONDS", 0.2)
+    monkeypatch.setattr(_run, "_END_SECONDS", 0.2)
     options = launched.config(tmp_path, nproc=3, epochs=2, trace=0, start_seconds=1.0)
     with struck_at_start(1, number), pytest.raises(RunFailedError, match=what):
         run(options)

@@ -21,7 +21,8 @@ from ._summary import choose_exported, compose, finish, known_joined
 
 # Prefix of what the ranks of a run write into the store.
 MAILBOX = "gossipgrad/train"
-# As `hand_in` leaves it: a "result", or the "cause" why there is none.
+# As `hand_in` leaves it: a "result" and the signal that has stopped the rank, or the "cause" why
+# there is none.
 HandedIn = Mapping[str, Any]
 _POLL_SECONDS = 0.1
 _BEAT_SECONDS = 0.5
@@ -84,9 +85,8 @@ class Beats:
                     self._store.ask(lambda store: store.add(f"beat{rank}", 1))
                 self._over.wait(_BEAT_SECONDS)
 
-        self._store.begin(
-            lambda store: None
-        )  # its thread starts here: not from two threads at once
+        # The first question starts the thread that asks: never from two threads at once.
+        self._store.begin(lambda store: None)
         threading.Thread(target=beat, name="gossipgrad-beats", daemon=True).start()
 
     def close(self) -> None:
@@ -133,27 +133,30 @@ class Ending:
 
     def hand_in(self, content: HandedIn) -> None:
         """Leave what this rank has to say for the one that puts the run together."""
+        self._own = content
         hand_in(self._run_dir, self._store, self._rank, content)
 
-    def finish(self, result: RankResult, stopped_by: signal.Signals | None) -> Outcome | None:
+    def finish(self) -> Outcome | None:
         """Put the run together if this is the lowest rank that lives; None once another has.
 
-        Called when this rank has handed in. All others are awaited that live: that are not lost by
-        the membership, and beat in the store, or have handed in.
+        Called when this rank has handed in its result. All others that live are awaited: those that
+        are not lost by the membership, and beat in the store or have handed in.
 
         Raises:
             RunFailedError: The rank that put the run together died over it.
         """
-        ranks = {*self._founders, *map(int, result.joined), self._rank}
+        result = self._own["result"]
+        ranks = {*self._founders, *map(int, result["joined"]), self._rank}
         while not self._is_over():
-            first = next(rank for rank in sorted(ranks) if not self._is_lost(rank, result))
+            first = next(rank for rank in sorted(ranks) if not self._is_lost(rank, result["lost"]))
             if first == self._rank:
                 if (owner := self._claim()) == self._rank:
-                    return self._put_together(result, stopped_by)
-                raise RunFailedError(
-                    f"rank {owner} was lost while it put the run together: "
-                    f"{where_weights_are(self._run_dir)}"
-                )
+                    return self._put_together()
+                if self._is_lost(owner, result["lost"]):
+                    raise RunFailedError(
+                        f"rank {owner} was lost while it put the run together: "
+                        f"{where_weights_are(self._run_dir)}"
+                    )
             time.sleep(_POLL_SECONDS)
         return None
 
@@ -164,14 +167,14 @@ class Ending:
             return self._store.ask(lambda store: store.check(["done"]))
         return False
 
-    def _is_lost(self, rank: int, result: RankResult) -> bool:
+    def _is_lost(self, rank: int, known: Mapping[str, Any]) -> bool:
         """Whether a rank will not put the run together."""
         if rank == self._rank:
             return False
         end = read_end(self._run_dir, self._store, rank)
         if end is not None and ("cause" in end or end["result"]["left"]):
             return True
-        return str(rank) in result.lost or self._beats.is_silent(rank)
+        return str(rank) in known or self._beats.is_silent(rank)
 
     def _claim(self) -> int:
         """Which rank puts the run together: this one unless another has begun to.
@@ -183,24 +186,30 @@ class Ending:
             return int(self._store.ask(lambda store: store.compare_set("end", "", own)))
         return self._rank
 
-    def _put_together(self, own: RankResult, stopped_by: signal.Signals | None) -> Outcome:
-        run_dir, results = self._run_dir, {self._rank: own}
-        lost: dict[int, str] = {}
-        when_seconds: dict[int, float] = {}
-        self._collect(self._founders, results, lost, when_seconds)
-        self._collect(known_joined(results.values()), results, lost, when_seconds)
+    def _put_together(self) -> Outcome:
+        ends = {self._rank: self._own}
+        for rank in {*self._founders} - {self._rank}:
+            ends[rank] = self._await_end(rank, ends)
+        for rank in known_joined(_results(ends).values()).keys() - ends.keys():
+            ends[rank] = self._await_end(rank, ends)
+        run_dir, results = self._run_dir, _results(ends)
+        signals = [end["stopped_by"] for end in ends.values() if end.get("stopped_by")]
+        stopped_by = signal.Signals(signals[0]) if signals else None
         exported = choose_exported(
             {rank: one for rank, one in results.items() if run_dir.rank_model(rank).exists()}
         )
+        lost = {rank: end for rank, end in ends.items() if "cause" in end}
         summary = compose(
             self._config,
             results,
-            lost,
+            {rank: end["cause"] for rank, end in lost.items()},
             world_size=len(self._founders),
             exported=exported,
             stopped_by=stopped_by,
             run_dir=run_dir,
-            when_seconds=when_seconds,
+            when_seconds={
+                r: end["when_seconds"] for r, end in lost.items() if "when_seconds" in end
+            },
         )
         report = finish(run_dir, summary, exported)
         with suppress(RuntimeError):
@@ -214,28 +223,17 @@ class Ending:
             report=report,
         )
 
-    def _collect(
-        self,
-        ranks: Iterable[int],
-        results: dict[int, RankResult],
-        lost: dict[int, str],
-        when_seconds: dict[int, float],
-    ) -> None:
-        """Add the results of ranks, or why there are none; waits for those that live."""
-        for rank in {*ranks} - {*results}:
-            while (end := read_end(self._run_dir, self._store, rank)) is None:
-                why = {
-                    key: loss["why"] for one in results.values() for key, loss in one.lost.items()
-                }
-                if str(rank) in why:
-                    lost[rank] = f"was taken for dead: {why[str(rank)]}"
-                elif self._beats.is_silent(rank):
-                    lost[rank] = "has handed nothing in, and shows no sign of life"
-                else:
-                    time.sleep(_POLL_SECONDS)
-                    continue
-                break
-            if end is not None and "result" in end:
-                results[rank] = RankResult.from_json(end["result"])
-            elif end is not None:
-                lost[rank], when_seconds[rank] = end["cause"], end["when_seconds"]
+    def _await_end(self, rank: int, ends: Mapping[int, HandedIn]) -> HandedIn:
+        """What a rank hands in, or why it does not; waits for one that lives."""
+        known = {key: loss for one in _results(ends).values() for key, loss in one.lost.items()}
+        while (end := read_end(self._run_dir, self._store, rank)) is None:
+            if (loss := known.get(str(rank))) is not None:
+                return {"cause": f"was taken for dead: {loss['why']}"}
+            if self._beats.is_silent(rank):
+                return {"cause": "has handed nothing in, and shows no sign of life"}
+            time.sleep(_POLL_SECONDS)
+        return end
+
+
+def _results(ends: Mapping[int, HandedIn]) -> dict[int, RankResult]:
+    return {r: RankResult.from_json(end["result"]) for r, end in ends.items() if "result" in end}

@@ -34,7 +34,7 @@ from ._layout import RunDir
 from ._lock import hold_lock
 from ._metrics import Event
 from ._options import check_at_least, check_fields, make_plain
-from ._progress import make_progress
+from ._progress import Progress
 from ._rank import train_rank
 from ._result import RunFailedError, exit_code_of, short_cause
 from ._signals import Stops, end_at_once, hear_stops
@@ -119,7 +119,7 @@ def join_run(options: JoinConfig) -> JoinOutcome:
     config, run_dir, invitation = _find_run(options)
     assert config.nproc is not None
     assert invitation.address is not None
-    progress, stop = make_progress(config), threading.Event()
+    progress, stop = Progress(config), threading.Event()
     ending: Ending | None = None
 
     def emit(event: Event) -> None:
@@ -157,7 +157,7 @@ def join_run(options: JoinConfig) -> JoinOutcome:
             )
             assert ending is not None, "it has joined"
             ending.hand_in({"result": result.to_json()})
-            outcome = None if result.left else ending.finish(result, None)
+            outcome = None if result.left else ending.finish()
         except Exception as error:
             if ending is not None:
                 ending.hand_in({"cause": f"failed: {short_cause(error)}"})

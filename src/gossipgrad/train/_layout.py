@@ -115,6 +115,11 @@ class RunDir:
         )
 
     @property
+    def is_complete(self) -> bool:
+        """Whether the run has reached an end, and does not go on from there."""
+        return self.summary.exists() and not self.resumes.exists()
+
+    @property
     def holds_checkpoints(self) -> bool:
         """Whether there are checkpoints, of a run of the command or of a loop of the user's own."""
         return any(self.checkpoints.glob("step-*"))

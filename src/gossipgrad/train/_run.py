@@ -24,10 +24,8 @@ from ._worker import open_folder, run_in_world, worker_main
 from ._world import find_world
 
 _DEFAULT_NPROC = 4
-# For the others to end by themselves, of a run that needs every rank.
-_DOOMED_SECONDS = 5.0
-# For workers to end after the run was put together: one that still runs hangs.
-_OVER_SECONDS = 10.0
+# For workers to end by themselves when the run is put together, or cannot go on.
+_END_SECONDS = 10.0
 _POLL_SECONDS = 0.1
 _SHOW_CURSOR = "\x1b[?25h"
 
@@ -78,12 +76,18 @@ class _Launcher:
     def __init__(self, config: TrainConfig, run_dir: RunDir, nproc: int) -> None:
         self._config, self._run_dir, self._nproc = config, run_dir, nproc
         self._is_doomed = False
-        self._doomed = Timer(_DOOMED_SECONDS)
-        self._over = Timer(_OVER_SECONDS)
+        self._end_seconds: float | None = None
 
     def run(self) -> Outcome:
         """Start them, and wait until each is over."""
-        start_fork_server(self._config)
+        is_digits = self._config.data == "digits" and self._config.job is None
+        ensure_fork_server(
+            [
+                "gossipgrad.train",
+                "torch._dynamo",  # the first optimizer of a process loads it, in a second
+                *(["sklearn.datasets"] if is_digits else []),
+            ]
+        )
         with Rendezvous(self._nproc) as rendezvous:
             self._store = AskedStore(dist.PrefixStore(MAILBOX, rendezvous.store))
             opened = json.dumps({"config": self._config.to_json(), "token": None})
@@ -99,7 +103,7 @@ class _Launcher:
                 self._await_joined()
                 return self._outcome(launched)
             finally:
-                if not self._run_dir.summary.exists():
+                if not self._run_dir.is_complete:
                     clean_up(self._run_dir, self._store, range(self._nproc))
                 if sys.stdout.isatty() and not self._config.quiet:
                     print(_SHOW_CURSOR, end="", flush=True)  # a killed worker may have hidden it
@@ -107,10 +111,12 @@ class _Launcher:
     def _supervise(self, workers: Sequence[Worker]) -> None:
         """End workers that nobody can wait for any more."""
         is_over = self._run_dir.report.exists() and not self._run_dir.partial.exists()
-        if self._doomed.has_passed(since=self._is_doomed) or self._over.has_passed(since=is_over):
-            for worker in workers:
-                if read_end(self._run_dir, self._store, worker.rank) is None:  # else it ends soon
-                    worker.kill()
+        if not (is_over or self._is_doomed):
+            return
+        now = time.monotonic()
+        self._end_seconds = self._end_seconds or now + _END_SECONDS
+        for worker in workers if now > self._end_seconds else ():
+            worker.kill()
 
     def _describe(self, end: Exit) -> str | None:
         """Why a worker failed, if the others go on without it; else the end of the run says it."""
@@ -138,13 +144,13 @@ class _Launcher:
         beats = Beats(self._store, self._config.lost_after_seconds)
         names = (path.stem for path in self._run_dir.partial.glob("joined-rank*.json"))
         living = [int(name.removeprefix("joined-rank")) for name in names]
-        while living and not self._run_dir.summary.exists():
+        while living and not self._run_dir.is_complete:
             living = [rank for rank in living if not beats.is_silent(rank)]
             time.sleep(_POLL_SECONDS)
 
     def _outcome(self, launched: Launched) -> Outcome:
         run_dir, stopped_by = self._run_dir, launched.stopped_by
-        if run_dir.summary.exists() and not run_dir.resumes.exists():
+        if run_dir.is_complete:
             summary = json.loads(run_dir.summary.read_text())
             return Outcome(
                 exit_code=exit_code_of(stopped_by if summary["interrupted"] else None),
@@ -175,35 +181,3 @@ class _Launcher:
         if len(causes) < len(ends):
             what += f"; {where_weights_are(self._run_dir)}"
         return what
-
-
-class Timer:
-    """How long something has been so.
-
-    Args:
-        limit_seconds: When that is too long.
-    """
-
-    def __init__(self, limit_seconds: float) -> None:
-        self._limit_seconds = limit_seconds
-        self._since_seconds: float | None = None
-
-    def has_passed(self, *, since: bool) -> bool:
-        """Whether `since` has been true at each call for longer than the limit."""
-        now = time.monotonic()
-        if not since:
-            self._since_seconds = None
-        elif self._since_seconds is None:
-            self._since_seconds = now
-        return self._since_seconds is not None and now > self._since_seconds + self._limit_seconds
-
-
-def start_fork_server(config: TrainConfig) -> None:
-    """Have the modules of workers loaded once for all of them."""
-    ensure_fork_server(
-        [
-            "gossipgrad.train",
-            "torch._dynamo",  # the first optimizer of a process loads it, in a second
-            *(["sklearn.datasets"] if config.data == "digits" and config.job is None else []),
-        ]
-    )

@@ -25,7 +25,7 @@ from ._files import check_shared, leave_token, write_errors
 from ._layout import RunDir, claim
 from ._lock import hold_lock
 from ._metrics import Event
-from ._progress import Progress, make_progress
+from ._progress import Progress
 from ._rank import train_rank
 from ._result import (
     DivergedError,
@@ -56,7 +56,14 @@ def worker_main() -> int:
     """
     world = find_world(os.environ)
     assert world is not None, "the launcher sets RANK and WORLD_SIZE"
-    silence(world)
+    # The launcher says who was lost, and the lowest rank alone warns.
+    logger = logging.getLogger("gossipgrad")
+    for handler in [*logger.handlers]:
+        logger.removeHandler(handler)
+    logger.addHandler(logging.NullHandler())
+    logger.propagate = False
+    if world.rank:
+        warnings.simplefilter("ignore")
     code = 1
     try:
         code = run_in_world(None, world).exit_code
@@ -69,17 +76,6 @@ def worker_main() -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def silence(world: World) -> None:
-    """Leave to the launcher to say who was lost, and warnings to the lowest rank."""
-    logger = logging.getLogger("gossipgrad")
-    for handler in [*logger.handlers]:
-        logger.removeHandler(handler)
-    logger.addHandler(logging.NullHandler())
-    logger.propagate = False
-    if world.rank:
-        warnings.simplefilter("ignore")
 
 
 def run_in_world(config: TrainConfig | None, world: World, *, show_config: bool = False) -> Outcome:
@@ -186,14 +182,14 @@ class _Worker:
         if self._run_dir is None:
             held.enter_context(hold_lock(run_dir))
         ending = Ending(config, run_dir, self._mailbox, rank)
-        events = _Events(config, self._world)
+        progress = Progress(config)
         try:
             if opened["token"] is not None:
                 check_shared(run_dir, opened["token"], unless=self.start.check)
-            result = self._train(config, run_dir, events)
-            events.close()
-            ending.hand_in({"result": result.to_json()})
-            outcome = ending.finish(result, stops.first)
+            result = self._train(config, run_dir, progress)
+            progress.close()
+            ending.hand_in({"result": result.to_json(), "stopped_by": stops.first})
+            outcome = ending.finish()
             return outcome or Outcome(
                 exit_code=exit_code_of(stops.first if result.stopped else None)
             )
@@ -216,10 +212,10 @@ class _Worker:
             trace = f" (traceback in {where})" if is_written else ""
             raise RunFailedError(f"rank {rank} {cause.rstrip('.')}{trace}") from error
         finally:
-            events.close()
+            progress.close()
             ending.close()
 
-    def _train(self, config: TrainConfig, run_dir: RunDir, events: "_Events") -> RankResult:
+    def _train(self, config: TrainConfig, run_dir: RunDir, progress: Progress) -> RankResult:
         rank, size, start = self._world.rank, self._world.world_size, self.start
         start.await_all("here", config.start_seconds)
         job = load_job(config)
@@ -230,7 +226,12 @@ class _Worker:
             if event["event"] == "ready":
                 self._has_begun = True
                 start.ask(lambda store: store.set("begun", ""))
-            events.take(event)
+            living = event.pop("living", None) or range(size)
+            # The lowest shows how the run goes. Of its own checkpoints each rank alone knows.
+            if rank == min(living) or event["event"] == "checkpoint":
+                if "samples_per_second" in event:  # the others are taken to be as fast
+                    event["samples_per_second"] *= len(living)
+                progress.take(event)
 
         def join_group(name: str) -> Group:
             return Group(
@@ -264,31 +265,6 @@ class _Worker:
     def _say(self, text: str) -> None:
         if self._world.rank == 0:
             print(f"gossipgrad: {text}", file=sys.stderr, flush=True)
-
-
-class _Events:
-    """Shows the events of the lowest rank that lives; those of the others are not shown."""
-
-    def __init__(self, config: TrainConfig, world: World) -> None:
-        self._config, self._world = config, world
-        self._progress: Progress | None = None
-
-    def take(self, event: Event) -> None:
-        """Take an event of this rank."""
-        living = event.pop("living", None) or range(self._world.world_size)
-        # A checkpoint is of this rank alone: no other says what became of it.
-        if self._world.rank != min(living) and event["event"] != "checkpoint":
-            return
-        if self._progress is None:
-            self._progress = make_progress(self._config)
-        if "samples_per_second" in event:  # the others are taken to be as fast
-            event["samples_per_second"] *= len(living)
-        self._progress.take(event)
-
-    def close(self) -> None:
-        """Leave the terminal as it was."""
-        if self._progress is not None:
-            self._progress.close()
 
 
 def open_folder(
