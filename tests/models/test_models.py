@@ -107,6 +107,11 @@ def test_every_model_takes_the_data_it_says_it_takes(dataset, names):
             assert all(repr(fitting) in str(refused.value) for fitting in names), "the way out"
 
 
+def test_an_unknown_name_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match="mlp-wide"):
+        models.build("vgg", DIGITS)
+
+
 def test_channels_sizes_and_classes_are_the_users():
     info = DatasetInfo(
         name="own", input_shape=(1, 33, 47), num_classes=7, train_samples=9, test_samples=9

@@ -46,7 +46,7 @@ def test_what_is_refused(change, unchecked_types):
 
 def test_scaled_to_a_budget():
     scaled = SMALL.scaled(time=0.5, size=0.01)
-    assert scaled.compute_seconds == 1.0
+    assert (SMALL.size_bytes, scaled.compute_seconds) == (4012, 1.0)
     assert scaled.elements == (1, 10)
     assert scaled.names == SMALL.names
     assert scaled.source == "made up; scaled: times by 0.5, sizes by 0.01"

@@ -45,15 +45,15 @@ class Trainer:
             self.optimizer.step()
             self.longest_seconds = max(self.longest_seconds, time.perf_counter() - start)
 
-    def train_until(self, condition: Callable[[], Any]) -> None:
-        """Makes steps until a condition holds; fails if it does not in a minute."""
+    def train_until(self, condition: Callable[[], Any], timeout_seconds: float = 60.0) -> None:
+        """Makes steps until a condition holds; fails if it does not in time."""
 
         def met() -> bool:
             self.train()
             time.sleep(0.002)  # ranks of one process share the interpreter
             return bool(condition())
 
-        until(met, 60.0)
+        until(met, timeout_seconds)
 
     @property
     def outcomes(self) -> dict[str, int]:
